@@ -1,0 +1,48 @@
+"""The only module that reads this package's environment variables.
+
+==================== ==================================================================
+``LOCKSTEP_LOG_LEVEL`` level name of the loggers that :func:`get_logger` makes
+``LOCKSTEP_DEBUG``     ``1`` verifies collectives between ranks before they run
+==================== ==================================================================
+
+The variables that our launchers set for the ranks they start (``LOCKSTEP_RANK_*``) are private: a user
+neither sets nor reads them.
+"""
+
+from __future__ import annotations
+
+import os
+
+from lightning_lockstep.errors import ConfigurationError
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+#: Set by our process launcher in each rank it starts: the process id of the launching rank.
+LAUNCHER_PID = "LOCKSTEP_RANK_LAUNCHER_PID"
+
+
+def log_level() -> str | None:
+    """Return ``LOCKSTEP_LOG_LEVEL`` in upper case, or ``None`` when it is not set.
+
+    Raises:
+        ConfigurationError: It is set to something that is not the name of a level.
+    """
+    given = os.environ.get("LOCKSTEP_LOG_LEVEL")
+    if not given:
+        return None
+    if given.upper() not in _LEVELS:
+        raise ConfigurationError(
+            f"The environment variable LOCKSTEP_LOG_LEVEL is {given!r}; expected one of {', '.join(_LEVELS)}."
+        )
+    return given.upper()
+
+
+def debug() -> bool:
+    """Return whether ``LOCKSTEP_DEBUG`` asks for verified collectives."""
+    return os.environ.get("LOCKSTEP_DEBUG", "0") not in ("", "0")
+
+
+def launcher_pid() -> int | None:
+    """Return the process id of the rank that started this one, or ``None`` if nobody of ours did."""
+    given = os.environ.get(LAUNCHER_PID)
+    return int(given) if given else None

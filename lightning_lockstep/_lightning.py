@@ -1,0 +1,120 @@
+"""The one door through which every Lightning name comes.
+
+Lightning is published twice, as ``lightning`` (``lightning.pytorch``) and as ``pytorch_lightning``. Their
+classes are distinct, and a Trainer accepts only those of its own family. So this module takes the family
+that the program has already imported, and ``lightning`` where it has imported neither.
+
+Public names are listed first. Each private name says why it is needed; a test resolves all of them in both
+families, so that a new Lightning release which moves one fails there and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+
+def _chosen_family() -> tuple[str, str]:
+    if "lightning.pytorch" not in sys.modules and "pytorch_lightning" in sys.modules:
+        return "pytorch_lightning", "lightning_fabric"
+    return "lightning.pytorch", "lightning.fabric"
+
+
+PYTORCH, FABRIC = _chosen_family()
+
+# name here -> (family, module below it, name there)
+_PUBLIC: dict[str, tuple[str, str, str]] = {
+    "Trainer": ("pytorch", "", "Trainer"),
+    "LightningModule": ("pytorch", "", "LightningModule"),
+    "LightningDataModule": ("pytorch", "", "LightningDataModule"),
+    "Callback": ("pytorch", "", "Callback"),
+    "seed_everything": ("pytorch", "", "seed_everything"),
+    "EarlyStopping": ("pytorch", "callbacks", "EarlyStopping"),
+    "Checkpoint": ("pytorch", "callbacks", "Checkpoint"),
+    "DDPStrategy": ("pytorch", "strategies", "DDPStrategy"),
+    "Strategy": ("pytorch", "strategies", "Strategy"),
+    "StrategyRegistry": ("pytorch", "strategies", "StrategyRegistry"),
+    "Precision": ("pytorch", "plugins.precision", "Precision"),
+    "MixedPrecision": ("pytorch", "plugins.precision", "MixedPrecision"),
+    "HalfPrecision": ("pytorch", "plugins.precision", "HalfPrecision"),
+    "DoublePrecision": ("pytorch", "plugins.precision", "DoublePrecision"),
+    "TrainerFn": ("pytorch", "trainer.states", "TrainerFn"),
+    "RunningStage": ("pytorch", "trainer.states", "RunningStage"),
+    "MisconfigurationException": ("pytorch", "utilities.exceptions", "MisconfigurationException"),
+    "ClusterEnvironment": ("fabric", "plugins.environments", "ClusterEnvironment"),
+    "LightningEnvironment": ("fabric", "plugins.environments", "LightningEnvironment"),
+    "LSFEnvironment": ("fabric", "plugins.environments", "LSFEnvironment"),
+    "SLURMEnvironment": ("fabric", "plugins.environments", "SLURMEnvironment"),
+    "TorchElasticEnvironment": ("fabric", "plugins.environments", "TorchElasticEnvironment"),
+    "rank_zero_only": ("fabric", "utilities.rank_zero", "rank_zero_only"),
+    "reset_seed": ("fabric", "utilities.seed", "reset_seed"),
+}
+
+_PRIVATE: dict[str, tuple[str, str, str]] = {
+    # The launchers below are the only way to decide how ranks are started and what happens when one ends.
+    "_SubprocessScriptLauncher": ("pytorch", "strategies.launchers", "_SubprocessScriptLauncher"),
+    "_MultiProcessingLauncher": ("pytorch", "strategies.launchers", "_MultiProcessingLauncher"),
+    # Spawned ranks must restore these globals exactly as Lightning's own launcher does.
+    "_GlobalStateSnapshot": ("pytorch", "strategies.launchers.multiprocessing", "_GlobalStateSnapshot"),
+    # Spawn and fork have preconditions (main guard, no CUDA context) that Lightning checks with these.
+    "_check_bad_cuda_fork": ("fabric", "strategies.launchers.multiprocessing", "_check_bad_cuda_fork"),
+    "_check_missing_main_guard": ("fabric", "strategies.launchers.multiprocessing", "_check_missing_main_guard"),
+    # The command that starts this same program again; building it anew would drift from Lightning's.
+    "_basic_subprocess_cmd": ("fabric", "strategies.launchers.subprocess_script", "_basic_subprocess_cmd"),
+    # A training_step that returns None on one rank is mended inside DDP's forward, which this redirects.
+    "_DDPForwardRedirection": ("pytorch", "strategies.ddp", "_DDPForwardRedirection"),
+    # Registers a gradient compression hook; Lightning itself calls it on CUDA only.
+    "_register_ddp_comm_hook": ("pytorch", "overrides.distributed", "_register_ddp_comm_hook"),
+    # Lightning registers this at exit for nccl; after a failure it must not run, since it waits for peers.
+    "_destroy_dist_connection": ("fabric", "utilities.distributed", "_destroy_dist_connection"),
+    # The connector turns fp16 on CPU into bf16; its frame still holds the precision that was asked for.
+    "_AcceleratorConnector": ("pytorch", "trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
+    # Turns 16, "16", "bf16" and the like into the one name that Lightning documents.
+    "_convert_precision_to_unified_args": (
+        "fabric",
+        "connector",
+        "_convert_precision_to_unified_args",
+    ),
+    # -- add further private names here, each with the reason --
+}
+
+
+def _resolve(where: tuple[str, str, str]) -> Any:
+    family, module, name = where
+    root = PYTORCH if family == "pytorch" else FABRIC
+    return getattr(importlib.import_module(f"{root}.{module}" if module else root), name)
+
+
+if TYPE_CHECKING:
+    from lightning.fabric.connector import _convert_precision_to_unified_args
+    from lightning.fabric.plugins.environments import (
+        ClusterEnvironment,
+        LightningEnvironment,
+        LSFEnvironment,
+        SLURMEnvironment,
+        TorchElasticEnvironment,
+    )
+    from lightning.fabric.strategies.launchers.multiprocessing import (
+        _check_bad_cuda_fork,
+        _check_missing_main_guard,
+    )
+    from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
+    from lightning.fabric.utilities.distributed import _destroy_dist_connection
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning.fabric.utilities.seed import reset_seed
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+    from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+    from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+    from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+    from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+    from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+    from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+else:
+    globals().update({name: _resolve(where) for name, where in {**_PUBLIC, **_PRIVATE}.items()})
+
+__all__ = [*_PUBLIC, *_PRIVATE]

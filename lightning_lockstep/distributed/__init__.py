@@ -1,0 +1,36 @@
+"""Everything that ranks say to each other goes through this room.
+
+Nothing outside it imports ``torch.distributed``, ``mpi4py`` or ``torch_xla``. Two ways to talk:
+
+* the **communicator** (:func:`current_communicator`): collectives, which every rank must call alike;
+* the **side channel** (``communicator.side_channel``): messages over a store connection and threads of its
+  own, which work while the main thread sits in a collective and when a peer is gone.
+"""
+
+from lightning_lockstep.distributed.communicator import (
+    Agreement,
+    Communicator,
+    SingleProcessCommunicator,
+    TorchCommunicator,
+    current_communicator,
+    shut_down,
+)
+from lightning_lockstep.distributed.failure import CrashFanOut, FailureRecord
+from lightning_lockstep.distributed.rendezvous import rendezvous_store
+from lightning_lockstep.distributed.side_channel import LocalSideChannel, Message, SideChannel, StoreSideChannel
+
+__all__ = [
+    "Agreement",
+    "Communicator",
+    "CrashFanOut",
+    "FailureRecord",
+    "LocalSideChannel",
+    "Message",
+    "SideChannel",
+    "SingleProcessCommunicator",
+    "StoreSideChannel",
+    "TorchCommunicator",
+    "current_communicator",
+    "rendezvous_store",
+    "shut_down",
+]

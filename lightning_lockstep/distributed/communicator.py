@@ -1,0 +1,357 @@
+"""Collectives that callbacks and strategies use to decide together.
+
+Control messages travel on the CPU, whatever the device of the model, so that a decision never waits for a
+GPU queue. One process has a communicator too, the null object that answers for a world of one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lockstep.distributed.side_channel import LocalSideChannel, SideChannel, StoreSideChannel
+
+__all__ = [
+    "Agreement",
+    "Communicator",
+    "PendingReduction",
+    "SingleProcessCommunicator",
+    "TorchCommunicator",
+    "current_communicator",
+    "shut_down",
+]
+
+ReduceOperation = Literal["sum", "mean", "min", "max"]
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # gloo has no average; divided afterwards
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know alike after :meth:`Communicator.agree`.
+
+    Attributes:
+        reasons: Reason of each rank that raised its flag, by rank. Empty when none did; then the agreement
+            is false in a boolean context.
+    """
+
+    reasons: Mapping[int, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.reasons)
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank}: {reason}" for rank, reason in sorted(self.reasons.items()))
+
+
+class PendingReduction:
+    """A reduction that is under way.
+
+    Args:
+        tensor: The tensor that will hold the result.
+        work: Handle of the operation, or ``None`` when it is complete already.
+        divide_by: What the result is divided by once it is there.
+    """
+
+    def __init__(self, tensor: Tensor, work: Any | None, divide_by: int = 1) -> None:
+        self._tensor, self._work, self._divide_by = tensor, work, divide_by
+
+    def done(self) -> bool:
+        """Return whether :meth:`wait` would return at once."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> Tensor:
+        """Wait for the result and return it, the same tensor that was given."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._divide_by != 1:
+                self._tensor.div_(self._divide_by)
+        return self._tensor
+
+
+class Communicator(ABC):
+    """How the ranks of a run decide together.
+
+    Attributes:
+        rank: Number of this rank, from 0.
+        world_size: Number of ranks.
+        local_rank: Number of this rank on its node, from 0.
+        node_rank: Number of this rank's node, from 0.
+        host: Host name of this rank's node.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    node_rank: int = 0
+
+    def __init__(self) -> None:
+        self.host = socket.gethostname()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    @abstractmethod
+    def side_channel(self) -> SideChannel:
+        """The channel for what must not wait for anybody.
+
+        Ranks: the first access must happen on every rank alike (it opens the channel: one broadcast); our
+        strategies do so at start-up. After that any rank may use it alone.
+        """
+
+    @abstractmethod
+    def gather(self, obj: Any) -> list[Any]:
+        """Return the object of every rank, in rank order, on every rank.
+
+        Args:
+            obj: A small picklable object.
+
+        Ranks: all, together; two small collectives on the CPU.
+        """
+
+    @abstractmethod
+    def broadcast(self, obj: Any, source: int = 0) -> Any:
+        """Return the object of rank ``source`` on every rank.
+
+        Args:
+            obj: A small picklable object; ignored on other ranks.
+            source: Rank that has it.
+
+        Ranks: all, together; two small collectives on the CPU.
+        """
+
+    @abstractmethod
+    def all_reduce_async(self, tensor: Tensor, op: ReduceOperation = "sum") -> PendingReduction:
+        """Start to reduce a CPU tensor over all ranks, in place, and return at once.
+
+        Args:
+            tensor: CPU tensor of the same shape and dtype on every rank. Floating for ``"mean"``.
+            op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
+
+        Returns:
+            A handle; its ``wait()`` gives the tensor.
+
+        Ranks: all, together and in the same order as their other collectives; one all-reduce.
+        """
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank has come here.
+
+        Ranks: all, together.
+        """
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum") -> Tensor:
+        """Reduce a CPU tensor over all ranks, in place, and return it.
+
+        Args:
+            tensor: CPU tensor of the same shape and dtype on every rank.
+            op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
+
+        Ranks: all, together; one all-reduce.
+        """
+        return self.all_reduce_async(tensor, op).wait()
+
+    def agree(self, flag: bool, reason: str = "") -> Agreement:
+        """Find out together whether any rank raises its flag, and why.
+
+        This is how a fault on one rank becomes a decision of all: raise or branch on the answer, never on
+        one's own flag.
+
+        Args:
+            flag: Whether this rank has something to say.
+            reason: What it has to say.
+
+        Returns:
+            The reasons of all ranks whose flag is up, the same on every rank.
+
+        Ranks: all, together; one all-reduce of 4 bytes, and a gather only when a flag is up.
+        """
+        any_flag = self.all_reduce(torch.tensor(int(flag), dtype=torch.int32), "max")
+        if not int(any_flag):
+            return Agreement()
+        said = self.gather(reason if flag else None)
+        return Agreement({rank: text for rank, text in enumerate(said) if text is not None})
+
+
+class SingleProcessCommunicator(Communicator):
+    """The communicator of a run with one process: every question is answered by oneself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._side_channel = LocalSideChannel()
+
+    @property
+    def side_channel(self) -> SideChannel:
+        """See :attr:`Communicator.side_channel`."""
+        return self._side_channel
+
+    def gather(self, obj: Any) -> list[Any]:
+        """See :meth:`Communicator.gather`."""
+        return [obj]
+
+    def broadcast(self, obj: Any, source: int = 0) -> Any:
+        """See :meth:`Communicator.broadcast`."""
+        return obj
+
+    def all_reduce_async(self, tensor: Tensor, op: ReduceOperation = "sum") -> PendingReduction:
+        """See :meth:`Communicator.all_reduce_async`."""
+        return PendingReduction(tensor, None)
+
+    def barrier(self) -> None:
+        """See :meth:`Communicator.barrier`."""
+
+
+class TorchCommunicator(Communicator):
+    """The communicator of the default process group of ``torch.distributed``.
+
+    Where that group cannot carry CPU tensors (nccl), a gloo group beside it does.
+
+    Args:
+        local_rank: Number of this rank on its node; by default ``LOCAL_RANK``, else 0.
+        node_rank: Number of this rank's node; by default ``NODE_RANK`` or ``GROUP_RANK``, else 0.
+        control_timeout: Longest wait for another rank in a control message [s]; by default the process
+            group's own.
+
+    Ranks: all, together, since a gloo group may have to be made.
+    """
+
+    def __init__(
+        self,
+        *,
+        local_rank: int | None = None,
+        node_rank: int | None = None,
+        control_timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        environ = os.environ
+        self.local_rank = int(environ.get("LOCAL_RANK", 0)) if local_rank is None else local_rank
+        node = environ.get("NODE_RANK", environ.get("GROUP_RANK", 0))
+        self.node_rank = int(node) if node_rank is None else node_rank
+        self._group = _cpu_group(control_timeout)
+        self._side_channel: SideChannel | None = None
+
+    @property
+    def side_channel(self) -> SideChannel:
+        """See :attr:`Communicator.side_channel`."""
+        if self._side_channel is None:
+            self._side_channel = self._open_side_channel()
+        return self._side_channel
+
+    def gather(self, obj: Any) -> list[Any]:
+        """See :meth:`Communicator.gather`."""
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, obj, group=self._group)
+        return everyone
+
+    def broadcast(self, obj: Any, source: int = 0) -> Any:
+        """See :meth:`Communicator.broadcast`."""
+        box = [obj]
+        dist.broadcast_object_list(box, source, group=self._group, device=torch.device("cpu"))
+        return box[0]
+
+    def all_reduce_async(self, tensor: Tensor, op: ReduceOperation = "sum") -> PendingReduction:
+        """See :meth:`Communicator.all_reduce_async`."""
+        work = dist.all_reduce(tensor, _OPERATIONS[op], group=self._group, async_op=True)
+        return PendingReduction(tensor, work, self.world_size if op == "mean" else 1)
+
+    def barrier(self) -> None:
+        """See :meth:`Communicator.barrier`."""
+        dist.barrier(group=self._group)
+
+    def _open_side_channel(self) -> SideChannel:
+        server = None
+        if self.rank == 0:
+            # Port 0 lets the system choose, so that jobs on one host never collide.
+            server = dist.TCPStore("0.0.0.0", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        address = (os.environ.get("MASTER_ADDR") or self.host, server.port if server else 0)
+        host, port = self.broadcast(address)
+        channel = StoreSideChannel(
+            "127.0.0.1" if server else host, port, rank=self.rank, world_size=self.world_size, server=server
+        )
+        self.barrier()
+        return channel
+
+
+_current: tuple[Any, Communicator] | None = None
+
+
+def current_communicator() -> Communicator:
+    """Return the communicator of the process group that exists now.
+
+    Without an initialised process group, or with one rank only, it is the null object.
+
+    Returns:
+        The same object for as long as the process group lives.
+
+    Ranks: the first call after the process group was made must happen on every rank alike (our strategies
+    do so at start-up; under another strategy, a callback's ``setup`` is the place). Later calls are free.
+    """
+    global _current
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if _current is None or _current[0] is not group:
+        many = group is not None and dist.get_world_size() > 1
+        _current = (group, TorchCommunicator() if many else SingleProcessCommunicator())
+    return _current[1]
+
+
+def adopt_communicator(communicator: Communicator) -> None:
+    """Make ``communicator`` the current one of the process group that exists now.
+
+    Ranks: a strategy, on every rank, at start-up.
+    """
+    global _current
+    _current = (dist.group.WORLD if dist.is_initialized() else None, communicator)
+
+
+def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> None:
+    """Close the side channel of the current communicator and forget the communicator.
+
+    Args:
+        timeout: Longest wait of rank 0 for the others' goodbye [s]; 0 after a failure.
+        destroy_process_group: Destroy the default process group too. Never do so after a failure.
+
+    Ranks: every rank, at its own end; waits for nobody longer than ``timeout``.
+    """
+    global _current
+    if _current is not None and isinstance(_current[1], TorchCommunicator):
+        channel = _current[1]._side_channel
+        if channel is not None:
+            channel.close(timeout)
+    _current = None
+    if destroy_process_group and dist.is_available() and dist.is_initialized():
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _cpu_group(timeout: float | None) -> Any:
+    """Return a group that carries CPU tensors between all ranks."""
+    world = dist.group.WORLD
+    backends = str(dist.get_backend_config(world))
+    if "cpu:" in backends or dist.get_backend(world) != "nccl":
+        return world
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    return dist.new_group(backend="gloo", timeout=limit)
+
+
+atexit.register(shut_down)

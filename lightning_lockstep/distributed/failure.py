@@ -1,0 +1,406 @@
+"""What happens to the other ranks when one rank fails.
+
+The rank that fails first claims that in the store, tells every rank over the side channel, and waits a
+moment for rank 0 to confirm that it will show the report. The others stop where they are: at the next
+boundary of a training step, or when the collective they sit in breaks, or, at the end of the grace period,
+by force. Nobody enters a barrier or destroys a process group on the way out: both can wait for the dead.
+
+    failing rank                          every other rank
+    ------------                          ----------------
+    report(error)  -- failure message -->  receive thread: remember it, start the countdown
+                   <-- confirmation  ---   (rank 0)
+    raise error                            check() / explain(error) raise RankFailedError
+    exit                                   countdown over: print the report (rank 0), os._exit
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from torch.distributed import DistError
+
+from lightning_lockstep.distributed.side_channel import Message, SideChannel, StoreSideChannel
+from lightning_lockstep.errors import RankFailedError
+
+__all__ = ["CrashFanOut", "FailureRecord", "is_broken_collective"]
+
+_log = logging.getLogger(__name__)
+
+_TOPIC, _CONFIRMED, _CLAIM = "failure", "failure/confirmed", "failure/first"
+Kind = Literal["exception", "exit", "signal", "vanished", "interrupt"]
+
+# How the backends say that a peer is gone. Such an error is a consequence, seldom the cause.
+_BROKEN = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "gloo",
+    "nccl",
+    "remote process exited",
+    "store",
+    "socket",
+)
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """All that is known of the rank that failed first.
+
+    Attributes:
+        rank: Its number.
+        world_size: Number of ranks in the run.
+        host: Host name of its node.
+        pid: Its process id on that host.
+        kind: ``exception``; ``exit`` (ended with a code, nothing more is known); ``signal`` (was killed);
+            ``vanished`` (its host or process is gone); ``interrupt`` (Ctrl-C).
+        summary: One line: the error's type and text, the exit code, or the signal.
+        traceback: Its traceback as text; empty where there is none.
+        where: ``{"epoch": 0, "step": 7, "stage": "train"}`` as far as known.
+        exit_code: Exit code for the whole job.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    kind: Kind
+    summary: str
+    traceback: str = ""
+    where: Mapping[str, Any] = field(default_factory=dict)
+    exit_code: int = 1
+
+    def headline(self) -> str:
+        """Return one line that says which rank failed, where and with what."""
+        place = ", ".join(f"{key} {value}" for key, value in self.where.items())
+        place = f" at {place}" if place else ""
+        return (
+            f"rank {self.rank} of {self.world_size} (host {self.host}, process {self.pid})"
+            f" {_VERBS[self.kind]}{place}: {self.summary}"
+        )
+
+    def report(self) -> str:
+        """Return the headline and, last, the failed rank's own traceback."""
+        hint = _hint(self)
+        lines = [self.headline(), "The other ranks were stopped."]
+        if hint:
+            lines.append(hint)
+        if self.traceback:
+            lines += [f"Traceback of rank {self.rank}:", "", self.traceback.rstrip()]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the record as JSON text."""
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> FailureRecord:
+        """Return the record that :meth:`to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+_VERBS: dict[str, str] = {
+    "exception": "failed",
+    "exit": "ended",
+    "signal": "was killed",
+    "vanished": "is gone",
+    "interrupt": "was interrupted",
+}
+
+
+def _hint(record: FailureRecord) -> str:
+    if record.kind == "signal" and "SIGKILL" in record.summary:
+        return (
+            "Nobody but the operating system and other programs can send SIGKILL: most often the kernel ran out of"
+            " memory (see `dmesg`) or the job scheduler enforced a limit."
+        )
+    if record.kind == "exit":
+        return "It ended without a report; what it printed itself is above."
+    if record.kind == "vanished":
+        return "Its process or its host ended without a word: look at that host's own logs."
+    return ""
+
+
+def describe_exit(returncode: int) -> tuple[Kind, str, int]:
+    """Return (kind, summary, exit code for the job) for the return code of a process.
+
+    Args:
+        returncode: As :class:`subprocess.Popen` gives it: negative for a signal.
+    """
+    if returncode < 0:
+        with suppress(ValueError):
+            return "signal", f"killed by {signal.Signals(-returncode).name}", 128 - returncode
+        return "signal", f"killed by signal {-returncode}", 128 - returncode
+    return "exit", f"exit code {returncode}", returncode
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Return whether ``error`` is how a backend reports that a peer is gone or did not come."""
+    if isinstance(error, (DistError, ConnectionError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in _BROKEN)
+
+
+class CrashFanOut:
+    """Tells every rank when one fails, and stops this one when it is another.
+
+    Args:
+        channel: The side channel of the run.
+        grace_period: Time from the news of a failure until this process is ended by force [s].
+        where: Returns what this rank is doing, for the record; called on failure only.
+        shows_report: Whether this rank prints the report of another rank's failure; by default rank 0 does.
+        on_force: Called before this process ends itself by force, to end its child ranks first.
+
+    Ranks: one object on every rank. Nothing is sent until a rank fails.
+    """
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        *,
+        grace_period: float = 10.0,
+        where: Callable[[], Mapping[str, Any]] = dict,
+        shows_report: bool | None = None,
+        on_force: Callable[[], None] | None = None,
+    ) -> None:
+        self.channel, self.grace_period, self.where = channel, grace_period, where
+        self.shows_report = channel.rank == 0 if shows_report is None else shows_report
+        self.on_force = on_force
+        self.record: FailureRecord | None = None
+        self._known = threading.Event()
+        self._confirmed = threading.Event()
+        self._lock = threading.Lock()
+        self._reported = False
+        self._remove = [
+            channel.on(_TOPIC, lambda message: self._learn(FailureRecord.from_json(message.body), message)),
+            channel.on(_CONFIRMED, lambda message: self._confirmed.set()),
+        ]
+        if isinstance(channel, StoreSideChannel):
+            channel.on_lost = self._store_lost
+            channel.on_silent = self._rank_silent
+
+    @property
+    def failed(self) -> bool:
+        """Whether any rank is known to have failed; costs one attribute read."""
+        return self.record is not None
+
+    def check(self) -> None:
+        """Stop here if another rank has failed.
+
+        Raises:
+            RankFailedError: Another rank has failed.
+
+        Ranks: any rank, alone; one attribute read while nothing is wrong.
+        """
+        if self.record is not None and self.record.rank != self.channel.rank:
+            raise self._stopped(self.record)
+
+    def handle(self, error: BaseException) -> BaseException:
+        """Turn an error that ended this rank's work into the one it should raise.
+
+        The first rank to fail tells the others and keeps its own error. A rank whose collective broke
+        because of that gets a :class:`RankFailedError` that carries the first one's report.
+
+        Args:
+            error: What was raised here.
+
+        Returns:
+            The error to raise.
+
+        Ranks: the rank whose work was ended; waits up to a third of the grace period for news of an earlier
+            failure when the error looks like the consequence of one.
+        """
+        if isinstance(error, RankFailedError):
+            return error
+        if is_broken_collective(error):
+            self._known.wait(self.grace_period / 3)
+        if self.record is None:
+            self._announce(self._describe(error))
+        assert self.record is not None
+        if self.record.rank != self.channel.rank:
+            return self._stopped(self.record)
+        if self._confirmed.is_set() or self.shows_report:
+            _leave_without_waiting(self.record.exit_code)
+        if not self.shows_report and self._confirmed.is_set():
+            keep_quiet(error)
+        return error
+
+    def announce_child(self, rank: int, returncode: int, pid: int) -> None:
+        """Tell all ranks that a rank started by this one has ended badly.
+
+        Args:
+            rank: Its number.
+            returncode: As :class:`subprocess.Popen` gives it.
+            pid: Its process id.
+
+        Ranks: the rank that started it, from its watching thread.
+        """
+        kind, summary, code = describe_exit(returncode)
+        record = FailureRecord(
+            rank, self.channel.world_size, socket.gethostname(), pid, kind, summary, exit_code=code
+        )
+        self._announce(record)
+
+    def close(self) -> None:
+        """Stop listening.
+
+        Ranks: any rank, alone.
+        """
+        for remove in self._remove:
+            remove()
+
+    def _describe(self, error: BaseException) -> FailureRecord:
+        kind: Kind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
+        code = 130 if kind == "interrupt" else 1
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        where: Mapping[str, Any] = {}
+        with suppress(Exception):
+            where = dict(self.where())
+        summary = f"{type(error).__name__}: {error}".splitlines()[0] if str(error) else type(error).__name__
+        text = "".join(traceback.format_exception(error))
+        channel = self.channel
+        return FailureRecord(
+            channel.rank, channel.world_size, socket.gethostname(), os.getpid(), kind, summary, text, where, code
+        )
+
+    def _announce(self, record: FailureRecord) -> None:
+        first = FailureRecord.from_json(self.channel.claim(_CLAIM, record.to_json()))
+        mine = first.rank == self.channel.rank
+        with self._lock:
+            if self.record is None:
+                self.record = first
+        if first == record:
+            self.channel.post(_TOPIC, first.to_json())
+            self.channel.flush(1.0)
+        if mine:
+            _tell_torchelastic(first)
+            if self.channel.rank != 0:
+                self._confirmed.wait(self.grace_period / 3)
+        elif not self._known.is_set():
+            self._learn(first, None)
+
+    def _learn(self, record: FailureRecord, message: Message | None) -> None:
+        with self._lock:
+            if self._known.is_set():
+                return
+            self.record = self.record or record
+            self._known.set()
+        if self.channel.rank == 0 and record.rank != 0:
+            self.channel.post(_CONFIRMED, to=record.rank)
+        if record.rank != self.channel.rank:
+            threading.Thread(target=self._count_down, name="lockstep-grace", daemon=True).start()
+
+    def _store_lost(self, reason: str) -> None:
+        if self.record is not None:
+            return
+        # The store lives in rank 0: it can only be lost with that process or that host.
+        self.shows_report = self.shows_report or self.channel.rank == 1
+        host = getattr(self.channel, "host", "unknown")
+        summary = f"the connection to its store ended ({reason})"
+        self._learn(
+            FailureRecord(0, self.channel.world_size, host, 0, "vanished", summary, exit_code=1), None
+        )
+
+    def _rank_silent(self, rank: int, seconds: float) -> None:
+        if self.record is None:
+            summary = f"no heartbeat for {seconds:.0f} s"
+            self._announce(
+                FailureRecord(rank, self.channel.world_size, "unknown", 0, "vanished", summary, exit_code=1)
+            )
+
+    def _stopped(self, record: FailureRecord) -> RankFailedError:
+        error = RankFailedError(record.report(), record)
+        _leave_without_waiting(record.exit_code)
+        if not self.shows_report:
+            keep_quiet(error)
+        self._reported = True
+        return error
+
+    def _count_down(self) -> None:
+        time.sleep(self.grace_period * 0.9)
+        record = self.record
+        if record is None:
+            return
+        if self.on_force is not None:
+            self.on_force()
+        if self.shows_report:
+            sys.stderr.write(f"\nlightning-lockstep: {record.report()}\n")
+        flush_everything()
+        os._exit(record.exit_code)
+
+
+def keep_quiet(error: BaseException) -> None:
+    """Keep Python from printing ``error`` when it ends this process: another rank shows the report."""
+    error.__lockstep_quiet__ = True  # type: ignore[attr-defined]
+    usual = sys.excepthook
+    if getattr(usual, "__lockstep__", False):
+        return
+
+    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        if not getattr(value, "__lockstep_quiet__", False):
+            usual(kind, value, trace)
+
+    hook.__lockstep__ = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def flush_everything() -> None:
+    """Flush standard streams and log handlers; never raises."""
+    for handler in list(logging.getLogger().handlers):
+        with suppress(Exception):
+            handler.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+_leaving = False
+
+
+def _leave_without_waiting(exit_code: int) -> None:
+    """End this process, once Python begins to exit, without the destructors that would wait for the dead."""
+    global _leaving
+    if _leaving:
+        return
+    _leaving = True
+
+    def leave() -> None:
+        atexit.unregister(leave)
+        with suppress(ImportError):
+            from lightning_lockstep._lightning import _destroy_dist_connection
+
+            atexit.unregister(_destroy_dist_connection)
+        atexit._run_exitfuncs()  # those registered before us: log handlers, experiment trackers
+        flush_everything()
+        os._exit(exit_code)
+
+    atexit.register(leave)
+
+
+def _tell_torchelastic(record: FailureRecord) -> None:
+    """Write the error file that ``torchrun`` reads, so that its closing summary has the traceback."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    content = {
+        "message": {
+            "message": record.headline(),
+            "extraInfo": {"py_callstack": record.traceback, "timestamp": str(int(time.time()))},
+        }
+    }
+    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file)

@@ -1,0 +1,152 @@
+"""Every error this package raises on purpose.
+
+    LockstepError
+    ├── ConfigurationError(ValueError)       given, expected, how to mend it; all faults at once
+    ├── MissingExtraError(ImportError)       names the extra to install
+    ├── CollectiveError(RuntimeError)
+    │   ├── CollectiveMismatchError          ranks called different operations, shapes or dtypes
+    │   └── CollectiveStallError             a rank did not arrive in time
+    ├── RankFailedError(RuntimeError)        another rank failed: which, host, step, its traceback
+    ├── OverflowDetectedError(ArithmeticError)
+    ├── BatchSizeError(RuntimeError)         no batch size fits, or the search is not possible here
+    └── LaunchError(RuntimeError)            ssh, mpirun, hostfile, slots, world-size disagreement
+
+Each class also derives from the built-in error a reader would expect, so that code which catches
+``ValueError`` or ``RuntimeError`` keeps working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "BatchSizeError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveStallError",
+    "ConfigurationError",
+    "LaunchError",
+    "LockstepError",
+    "MissingExtraError",
+    "OverflowDetectedError",
+    "RankFailedError",
+]
+
+
+class LockstepError(Exception):
+    """Base of every error that lightning-lockstep raises on purpose.
+
+    Ranks: any rank may raise it; catching it needs no communication.
+    """
+
+
+class ConfigurationError(LockstepError, ValueError):
+    """A setting cannot be used as given.
+
+    Args:
+        faults: One sentence or several. Each says what was given, what was expected and how to mend it.
+            Several are shown as a numbered list, so that a user mends them all in one go.
+
+    Attributes:
+        faults: The sentences, in the order given.
+
+    Ranks: raised alike on every rank, before any of them enters a collective.
+    """
+
+    def __init__(self, faults: str | Sequence[str]) -> None:
+        self.faults: tuple[str, ...] = (faults,) if isinstance(faults, str) else tuple(faults)
+        super().__init__(_numbered(self.faults))
+
+    def __reduce__(self) -> tuple[type[ConfigurationError], tuple[tuple[str, ...]]]:
+        return type(self), (self.faults,)
+
+
+class MissingExtraError(LockstepError, ImportError):
+    """An optional engine is not installed.
+
+    Args:
+        package: The package that could not be imported, as it is imported.
+        extra: The extra of lightning-lockstep that brings it.
+        needed_for: What the user asked for that needs it.
+
+    Ranks: raised on the rank that asked; every rank of a run asks alike.
+    """
+
+    def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
+        self.package, self.extra, self.needed_for = package, extra, needed_for
+        super().__init__(
+            f"{needed_for} needs the package {package!r}, which is not installed here."
+            f" Install it with: pip install 'lightning-lockstep[{extra}]'"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _missing_extra, (self.package, self.extra, self.needed_for)
+
+
+def _missing_extra(package: str, extra: str, needed_for: str) -> MissingExtraError:
+    return MissingExtraError(package, extra=extra, needed_for=needed_for)
+
+
+class CollectiveError(LockstepError, RuntimeError):
+    """The ranks did not meet in a collective operation.
+
+    Ranks: raised alike on every rank that took part.
+    """
+
+
+class CollectiveMismatchError(CollectiveError):
+    """Ranks called different operations, shapes or dtypes.
+
+    Ranks: raised alike on every rank, before the operation runs.
+    """
+
+
+class CollectiveStallError(CollectiveError):
+    """A rank did not arrive at a collective in time.
+
+    Ranks: raised alike on every rank that can still be reached.
+    """
+
+
+class RankFailedError(LockstepError, RuntimeError):
+    """Another rank failed, so this one stopped too.
+
+    The text ends with the failed rank's own traceback. ``record`` holds the same facts as a
+    :class:`lightning_lockstep.distributed.FailureRecord`, or ``None`` when nothing is known.
+
+    Ranks: raised on every rank but the one that failed; nothing is sent.
+    """
+
+    def __init__(self, message: str, record: object | None = None) -> None:
+        super().__init__(message)
+        self.record = record
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.record)
+
+
+class OverflowDetectedError(LockstepError, ArithmeticError):
+    """A nan or an infinity was found in a forward, a loss, a gradient or an optimizer state.
+
+    Ranks: raised alike on every rank, after the same batch.
+    """
+
+
+class BatchSizeError(LockstepError, RuntimeError):
+    """No batch size fits, or the search for one is not possible here.
+
+    Ranks: raised alike on every rank.
+    """
+
+
+class LaunchError(LockstepError, RuntimeError):
+    """The ranks could not be started, or do not agree on who they are.
+
+    Ranks: raised before the process group exists; on every rank that can know.
+    """
+
+
+def _numbered(faults: Sequence[str]) -> str:
+    if len(faults) == 1:
+        return faults[0]
+    return "\n".join([f"{len(faults)} settings cannot be used:"] + [f"  {i}. {f}" for i, f in enumerate(faults, 1)])

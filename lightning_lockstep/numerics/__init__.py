@@ -1,0 +1,1 @@
+"""Numbers and their formats: overflow statistics, float32 islands, precision plugins."""
