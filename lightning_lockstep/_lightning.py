@@ -41,6 +41,7 @@ _PUBLIC: dict[str, tuple[str, str, str]] = {
     "DoublePrecision": ("pytorch", "plugins.precision", "DoublePrecision"),
     "TrainerFn": ("pytorch", "trainer.states", "TrainerFn"),
     "RunningStage": ("pytorch", "trainer.states", "RunningStage"),
+    "SIGTERMException": ("pytorch", "utilities.exceptions", "SIGTERMException"),
     "MisconfigurationException": ("pytorch", "utilities.exceptions", "MisconfigurationException"),
     "ClusterEnvironment": ("fabric", "plugins.environments", "ClusterEnvironment"),
     "LightningEnvironment": ("fabric", "plugins.environments", "LightningEnvironment"),
@@ -113,7 +114,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 else:
     globals().update({name: _resolve(where) for name, where in {**_PUBLIC, **_PRIVATE}.items()})
 

@@ -10,6 +10,7 @@ Nothing outside it imports ``torch.distributed``, ``mpi4py`` or ``torch_xla``. T
 from lightning_lockstep.distributed.communicator import (
     Agreement,
     Communicator,
+    PendingReduction,
     SingleProcessCommunicator,
     TorchCommunicator,
     current_communicator,
@@ -26,6 +27,7 @@ __all__ = [
     "FailureRecord",
     "LocalSideChannel",
     "Message",
+    "PendingReduction",
     "SideChannel",
     "SingleProcessCommunicator",
     "StoreSideChannel",

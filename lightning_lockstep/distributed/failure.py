@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -225,6 +226,8 @@ class CrashFanOut:
         """
         if isinstance(error, RankFailedError):
             return error
+        if isinstance(error, KeyboardInterrupt):
+            return self._interrupted(error)
         if is_broken_collective(error):
             self._known.wait(self.grace_period / 3)
         if self.record is None:
@@ -236,6 +239,13 @@ class CrashFanOut:
             _leave_without_waiting(self.record.exit_code)
         if not self.shows_report and self._confirmed.is_set():
             keep_quiet(error)
+        return error
+
+    def _interrupted(self, error: BaseException) -> BaseException:
+        """Ctrl-C reaches every rank of a terminal by itself: say so once, wait for nobody."""
+        if self.record is None:
+            self._announce(self._describe(error))
+        _leave_without_waiting(130)
         return error
 
     def announce_child(self, rank: int, returncode: int, pid: int) -> None:
@@ -288,7 +298,7 @@ class CrashFanOut:
             self.channel.flush(1.0)
         if mine:
             _tell_torchelastic(first)
-            if self.channel.rank != 0:
+            if self.channel.rank != 0 and first.kind != "interrupt":
                 self._confirmed.wait(self.grace_period / 3)
         elif not self._known.is_set():
             self._learn(first, None)
@@ -322,7 +332,9 @@ class CrashFanOut:
                 FailureRecord(rank, self.channel.world_size, "unknown", 0, "vanished", summary, exit_code=1)
             )
 
-    def _stopped(self, record: FailureRecord) -> RankFailedError:
+    def _stopped(self, record: FailureRecord) -> BaseException:
+        if record.kind == "interrupt":
+            return self._interrupted(KeyboardInterrupt())
         error = RankFailedError(record.report(), record)
         _leave_without_waiting(record.exit_code)
         if not self.shows_report:
@@ -341,6 +353,19 @@ class CrashFanOut:
             sys.stderr.write(f"\nlightning-lockstep: {record.report()}\n")
         flush_everything()
         os._exit(record.exit_code)
+
+
+_fan_outs: weakref.WeakKeyDictionary[SideChannel, CrashFanOut] = weakref.WeakKeyDictionary()
+
+
+def fan_out_on(channel: SideChannel) -> CrashFanOut:
+    """Return the fan-out of a side channel; the same one for as long as the channel lives.
+
+    Ranks: every rank, for itself; nothing is sent.
+    """
+    if channel not in _fan_outs:
+        _fan_outs[channel] = CrashFanOut(channel)
+    return _fan_outs[channel]
 
 
 def keep_quiet(error: BaseException) -> None:
@@ -369,6 +394,11 @@ def flush_everything() -> None:
 
 
 _leaving = False
+
+
+def leaving() -> bool:
+    """Return whether this process is on its way out after a failure."""
+    return _leaving
 
 
 def _leave_without_waiting(exit_code: int) -> None:

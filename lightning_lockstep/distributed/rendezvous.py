@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
 
 from lightning_lockstep.errors import LaunchError
 
-__all__ = ["forget_rendezvous", "rendezvous_store"]
+__all__ = ["forget_rendezvous", "free_port", "host_rendezvous", "rendezvous_store"]
 
 _stores: dict[tuple[str, int], TCPStore] = {}
 
@@ -62,6 +63,35 @@ def rendezvous_store(
             multi_tenant=True,
         )
     return _stores[address, port]
+
+
+def host_rendezvous(address: str) -> int:
+    """Listen at ``address`` on a port that the system chooses, and return that port.
+
+    Args:
+        address: Address of this host at which the other ranks will look.
+
+    Ranks: rank 0, before it starts the others.
+    """
+    # The store listens on every address of the host, so one that it made is found again by the port.
+    store = TCPStore(
+        address, 0, None, True, timedelta(seconds=300), wait_for_workers=False, multi_tenant=True
+    )
+    _stores[address, store.port] = store
+    return int(store.port)
+
+
+def free_port() -> int:
+    """Return a port of this host that nobody uses now.
+
+    Between the answer and its use another program can take it; prefer :func:`host_rendezvous`, which keeps
+    what it was given.
+
+    Ranks: the process that starts the ranks.
+    """
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def forget_rendezvous() -> None:

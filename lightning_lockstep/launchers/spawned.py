@@ -1,0 +1,124 @@
+"""Starts the ranks of this node as children of a process that is no rank itself: spawn, fork, forkserver.
+
+The parent waits for all of them. When one ends badly it reads what that rank wrote down, gives the others the
+grace period, and raises one error with the first failing rank's own traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.multiprocessing as mp
+
+from lightning_lockstep._lightning import (
+    TrainerFn,
+    _check_bad_cuda_fork,
+    _check_missing_main_guard,
+    _GlobalStateSnapshot,
+    _MultiProcessingLauncher,
+)
+from lightning_lockstep.distributed.failure import FailureRecord, describe_exit
+from lightning_lockstep.distributed.rendezvous import free_port
+from lightning_lockstep.errors import LaunchError, RankFailedError
+from lightning_lockstep.launchers.environment import LockstepEnvironment
+
+if TYPE_CHECKING:
+    from lightning_lockstep.launchers.keeper import RankKeeper
+
+__all__ = ["SpawnedLauncher"]
+
+
+class SpawnedLauncher(_MultiProcessingLauncher):
+    """Starts ranks with :mod:`torch.multiprocessing` and joins them.
+
+    Args:
+        strategy: The strategy; it travels to the ranks.
+        keeper: What looks after each rank.
+        start_method: ``spawn``, ``fork`` or ``forkserver``.
+    """
+
+    def __init__(
+        self, strategy: Any, keeper: RankKeeper, *, start_method: Literal["spawn", "fork", "forkserver"]
+    ) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self._keeper = keeper
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Run ``function`` in every rank and return what rank 0 returned.
+
+        Raises:
+            RankFailedError: A rank failed; the text ends with the first one's traceback.
+
+        Ranks: the parent process, which is no rank.
+        """
+        self._check(trainer)
+        environment = self._strategy.cluster_environment
+        if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
+            environment.adopt_port(free_port())
+        snapshot = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
+        answers = mp.get_context(self._start_method).SimpleQueue()
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+            context = mp.start_processes(
+                self._in_rank,
+                args=(folder, trainer, function, args, kwargs, answers, snapshot),
+                nprocs=self._strategy.num_processes,
+                start_method=self._start_method,
+                join=False,
+            )
+            self.procs = context.processes
+            self._join(context, Path(folder))
+        output = answers.get()
+        if trainer is None:
+            return output
+        self._already_fit |= trainer.state.fn == TrainerFn.FITTING
+        self._recover_results_in_main_process(output, trainer)
+        return output.trainer_results
+
+    def _check(self, trainer: Any) -> None:
+        if self._start_method in ("fork", "forkserver"):
+            _check_bad_cuda_fork()
+        if self._start_method == "spawn":
+            _check_missing_main_guard()
+        if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            raise LaunchError(
+                f"Trainer.fit() was called twice on one Trainer whose ranks are started by"
+                f" {self._start_method!r}: the optimizer's state stayed in the ranks of the first call."
+                " Make a new Trainer and pass ckpt_path=..., or use start_method='popen'."
+            )
+
+    def _join(self, context: Any, folder: Path) -> None:
+        grace = self._keeper.settings.grace_period
+        try:
+            while not context.join(grace_period=grace / 2):
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise self._first_failure(error, context, folder) from None
+
+    def _first_failure(self, error: Any, context: Any, folder: Path) -> Exception:
+        written = folder / "first_failure.json"
+        process = context.processes[error.error_index]
+        if written.exists() and (process.exitcode or 0) >= 0:
+            record = FailureRecord.from_json(written.read_text(encoding="utf-8"))
+        elif isinstance(error, mp.ProcessExitedException):
+            # Killed: whatever the others wrote down is a consequence of it.
+            kind, summary, _ = describe_exit(process.exitcode or 0)
+            world = self._strategy.num_processes * self._strategy.num_nodes
+            record = FailureRecord(error.error_index, world, os.uname().nodename, process.pid, kind, summary)
+        else:
+            return error  # raised before the ranks had met: its text has the rank's traceback
+        return RankFailedError(record.report(), record)
+
+    def _in_rank(self, process_idx: int, folder: str, trainer: Any, function: Any, *rest: Any) -> None:
+        """Run in a started rank: as Lightning does, under the keeper."""
+        args, kwargs, answers, snapshot = rest
+        self._keeper.attach(trainer)
+        self._keeper.failure_file = Path(folder) / "first_failure.json"
+
+        def under_keeper(*a: Any, **k: Any) -> Any:
+            return self._keeper.run(function, *a, **k)
+
+        self._wrapping_function(process_idx, trainer, under_keeper, args, kwargs, answers, snapshot)

@@ -1,0 +1,111 @@
+"""How many CPU threads a rank may use, and on which cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lightning_lockstep.errors import ConfigurationError
+
+__all__ = ["apply_threads", "plan_threads", "usable_cores"]
+
+_CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP_V1_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+_CGROUP_V1_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+
+# Pinning narrows the affinity of this process; later questions must still see what it began with.
+_first_seen: tuple[int, ...] | None = None
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Return the numbers of the cores this process may use, fewer where a cgroup limits its CPU time.
+
+    Ranks: any rank, alone; reads files of the operating system.
+    """
+    global _first_seen
+    if _first_seen is None:
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1))
+        limit = _cgroup_limit()
+        _first_seen = tuple(cores[: max(1, int(limit))] if limit is not None else cores)
+    return _first_seen
+
+
+def plan_threads(
+    threads_per_rank: int | Literal["auto"], *, cores: tuple[int, ...], local_rank: int, local_world_size: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the number of threads of a rank, and the cores that are its own.
+
+    Args:
+        threads_per_rank: A number, or ``auto`` for usable cores / ranks on this node, at least 1.
+        cores: Numbers of the usable cores.
+        local_rank: Number of the rank on its node.
+        local_world_size: Number of ranks on that node.
+
+    Returns:
+        (threads, cores); with more ranks than cores, ranks share.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    share = max(1, len(cores) // local_world_size)
+    threads = share if threads_per_rank == "auto" else int(threads_per_rank)
+    width = min(max(threads, 1), len(cores))
+    first = (local_rank * width) % len(cores)
+    mine = tuple(cores[(first + i) % len(cores)] for i in range(width))
+    return threads, mine
+
+
+def apply_threads(
+    threads_per_rank: int | Literal["auto"], *, bind_cores: bool, local_rank: int, local_world_size: int
+) -> tuple[int, tuple[int, ...]]:
+    """Set the number of threads of this rank, and pin it to its cores if asked.
+
+    ``OMP_NUM_THREADS`` set by the user (or by ``torchrun``) wins over ``auto``.
+
+    Args:
+        threads_per_rank: A number, or ``auto``.
+        bind_cores: Whether to pin this process to its own cores.
+        local_rank: Number of this rank on its node.
+        local_world_size: Number of ranks on this node.
+
+    Returns:
+        (threads, cores this rank may use now).
+
+    Raises:
+        ConfigurationError: Pinning is not possible on this system.
+
+    Ranks: every rank, for itself; nothing is sent.
+    """
+    cores = usable_cores()
+    threads, mine = plan_threads(
+        threads_per_rank, cores=cores, local_rank=local_rank, local_world_size=local_world_size
+    )
+    chosen_outside = os.environ.get("OMP_NUM_THREADS", "")
+    if threads_per_rank == "auto" and chosen_outside.isdigit() and int(chosen_outside) > 0:
+        threads = int(chosen_outside)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    if not bind_cores:
+        return threads, cores
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigurationError(
+            "bind_cores=True was given, but this operating system cannot pin a process to cores;"
+            " leave it out, or bind with the program that starts the ranks."
+        )
+    os.sched_setaffinity(0, mine)
+    return threads, mine
+
+
+def _cgroup_limit() -> float | None:
+    """Return the CPU time limit of this process's cgroup in cores, or ``None`` where there is none."""
+    try:
+        if _CGROUP_V2.exists():
+            quota, period = _CGROUP_V2.read_text().split()
+            return None if quota == "max" else int(quota) / int(period)
+        quota_us = int(_CGROUP_V1_QUOTA.read_text())
+        return None if quota_us <= 0 else quota_us / int(_CGROUP_V1_PERIOD.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,93 @@
+"""Lightning's precision names, taken at their word.
+
+Lightning turns ``16-mixed`` on a CPU into ``bf16-mixed`` and only warns. Here a name does what it says on the
+device at hand, or is refused with the names that would work.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch
+
+from lightning_lockstep._lightning import (
+    MixedPrecision,
+    Precision,
+    _AcceleratorConnector,
+    _convert_precision_to_unified_args,
+)
+from lightning_lockstep.errors import ConfigurationError
+
+__all__ = ["honest_precision", "requested_precision", "supported_precisions"]
+
+_log = logging.getLogger(__name__)
+
+
+def supported_precisions(device_type: str) -> tuple[str, ...]:
+    """Return the names that do what they say on a device of this type here.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+
+    Ranks: any rank, alone; on CUDA it asks the driver.
+    """
+    names = ["64-true", "32-true", "16-true", "16-mixed"]
+    if device_type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
+        names += ["bf16-true", "bf16-mixed"]
+    if device_type == "cuda":
+        names += ["transformer-engine", "transformer-engine-float16"]
+    return tuple(names)
+
+
+def requested_precision() -> str | None:
+    """Return the precision that was given to the Trainer under construction, in Lightning's unified form.
+
+    By the time a strategy is asked, the Trainer's connector has already overwritten what it changed its mind
+    about; the argument itself is only left in the frame that received it. Nothing is written there.
+
+    Returns:
+        The name, or ``None`` when no Trainer is being made or it was given no precision.
+
+    Ranks: any rank, alone.
+    """
+    code = _AcceleratorConnector.__init__.__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            given = frame.f_locals.get("precision")
+            return None if given is None else str(_convert_precision_to_unified_args(given))
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def honest_precision(plugin: Precision, requested: str | None, device_type: str) -> Precision:
+    """Return the plugin that does what was asked for.
+
+    Args:
+        plugin: What Lightning has chosen.
+        requested: What the user asked for, or ``None`` when a plugin or nothing was given.
+        device_type: ``cpu`` or ``cuda``.
+
+    Returns:
+        ``plugin``, or another one where Lightning's does something else than its name says.
+
+    Raises:
+        ConfigurationError: The name cannot be had on this device; the message lists those that can.
+
+    Ranks: every rank, alike; nothing is sent.
+    """
+    name = requested or str(plugin.precision)
+    supported = supported_precisions(device_type)
+    if name not in supported:
+        raise ConfigurationError(
+            f"precision={name!r} was given, but it cannot be had on this {device_type.upper()}."
+            f" What works here: {', '.join(supported)}."
+        )
+    if requested == "16-mixed" and device_type == "cpu" and str(plugin.precision) != "16-mixed":
+        _log.info(
+            "precision='16-mixed' runs in float16 with loss scaling on this CPU;"
+            " Lightning's warning that it uses bf16-mixed instead does not apply to this strategy."
+        )
+        return MixedPrecision("16-mixed", "cpu")
+    return plugin
