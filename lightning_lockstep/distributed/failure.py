@@ -33,6 +33,7 @@ from typing import Any, Literal
 
 from torch.distributed import DistError
 
+from lightning_lockstep._lightning import SIGTERMException, _destroy_dist_connection
 from lightning_lockstep.distributed.side_channel import Message, SideChannel, StoreSideChannel
 from lightning_lockstep.errors import RankFailedError
 
@@ -184,7 +185,6 @@ class CrashFanOut:
         self._known = threading.Event()
         self._confirmed = threading.Event()
         self._lock = threading.Lock()
-        self._reported = False
         self._remove = [
             channel.on(_TOPIC, lambda message: self._learn(FailureRecord.from_json(message.body), message)),
             channel.on(_CONFIRMED, lambda message: self._confirmed.set()),
@@ -234,7 +234,8 @@ class CrashFanOut:
             self._announce(self._describe(error))
         assert self.record is not None
         if self.record.rank != self.channel.rank:
-            return self._stopped(self.record)
+            # Ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes.
+            return error if isinstance(error, SystemExit) else self._stopped(self.record)
         if self._confirmed.is_set() or self.shows_report:
             _leave_without_waiting(self.record.exit_code)
         if not self.shows_report and self._confirmed.is_set():
@@ -276,7 +277,9 @@ class CrashFanOut:
         kind: Kind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
         code = 130 if kind == "interrupt" else 1
         if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            # Lightning's SIGTERMException carries no code; alone among the ranks, even code 0 is a failure.
+            code = error.code if isinstance(error.code, int) and error.code else 1
+            code = 128 + signal.SIGTERM if isinstance(error, SIGTERMException) else code
         where: Mapping[str, Any] = {}
         with suppress(Exception):
             where = dict(self.where())
@@ -337,9 +340,10 @@ class CrashFanOut:
             return self._interrupted(KeyboardInterrupt())
         error = RankFailedError(record.report(), record)
         _leave_without_waiting(record.exit_code)
-        if not self.shows_report:
+        if self.shows_report:
+            show_plainly(error)
+        else:
             keep_quiet(error)
-        self._reported = True
         return error
 
     def _count_down(self) -> None:
@@ -369,15 +373,35 @@ def fan_out_on(channel: SideChannel) -> CrashFanOut:
 
 
 def keep_quiet(error: BaseException) -> None:
-    """Keep Python from printing ``error`` when it ends this process: another rank shows the report."""
-    error.__lockstep_quiet__ = True  # type: ignore[attr-defined]
+    """Keep Python from printing ``error`` when it ends this process: another rank shows the report.
+
+    Ranks: any rank, alone.
+    """
+    _show_instead(error, "")
+
+
+def show_plainly(error: RankFailedError) -> None:
+    """Make Python print the report alone when ``error`` ends this process, without this rank's own stack.
+
+    Torch's hook would put this rank's number in front of every line of the other one's traceback.
+
+    Ranks: any rank, alone.
+    """
+    _show_instead(error, f"\nlightning-lockstep: {error}\n")
+
+
+def _show_instead(error: BaseException, text: str) -> None:
+    error.__lockstep_text__ = text  # type: ignore[attr-defined]
     usual = sys.excepthook
     if getattr(usual, "__lockstep__", False):
         return
 
     def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        if not getattr(value, "__lockstep_quiet__", False):
+        instead = getattr(value, "__lockstep_text__", None)
+        if instead is None:
             usual(kind, value, trace)
+        elif instead:
+            sys.stderr.write(instead)
 
     hook.__lockstep__ = True  # type: ignore[attr-defined]
     sys.excepthook = hook
@@ -410,10 +434,7 @@ def _leave_without_waiting(exit_code: int) -> None:
 
     def leave() -> None:
         atexit.unregister(leave)
-        with suppress(ImportError):
-            from lightning_lockstep._lightning import _destroy_dist_connection
-
-            atexit.unregister(_destroy_dist_connection)
+        atexit.unregister(_destroy_dist_connection)
         atexit._run_exitfuncs()  # those registered before us: log handlers, experiment trackers
         flush_everything()
         os._exit(exit_code)

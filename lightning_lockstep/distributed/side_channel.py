@@ -257,7 +257,8 @@ class StoreSideChannel(SideChannel):
         if self._closing.is_set():
             return
         self._closing.set()
-        self.post(_CLOSING)
+        if not self._lost.is_set():
+            self.post(_CLOSING)
         if self._server is not None and not self._lost.is_set():
             # The store dies with this process; let those who still talk to it hear that we leave.
             self.flush(timeout)
@@ -274,10 +275,10 @@ class StoreSideChannel(SideChannel):
                 item = self._outbox.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
                 due = time.monotonic() + self._heartbeat_interval
-                if not self._guarded(self._beat):
+                if self._lost.is_set() or not self._guarded(self._beat):
                     return
                 continue
-            if item is None:
+            if item is None or self._lost.is_set():
                 return
             if isinstance(item, threading.Event):
                 item.set()
