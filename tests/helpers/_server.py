@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import importlib.util
 import os
 import pickle
@@ -51,9 +52,8 @@ def preload() -> None:
     # OpenBLAS starts its threads when numpy is imported, and those would not survive the fork.
     before = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    import lightning.pytorch
-    import pytest
-    import torch.distributed  # noqa: F401
+    for name in ("torch.distributed", "lightning.pytorch", "pytest", "tests.helpers"):
+        importlib.import_module(name)
 
     if before is None:
         del os.environ["OPENBLAS_NUM_THREADS"]
@@ -100,7 +100,7 @@ class Ranks:
         self.alive: dict[int, int] = {}
 
     def watch(self) -> None:
-        """Wait for the ranks' end; end them when the time is up, a failure lingers, or the caller has gone."""
+        """Wait for the ranks; end them when time is up, a failure lingers, or the caller has gone."""
         deadline = self.started + self.job.timeout
         while self.alive:
             caller_gone = self.conn.poll(0.01)

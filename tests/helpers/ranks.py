@@ -25,7 +25,7 @@ _folder: Path | None = None
 
 
 class RankError(AssertionError):
-    """One or more ranks failed; ``outcomes`` holds all of them, the message every failing rank's traceback."""
+    """Some ranks failed; ``outcomes`` holds all, the message every failing rank's traceback."""
 
     def __init__(self, message: str, outcomes: Sequence[RankOutcome]) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ def run_ranks(
         fn: A function at the top level of a module (it travels by name).
         args: Its arguments; they are pickled.
         timeout: Seconds until all ranks are killed.
-        env: Variables on top of this process's own and RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+        env: Variables on top of this process's own and torchrun's (RANK, WORLD_SIZE, MASTER_PORT, ...).
         backend: Initialise the process group with it around the call; None: leave that to ``fn``.
         linger: Seconds the others get to end by themselves once one rank has failed.
 
