@@ -57,6 +57,10 @@ class Script:
         self._seen: dict[int, psutil.Process] = {}
         self._lock = threading.Lock()
         self._started = time.monotonic()
+        if cwd is None:
+            # Not the caller's: `python -m` there would import the source tree, and files would stay there.
+            cwd = Path(self._folder.name) / "cwd"
+            cwd.mkdir()
         command = [os.fspath(arg) for arg in args]
         if command[0].endswith(".py"):
             command.insert(0, sys.executable)
@@ -202,7 +206,7 @@ def start_script(
     Args:
         args: The command; a first element that ends in ``.py`` runs under this interpreter.
         env: Variables on top of this process's own; None as a value removes one.
-        cwd: Folder to run in.
+        cwd: Folder to run in; default: an empty one that is removed afterwards.
     """
     return Script(args, env=env, cwd=cwd)
 
@@ -219,7 +223,7 @@ def run_script(
         args: The command; a first element that ends in ``.py`` runs under this interpreter.
         timeout: Seconds until the whole tree is killed (``timed_out`` is set; nothing is raised).
         env: Variables on top of this process's own; None as a value removes one.
-        cwd: Folder to run in.
+        cwd: Folder to run in; default: an empty one that is removed afterwards.
     """
     with start_script(args, env=env, cwd=cwd) as script:
         return script.finish(timeout)
