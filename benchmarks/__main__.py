@@ -73,7 +73,8 @@ def main() -> int:
         "--quick", action="store_true", help="a few rounds, to see that it runs; writes no file"
     )
     given = parser.parse_args()
-    console = Console()
+    # Written to a file or a pipe, a narrow default width would break every cell.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     started = time.monotonic()
     report = importlib.import_module(f"benchmarks.bench_{given.topic}").run(given.quick)
     about = facts(given.quick)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-_PACKAGES = ("torch", "lightning", "numpy", "mpi4py", "accelerate", "transformers", "lightning-lockstep")
+_PACKAGES = ("torch", "lightning", "numpy", "mpi4py", "accelerate", "transformers")
 
 
 def facts(quick: bool) -> dict[str, str]:
@@ -47,5 +47,9 @@ def _accelerator() -> str:
 
 
 def _versions() -> list[tuple[str, str]]:
+    import lightning_lockstep
+
     installed = {found.metadata["Name"] for found in importlib.metadata.distributions()}
-    return [(name, importlib.metadata.version(name)) for name in _PACKAGES if name in installed]
+    theirs = [(name, importlib.metadata.version(name)) for name in _PACKAGES if name in installed]
+    # From the module: run from the repository, it is the source tree that was measured.
+    return [("lightning-lockstep", lightning_lockstep.__version__), *theirs]

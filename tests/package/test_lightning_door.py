@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_lockstep import _lightning
+from tests.helpers import run_script
 
 PROBE = """
 import json, sys
@@ -26,11 +28,57 @@ print(json.dumps({{
 """
 
 
+@functools.cache
 def probe(first: str) -> Any:
     code = PROBE.format(first=first)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+FIT = """
+import torch
+import {family} as pl
+import lightning_lockstep
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, _):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Tell(pl.Callback):
+    def on_fit_end(self, trainer, net):
+        weights = " ".join(f"{{value:.6f}}" for value in net.layer.weight.flatten().tolist())
+        rank, ranks, steps = trainer.global_rank, trainer.world_size, trainer.global_step
+        print(f"rank {{rank}} of {{ranks}} steps {{steps}}: {{weights}}")
+
+if __name__ == "__main__":
+    pl.seed_everything(1)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="lockstep_ddp", max_epochs=1, callbacks=[Tell()],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    )
+    assert isinstance(trainer.strategy, pl.strategies.DDPStrategy), "a strategy of the other family"
+    trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(24, 4), batch_size=2))
+"""
+
+
+@pytest.mark.parametrize("family", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_real_fit_on_two_ranks(family: str, tmp_path: Path) -> None:
+    script = tmp_path / "fit.py"
+    script.write_text(FIT.format(family=family))
+    done = run_script([script], timeout=120)
+    assert done.returncode == 0, done.output
+    assert done.leftovers == ()
+    told = {line.split(":")[0]: line.split(":")[1] for line in done.stdout.splitlines() if "steps" in line}
+    assert set(told) == {"rank 0 of 2 steps 6", "rank 1 of 2 steps 6"}, done.output
+    assert len(set(told.values())) == 1, "the ranks ended with different weights"
 
 
 @pytest.mark.parametrize(

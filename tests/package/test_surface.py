@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 import lightning_lockstep
+from tests.helpers import run_ranks
 
 SURFACE = [
     # strategies
