@@ -85,7 +85,6 @@ def test_a_real_fit_on_two_ranks(family: str, tmp_path: Path) -> None:
     ("first", "family"),
     [
         ("", "lightning"),
-        ("import lightning.pytorch", "lightning"),
         ("import pytorch_lightning", "pytorch_lightning"),
         ("import pytorch_lightning, lightning.pytorch", "lightning"),
     ],

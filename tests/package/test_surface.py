@@ -38,12 +38,17 @@ def test_each_name_resolves_to_something_of_that_name(name: str) -> None:
     assert name in dir(lightning_lockstep)
 
 
-def test_star_import_brings_the_surface() -> None:
-    code = "from lightning_lockstep import *; print(*sorted(n for n in dir() if not n.startswith('__')))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.split() == sorted(SURFACE)
+def star_import() -> tuple[list[str], list[str]]:
+    """In a process of its own: the names a star import brings, and the engines that came along."""
+    namespace: dict[str, object] = {}
+    exec("from lightning_lockstep import *", namespace)
+    engines = [name for name in ("mpi4py", "deepspeed", "torch_xla", "hydra") if name in sys.modules]
+    return sorted(name for name in namespace if not name.startswith("__")), engines
+
+
+def test_star_import_brings_the_surface_and_no_engine() -> None:
+    """Engines are imported where they are used, not where a class that could use them is defined."""
+    assert run_ranks(1, star_import, backend=None) == [(sorted(SURFACE), [])]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
