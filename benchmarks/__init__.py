@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks <topic>``; see README.md in this folder."""

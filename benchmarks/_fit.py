@@ -1,0 +1,136 @@
+"""One short training run of an MLP on two ranks, and how long a step took: the job of several topics.
+
+As a script it starts its ranks as a user's script does; from ``run_ranks`` each rank calls :func:`fit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import statistics
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+#: Layer widths of the models, by a name that says how many parameters they have.
+WIDTHS = {
+    "tiny": [16, 16, 16],
+    "1 M": [512, 1024, 512],
+    "10 M": [1024, 3072, 2048, 512],
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, and with what."""
+
+    strategy: str
+    model: str
+    steps: int
+    batch: int = 32
+    threads: int | None = None
+    """The same number of CPU threads for every strategy; None: each strategy's own default."""
+
+
+class Net(pl.LightningModule):
+    """Linear layers with ReLU between them."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for wide, next_wide in itertools.pairwise(widths):
+            layers += [nn.Linear(wide, next_wide), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.layers(inputs), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class StepTimes(pl.Callback):
+    """The time from the start of one batch to the start of the next."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+        self.threads = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.starts.append(time.perf_counter())
+        self.threads = torch.get_num_threads()
+
+    def median(self, skip: int = 10) -> float:
+        """Median seconds a step, without the first ones (buckets are rebuilt, memory is allocated)."""
+        gaps = [after - before for before, after in itertools.pairwise(self.starts)]
+        return statistics.median(gaps[min(skip, len(gaps) // 2) :])
+
+
+def make_strategy(job: Job) -> Any:
+    """Lightning's strategy by name, ours as an object where it needs an option."""
+    if job.threads is not None and job.strategy == "lockstep_ddp":
+        from lightning_lockstep import LockstepDDPStrategy
+
+        return LockstepDDPStrategy(threads_per_rank=job.threads)
+    import lightning_lockstep  # noqa: F401 - registers the name
+
+    return job.strategy
+
+
+def fit(job: Job) -> dict[str, float]:
+    """Train on this rank; returns the median step time [s] and the number of threads it ran with."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    pl.seed_everything(1, verbose=False)
+    widths = WIDTHS[job.model]
+    # As many batches as steps, all views of a few: neither loading nor memory enters the measurement.
+    data = [(torch.randn(job.batch, widths[0]), torch.randn(job.batch, widths[-1])) for _ in range(8)]
+    batches = [data[step % len(data)] for step in range(job.steps)]
+    times = StepTimes()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=make_strategy(job),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[times],
+    )
+    trainer.fit(Net(widths), torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return {"seconds": times.median(), "threads": float(times.threads)}
+
+
+def main() -> None:
+    """Run one job as a script; rank 0 writes the result to a file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("job", help="the Job as JSON")
+    parser.add_argument("result", type=Path)
+    given = parser.parse_args()
+    result = fit(Job(**json.loads(given.job)))
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    if rank_zero_only.rank == 0:
+        given.result.write_text(json.dumps(result))
+
+
+def arguments(job: Job, result: Path) -> list[str]:
+    """The command line after the interpreter that runs a job as a script."""
+    return [str(Path(__file__).resolve()), json.dumps(asdict(job)), str(result)]
+
+
+if __name__ == "__main__":
+    main()

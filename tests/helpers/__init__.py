@@ -1,0 +1,36 @@
+"""Helpers for tests that need real processes: ranks, user-like scripts, faults and leak detection.
+
+Import from here: ``from tests.helpers import run_ranks, world_size``.
+"""
+
+from tests.helpers.faults import kill_self, on_rank, raise_on, stop_self
+from tests.helpers.leaks import LeakCheck
+from tests.helpers.markers import world_size
+from tests.helpers.ports import reserve_port
+from tests.helpers.ranks import (
+    RankError,
+    RankOutcome,
+    RankTimeoutError,
+    run_ranks,
+    run_ranks_raw,
+)
+from tests.helpers.scripts import Script, ScriptOutcome, run_script, start_script
+
+__all__ = [
+    "LeakCheck",
+    "RankError",
+    "RankOutcome",
+    "RankTimeoutError",
+    "Script",
+    "ScriptOutcome",
+    "kill_self",
+    "on_rank",
+    "raise_on",
+    "reserve_port",
+    "run_ranks",
+    "run_ranks_raw",
+    "run_script",
+    "start_script",
+    "stop_self",
+    "world_size",
+]

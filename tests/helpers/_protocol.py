@@ -1,0 +1,66 @@
+"""What ``ranks.py`` and the fork server say to each other. Imports neither torch nor pytest."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from typing import Any
+
+#: Asks a rank for the Python stacks of all its threads. A real-time signal, so that the code under test
+#: keeps SIGUSR1, SIGUSR2 and SIGTERM for itself.
+STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One call of ``run_ranks``: everything the forked processes need."""
+
+    world_size: int
+    payload: bytes
+    """Pickled ``(function, args, kwargs)``; only the ranks unpickle it."""
+    folder: str
+    """Where ranks write their output, value, traceback and stacks."""
+    timeout: float
+    linger: float | None
+    """Seconds the other ranks get once one has failed; None: the whole time limit."""
+    backend: str | None
+    environment: dict[str, str]
+    cwd: str
+    sys_path: list[str]
+    module_files: dict[str, str]
+    """Files of modules that cannot be imported by name in a rank (module name to path)."""
+
+
+@dataclasses.dataclass
+class RankOutcome:
+    """How one rank ended."""
+
+    rank: int
+    returncode: int | None = None
+    """Exit code; negative: minus the signal that killed it."""
+    value: Any = None
+    """What the function returned."""
+    traceback: str | None = None
+    """The formatted traceback, where the function raised."""
+    exception: str | None = None
+    """``TypeName: message`` of that exception."""
+    stdout: str = ""
+    stderr: str = ""
+    seconds: float = 0.0
+    """From the start of the job to this rank's end."""
+    killed_by_helper: bool = False
+    """The helper ended it: time limit, or ``linger`` after another rank's failure."""
+    stack: str | None = None
+    """Python stacks of all threads, taken before the helper killed the rank."""
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended the process, if one did."""
+        if self.returncode is None or self.returncode >= 0:
+            return None
+        return signal.Signals(-self.returncode)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned and the process exited with 0."""
+        return self.returncode == 0 and self.traceback is None

@@ -1,0 +1,279 @@
+"""A process that has imported torch and Lightning once, and forks ranks from there.
+
+Importing Lightning costs seconds of CPU a process; a fork from here costs milliseconds. It is safe because
+the fork happens before any thread, process group or CUDA context exists (``tests/helpers_tests`` holds it).
+Each job gets a *leader* of its own session, which forks the ranks, watches them, and ends them all when the
+time is up or the caller has gone.
+
+Run by ``ranks.py`` as a script: ``python _server.py <socket> <tests folder>``; it ends when its standard
+input closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# What a forked process does next; functions return it so that no frame of the server stays below a rank.
+Next = Callable[[], Any]
+
+
+def load_module(name: str, path: Path, package: bool = False) -> ModuleType:
+    """Import a file under a given name, without searching ``sys.path``."""
+    spec = importlib.util.spec_from_file_location(
+        name, path, submodule_search_locations=[str(path.parent)] if package else None
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def preload() -> None:
+    """Import what nearly every rank needs, leaving this process single-threaded."""
+    # OpenBLAS starts its threads when numpy is imported, and those would not survive the fork.
+    before = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    for name in ("torch.distributed", "lightning.pytorch", "pytest", "tests.helpers"):
+        importlib.import_module(name)
+
+    if before is None:
+        del os.environ["OPENBLAS_NUM_THREADS"]
+    else:
+        os.environ["OPENBLAS_NUM_THREADS"] = before
+    gc.collect()
+    gc.freeze()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def serve(listener: socket.socket) -> Next | None:
+    """Fork a leader for each connection; returns in the leader, or with None when the caller has gone."""
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [], 0.5)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if sys.stdin in ready:
+            return None
+        if listener not in ready:
+            continue
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            return lambda: lead(Connection(client.detach()))
+        client.close()
+
+
+class Ranks:
+    """The processes of one job, seen from their leader."""
+
+    def __init__(self, job: Any, conn: Connection, outcomes: list[Any]) -> None:
+        self.job = job
+        self.conn = conn
+        self.outcomes = outcomes
+        self.linger: float | None = job.linger
+        self.started = time.monotonic()
+        self.alive: dict[int, int] = {}
+
+    def watch(self) -> None:
+        """Wait for the ranks; end them when time is up, a failure lingers, or the caller has gone."""
+        deadline = self.started + self.job.timeout
+        while self.alive:
+            caller_gone = self.conn.poll(0.01)
+            self.reap()
+            if self.linger is not None and any(outcome.returncode for outcome in self.outcomes):
+                deadline = min(deadline, time.monotonic() + self.linger)
+                self.linger = None
+            if self.alive and (caller_gone or time.monotonic() > deadline):
+                self.end()
+
+    def reap(self) -> None:
+        """Note the ranks that have ended."""
+        for pid in list(self.alive):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                outcome = self.outcomes[self.alive.pop(pid)]
+                outcome.returncode = os.waitstatus_to_exitcode(status)
+                outcome.seconds = time.monotonic() - self.started
+                # Whatever the rank started itself (data loader workers) ends with it.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Take every remaining rank's stacks, then kill it with all it started."""
+        from tests.helpers._protocol import STACK_SIGNAL
+
+        for pid, rank in self.alive.items():
+            self.outcomes[rank].killed_by_helper = True
+            state = process_state(pid)
+            if state == "T":
+                self.outcomes[rank].stack = "the process is stopped (SIGSTOP): no Python stack to be had"
+            os.kill(pid, STACK_SIGNAL)
+        time.sleep(0.5)
+        for pid in self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        while self.alive:
+            self.reap()
+            time.sleep(0.01)
+
+
+def process_state(pid: int) -> str:
+    """The state letter of ``/proc/<pid>/stat`` (T: stopped), or '?' where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "?"
+
+
+def lead(conn: Connection) -> Next | None:
+    """Fork the ranks of one job, watch them and send the caller their outcomes."""
+    os.setsid()
+    die_with_parent()
+    from tests.helpers._protocol import RankOutcome
+    from tests.helpers.ports import reserve_port
+
+    job = conn.recv()
+    ranks = Ranks(job, conn, [RankOutcome(rank=rank) for rank in range(job.world_size)])
+    port_holder = contextlib.ExitStack()
+    port = port_holder.enter_context(reserve_port())
+    for rank in range(job.world_size):
+        pid = os.fork()
+        if pid == 0:
+            conn.close()
+            return lambda rank=rank: run_rank(job, rank, port)  # type: ignore[misc]
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)
+        ranks.alive[pid] = rank
+    ranks.watch()
+    port_holder.close()
+    with contextlib.suppress(BrokenPipeError):
+        conn.send(ranks.outcomes)
+    return None
+
+
+def rank_environment(job: Any, rank: int, port: int) -> dict[str, str]:
+    """The caller's environment with what torchrun would add."""
+    return {
+        **job.environment,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def prepare_rank(job: Any, rank: int, port: int) -> None:
+    """Make this fork look like a process started for that rank."""
+    with contextlib.suppress(PermissionError):
+        os.setpgid(0, 0)
+    die_with_parent()
+    for descriptor, suffix in ((1, "stdout"), (2, "stderr")):
+        target = os.open(f"{job.folder}/rank{rank}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(target, descriptor)
+        os.close(target)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.environ.clear()
+    os.environ.update(rank_environment(job, rank, port))
+    os.chdir(job.cwd)
+    sys.path[:] = job.sys_path
+    sys.argv = [f"rank{rank}"]
+    from tests.helpers._protocol import STACK_SIGNAL
+
+    stacks = open(f"{job.folder}/rank{rank}.stack", "w")  # noqa: SIM115 - faulthandler needs it open for good
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+
+
+def run_rank(job: Any, rank: int, port: int) -> None:
+    """Run the caller's function as that rank; the interpreter then ends the ordinary way."""
+    prepare_rank(job, rank, port)
+    import torch
+
+    # Ranks share a few cores: without this each would start as many threads as there are cores.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    try:
+        for name, path in job.module_files.items():
+            if name not in sys.modules:
+                load_module(name, Path(path))
+        function, args, kwargs = pickle.loads(job.payload)
+        value = call(job, function, args, kwargs)
+        write(f"{job.folder}/rank{rank}.value", pickle.dumps(value))
+    except Exception as error:
+        told = (f"{type(error).__name__}: {error}", traceback.format_exc())
+        write(f"{job.folder}/rank{rank}.error", pickle.dumps(told))
+        sys.exit(1)
+
+
+def call(job: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the function, between init and destroy of the process group where one was asked for."""
+    if job.backend is None:
+        return function(*args, **kwargs)
+    import datetime
+
+    import torch.distributed as dist
+
+    dist.init_process_group(job.backend, timeout=datetime.timedelta(seconds=job.timeout))
+    value = function(*args, **kwargs)
+    # Not in a finally: after a failure nothing may wait for a peer that is gone.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return value
+
+
+def write(path: str, content: bytes) -> None:
+    """Write a file so that a reader sees all of it or nothing."""
+    with open(path + ".part", "wb") as file:
+        file.write(content)
+    os.replace(path + ".part", path)
+
+
+def main() -> None:
+    """Serve until the caller closes our standard input."""
+    sys.path.pop(0)  # this file's folder: its modules are reachable as tests.helpers only
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    socket_path, tests_folder = sys.argv[1:]
+    load_module("tests", Path(tests_folder) / "__init__.py", package=True)
+    preload()
+    from tests.helpers._protocol import STACK_SIGNAL
+
+    # Harmless in a rank that is asked for its stacks before it has registered the handler.
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(socket_path + ".part")
+    listener.listen()
+    os.rename(socket_path + ".part", socket_path)
+    todo: Next | None = lambda: serve(listener)  # noqa: E731
+    while todo is not None:
+        todo = todo()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Run a function on several real processes and get each rank's answer, under a time limit."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+from tests.helpers._protocol import Job, RankOutcome
+
+__all__ = ["RankError", "RankOutcome", "RankTimeoutError", "run_ranks", "run_ranks_raw"]
+
+_START_LIMIT = 120.0
+_server: subprocess.Popen[bytes] | None = None
+_folder: Path | None = None
+
+
+class RankError(AssertionError):
+    """Some ranks failed; ``outcomes`` holds all, the message every failing rank's traceback."""
+
+    def __init__(self, message: str, outcomes: Sequence[RankOutcome]) -> None:
+        super().__init__(message)
+        self.outcomes = list(outcomes)
+
+
+class RankTimeoutError(RankError):
+    """The time limit ran out; the message holds each remaining rank's Python stacks."""
+
+
+def run_ranks(
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    backend: str | None = "gloo",
+    linger: float = 5.0,
+) -> list[Any]:
+    """Call ``fn(*args)`` on n ranks and return what each returned, in rank order.
+
+    Args:
+        n: Number of processes, all on this host.
+        fn: A function at the top level of a module (it travels by name).
+        args: Its arguments; they are pickled.
+        timeout: Seconds until all ranks are killed.
+        env: Variables on top of this process's own and torchrun's (RANK, WORLD_SIZE, MASTER_PORT, ...).
+        backend: Initialise the process group with it around the call; None: leave that to ``fn``.
+        linger: Seconds the others get to end by themselves once one rank has failed.
+
+    Raises:
+        RankError: A rank raised, or ended with another exit code than 0.
+        RankTimeoutError: The time limit ran out.
+    """
+    outcomes = run_ranks_raw(n, fn, *args, timeout=timeout, env=env, backend=backend, linger=linger)
+    if not all(outcome.ok for outcome in outcomes):
+        raise RankError(_describe(outcomes, f"of {n} ranks, some failed"), outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def run_ranks_raw(
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    backend: str | None = "gloo",
+    linger: float | None = None,
+    allow_timeout: bool = False,
+) -> list[RankOutcome]:
+    """As ``run_ranks``, for ranks that are expected to fail: tells how each ended, raises for none of them.
+
+    Args:
+        n: Number of processes.
+        fn: A function at the top level of a module.
+        args: Its arguments.
+        timeout: Seconds until all ranks are killed.
+        env: More environment variables.
+        backend: Process group to initialise around the call, or None.
+        linger: Seconds for the others after the first failure; None: as long as ``timeout``.
+        allow_timeout: Return the outcomes after a time-out too (``killed_by_helper`` is set).
+
+    Raises:
+        RankTimeoutError: The time limit ran out and ``allow_timeout`` is False.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="ranks.", dir=_start_server()))
+    started = time.monotonic()
+    try:
+        job = Job(
+            world_size=n,
+            payload=_pickle_call(fn, args),
+            folder=str(folder),
+            timeout=timeout,
+            linger=linger,
+            backend=backend,
+            environment={**os.environ, **(env or {})},
+            cwd=os.getcwd(),
+            sys_path=list(sys.path),
+            module_files=_foreign_module(fn),
+        )
+        outcomes = [_collect(outcome, folder) for outcome in _submit(job)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    timed_out = any(o.killed_by_helper for o in outcomes) and time.monotonic() - started >= timeout
+    if timed_out and not allow_timeout:
+        message = _describe(outcomes, f"time limit of {timeout:g} s reached; all ranks were killed")
+        raise RankTimeoutError(message, outcomes)
+    return outcomes
+
+
+def server_pid() -> int | None:
+    """The process that ranks are forked from, if it runs (the leak check leaves it alone)."""
+    return _server.pid if _server is not None else None
+
+
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((fn, args, {}))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"run_ranks got {fn!r}: function and arguments must be picklable. Define the function at the "
+            f"top level of a module and pass what it needs as arguments ({error})."
+        ) from error
+
+
+def _foreign_module(fn: Callable[..., Any]) -> dict[str, str]:
+    """Name and file of the function's module where a rank could not import it by name."""
+    module = sys.modules.get(getattr(fn, "__module__", ""))
+    if module is None or module.__name__.startswith("tests.") or not getattr(module, "__file__", None):
+        return {}
+    if module.__spec__ is not None and importable(module.__name__):
+        return {}
+    return {module.__name__: str(module.__file__)}
+
+
+def importable(name: str) -> bool:
+    """Whether a fresh interpreter with our ``sys.path`` would find the module."""
+    from importlib.machinery import PathFinder
+
+    return "." in name or name in sys.builtin_module_names or PathFinder.find_spec(name) is not None
+
+
+def _submit(job: Job) -> list[RankOutcome]:
+    assert _folder is not None
+    with Client(str(_folder / "socket"), "AF_UNIX") as conn:
+        conn.send(job)
+        # The leader keeps the time limit; this one only covers a leader that died or hangs itself.
+        if not conn.poll(job.timeout + 30):
+            raise RuntimeError("the leader of the ranks did not answer")
+        try:
+            outcomes: list[RankOutcome] = conn.recv()
+        except EOFError:
+            raise RuntimeError(f"the leader of the ranks died; see {_folder / 'server.log'}") from None
+        return outcomes
+
+
+def _collect(outcome: RankOutcome, folder: Path) -> RankOutcome:
+    """Add what the rank left in its files."""
+
+    def read(suffix: str) -> str | None:
+        path = folder / f"rank{outcome.rank}.{suffix}"
+        return path.read_text(errors="replace") if path.exists() else None
+
+    outcome.stdout = read("stdout") or ""
+    outcome.stderr = read("stderr") or ""
+    error = folder / f"rank{outcome.rank}.error"
+    if error.exists():
+        outcome.exception, outcome.traceback = pickle.loads(error.read_bytes())
+    if outcome.killed_by_helper:
+        outcome.stack = outcome.stack or read("stack") or "no stack: the rank did not answer"
+    value = folder / f"rank{outcome.rank}.value"
+    if value.exists():
+        outcome.value = pickle.loads(value.read_bytes())
+    return outcome
+
+
+def _describe(outcomes: Sequence[RankOutcome], headline: str) -> str:
+    parts = [headline]
+    for outcome in outcomes:
+        if outcome.ok:
+            parts.append(f"--- rank {outcome.rank}: ok after {outcome.seconds:.1f} s")
+            continue
+        how = outcome.signal.name if outcome.signal else f"exit code {outcome.returncode}"
+        if outcome.killed_by_helper:
+            how = "killed by the test helper"
+        parts.append(f"--- rank {outcome.rank}: {how} after {outcome.seconds:.1f} s")
+        parts.append(outcome.traceback or "")
+        if outcome.stack:
+            parts.append(f"stacks:\n{outcome.stack}")
+        parts.extend(f"{name} (end):\n{text[-3000:]}" for name, text in _output(outcome) if text.strip())
+    return "\n".join(part.rstrip() for part in parts if part)
+
+
+def _output(outcome: RankOutcome) -> list[tuple[str, str]]:
+    return [("stdout", outcome.stdout), ("stderr", outcome.stderr)]
+
+
+def _start_server() -> Path:
+    """Start the fork server on first use; returns its folder."""
+    global _server, _folder
+    if _server is not None and _server.poll() is None and _folder is not None:
+        return _folder
+    _folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks."))
+    tests_folder = Path(__file__).resolve().parents[1]
+    script = Path(__file__).with_name("_server.py")
+    with open(_folder / "server.log", "wb") as log:
+        _server = subprocess.Popen(
+            [sys.executable, str(script), str(_folder / "socket"), str(tests_folder)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    atexit.register(stop_server)
+    deadline = time.monotonic() + _START_LIMIT
+    while not (_folder / "socket").exists():
+        if _server.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError("the fork server did not start:\n" + (_folder / "server.log").read_text())
+        time.sleep(0.02)
+    return _folder
+
+
+def stop_server() -> None:
+    """End the fork server and remove its folder; the next ``run_ranks`` starts a new one."""
+    global _server, _folder
+    if _server is not None:
+        assert _server.stdin is not None
+        _server.stdin.close()
+        try:
+            _server.wait(10)
+        except subprocess.TimeoutExpired:
+            _server.kill()
+            _server.wait()
+        _server = None
+    if _folder is not None:
+        shutil.rmtree(_folder, ignore_errors=True)
+        _folder = None

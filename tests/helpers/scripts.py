@@ -1,0 +1,241 @@
+"""Run a user-like script or command in a session of its own, and tell what it left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+# Inherited by everything the script starts, also by processes that leave its session (torchrun's do).
+_MARK = "LOCKSTEP_TEST_SCRIPT"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptOutcome:
+    """How a script ended."""
+
+    returncode: int
+    """Exit code; negative: minus the signal that ended it."""
+    stdout: str
+    stderr: str
+    seconds: float
+    timed_out: bool
+    leftovers: tuple[str, ...]
+    """Processes it had started that were still there after it ended: ``pid state command``."""
+
+    @property
+    def output(self) -> str:
+        """Both streams, for searching and for failure messages."""
+        return f"{self.stdout}\n{self.stderr}"
+
+
+class Script:
+    """A running script. Use as a context manager: its whole process tree is gone afterwards."""
+
+    def __init__(
+        self,
+        args: Sequence[str | os.PathLike[str]],
+        *,
+        env: Mapping[str, str | None] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._mark = uuid.uuid4().hex
+        self._folder = tempfile.TemporaryDirectory(prefix="script.")
+        self._seen: dict[int, psutil.Process] = {}
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+        if cwd is None:
+            # Not the caller's: `python -m` there would import the source tree, and files would stay there.
+            cwd = Path(self._folder.name) / "cwd"
+            cwd.mkdir()
+        command = [os.fspath(arg) for arg in args]
+        if command[0].endswith(".py"):
+            command.insert(0, sys.executable)
+        merged = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), _MARK: self._mark}
+        with open(self._path("stdout"), "wb") as out, open(self._path("stderr"), "wb") as err:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=cwd,
+                env={key: value for key, value in merged.items() if value is not None},
+                start_new_session=True,
+            )
+        self._watching = True
+        self._watcher = threading.Thread(target=self._watch, name="script-watcher", daemon=True)
+        self._watcher.start()
+
+    def _path(self, stream: str) -> Path:
+        return Path(self._folder.name) / stream
+
+    def _watch(self) -> None:
+        while self._watching:
+            self._look()
+            time.sleep(0.1)
+
+    def _look(self) -> None:
+        """Remember every descendant while its parent is alive: an orphan cannot be traced back later."""
+        with self._lock, contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self._seen.setdefault(process.pid, process)
+
+    @property
+    def stdout(self) -> str:
+        """Standard output so far."""
+        return self._path("stdout").read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        """Standard error so far."""
+        return self._path("stderr").read_text(errors="replace")
+
+    def wait_for(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
+        """Wait until the output (either stream) matches, and return the match.
+
+        Raises:
+            AssertionError: The script ended or the time ran out first; the message holds its output.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self.process.poll() is not None
+            match = re.search(pattern, f"{self.stdout}\n{self.stderr}")
+            if match:
+                return match
+            if ended or time.monotonic() > deadline:
+                why = f"ended with {self.process.returncode}" if ended else f"{timeout:g} s passed"
+                raise AssertionError(f"no {pattern!r} in the output; {why}:\n{self.stdout}\n{self.stderr}")
+            time.sleep(0.05)
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal to the script's first process alone, as ``kill`` does."""
+        self.process.send_signal(sig)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to the whole process group, as Ctrl-C in a terminal does."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def descendants(self) -> list[psutil.Process]:
+        """The living processes below the script."""
+        self._look()
+        with self._lock:
+            return [process for process in self._seen.values() if _is_there(process)]
+
+    def finish(self, timeout: float = 60.0, settle: float = 2.0) -> ScriptOutcome:
+        """Wait for the end, look for leftovers, kill them, and tell how it went.
+
+        Args:
+            timeout: Seconds until the whole tree is killed.
+            settle: Seconds that children get to go after their parent before they count as left over.
+        """
+        timed_out = False
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        seconds = time.monotonic() - self._started
+        leftovers = () if timed_out else self._leftovers(settle)
+        self.kill_tree()
+        return ScriptOutcome(
+            self.process.returncode, self.stdout, self.stderr, seconds, timed_out, tuple(leftovers)
+        )
+
+    def _leftovers(self, settle: float) -> list[str]:
+        deadline = time.monotonic() + settle
+        while True:
+            left = self._still_there()
+            if not left or time.monotonic() > deadline:
+                return [_describe(process) for process in left]
+            time.sleep(0.05)
+
+    def _still_there(self) -> list[psutil.Process]:
+        with self._lock:
+            found = {process.pid: process for process in self._seen.values() if _is_there(process)}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.pid != self.process.pid and process.environ().get(_MARK) == self._mark:
+                    found[process.pid] = process
+        return list(found.values())
+
+    def kill_tree(self) -> None:
+        """Kill the script and everything it started, also what has left its session."""
+        self._look()
+        self._watching = False
+        self._watcher.join()
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for process in self._still_there():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def __enter__(self) -> Script:
+        """The script is already running."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kill what is left and remove the captured output."""
+        self.kill_tree()
+        self._folder.cleanup()
+
+
+def start_script(
+    args: Sequence[str | os.PathLike[str]],
+    *,
+    env: Mapping[str, str | None] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> Script:
+    """Start a script for a test that acts on it while it runs (``with start_script(...) as script``).
+
+    Args:
+        args: The command; a first element that ends in ``.py`` runs under this interpreter.
+        env: Variables on top of this process's own; None as a value removes one.
+        cwd: Folder to run in; default: an empty one that is removed afterwards.
+    """
+    return Script(args, env=env, cwd=cwd)
+
+
+def run_script(
+    args: Sequence[str | os.PathLike[str]],
+    timeout: float = 60.0,
+    env: Mapping[str, str | None] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> ScriptOutcome:
+    """Run a command to its end with no standard input; its process tree is gone afterwards.
+
+    Args:
+        args: The command; a first element that ends in ``.py`` runs under this interpreter.
+        timeout: Seconds until the whole tree is killed (``timed_out`` is set; nothing is raised).
+        env: Variables on top of this process's own; None as a value removes one.
+        cwd: Folder to run in; default: an empty one that is removed afterwards.
+    """
+    with start_script(args, env=env, cwd=cwd) as script:
+        return script.finish(timeout)
+
+
+def _is_there(process: psutil.Process) -> bool:
+    # True for zombies too: is_running compares the start time and does not ask for the state.
+    return process.is_running()
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"{process.pid} gone"

@@ -1,0 +1,108 @@
+"""The script runner: exit codes, streams, time limit, and what a script leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+
+from tests.helpers import run_script, start_script
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_exit_code_and_streams(tmp_path: Path) -> None:
+    text = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    outcome = run_script([script(tmp_path, text)])
+    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (3, "out\n", "err\n")
+    assert not outcome.timed_out
+    assert outcome.leftovers == ()
+
+
+def test_environment_is_added_and_removed(tmp_path: Path) -> None:
+    text = "import os; print(os.environ.get('GIVEN'), os.environ.get('HOME'))"
+    outcome = run_script([script(tmp_path, text)], env={"GIVEN": "yes", "HOME": None})
+    assert outcome.stdout == "yes None\n"
+
+
+def test_no_standard_input(tmp_path: Path) -> None:
+    outcome = run_script([script(tmp_path, "import sys; print(repr(sys.stdin.read()))")])
+    assert outcome.stdout == "''\n"
+
+
+def test_time_limit_kills_the_whole_tree(tmp_path: Path) -> None:
+    text = (
+        "import subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    outcome = run_script([script(tmp_path, text)], timeout=2)
+    assert outcome.timed_out
+    assert outcome.returncode == -signal.SIGKILL
+    assert not _alive(int(outcome.stdout))
+
+
+def test_an_orphan_is_reported_and_killed(tmp_path: Path) -> None:
+    text = (
+        "import subprocess\n"
+        "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\n"
+    )
+    with start_script([script(tmp_path, text)]) as running:
+        outcome = running.finish(timeout=30, settle=0.5)
+    assert outcome.returncode == 0
+    assert len(outcome.leftovers) == 1
+    assert "sleep 600" in outcome.leftovers[0]
+    assert not _alive(int(outcome.stdout))
+
+
+def test_act_on_a_running_script(tmp_path: Path) -> None:
+    text = (
+        "import time\n"
+        "try:\n"
+        "    print('ready at 42', flush=True)\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', flush=True)\n"
+        "    raise SystemExit(130)\n"
+    )
+    with start_script([sys.executable, script(tmp_path, text)]) as running:
+        assert running.wait_for(r"ready at (\d+)").group(1) == "42"
+        running.interrupt()
+        outcome = running.finish(timeout=30)
+    assert outcome.returncode == 130
+    assert outcome.stdout.endswith("interrupted\n")
+
+
+def test_waiting_for_output_that_never_comes_says_why(tmp_path: Path) -> None:
+    with start_script([script(tmp_path, "print('other')")]) as running:
+        try:
+            running.wait_for("never", timeout=30)
+        except AssertionError as error:
+            assert "ended with 0" in str(error)
+            assert "other" in str(error)
+        else:
+            raise RuntimeError("wait_for returned")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_descendants_are_seen(tmp_path: Path) -> None:
+    text = "import subprocess; print('up', flush=True); subprocess.run(['sleep', '600'])"
+    with start_script([script(tmp_path, text)]) as running:
+        running.wait_for("up")
+        while not running.descendants():
+            os.sched_yield()
+        assert [process.name() for process in running.descendants()] == ["sleep"]

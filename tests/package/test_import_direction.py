@@ -1,0 +1,150 @@
+"""Imports flow one way, and three doors stay the only ones; read from the sources with ``ast``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_lockstep
+
+PACKAGE = Path(lightning_lockstep.__file__).parent
+
+GROUND = {"errors", "_lightning", "_environment"}
+TALK = GROUND | {"distributed"}
+MIDDLE = TALK | {"launchers", "numerics", "memory", "logs"}
+
+# room (folder or module at the top of the package) -> the rooms it may import; itself always
+ALLOWED: dict[str, set[str]] = {
+    "__init__": {"_registry"},
+    "_registry": {"_lightning"},
+    "errors": set(),
+    "_lightning": set(),
+    "_environment": {"errors"},
+    "distributed": GROUND,
+    "launchers": TALK,
+    "numerics": TALK,
+    "memory": TALK,
+    "logs": TALK,
+    "strategies": MIDDLE,
+    "callbacks": MIDDLE,
+    # programs, and what they train
+    "conf": set(),
+    "workloads": TALK,
+    "components": MIDDLE | {"strategies", "callbacks", "workloads"},
+    "train": MIDDLE | {"strategies", "callbacks", "workloads", "components", "conf"},
+    "doctor": MIDDLE | {"strategies", "callbacks", "workloads", "components", "conf", "train"},
+}
+
+BETWEEN_RANKS = {"torch.distributed", "mpi4py", "torch_xla"}
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports_of(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything imported, also inside functions and through importlib."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                keep = len(parts) - node.level + is_package
+                base = ".".join([*parts[:keep], *([base] if base else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "import_module",
+            "importlib.import_module",
+            "__import__",
+        ):
+            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed"):
+            yield node.lineno, ast.unparse(node)
+
+
+def parse(path: Path) -> tuple[ast.AST, str, bool]:
+    name = ".".join(["lightning_lockstep", *path.relative_to(PACKAGE).with_suffix("").parts])
+    return ast.parse(path.read_text()), name.removesuffix(".__init__"), path.name == "__init__.py"
+
+
+def within(name: str, roots: set[str]) -> bool:
+    return any(name == root or name.startswith(root + ".") for root in roots)
+
+
+def test_every_room_has_its_row() -> None:
+    assert {room_of(path) for path in sources()} <= set(ALLOWED), "a new room needs a row in ALLOWED"
+
+
+def test_the_rooms_are_layers() -> None:
+    """No cycle in the table itself: otherwise it would allow what it is there to forbid."""
+    done: set[str] = set()
+    while len(done) < len(ALLOWED):
+        ready = {room for room, may in ALLOWED.items() if room not in done and may <= done}
+        assert ready, f"a cycle among {sorted(set(ALLOWED) - done)}"
+        done |= ready
+
+
+def test_imports_flow_one_way() -> None:
+    wrong = []
+    for path in sources():
+        room = room_of(path)
+        for line, name in imports_of(*parse(path)):
+            if not name.startswith("lightning_lockstep."):
+                continue
+            target = name.split(".")[1]
+            # `from lightning_lockstep import Name` is for users: inside, a name comes from its module.
+            if target != room and target not in ALLOWED.get(room, set()):
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_distributed_talks_between_ranks() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} uses {name}"
+        for path in sources()
+        if room_of(path) != "distributed"
+        for line, name in imports_of(*parse(path))
+        if within(name, BETWEEN_RANKS)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_lightning_comes_through_one_door() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line} imports {name}"
+        for path in sources()
+        if room_of(path) != "_lightning"
+        for line, name in imports_of(*parse(path))
+        if within(name, LIGHTNING)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch.distributed as dist", "torch.distributed"),
+        ("from torch import distributed", "torch.distributed"),
+        ("from torch.distributed import all_reduce", "torch.distributed.all_reduce"),
+        ("import torch\ndef f(): torch.distributed.barrier()", "torch.distributed.barrier"),
+        ("def f():\n    import mpi4py", "mpi4py"),
+        ("import importlib\nimportlib.import_module('torch_xla')", "torch_xla"),
+        ("from ..errors import LockstepError", "lightning_lockstep.errors.LockstepError"),
+        ("from . import sibling", "lightning_lockstep.callbacks.sibling"),
+    ],
+)
+def test_the_reader_sees_every_kind_of_import(source: str, found: str) -> None:
+    names = [name for _, name in imports_of(ast.parse(source), "lightning_lockstep.callbacks.some")]
+    assert found in names

@@ -1,0 +1,114 @@
+"""The scripts where the machine is not as they need it, and the docstring check."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of what scripts/setup reads, with no network and no packages behind it."""
+    (tmp_path / "bin").mkdir()
+    for name in ("scripts", "pyproject.toml", "constraints.txt"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    return tmp_path
+
+
+def fake_python(project: Path, name: str, body: str) -> None:
+    path = project / "bin" / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def setup(project: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    # Only the tools that the script itself uses are on this PATH, and no Python but the fake ones.
+    for tool in ("bash", "dirname", "mkdir", "cat", "flock", "env", "rm", "ls"):
+        found = shutil.which(tool)
+        target = project / "bin" / tool
+        if found and not target.exists():
+            target.symlink_to(found)
+    return subprocess.run(
+        [project / "scripts" / "setup", *args],
+        env={"PATH": str(project / "bin"), "CI": "true", **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_no_python_at_all(project: Path) -> None:
+    done = setup(project)
+    assert done.returncode == 1
+    assert "needs Python 3.10 to 3.13" in done.stderr
+    assert "PYTHON=/path/to/python" in done.stderr
+
+
+def test_a_python_that_is_too_old(project: Path) -> None:
+    fake_python(project, "python3", '[ "$1" = --version ] && echo "Python 3.9.2" && exit 0; exit 1')
+    done = setup(project)
+    assert done.returncode == 1
+    assert "python3 here is: Python 3.9.2" in done.stderr
+
+
+def test_a_chosen_python_that_does_not_fit(project: Path) -> None:
+    fake_python(project, "old", "exit 1")
+    done = setup(project, PYTHON=str(project / "bin" / "old"))
+    assert done.returncode == 1
+    assert "old is not a Python 3.10 to 3.13" in done.stderr
+
+
+def test_a_python_without_venv(project: Path) -> None:
+    fake_python(project, "python3", 'case "$2" in *ensurepip*) exit 1 ;; esac; exit 0')
+    done = setup(project)
+    assert done.returncode == 1
+    assert "cannot make virtual environments" in done.stderr
+    assert "apt install python3-venv" in done.stderr
+
+
+def test_an_unknown_argument(project: Path) -> None:
+    done = setup(project, "everything")
+    assert done.returncode == 2
+    assert "usage: scripts/setup [run|dev]" in done.stderr
+
+
+def check_docstrings(project: Path, module: str) -> subprocess.CompletedProcess[str]:
+    package = project / "lightning_lockstep"
+    package.mkdir()
+    (package / "__init__.py").write_text('_EXPORTS: dict[str, str] = {"thing": "module"}\n')
+    (package / "module.py").write_text(module)
+    script = project / "scripts" / "check_docstrings.py"
+    return subprocess.run(
+        [shutil.which("python3") or "python3", script], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "fault"),
+    [
+        ("def thing(a):\n    pass\n", "no docstring"),
+        ('def thing(a):\n    """Do.\n\n    Args:\n        a: It.\n    """\n', "no 'Ranks:' line"),
+        ('def thing(a):\n    """Do.\n\n    Ranks: any; sends nothing.\n    """\n', "no 'Args:'"),
+        ("other = 1\n", "no class or function of that name"),
+    ],
+)
+def test_the_docstring_check_finds(project: Path, module: str, fault: str) -> None:
+    done = check_docstrings(project, module)
+    assert done.returncode == 1
+    assert fault in done.stdout
+
+
+def test_the_docstring_check_passes_a_whole_docstring(project: Path) -> None:
+    text = (
+        'def thing(a):\n    """Do.\n\n    Args:\n        a: It.\n\n    Ranks: any; sends nothing.\n    """\n'
+    )
+    done = check_docstrings(project, text)
+    assert done.returncode == 0
+    assert "1 public names, 0 faults" in done.stdout
