@@ -94,7 +94,7 @@ class Loader:
 
     def choices(self, group: str) -> list[str]:
         """The choices of a group, or with `""` the primary configs."""
-        return [name for name in self._repository.get_group_options(group) if name != "__init__"]
+        return [name for name in self._repository.get_group_options(group) if not name.startswith("_")]
 
     def groups(self) -> list[str]:
         """The groups on the first level."""

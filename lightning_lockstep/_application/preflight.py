@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,8 @@ def preflight(
     """
     setup_globals()
     overrides, faults = parse(arguments.overrides)
+    if arguments.config_dir is not None and not os.path.isdir(arguments.config_dir):
+        faults.append(Fault(f"--config-dir {arguments.config_dir}: there is no such folder."))
     name = arguments.config_name or config_name
     lines = [str(override.input_line) for override in overrides]
     try:

@@ -211,6 +211,8 @@ def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -
             words.append(_type_name(member))  # a number cannot be one of these
         else:
             return None
+    if _PLAIN[float] in words:
+        words = [word for word in words if word != _PLAIN[int]]
     return Expected(tuple(dict.fromkeys(words)))
 
 
