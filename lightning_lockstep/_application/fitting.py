@@ -106,7 +106,8 @@ class RunRecord(Callback):
 
     The numbers lie in shared memory, so that a parent process reads what a spawned or forked rank has counted.
 
-    Ranks: every rank; rank 0's numbers count. Communicates only where a checkpoint is saved, on all ranks alike.
+    Ranks: every rank. What decides about a further validation or checkpoint is the same on all of them; samples and
+        seconds are rank 0's. Communicates only where a checkpoint is saved, on all ranks alike.
     """
 
     def __init__(self) -> None:
@@ -140,9 +141,9 @@ class RunRecord(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the samples of this rank."""
+        self._numbers[2] = trainer.global_step
         if trainer.is_global_zero:
             self._numbers[0] += _extract_batch_size(batch)
-            self._numbers[2] = trainer.global_step
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock."""
@@ -151,16 +152,14 @@ class RunRecord(Callback):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Note which step was validated; start the clock again in the midst of an epoch."""
         if not trainer.sanity_checking:
-            if trainer.is_global_zero:
-                self._numbers[4] = trainer.global_step
+            self._numbers[4] = trainer.global_step
             if trainer.state.fn == "fit":
                 self._since = time.monotonic()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock."""
         self._stop(trainer)
-        if trainer.is_global_zero:
-            self._numbers[3] = trainer.current_epoch + 1
+        self._numbers[3] = trainer.current_epoch + 1
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Note which step was saved; every rank comes here."""
