@@ -32,6 +32,10 @@ _PUBLIC: dict[str, tuple[str, str, str]] = {
     "seed_everything": ("pytorch", "", "seed_everything"),
     "EarlyStopping": ("pytorch", "callbacks", "EarlyStopping"),
     "Checkpoint": ("pytorch", "callbacks", "Checkpoint"),
+    "ModelCheckpoint": ("pytorch", "callbacks", "ModelCheckpoint"),
+    "LearningRateMonitor": ("pytorch", "callbacks", "LearningRateMonitor"),
+    "CSVLogger": ("pytorch", "loggers", "CSVLogger"),
+    "TensorBoardLogger": ("pytorch", "loggers", "TensorBoardLogger"),
     "DDPStrategy": ("pytorch", "strategies", "DDPStrategy"),
     "Strategy": ("pytorch", "strategies", "Strategy"),
     "StrategyRegistry": ("pytorch", "strategies", "StrategyRegistry"),
@@ -77,6 +81,8 @@ _PRIVATE: dict[str, tuple[str, str, str]] = {
         "connector",
         "_convert_precision_to_unified_args",
     ),
+    # Counts the samples of a batch of any structure, as Lightning itself does for its logged means.
+    "_extract_batch_size": ("pytorch", "utilities.data", "extract_batch_size"),
     # -- add further private names here, each with the reason --
 }
 
@@ -105,7 +111,8 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-    from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+    from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
     from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
@@ -114,6 +121,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+    from lightning.pytorch.utilities.data import extract_batch_size as _extract_batch_size
     from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 else:
     globals().update({name: _resolve(where) for name, where in {**_PUBLIC, **_PRIVATE}.items()})

@@ -1,0 +1,112 @@
+"""What `lockstep-train` asks of a configuration beyond what its parts do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_lockstep._application.checkpoints import find_checkpoint
+from lightning_lockstep._application.components import component_keys
+from lightning_lockstep._application.external_ranks import ExternalRanks, external_ranks
+from lightning_lockstep._application.faults import Fault
+from lightning_lockstep._application.targets import TargetChecks, mismatch
+from lightning_lockstep._lightning import LightningEnvironment
+from lightning_lockstep.errors import ConfigurationError
+
+_SWITCHES = {"seed": int, "fit": bool, "validate": bool, "test": bool, "ckpt_path": str | None}
+
+
+def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
+    """Look for what is wrong with the configuration of one training run.
+
+    Args:
+        config: The frozen configuration with its `hydra` node.
+        checks: Checks of the values in it.
+
+    Ranks: rank 0, before any other is started.
+    """
+    config = config.copy()
+    prepared = _prepared(config)
+    faults = list(prepared)
+    faults += _switches(config)
+    for key in component_keys(config):
+        faults += checks.missing_faults(key)
+        if key != "trainer":
+            faults += checks.constructor_faults(key)
+    # The Trainer looks at devices, precision and loops; who the ranks are is not its matter yet.
+    faults += checks.constructor_faults(
+        "trainer", strategy="auto", logger=False, plugins=[LightningEnvironment()], default_root_dir=None
+    )
+    return [*faults, *_single_device(config), *_external(config, external_ranks())]
+
+
+def prepare_training(config: DictConfig) -> None:
+    """Settle on rank 0, for all ranks, what depends on this machine: the checkpoint and the devices.
+
+    Args:
+        config: The configuration of the job that begins, with its `hydra` node; changed.
+
+    Ranks: rank 0 only; reads environment variables and looks for files.
+    """
+    config.ckpt_path = _checkpoint(config)
+    ranks = external_ranks()
+    if ranks is not None and ranks.per_node is not None and ranks.count is not None:
+        if OmegaConf.select(config, "trainer.devices") == "auto":
+            config.trainer.devices = ranks.per_node
+            if config.trainer.num_nodes == 1:
+                config.trainer.num_nodes = ranks.count // ranks.per_node
+
+
+def _checkpoint(config: DictConfig) -> str | None:
+    runtime = config.hydra.runtime
+    return find_checkpoint(
+        config.get("ckpt_path"), run_folder=Path(runtime.output_dir), started_in=Path(runtime.cwd)
+    )
+
+
+def _prepared(config: DictConfig) -> list[Fault]:
+    try:
+        _checkpoint(config)
+    except ConfigurationError as error:
+        return [Fault(text, error) for text in error.faults]
+    except OmegaConfBaseException:
+        pass  # reported where the value is wrong
+    return []
+
+
+def _switches(config: DictConfig) -> list[Fault]:
+    faults = []
+    for name, hint in _SWITCHES.items():
+        value: Any = config.get(name)
+        expected = mismatch(value, hint)
+        if expected is not None:
+            faults.append(Fault(f"{name}={value}: expected {expected}."))
+    mode = OmegaConf.select(config, "objective.mode")
+    if mode not in ("min", "max"):
+        faults.append(Fault(f"objective.mode={mode}: expected min or max."))
+    return faults
+
+
+def _single_device(config: DictConfig) -> list[Fault]:
+    devices = OmegaConf.select(config, "trainer.devices")
+    if config.get("strategy") == "auto" and isinstance(devices, int) and devices > 1:
+        return [Fault(f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp.")]
+    return []
+
+
+def _external(config: DictConfig, ranks: ExternalRanks | None) -> list[Fault]:
+    devices = OmegaConf.select(config, "trainer.devices")
+    if ranks is None or ranks.count is None or not isinstance(devices, int) or devices < 1:
+        return []
+    asked = devices * int(config.trainer.num_nodes)
+    if asked == ranks.count:
+        return []
+    return [
+        Fault(
+            f"trainer.devices={devices}: {devices} x {config.trainer.num_nodes} node(s) = {asked} rank(s), but {ranks.count} were"
+            " started. Leave out trainer.devices, or start as many."
+        )
+    ]

@@ -1,0 +1,220 @@
+"""From the command line to the program's own function, on every rank."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf, flag_override
+
+from lightning_lockstep._application import _hydra
+from lightning_lockstep._application.external_ranks import ConfigChannel, Word, external_ranks
+from lightning_lockstep._application.faults import Fault, show_faults
+from lightning_lockstep._application.preflight import JobCheck, preflight, run_requested
+from lightning_lockstep.distributed.failure import leaving
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.launchers.hydra_ranks import (
+    current_hydra_config,
+    for_other_ranks,
+    freeze,
+    without_hydra,
+)
+
+Program = Callable[[DictConfig], Any]
+#: Exit code of a command line or configuration that cannot be used.
+UNUSABLE = 2
+
+
+class _Stop(BaseException):
+    """Carries an error past Hydra, which would print it in its own way and lose its exit code."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def hydra_main(
+    config_path: str | None = None,
+    config_name: str | None = None,
+    *,
+    version_base: str | None = "1.3",
+    check: JobCheck | None = None,
+    prepare: Callable[[DictConfig], None] | None = None,
+) -> Callable[[Program], Callable[[], Any]]:
+    """Decorate a function as `hydra.main` does, for programs of several ranks.
+
+    Beyond `hydra.main`: everything that is wrong with the command line is one message and exit code 2 before
+    anything is started; the configuration is resolved once, on rank 0, and every rank gets that; ranks beside rank 0
+    write no folder and no job log, whoever started them.
+
+    Args:
+        config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
+        config_name: Primary config.
+        version_base: As in `hydra.main`.
+        check: Looks at the frozen configuration of each job before it is started.
+        prepare: Changes the configuration of a job just before it is frozen.
+
+    Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under torchrun or
+        srun it sends the configuration of each job to the others, one write to the store a job.
+    """
+
+    def decorate(program: Program) -> Callable[[], Any]:
+        @functools.wraps(program)
+        def decorated(passed: DictConfig | None = None) -> Any:
+            if passed is not None:
+                return program(passed)
+            arguments = _hydra.get_args_parser().parse_args()
+            if arguments.experimental_rerun is not None:
+                return _run_frozen(pickle.loads(Path(arguments.experimental_rerun).read_bytes()), program)
+            ranks = external_ranks()
+            channel = ConfigChannel(ranks)
+            if ranks is not None and ranks.rank > 0:
+                return _follow(channel, program)
+            application = _Application(program, arguments, channel, config_path, config_name, version_base)
+            return application.run(check, prepare)
+
+        return decorated
+
+    return decorate
+
+
+class _Application:
+    """One command line on rank 0."""
+
+    def __init__(
+        self,
+        program: Program,
+        arguments: argparse.Namespace,
+        channel: ConfigChannel,
+        config_path: str | None,
+        config_name: str | None,
+        version_base: str | None,
+    ) -> None:
+        self.program = program
+        self.arguments = arguments
+        self.channel = channel
+        self.config_path = config_path
+        self.config_name = config_name
+        self.version_base = version_base
+
+    def run(self, check: JobCheck | None, prepare: Callable[[DictConfig], None] | None) -> None:
+        """Check the command line, then let Hydra run its jobs."""
+        exit_code = 1
+        try:
+            if run_requested(self.arguments):
+                self._check(check)
+            self._hand_over(prepare)
+            exit_code = 0
+        except SystemExit as leave:
+            exit_code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+            raise
+        finally:
+            # After a failure in the midst of a job the other ranks know already, and nobody must be waited for.
+            if not leaving():
+                self.channel.tell(Word(exit_code=exit_code))
+
+    def _check(self, check: JobCheck | None) -> None:
+        search_path = _hydra.search_path_of(self.program, self.config_path, self.arguments)
+        faults = preflight(self.arguments, search_path, self.config_name, check)
+        if faults:
+            show_faults(program_name(), faults, stack_traces=stack_traces())
+            sys.exit(UNUSABLE)
+
+    def _hand_over(self, prepare: Callable[[DictConfig], None] | None) -> None:
+        @functools.wraps(self.program)
+        def job(_: DictConfig) -> Any:
+            config = self._freeze_job(prepare)
+            last = config.hydra.mode != _hydra.RunMode.MULTIRUN
+            self.channel.tell(Word(for_other_ranks(config), last=last))
+            try:
+                return self.program(without_hydra(config))
+            except Exception as error:
+                # A sweep of one process goes on after a job that failed; ranks that failed cannot.
+                if last or leaving() or isinstance(error, ConfigurationError):
+                    raise _Stop(error) from None
+                raise
+
+        try:
+            hydra.main(self.config_path, self.config_name, self.version_base)(job)()
+        except _Stop as stop:
+            _end_with(stop.error)
+
+    def _freeze_job(self, prepare: Callable[[DictConfig], None] | None) -> DictConfig:
+        """Resolve the configuration of the job that begins, for all ranks, this one too."""
+        whole = current_hydra_config()
+        assert whole is not None
+        if prepare is not None:
+            with flag_override(whole, ["readonly", "struct"], [False, False]):
+                prepare(whole)
+        config = freeze(whole)
+        _hydra.HydraConfig.instance().set_config(config)
+        subdir = config.hydra.output_subdir
+        if subdir is not None:
+            OmegaConf.save(without_hydra(config), Path(config.hydra.runtime.output_dir, subdir, "frozen.yaml"))
+        return config
+
+
+def _follow(channel: ConfigChannel, program: Program) -> Any:
+    """Run the jobs that rank 0 tells of, on a rank that somebody else has started."""
+    while True:
+        word = channel.hear()
+        if word.config is None:
+            sys.exit(word.exit_code)
+        result = _run_frozen(word.config, program)
+        if word.last:
+            return result
+
+
+def _run_frozen(config: DictConfig, program: Program) -> Any:
+    """Run one job on a finished configuration, with Hydra's surroundings but none of its files."""
+    _hydra.setup_globals()
+    _hydra.configure_log(config.hydra.job_logging, config.hydra.verbose)
+    _hydra.HydraConfig.instance().set_config(config)
+    if config.hydra.job.chdir:
+        folder = Path(config.hydra.runtime.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chdir(folder)
+    try:
+        with _hydra.env_override(OmegaConf.to_container(config.hydra.job.env_set)):
+            return program(without_hydra(config))
+    except ConfigurationError:
+        sys.exit(UNUSABLE)  # rank 0 finds the same and says so
+    finally:
+        _hydra.flush_loggers()
+
+
+def _end_with(error: BaseException) -> None:
+    """End this program as `error` asks for: a message for settings, the program's own traceback for the rest."""
+    if isinstance(error, ConfigurationError):
+        show_faults(
+            program_name(), [Fault(text, error) for text in error.faults], stack_traces=stack_traces()
+        )
+        sys.exit(UNUSABLE)
+    raise error.with_traceback(_own_part(error))
+
+
+def _own_part(error: BaseException) -> Any:
+    """The traceback from the program's own function on."""
+    trace = error.__traceback__
+    if stack_traces():
+        return trace
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def stack_traces() -> bool:
+    """Whether the user asks for stack traces beside the messages."""
+    return os.environ.get("HYDRA_FULL_ERROR", "0") == "1"
+
+
+def program_name() -> str:
+    """How the user called this program."""
+    name = Path(sys.argv[0]).name
+    return "lockstep-train" if name == "train.py" and "lightning_lockstep" in sys.argv[0] else name

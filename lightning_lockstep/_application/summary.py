@@ -1,0 +1,72 @@
+"""What a run says at its end."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of one run.
+
+    Attributes:
+        metrics: Last value of each metric.
+        steps: Optimizer steps.
+        epochs: Epochs begun and ended.
+        ranks: Number of ranks.
+        samples_per_second: Training samples of all ranks per second, evaluation left out.
+        wall_time: From the first to the last line of the run [s].
+        files: Where things are, by what they are.
+    """
+
+    metrics: dict[str, float]
+    steps: int
+    epochs: int
+    ranks: int
+    samples_per_second: float | None
+    wall_time: float
+    files: dict[str, str]
+
+
+def write(summary: Summary, folder: Path) -> None:
+    """Write `summary.json` into the run folder.
+
+    Ranks: rank 0 only.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = {name: value if math.isfinite(value) else repr(value) for name, value in summary.metrics.items()}
+    text = json.dumps({**asdict(summary), "metrics": metrics}, indent=2)
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+
+
+def show(summary: Summary) -> None:
+    """Print the result as a table.
+
+    Ranks: rank 0 only.
+    """
+    table = Table(title="lightning-lockstep: run finished", show_header=False, title_justify="left")
+    for name in sorted(summary.metrics, key=_order):
+        table.add_row(name, f"{summary.metrics[name]:.4f}")
+    table.add_section()
+    table.add_row("steps", f"{summary.steps} in {summary.epochs} epoch(s) on {summary.ranks} rank(s)")
+    if summary.samples_per_second is not None:
+        table.add_row("samples/s", f"{summary.samples_per_second:,.0f}")
+    table.add_row("wall time", f"{summary.wall_time:.1f} s")
+    table.add_section()
+    here = Path.cwd()
+    for name, path in summary.files.items():
+        shown = Path(path).relative_to(here) if Path(path).is_relative_to(here) else Path(path)
+        table.add_row(name, Text(str(shown), overflow="fold"))
+    Console(width=None).print(table)
+
+
+def _order(name: str) -> tuple[int, str]:
+    first = name.split("_", 1)[0]
+    return ({"train": 0, "val": 1, "test": 2}.get(first, 3), name)

@@ -1,0 +1,300 @@
+"""Do the values fit what they are given to?
+
+Every node with a `_target_` is compared with the signature of what it names: settings that it does not have,
+values of another type. Classes of this package and of Lightning are made besides, since their
+constructors check what a signature cannot say and have no effect; what others' constructors do is unknown, so they run
+only when the run itself begins.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import logging
+import types
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import hydra.utils
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_lockstep._application._hydra import HydraException, locate
+from lightning_lockstep._application.faults import Fault, did_you_mean
+from lightning_lockstep._lightning import MisconfigurationException
+from lightning_lockstep.errors import ConfigurationError
+
+_SPECIAL = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
+_HARMLESS = ("lightning_lockstep.", "lightning.pytorch.", "pytorch_lightning.")
+_PLAIN: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+class TargetChecks:
+    """Checks of the values of one composed job.
+
+    Args:
+        config: The frozen configuration of the job.
+        typed: The overrides as the user typed them, by key: a fault of that key is reported as typed.
+    """
+
+    def __init__(self, config: DictConfig, typed: dict[str, str]) -> None:
+        self.config = config
+        self.typed = typed
+
+    def signature_faults(self) -> list[Fault]:
+        """Settings that a target does not have, and values of a type it does not take, in the whole configuration."""
+        faults: list[Fault] = []
+        for key, node in target_nodes(self.config):
+            target, fault = self._locate(key, node)
+            if fault is not None:
+                faults.append(fault)
+            elif target is not None:
+                faults += self._signature(key, node, target)
+        return faults
+
+    def missing_faults(self, component: str) -> list[Fault]:
+        """Values below `component` that have to be given and were not."""
+        node = OmegaConf.select(self.config, component, throw_on_missing=False)
+        if not isinstance(node, DictConfig):
+            return []
+        faults = [Fault(f"{component}.{key}: has to be given, {component}.{key}=...") for key in _missing(node)]
+        for key, reference in _dangling(node):
+            faults.append(
+                Fault(f"{component}.{key}: takes its value from {reference}, and this configuration has no such key.")
+            )
+        return faults
+
+    def constructor_faults(self, component: str, **given: Any) -> list[Fault]:
+        """What the constructor of `component` says about its settings, if it can be run for its word alone.
+
+        Args:
+            component: Key of a node with a `_target_`.
+            given: Arguments in place of those in the configuration.
+        """
+        node = OmegaConf.select(self.config, component, throw_on_missing=False)
+        if not isinstance(node, DictConfig) or "_target_" not in node or self.missing_faults(component):
+            return []
+        target, fault = self._locate(component, node)
+        if fault is not None or target is None or self._signature(component, node, target):
+            return []
+        if not f"{target.__module__}.".startswith(_HARMLESS):
+            return []
+        return [Fault(self._label(component, text), error) for text, error in _try_to_make(node, given)]
+
+    def _locate(self, key: str, node: DictConfig) -> tuple[Callable[..., Any] | None, Fault | None]:
+        name = str(node["_target_"])
+        try:
+            return locate(name), None
+        except Exception as error:  # importing a module can raise anything; all of it is reported
+            cause: BaseException = error.__cause__ or error
+            hint = did_you_mean(name.rpartition(".")[2], _names_beside(name))
+            why = hint or f" {next(iter(str(cause).splitlines()), type(cause).__name__)}"
+            return None, Fault(f"{self._shown(f'{key}._target_')}: {name} cannot be imported.{why}", error)
+
+    def _signature(self, key: str, node: DictConfig, target: Callable[..., Any]) -> list[Fault]:
+        try:
+            parameters = inspect.signature(target).parameters
+        except (TypeError, ValueError):
+            return []  # written in C without a signature
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        hints = _hints(target)
+        called = getattr(target, "__name__", str(target))
+        faults: list[Fault] = []
+        for name in map(str, node):
+            if name in _SPECIAL:
+                continue
+            if name not in parameters:
+                if not open_ended:
+                    near = did_you_mean(name, parameters)
+                    faults.append(Fault(f"{self._shown(f'{key}.{name}')}: {called} has no setting {name!r}.{near}"))
+            elif not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name):
+                expected = mismatch(node[name], hints.get(name), default=parameters[name].default)
+                if expected is not None:
+                    shown = self._shown(f"{key}.{name}")
+                    faults.append(Fault(f"{shown}: expected {expected}, given {_say(node[name])}.{expected.near(node[name])}"))
+        return faults
+
+    def _shown(self, key: str) -> str:
+        if key in self.typed:
+            return self.typed[key]
+        value = OmegaConf.select(self.config, key, throw_on_missing=False)
+        return f"{key}={value}" if isinstance(value, (str, int, float, bool)) else key
+
+    def _label(self, component: str, text: str) -> str:
+        """Put the key in front of what a constructor says; it opens with the setting's name, if it has one."""
+        first = text.split("=", 1)[0].split(" ", 1)[0]
+        node = OmegaConf.select(self.config, component)
+        if first in node and first not in _SPECIAL:
+            return f"{self._shown(f'{component}.{first}')}: {text}"
+        return f"{component}: {text}"
+
+
+def _names_beside(name: str) -> list[str]:
+    """Public names of the module or class that `name` is looked for in."""
+    try:
+        return [other for other in dir(locate(name.rpartition(".")[0])) if other != name.rpartition(".")[2]]
+    except Exception:  # the same: there is nothing to compare with
+        return []
+
+
+def target_nodes(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    """Yield key and node of everything with a `_target_`, outermost first, without Hydra's own part."""
+    for key, node in _containers(config, ""):
+        if isinstance(node, DictConfig) and "_target_" in node and not OmegaConf.is_missing(node, "_target_"):
+            yield key, node
+
+
+def _containers(node: DictConfig | ListConfig, key: str) -> Iterator[tuple[str, DictConfig | ListConfig]]:
+    yield key, node
+    names: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))
+    for name in names:
+        if key or name != "hydra":
+            child = node._get_node(name)
+            if isinstance(child, (DictConfig, ListConfig)) and not _special(child):
+                yield from _containers(child, f"{key}.{name}" if key else str(name))
+
+
+def _special(node: DictConfig | ListConfig) -> bool:
+    return node._is_none() or node._is_missing() or node._is_interpolation()
+
+
+def _missing(node: DictConfig) -> Iterator[str]:
+    """Keys below `node` whose value is `???`."""
+    for key, container in _containers(node, ""):
+        names: Any = container.keys() if isinstance(container, DictConfig) else range(len(container))
+        for name in names:
+            if OmegaConf.is_missing(container, name):
+                yield f"{key}.{name}" if key else str(name)
+
+
+def _dangling(node: DictConfig) -> Iterator[tuple[str, str]]:
+    """Keys below `node` whose interpolation was left over when everything else was resolved."""
+    for key, container in _containers(node, ""):
+        names: Any = container.keys() if isinstance(container, DictConfig) else range(len(container))
+        for name in names:
+            if OmegaConf.is_interpolation(container, name):
+                yield (f"{key}.{name}" if key else str(name)), str(container._get_node(name)._value())
+
+
+def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -> Expected | None:
+    """Say what was expected if `value` certainly does not fit the type `hint`.
+
+    Judged are numbers, text, true and false, null and fixed choices, and unions of them; anything else passes.
+
+    Returns:
+        The expectation in words, or `None` when the value fits or cannot be judged.
+    """
+    if hint is None or hint is Any or (value is None and default is None):
+        return None
+    if isinstance(value, (DictConfig, ListConfig)):
+        return None
+    members = _members(hint)
+    words: list[str] = []
+    for member in members:
+        if member in _PLAIN:
+            if _fits(value, member):
+                return None
+            words.append(_PLAIN[member])
+        elif member is type(None):
+            if value is None:
+                return None
+            words.append("null")
+        elif typing.get_origin(member) is typing.Literal:
+            choices = typing.get_args(member)
+            if value in choices:
+                return None
+            words += [repr(choice) for choice in choices if isinstance(choice, str)] or [repr(c) for c in choices]
+        elif _is_rich(member) and not isinstance(value, str) and value is not None:
+            words.append(_type_name(member))  # a number cannot be one of these
+        else:
+            return None
+    if _PLAIN[float] in words:
+        words = [word for word in words if word != _PLAIN[int]]
+    return Expected(tuple(dict.fromkeys(words)))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The kinds of value that would fit, in words; fixed choices in quotes."""
+
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        *others, last = self.words
+        return f"{', '.join(others)} or {last}" if others else last
+
+    def near(self, value: Any) -> str:
+        """The fixed choice nearest to `value`, as a question."""
+        choices = [word.strip("'") for word in self.words if word.startswith("'")]
+        return did_you_mean(value, choices) if isinstance(value, str) else ""
+
+
+def _members(hint: Any) -> list[Any]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [member for argument in typing.get_args(hint) for member in _members(argument)]
+    return [hint]
+
+
+def _fits(value: Any, plain: type) -> bool:
+    if plain is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if plain is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, plain)
+
+
+def _is_rich(member: Any) -> bool:
+    """Whether `member` is a class that no plain value is an instance of."""
+    origin = typing.get_origin(member) or member
+    return isinstance(origin, type) and not issubclass(origin, (int, float, str, bool, enum.Enum)) and origin is not object
+
+
+def _type_name(member: Any) -> str:
+    origin = typing.get_origin(member) or member
+    return {list: "a list", dict: "a mapping", tuple: "a list"}.get(origin, getattr(origin, "__name__", str(origin)))
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    function = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]
+    try:
+        return typing.get_type_hints(inspect.unwrap(function))
+    except (NameError, TypeError, AttributeError):
+        return {}  # annotations that exist for type checkers only
+
+
+def _say(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+
+
+def _try_to_make(node: DictConfig, given: dict[str, Any]) -> list[tuple[str, BaseException]]:
+    """Make one component on no device and with nobody listening, only for what its constructor objects to."""
+    import torch
+
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            hydra.utils.instantiate(node, _convert_="all", **given)
+    except (HydraException, OmegaConfBaseException) as error:
+        # Anything else may come of making it on no device, and says nothing about the settings.
+        if isinstance(error.__cause__ or error, (ValueError, TypeError, ImportError, MisconfigurationException)):
+            return objections(error)
+    finally:
+        logging.disable(logging.NOTSET)
+    return []
+
+
+def objections(error: BaseException) -> list[tuple[str, BaseException]]:
+    """What a failed instantiation says: every fault of a `ConfigurationError`, else the first line of its cause."""
+    cause: BaseException = error.__cause__ or error
+    if isinstance(cause, ConfigurationError):
+        return [(text, cause) for text in cause.faults]
+    first = next(iter(str(cause).strip().splitlines()), "")
+    return [(first or type(cause).__name__, cause)]
