@@ -130,6 +130,11 @@ def _hint(record: FailureRecord) -> str:
         )
     if record.kind == "exit":
         return "It ended without a report; what it printed itself is above."
+    if record.kind == "exception" and any(word in record.summary.lower() for word in _BROKEN):
+        return (
+            "An operation between ranks broke, most often because another rank ended; none has reported a failure,"
+            " so look at what the program that started the ranks says of them."
+        )
     if record.kind == "vanished":
         return "Its process or its host ended without a word: look at that host's own logs."
     return ""

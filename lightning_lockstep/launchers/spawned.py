@@ -21,7 +21,7 @@ from lightning_lockstep._lightning import (
     _GlobalStateSnapshot,
     _MultiProcessingLauncher,
 )
-from lightning_lockstep.distributed.failure import FailureRecord, describe_exit
+from lightning_lockstep.distributed.failure import FailureRecord, describe_exit, flush_everything, show_plainly
 from lightning_lockstep.distributed.rendezvous import free_port
 from lightning_lockstep.errors import LaunchError, RankFailedError
 from lightning_lockstep.launchers.environment import LockstepEnvironment
@@ -98,7 +98,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise self._first_failure(error, context, folder) from None
 
-    def _first_failure(self, error: Any, context: Any, folder: Path) -> Exception:
+    def _first_failure(self, error: Any, context: Any, folder: Path) -> BaseException:
         written = folder / "first_failure.json"
         process = context.processes[error.error_index]
         if written.exists() and (process.exitcode or 0) >= 0:
@@ -110,7 +110,11 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             record = FailureRecord(error.error_index, world, os.uname().nodename, process.pid, kind, summary)
         else:
             return error  # raised before the ranks had met: its text has the rank's traceback
-        return RankFailedError(record.report(), record)
+        if record.kind == "interrupt":
+            return KeyboardInterrupt()
+        failed = RankFailedError(record.report(), record)
+        show_plainly(failed)
+        return failed
 
     def _in_rank(self, process_idx: int, folder: str, trainer: Any, function: Any, *rest: Any) -> None:
         """Run in a started rank: as Lightning does, under the keeper."""
@@ -121,4 +125,9 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         def under_keeper(*a: Any, **k: Any) -> Any:
             return self._keeper.run(function, *a, **k)
 
-        self._wrapping_function(process_idx, trainer, under_keeper, args, kwargs, answers, snapshot)
+        try:
+            self._wrapping_function(process_idx, trainer, under_keeper, args, kwargs, answers, snapshot)
+        except KeyboardInterrupt:
+            # Torch's wrapper would turn this into a success, and the parent would wait for an answer.
+            flush_everything()
+            os._exit(130)
