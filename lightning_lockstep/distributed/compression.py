@@ -28,8 +28,10 @@ def compression_hook(
     if hook == "fp16_compress":
         return default_hooks.fp16_compress_hook, state
     if hook == "bf16_compress":
-        return default_hooks.bf16_compress_hook, state
+        # Torch refuses its own function by its name without NCCL, though gloo reduces bfloat16 as well.
+        return lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket), state
     if hook == "power_sgd":
         made = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
         return powerSGD_hook.powerSGD_hook, state or made
     return hook, state  # type: ignore[return-value]
+

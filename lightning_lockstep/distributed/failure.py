@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -35,13 +36,14 @@ from torch.distributed import DistError
 
 from lightning_lockstep._lightning import SIGTERMException, _destroy_dist_connection
 from lightning_lockstep.distributed.side_channel import Message, SideChannel, StoreSideChannel
-from lightning_lockstep.errors import RankFailedError
+from lightning_lockstep.errors import LockstepError, RankFailedError
 
 __all__ = ["CrashFanOut", "FailureRecord", "is_broken_collective"]
 
 _log = logging.getLogger(__name__)
 
 _TOPIC, _CONFIRMED, _CLAIM = "failure", "failure/confirmed", "failure/first"
+_ALIKE = "failure/alike"
 Kind = Literal["exception", "exit", "signal", "vanished", "interrupt"]
 
 # How the backends say that a peer is gone. Such an error is a consequence, seldom the cause.
@@ -190,9 +192,13 @@ class CrashFanOut:
         self._known = threading.Event()
         self._confirmed = threading.Event()
         self._lock = threading.Lock()
+        # How often this rank, and each other one, has raised an error that all ranks raise alike.
+        self._alike_here = 0
+        self._alike_there: Counter[int] = Counter()
         self._remove = [
             channel.on(_TOPIC, lambda message: self._learn(FailureRecord.from_json(message.body), message)),
             channel.on(_CONFIRMED, lambda message: self._confirmed.set()),
+            channel.on(_ALIKE, self._raised_elsewhere),
         ]
         if isinstance(channel, StoreSideChannel):
             channel.on_lost = self._store_lost
@@ -233,6 +239,8 @@ class CrashFanOut:
             return error
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
+        if isinstance(error, LockstepError):
+            return self._alike(error)
         if is_broken_collective(error):
             self._known.wait(self.grace_period / 3)
         if self.record is None:
@@ -246,6 +254,29 @@ class CrashFanOut:
         if not self.shows_report and self._confirmed.is_set():
             keep_quiet(error)
         return error
+
+    def _alike(self, error: BaseException) -> BaseException:
+        """Errors of this package are raised on every rank alike: each keeps its own, rank 0 shows it.
+
+        Should this one be alone after all, the others take it for a failure after half the grace period.
+        """
+        self._alike_here += 1
+        self.channel.post(_ALIKE, self._describe(error).to_json())
+        self.channel.flush(1.0)
+        if not self.shows_report:
+            keep_quiet(error)
+        return error
+
+    def _raised_elsewhere(self, message: Message) -> None:
+        self._alike_there[message.sender] += 1
+        times = self._alike_there[message.sender]
+
+        def wait_for_own() -> None:
+            time.sleep(self.grace_period / 2)
+            if self._alike_here < times:
+                self._learn(FailureRecord.from_json(message.body), message)
+
+        threading.Thread(target=wait_for_own, name="lockstep-alike", daemon=True).start()
 
     def _interrupted(self, error: BaseException) -> BaseException:
         """Ctrl-C reaches every rank of a terminal by itself: say so once, wait for nobody."""
