@@ -9,7 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from omegaconf import DictConfig, OmegaConf, flag_override
@@ -19,7 +19,7 @@ from lightning_lockstep._application.external_ranks import ConfigChannel, Word, 
 from lightning_lockstep._application.faults import Fault, show_faults
 from lightning_lockstep._application.preflight import JobCheck, preflight, run_requested
 from lightning_lockstep.distributed.failure import leaving
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.hydra_ranks import (
     current_hydra_config,
     for_other_ranks,
@@ -30,6 +30,8 @@ from lightning_lockstep.launchers.hydra_ranks import (
 Program = Callable[[DictConfig], Any]
 #: Exit code of a command line or configuration that cannot be used.
 UNUSABLE = 2
+# How long another rank waits for rank 0 to end over the same settings before it speaks up itself [s].
+_SAME_FAULT = 10.0
 
 
 class _Stop(BaseException):
@@ -71,7 +73,7 @@ def hydra_main(
                 return program(passed)
             arguments = _hydra.get_args_parser().parse_args()
             if arguments.experimental_rerun is not None:
-                return _run_frozen(pickle.loads(Path(arguments.experimental_rerun).read_bytes()), program)
+                return _run_child(Path(arguments.experimental_rerun), program)
             ranks = external_ranks()
             channel = ConfigChannel(ranks)
             if ranks is not None and ranks.rank > 0:
@@ -121,7 +123,8 @@ class _Application:
 
     def _check(self, check: JobCheck | None) -> None:
         search_path = _hydra.search_path_of(self.program, self.config_path, self.arguments)
-        faults = preflight(self.arguments, search_path, self.config_name, check)
+        faults, mended = preflight(self.arguments, search_path, self.config_name, check)
+        sys.argv[1:] = [mended.get(argument, argument) for argument in sys.argv[1:]]
         if faults:
             show_faults(program_name(), faults, stack_traces=stack_traces())
             sys.exit(UNUSABLE)
@@ -166,9 +169,33 @@ def _follow(channel: ConfigChannel, program: Program) -> Any:
         word = channel.hear()
         if word.config is None:
             sys.exit(word.exit_code)
-        result = _run_frozen(word.config, program)
+        try:
+            result = _run_frozen(word.config, program)
+        except ConfigurationError as error:
+            _leave_the_word_to_rank_0(channel, error)
         if word.last:
             return result
+
+
+def _leave_the_word_to_rank_0(channel: ConfigChannel, error: ConfigurationError) -> NoReturn:
+    """End over a setting that cannot be used: in silence if rank 0 has found the same, with a message if not."""
+    try:
+        channel.hear(patience=_SAME_FAULT)
+    except LaunchError:
+        _end_with(error)
+    sys.exit(UNUSABLE)
+
+
+def _run_child(file: Path, program: Program) -> Any:
+    """Run the job whose configuration rank 0 has written to `file`, on a rank that it has started."""
+    # Written by the rank that has started this process, readable for its user only.
+    config = pickle.loads(file.read_bytes())
+    try:
+        return _run_frozen(config, program)
+    except ConfigurationError as error:
+        if leaving():
+            raise  # the ranks have met, and rank 0 reports it
+        _end_with(error)
 
 
 def _run_frozen(config: DictConfig, program: Program) -> Any:
@@ -183,13 +210,11 @@ def _run_frozen(config: DictConfig, program: Program) -> Any:
     try:
         with _hydra.env_override(OmegaConf.to_container(config.hydra.job.env_set)):
             return program(without_hydra(config))
-    except ConfigurationError:
-        sys.exit(UNUSABLE)  # rank 0 finds the same and says so
     finally:
         _hydra.flush_loggers()
 
 
-def _end_with(error: BaseException) -> None:
+def _end_with(error: BaseException) -> NoReturn:
     """End this program as `error` asks for: a message for settings, the program's own traceback for the rest."""
     if isinstance(error, ConfigurationError):
         show_faults(

@@ -118,8 +118,11 @@ class ConfigChannel:
         if word.config is None and self.ranks.count is not None:
             self._wait_for_listeners(self.ranks.count - 1)
 
-    def hear(self) -> Word:
+    def hear(self, *, patience: float | None = None) -> Word:
         """Return the next word of rank 0.
+
+        Args:
+            patience: Longest wait [s]; by default long enough for imports, or for a sweeper to think.
 
         Raises:
             LaunchError: There was none in time.
@@ -128,7 +131,8 @@ class ConfigChannel:
         """
         assert self.ranks is not None
         key = f"{self._prefix}/{self._number}"
-        patience = NEXT_WAIT if self._number else FIRST_WAIT
+        if patience is None:
+            patience = NEXT_WAIT if self._number else FIRST_WAIT
         deadline = time.monotonic() + patience
         store = None
         while time.monotonic() < deadline:

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_lockstep._application._hydra import HydraException, Loader, Override, OverridesParser
 from lightning_lockstep._application.faults import Fault, did_you_mean, nearest
+from lightning_lockstep._application.targets import settings_of
 
 # A sweep is checked one value at a time; beyond this many values the rest is left to Hydra.
 MOST_VARIANTS = 64
@@ -200,10 +201,27 @@ def _missing_key(loader: Loader, override: Override, config: DictConfig) -> str 
             hint = " Did you mean " + " or ".join(repr(key) for key in elsewhere[:2]) + "?"
         where = f"in {'.'.join(parts[:depth])!r}" if depth else "in the configuration"
         sentence = f"there is no key {part!r} {where}.{hint}"
-        if not hint and not override.is_delete():
+        if override.is_delete():
+            return sentence
+        settings = settings_of(node) if depth == len(parts) - 1 else None
+        if settings is not None and part in settings:
+            return f"not among the settings of this config; add it with +{override.input_line}"
+        if not hint and settings is None:
             sentence += f" A new key is added with +{override.input_line}"
         return sentence
     return None
+
+
+def quote_numbers(loader: Loader, lines: list[str]) -> dict[str, str]:
+    """Find choices that Hydra would take for numbers: `precision=32` becomes `precision='32'`.
+
+    Returns:
+        The mended override by the one typed.
+    """
+    numbers = (re.fullmatch(r"(\+?)([\w/]+)=(\d+)", line) for line in lines)
+    return {
+        found[0]: f"{found[1]}{found[2]}='{found[3]}'" for found in numbers if found and loader.is_group(found[2])
+    }
 
 
 def _split(key: str) -> list[str]:

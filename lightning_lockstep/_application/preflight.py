@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_lockstep._application._hydra import HydraConfig, HydraException, Loader, setup_globals
 from lightning_lockstep._application.faults import Fault, did_you_mean
-from lightning_lockstep._application.overrides import Composed, compose_job, parse, variants
+from lightning_lockstep._application.overrides import Composed, compose_job, parse, quote_numbers, variants
 from lightning_lockstep._application.targets import TargetChecks
 from lightning_lockstep.launchers.hydra_ranks import freeze
 
@@ -25,7 +25,7 @@ JobCheck = Callable[[DictConfig, TargetChecks], list[Fault]]
 
 def preflight(
     arguments: argparse.Namespace, search_path: ConfigSearchPath, config_name: str | None, check: JobCheck | None
-) -> list[Fault]:
+) -> tuple[list[Fault], dict[str, str]]:
     """Look for everything that is wrong with a command line.
 
     Args:
@@ -35,7 +35,8 @@ def preflight(
         check: The program's own checks of each job.
 
     Returns:
-        All faults, each once, in the order of the command line; none when the run can begin.
+        All faults, each once, in the order of the command line, none when the run can begin; and the overrides
+        that Hydra must be given in another form, by the form typed.
 
     Ranks: rank 0, before any other rank is started; nothing is communicated.
     """
@@ -48,13 +49,15 @@ def preflight(
     try:
         loader = Loader(search_path, name, lines)
     except (HydraException, OSError) as error:
-        return [*faults, Fault(str(error).splitlines()[0], error)]
+        return [*faults, Fault(str(error).splitlines()[0], error)], {}
     if name is not None and not loader.is_choice("", name):
         known = loader.choices("")
         faults.append(
             Fault(f"--config-name {name}: there is no such config.{did_you_mean(name, known)} There is: {', '.join(known)}.")
         )
-        return faults
+        return faults, {}
+    mended = quote_numbers(loader, lines)
+    overrides, _ = parse([mended.get(line, line) for line in lines])
     jobs, sweep_faults = variants(overrides, multirun=arguments.multirun)
     faults += sweep_faults
     for number, job in enumerate(jobs):
@@ -62,7 +65,7 @@ def preflight(
         faults += composed.faults
         if composed.config is not None:
             faults += check_job(composed, number, check)
-    return _in_order_typed(faults, lines)
+    return _in_order_typed(faults, lines), mended
 
 
 def check_job(composed: Composed, number: int, check: JobCheck | None) -> list[Fault]:

@@ -140,6 +140,17 @@ def _names_beside(name: str) -> list[str]:
         return []
 
 
+def settings_of(node: object) -> set[str] | None:
+    """Names of all settings that the target of a node has; `None` if it takes any or cannot be asked."""
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        return None
+    try:
+        parameters = inspect.signature(locate(str(node["_target_"]))).parameters
+    except Exception:  # importing a module can raise anything; it is reported where the target is checked
+        return None
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set(parameters)
+
+
 def target_nodes(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
     """Yield key and node of everything with a `_target_`, outermost first, without Hydra's own part."""
     for key, node in _containers(config, ""):
