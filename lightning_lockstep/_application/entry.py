@@ -79,7 +79,13 @@ def hydra_main(
             if ranks is not None and ranks.rank > 0:
                 return _follow(channel, program)
             application = _Application(program, arguments, channel, config_path, config_name, version_base)
-            return application.run(check, prepare)
+            try:
+                return application.run(check, prepare)
+            except _Stop as stop:
+                error = stop.error
+            # Outside of the handler and with the program's own frames only: the traceback shows nothing of Hydra.
+            _end_if_about_settings(error)
+            raise error.with_traceback(_own_part(error))
 
         return decorated
 
@@ -143,10 +149,7 @@ class _Application:
                     raise _Stop(error) from None
                 raise
 
-        try:
-            hydra.main(self.config_path, self.config_name, self.version_base)(job)()
-        except _Stop as stop:
-            _end_with(stop.error)
+        hydra.main(self.config_path, self.config_name, self.version_base)(job)()
 
     def _freeze_job(self, prepare: Callable[[DictConfig], None] | None) -> DictConfig:
         """Resolve the configuration of the job that begins, for all ranks, this one too."""
@@ -182,7 +185,7 @@ def _leave_the_word_to_rank_0(channel: ConfigChannel, error: ConfigurationError)
     try:
         channel.hear(patience=_SAME_FAULT)
     except LaunchError:
-        _end_with(error)
+        _end_if_about_settings(error)
     sys.exit(UNUSABLE)
 
 
@@ -193,9 +196,9 @@ def _run_child(file: Path, program: Program) -> Any:
     try:
         return _run_frozen(config, program)
     except ConfigurationError as error:
-        if leaving():
-            raise  # the ranks have met, and rank 0 reports it
-        _end_with(error)
+        if not leaving():  # else the ranks have met, and rank 0 reports it
+            _end_if_about_settings(error)
+        raise
 
 
 def _run_frozen(config: DictConfig, program: Program) -> Any:
@@ -214,14 +217,12 @@ def _run_frozen(config: DictConfig, program: Program) -> Any:
         _hydra.flush_loggers()
 
 
-def _end_with(error: BaseException) -> NoReturn:
-    """End this program as `error` asks for: a message for settings, the program's own traceback for the rest."""
+def _end_if_about_settings(error: BaseException) -> None:
+    """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
-        show_faults(
-            program_name(), [Fault(text, error) for text in error.faults], stack_traces=stack_traces()
-        )
+        faults = [Fault(text, error) for text in error.faults]
+        show_faults(program_name(), faults, stack_traces=stack_traces())
         sys.exit(UNUSABLE)
-    raise error.with_traceback(_own_part(error))
 
 
 def _own_part(error: BaseException) -> Any:

@@ -65,6 +65,8 @@ def preflight(
         faults += composed.faults
         if composed.config is not None:
             faults += check_job(composed, number, check)
+    for typed, line in mended.items():
+        faults = [Fault(fault.text.replace(line, typed), fault.error) for fault in faults]
     return _in_order_typed(faults, lines), mended
 
 
