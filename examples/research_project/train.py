@@ -1,8 +1,8 @@
 """A research project's own program: its own model and data, everything else from lightning-lockstep.
 
-    python train.py
-    python train.py experiment=wine_two_ranks
-    torchrun --nproc-per-node 2 train.py
+python train.py
+python train.py experiment=wine_two_ranks
+torchrun --nproc-per-node 2 train.py
 """
 
 from __future__ import annotations

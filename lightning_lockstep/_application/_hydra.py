@@ -7,8 +7,8 @@ wrong override, and knows neither `--config-dir` nor the folder that a program's
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Applies one override to a composed configuration, by which each can be blamed alone.
@@ -57,7 +57,7 @@ locate = _locate
 def search_path_of(
     program: Callable[..., Any], config_path: str | None, arguments: argparse.Namespace
 ) -> ConfigSearchPath:
-    """Where Hydra looks for the configs of `program`, with `--config-path` and `--config-dir` taken into account.
+    """Where Hydra looks for the configs of `program`; `--config-path` and `--config-dir` have their say.
 
     Tells Hydra the program's name too, of which the name of the run folder is made.
     """
@@ -67,7 +67,7 @@ def search_path_of(
     if arguments.config_dir is not None:
         path.prepend(
             provider="command-line",
-            path=f"file://{os.path.abspath(arguments.config_dir)}",
+            path=f"file://{Path(arguments.config_dir).absolute()}",
             anchor=SearchPathQuery(provider="schema"),
         )
     return path

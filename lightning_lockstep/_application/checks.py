@@ -12,13 +12,20 @@ from lightning_lockstep._application.checkpoints import find_checkpoint
 from lightning_lockstep._application.components import component_keys
 from lightning_lockstep._application.external_ranks import ExternalRanks, external_ranks
 from lightning_lockstep._application.faults import Fault
-from lightning_lockstep._application.targets import TargetChecks, mismatch
+from lightning_lockstep._application.targets import TargetChecks
+from lightning_lockstep._application.value_types import mismatch
 from lightning_lockstep._lightning import LightningEnvironment
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.workloads._data_module import is_count
 from lightning_lockstep.workloads.dealing import batch_size_per_rank
 
-_SWITCHES: dict[str, Any] = {"seed": int, "fit": bool, "validate": bool, "test": bool, "ckpt_path": str | None}
+_SWITCHES: dict[str, Any] = {
+    "seed": int,
+    "fit": bool,
+    "validate": bool,
+    "test": bool,
+    "ckpt_path": str | None,
+}
 
 
 def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
@@ -53,11 +60,11 @@ def prepare_training(config: DictConfig) -> None:
     """
     config.ckpt_path = _checkpoint(config)
     ranks = external_ranks()
-    if ranks is not None and ranks.per_node is not None and ranks.count is not None:
-        if OmegaConf.select(config, "trainer.devices") == "auto":
-            config.trainer.devices = ranks.per_node
-            if config.trainer.num_nodes == 1:
-                config.trainer.num_nodes = ranks.count // ranks.per_node
+    if ranks is None or ranks.per_node is None or ranks.count is None:
+        return
+    if OmegaConf.select(config, "trainer.devices") == "auto":
+        config.trainer.devices = ranks.per_node
+        config.trainer.num_nodes = ranks.count // ranks.per_node
 
 
 def _checkpoint(config: DictConfig) -> str | None:
@@ -93,7 +100,11 @@ def _switches(config: DictConfig) -> list[Fault]:
 def _single_device(config: DictConfig) -> list[Fault]:
     devices = OmegaConf.select(config, "trainer.devices")
     if config.get("strategy") == "auto" and isinstance(devices, int) and devices > 1:
-        return [Fault(f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp.")]
+        return [
+            Fault(
+                f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp."
+            )
+        ]
     return []
 
 
@@ -114,8 +125,8 @@ def _external(config: DictConfig, external: ExternalRanks | None) -> list[Fault]
     devices, nodes = config.trainer.devices, config.trainer.num_nodes
     return [
         Fault(
-            f"trainer.devices={devices}: {devices} x {nodes} node(s) = {asked} rank(s), but {external.count} were started."
-            " Leave out trainer.devices, or start as many."
+            f"trainer.devices={devices}: {devices} x {nodes} node(s) = {asked} rank(s), but"
+            f" {external.count} were started. Leave out trainer.devices, or start as many."
         )
     ]
 

@@ -52,8 +52,8 @@ def hydra_main(
     """Decorate a function as `hydra.main` does, for programs of several ranks.
 
     Beyond `hydra.main`: everything that is wrong with the command line is one message and exit code 2 before
-    anything is started; the configuration is resolved once, on rank 0, and every rank gets that; ranks beside rank 0
-    write no folder and no job log, whoever started them.
+    anything is started; the configuration is resolved once, on rank 0, and every rank gets that; ranks
+    beside rank 0 write no folder and no job log, whoever started them.
 
     Args:
         config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
@@ -62,8 +62,8 @@ def hydra_main(
         check: Looks at the frozen configuration of each job before it is started.
         prepare: Changes the configuration of a job just before it is frozen.
 
-    Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under torchrun or
-        srun it sends the configuration of each job to the others, one write to the store a job.
+    Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under
+        torchrun or srun it sends the configuration of each job to the others, one write to the store a job.
     """
 
     def decorate(program: Program) -> Callable[[], Any]:
@@ -83,7 +83,7 @@ def hydra_main(
                 return application.run(check, prepare)
             except _Stop as stop:
                 error = stop.error
-            # Outside of the handler and with the program's own frames only: the traceback shows nothing of Hydra.
+            # Outside of the handler, and only the program's own frames: nothing of Hydra is shown.
             _end_if_about_settings(error)
             raise error.with_traceback(_own_part(error))
 
@@ -123,7 +123,7 @@ class _Application:
             exit_code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
             raise
         finally:
-            # After a failure in the midst of a job the other ranks know already, and nobody must be waited for.
+            # After a failure in the midst of a job the others know, and nobody must be waited for.
             if not leaving():
                 self.channel.tell(Word(exit_code=exit_code))
 
@@ -162,7 +162,9 @@ class _Application:
         _hydra.HydraConfig.instance().set_config(config)
         subdir = config.hydra.output_subdir
         if subdir is not None:
-            OmegaConf.save(without_hydra(config), Path(config.hydra.runtime.output_dir, subdir, "frozen.yaml"))
+            OmegaConf.save(
+                without_hydra(config), Path(config.hydra.runtime.output_dir, subdir, "frozen.yaml")
+            )
         return config
 
 
@@ -181,7 +183,7 @@ def _follow(channel: ConfigChannel, program: Program) -> Any:
 
 
 def _leave_the_word_to_rank_0(channel: ConfigChannel, error: ConfigurationError) -> NoReturn:
-    """End over a setting that cannot be used: in silence if rank 0 has found the same, with a message if not."""
+    """End over settings that cannot be used: in silence if rank 0 does too, else with a message."""
     try:
         channel.hear(patience=_SAME_FAULT)
     except LaunchError:
@@ -211,7 +213,7 @@ def _run_frozen(config: DictConfig, program: Program) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         os.chdir(folder)
     try:
-        with _hydra.env_override(OmegaConf.to_container(config.hydra.job.env_set)):
+        with _hydra.env_override(dict(config.hydra.job.env_set)):
             return program(without_hydra(config))
     finally:
         _hydra.flush_loggers()

@@ -1,7 +1,7 @@
 """The configuration's way to ranks that exist before Hydra does: started by torchrun, srun or by hand.
 
-Rank 0 alone reads the command line. The others wait at the rendezvous store for the frozen configuration of each
-job, and for the word that there is none left or that rank 0 has found the command line at fault.
+Rank 0 alone reads the command line. The others wait at the rendezvous store for the frozen configuration of
+each job, and for the word that there is none left or that rank 0 has found the command line at fault.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class ConfigChannel:
     def tell(self, word: Word) -> None:
         """Send the next word to all other ranks.
 
-        Ranks: rank 0. One write to the store; the last word of all waits some seconds until all have heard it.
+        Ranks: rank 0. One write to the store; the last word of all waits some seconds until all have heard
+        it.
         """
         if self.ranks is None:
             return
@@ -153,9 +154,9 @@ class ConfigChannel:
                 store.add(f"{self._prefix}/heard", 1)
             return word
         raise LaunchError(
-            f"Rank {self.ranks.rank} waited {patience:.0f} s at {self.ranks.address}:{self.ranks.port} for the configuration of"
-            " rank 0, which did not come. Look at what rank 0 has printed, and check that all ranks were given the same"
-            " address and port."
+            f"Rank {self.ranks.rank} waited {patience:.0f} s at {self.ranks.address}:{self.ranks.port} for"
+            " the configuration of rank 0, which did not come. Look at what rank 0 has printed, and check"
+            " that all ranks were given the same address and port."
         )
 
     def _store(self, timeout: float = FIRST_WAIT):  # type: ignore[no-untyped-def]  # torch's class stays in distributed/

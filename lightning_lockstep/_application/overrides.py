@@ -41,10 +41,14 @@ def parse(lines: list[str]) -> tuple[list[Override], list[Fault]]:
         try:
             # As the list, not the single form: this one also explains how to quote.
             overrides.extend(parser.parse_overrides([line]))
-        except HydraException as error:
+        except HydraException as error:  # noqa: PERF203
             why = str(error).splitlines()[0]
             faults.append(
-                Fault(f"{line!r} cannot be read as key=value ({why}). Quote special characters: \"key='a, b'\".", error)
+                Fault(
+                    f"{line!r} cannot be read as key=value ({why})."
+                    " Quote special characters: \"key='a, b'\".",
+                    error,
+                )
             )
     return overrides, faults
 
@@ -120,7 +124,9 @@ def _check_group(loader: Loader, override: Override) -> tuple[str | None, Fault 
     if not wrong:
         return _as_text(override, given), None
     known = loader.choices(group)
-    text = "; ".join(f"group {group!r} has no choice {choice!r}.{did_you_mean(choice, known)}" for choice in wrong)
+    text = "; ".join(
+        f"group {group!r} has no choice {choice!r}.{did_you_mean(choice, known)}" for choice in wrong
+    )
     fault = Fault(f"{line}: {text} It has: {', '.join(known)}.")
     mended = [choice if str(choice) not in wrong else nearest(str(choice), known) for choice in given]
     if None in mended:
@@ -155,7 +161,7 @@ def _compose_groups(
             kept.append(line)
             if len(kept) == 1 and faults and faults[0].error is not None:
                 faults.clear()  # the primary config needed this choice
-        except (HydraException, OmegaConfBaseException, OSError) as error:
+        except (HydraException, OmegaConfBaseException, OSError) as error:  # noqa: PERF203
             if config is not None:
                 faults.append(Fault(f"{line.replace(chr(39), '')}: {_whole_message(error)}", error))
     return config, faults
@@ -220,7 +226,9 @@ def quote_numbers(loader: Loader, lines: list[str]) -> dict[str, str]:
     """
     numbers = (re.fullmatch(r"(\+?)([\w/]+)=(\d+)", line) for line in lines)
     return {
-        found[0]: f"{found[1]}{found[2]}='{found[3]}'" for found in numbers if found and loader.is_group(found[2])
+        found[0]: f"{found[1]}{found[2]}='{found[3]}'"
+        for found in numbers
+        if found and loader.is_group(found[2])
     }
 
 
@@ -229,10 +237,12 @@ def _split(key: str) -> list[str]:
 
 
 def _all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for name in config:
+    for name in map(str, config):
         if name == "hydra" and not prefix:
             continue
         yield f"{prefix}{name}"
         node = config._get_node(name)
-        if isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation()):
+        if isinstance(node, DictConfig) and not (
+            node._is_none() or node._is_missing() or node._is_interpolation()
+        ):
             yield from _all_keys(node, f"{prefix}{name}.")
