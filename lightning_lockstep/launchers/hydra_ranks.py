@@ -175,7 +175,8 @@ def _this_program(config: DictConfig) -> tuple[list[str], str | None]:
     if not script.is_file():
         raise LaunchError(
             f"This Hydra program cannot start further ranks: it was started as {sys.argv[0]!r}, which is"
-            f" no file in {started_in}. Start it from a script or with `python -m`, or let torchrun start all ranks."
+            f" no file in {started_in}. Start it from a script or with `python -m`, or let torchrun start"
+            " all ranks."
         )
     # With hydra.job.chdir rank 0 works in its run folder; so do the others.
     return [str(script)], str(Path.cwd())

@@ -75,7 +75,8 @@ class SourceTextData(DealtDataModule):
         if held_out <= self.context:
             raise ConfigurationError(
                 f"{len(text)} bytes of Python sources under {self.root} leave {held_out} for validation,"
-                f" less than one window of context={self.context} bytes; raise max_bytes or held_out, or lower context"
+                f" less than one window of context={self.context} bytes; raise max_bytes or held_out, or"
+                " lower context"
             )
         train, val, test = torch.split(text, [len(text) - 2 * held_out, held_out, held_out])
         self._splits = {
