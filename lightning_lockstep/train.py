@@ -24,9 +24,7 @@ from lightning_lockstep._application.fitting import run as train
 __all__ = ["check_training", "hydra_main", "main", "prepare_training", "train"]
 
 
-@hydra_main(
-    "pkg://lightning_lockstep.conf", "lockstep_train", check=check_training, prepare=prepare_training
-)
+@hydra_main("pkg://lightning_lockstep.conf", "lockstep_train", check=check_training, prepare=prepare_training)
 def main(config: DictConfig) -> float | None:
     """Train as the command line says.
 

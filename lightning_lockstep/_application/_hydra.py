@@ -7,8 +7,8 @@ wrong override, and knows neither `--config-dir` nor the folder that a program's
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Applies one override to a composed configuration, by which each can be blamed alone.
@@ -20,6 +20,7 @@ from hydra._internal.utils import (
     _locate,
     create_automatic_config_search_path,
     detect_calling_file_or_module_from_task_function,
+    detect_task_name,
     get_args_parser,
 )
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
@@ -28,7 +29,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 # Configures logging from a finished configuration, as Hydra's own rerun does.
-from hydra.core.utils import _flush_loggers, configure_log, env_override, setup_globals
+from hydra.core.utils import JobRuntime, _flush_loggers, configure_log, env_override, setup_globals
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -56,13 +57,17 @@ locate = _locate
 def search_path_of(
     program: Callable[..., Any], config_path: str | None, arguments: argparse.Namespace
 ) -> ConfigSearchPath:
-    """Where Hydra looks for the configs of `program`, with `--config-path` and `--config-dir` taken into account."""
+    """Where Hydra looks for the configs of `program`; `--config-path` and `--config-dir` have their say.
+
+    Tells Hydra the program's name too, of which the name of the run folder is made.
+    """
     file, module = detect_calling_file_or_module_from_task_function(program)
+    JobRuntime.instance().set("name", detect_task_name(file, module))
     path = create_automatic_config_search_path(file, module, arguments.config_path or config_path)
     if arguments.config_dir is not None:
         path.prepend(
             provider="command-line",
-            path=f"file://{os.path.abspath(arguments.config_dir)}",
+            path=f"file://{Path(arguments.config_dir).absolute()}",
             anchor=SearchPathQuery(provider="schema"),
         )
     return path

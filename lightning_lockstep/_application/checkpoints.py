@@ -13,8 +13,8 @@ def find_checkpoint(given: str | None, *, run_folder: Path, started_in: Path) ->
     """Return the file that `ckpt_path` means.
 
     Args:
-        given: `None`, a file, a run folder, an address such as `s3://...`, or `last` for the newest `last.ckpt` of this
-            run folder or of those beside it.
+        given: `None`, a file, a run folder, an address such as `s3://...`, or `last` for the newest
+            `last.ckpt` of this run folder or of those beside it.
         run_folder: Folder of the run that begins.
         started_in: Folder that relative paths are relative to.
 
@@ -38,7 +38,9 @@ def find_checkpoint(given: str | None, *, run_folder: Path, started_in: Path) ->
 def _newest(run_folder: Path) -> Path:
     run_folder = run_folder.absolute()
     # Beside a run lie other runs; beside a job of a sweep lie its other jobs, beside the sweep other sweeps.
-    found = [run_folder / _LAST] if (run_folder / _LAST).is_file() else list(run_folder.parent.glob(f"*/{_LAST}"))
+    found = (
+        [run_folder / _LAST] if (run_folder / _LAST).is_file() else list(run_folder.parent.glob(f"*/{_LAST}"))
+    )
     if not found:
         raise ConfigurationError(
             f"ckpt_path=last: no run under {run_folder.parent} has a {_LAST} yet; name a file or a run folder"

@@ -12,11 +12,20 @@ from lightning_lockstep._application.checkpoints import find_checkpoint
 from lightning_lockstep._application.components import component_keys
 from lightning_lockstep._application.external_ranks import ExternalRanks, external_ranks
 from lightning_lockstep._application.faults import Fault
-from lightning_lockstep._application.targets import TargetChecks, mismatch
+from lightning_lockstep._application.targets import TargetChecks
+from lightning_lockstep._application.value_types import mismatch
 from lightning_lockstep._lightning import LightningEnvironment
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.workloads._data_module import is_count
+from lightning_lockstep.workloads.dealing import batch_size_per_rank
 
-_SWITCHES = {"seed": int, "fit": bool, "validate": bool, "test": bool, "ckpt_path": str | None}
+_SWITCHES: dict[str, Any] = {
+    "seed": int,
+    "fit": bool,
+    "validate": bool,
+    "test": bool,
+    "ckpt_path": str | None,
+}
 
 
 def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
@@ -28,10 +37,7 @@ def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
 
     Ranks: rank 0, before any other is started.
     """
-    config = config.copy()
-    prepared = _prepared(config)
-    faults = list(prepared)
-    faults += _switches(config)
+    faults = [*_prepared(config), *_switches(config)]
     for key in component_keys(config):
         faults += checks.missing_faults(key)
         if key != "trainer":
@@ -40,7 +46,8 @@ def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
     faults += checks.constructor_faults(
         "trainer", strategy="auto", logger=False, plugins=[LightningEnvironment()], default_root_dir=None
     )
-    return [*faults, *_single_device(config), *_external(config, external_ranks())]
+    external = external_ranks()
+    return [*faults, *_single_device(config), *_external(config, external), *_global_batch(config, external)]
 
 
 def prepare_training(config: DictConfig) -> None:
@@ -53,11 +60,11 @@ def prepare_training(config: DictConfig) -> None:
     """
     config.ckpt_path = _checkpoint(config)
     ranks = external_ranks()
-    if ranks is not None and ranks.per_node is not None and ranks.count is not None:
-        if OmegaConf.select(config, "trainer.devices") == "auto":
-            config.trainer.devices = ranks.per_node
-            if config.trainer.num_nodes == 1:
-                config.trainer.num_nodes = ranks.count // ranks.per_node
+    if ranks is None or ranks.per_node is None or ranks.count is None:
+        return
+    if OmegaConf.select(config, "trainer.devices") == "auto":
+        config.trainer.devices = ranks.per_node
+        config.trainer.num_nodes = ranks.count // ranks.per_node
 
 
 def _checkpoint(config: DictConfig) -> str | None:
@@ -93,20 +100,45 @@ def _switches(config: DictConfig) -> list[Fault]:
 def _single_device(config: DictConfig) -> list[Fault]:
     devices = OmegaConf.select(config, "trainer.devices")
     if config.get("strategy") == "auto" and isinstance(devices, int) and devices > 1:
-        return [Fault(f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp.")]
+        return [
+            Fault(
+                f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp."
+            )
+        ]
     return []
 
 
-def _external(config: DictConfig, ranks: ExternalRanks | None) -> list[Fault]:
-    devices = OmegaConf.select(config, "trainer.devices")
-    if ranks is None or ranks.count is None or not isinstance(devices, int) or devices < 1:
+def _ranks(config: DictConfig, external: ExternalRanks | None) -> int | None:
+    """How many ranks the run will have, where the configuration tells."""
+    devices, nodes = (OmegaConf.select(config, f"trainer.{key}") for key in ("devices", "num_nodes"))
+    if devices == "auto" and external is not None:
+        return external.count
+    if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
+        return devices * nodes
+    return None
+
+
+def _external(config: DictConfig, external: ExternalRanks | None) -> list[Fault]:
+    asked = _ranks(config, external)
+    if external is None or external.count is None or asked in (None, external.count):
         return []
-    asked = devices * int(config.trainer.num_nodes)
-    if asked == ranks.count:
-        return []
+    devices, nodes = config.trainer.devices, config.trainer.num_nodes
     return [
         Fault(
-            f"trainer.devices={devices}: {devices} x {config.trainer.num_nodes} node(s) = {asked} rank(s), but {ranks.count} were"
-            " started. Leave out trainer.devices, or start as many."
+            f"trainer.devices={devices}: {devices} x {nodes} node(s) = {asked} rank(s), but"
+            f" {external.count} were started. Leave out trainer.devices, or start as many."
         )
     ]
+
+
+def _global_batch(config: DictConfig, external: ExternalRanks | None) -> list[Fault]:
+    size = OmegaConf.select(config, "data.global_batch_size")
+    accumulate = OmegaConf.select(config, "trainer.accumulate_grad_batches")
+    ranks = _ranks(config, external)
+    if not (is_count(size) and is_count(accumulate) and ranks is not None):
+        return []
+    try:
+        batch_size_per_rank(size, ranks, accumulate)
+    except ConfigurationError as error:
+        return [Fault(f"data.{text}", error) for text in error.faults]
+    return []

@@ -1,4 +1,4 @@
-"""Builds what one training run consists of from its configuration, and says everything that is wrong with it."""
+"""Builds what one training run consists of, and says everything that is wrong with its settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Components:
 
 def component_keys(config: DictConfig) -> list[str]:
     """Keys of everything that `build` makes, in the order in which it is made."""
-    several = [f"{group}.{name}" for group in ("callbacks", "checkpoint", "logger") for name in _names(config, group)]
+    several = [
+        f"{group}.{name}" for group in ("callbacks", "checkpoint", "logger") for name in _names(config, group)
+    ]
     return ["data", "model", *several, "strategy", "trainer"]
 
 

@@ -9,7 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from omegaconf import DictConfig, OmegaConf, flag_override
@@ -19,7 +19,7 @@ from lightning_lockstep._application.external_ranks import ConfigChannel, Word, 
 from lightning_lockstep._application.faults import Fault, show_faults
 from lightning_lockstep._application.preflight import JobCheck, preflight, run_requested
 from lightning_lockstep.distributed.failure import leaving
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.hydra_ranks import (
     current_hydra_config,
     for_other_ranks,
@@ -30,6 +30,8 @@ from lightning_lockstep.launchers.hydra_ranks import (
 Program = Callable[[DictConfig], Any]
 #: Exit code of a command line or configuration that cannot be used.
 UNUSABLE = 2
+# How long another rank waits for rank 0 to end over the same settings before it speaks up itself [s].
+_SAME_FAULT = 10.0
 
 
 class _Stop(BaseException):
@@ -50,8 +52,8 @@ def hydra_main(
     """Decorate a function as `hydra.main` does, for programs of several ranks.
 
     Beyond `hydra.main`: everything that is wrong with the command line is one message and exit code 2 before
-    anything is started; the configuration is resolved once, on rank 0, and every rank gets that; ranks beside rank 0
-    write no folder and no job log, whoever started them.
+    anything is started; the configuration is resolved once, on rank 0, and every rank gets that; ranks
+    beside rank 0 write no folder and no job log, whoever started them.
 
     Args:
         config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
@@ -60,8 +62,8 @@ def hydra_main(
         check: Looks at the frozen configuration of each job before it is started.
         prepare: Changes the configuration of a job just before it is frozen.
 
-    Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under torchrun or
-        srun it sends the configuration of each job to the others, one write to the store a job.
+    Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under
+        torchrun or srun it sends the configuration of each job to the others, one write to the store a job.
     """
 
     def decorate(program: Program) -> Callable[[], Any]:
@@ -71,13 +73,19 @@ def hydra_main(
                 return program(passed)
             arguments = _hydra.get_args_parser().parse_args()
             if arguments.experimental_rerun is not None:
-                return _run_frozen(pickle.loads(Path(arguments.experimental_rerun).read_bytes()), program)
+                return _run_child(Path(arguments.experimental_rerun), program)
             ranks = external_ranks()
             channel = ConfigChannel(ranks)
             if ranks is not None and ranks.rank > 0:
                 return _follow(channel, program)
             application = _Application(program, arguments, channel, config_path, config_name, version_base)
-            return application.run(check, prepare)
+            try:
+                return application.run(check, prepare)
+            except _Stop as stop:
+                error = stop.error
+            # Outside of the handler, and only the program's own frames: nothing of Hydra is shown.
+            _end_if_about_settings(error)
+            raise error.with_traceback(_own_part(error))
 
         return decorated
 
@@ -115,13 +123,14 @@ class _Application:
             exit_code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
             raise
         finally:
-            # After a failure in the midst of a job the other ranks know already, and nobody must be waited for.
+            # After a failure in the midst of a job the others know, and nobody must be waited for.
             if not leaving():
                 self.channel.tell(Word(exit_code=exit_code))
 
     def _check(self, check: JobCheck | None) -> None:
         search_path = _hydra.search_path_of(self.program, self.config_path, self.arguments)
-        faults = preflight(self.arguments, search_path, self.config_name, check)
+        faults, mended = preflight(self.arguments, search_path, self.config_name, check)
+        sys.argv[1:] = [mended.get(argument, argument) for argument in sys.argv[1:]]
         if faults:
             show_faults(program_name(), faults, stack_traces=stack_traces())
             sys.exit(UNUSABLE)
@@ -140,10 +149,7 @@ class _Application:
                     raise _Stop(error) from None
                 raise
 
-        try:
-            hydra.main(self.config_path, self.config_name, self.version_base)(job)()
-        except _Stop as stop:
-            _end_with(stop.error)
+        hydra.main(self.config_path, self.config_name, self.version_base)(job)()
 
     def _freeze_job(self, prepare: Callable[[DictConfig], None] | None) -> DictConfig:
         """Resolve the configuration of the job that begins, for all ranks, this one too."""
@@ -156,7 +162,9 @@ class _Application:
         _hydra.HydraConfig.instance().set_config(config)
         subdir = config.hydra.output_subdir
         if subdir is not None:
-            OmegaConf.save(without_hydra(config), Path(config.hydra.runtime.output_dir, subdir, "frozen.yaml"))
+            OmegaConf.save(
+                without_hydra(config), Path(config.hydra.runtime.output_dir, subdir, "frozen.yaml")
+            )
         return config
 
 
@@ -166,9 +174,33 @@ def _follow(channel: ConfigChannel, program: Program) -> Any:
         word = channel.hear()
         if word.config is None:
             sys.exit(word.exit_code)
-        result = _run_frozen(word.config, program)
+        try:
+            result = _run_frozen(word.config, program)
+        except ConfigurationError as error:
+            _leave_the_word_to_rank_0(channel, error)
         if word.last:
             return result
+
+
+def _leave_the_word_to_rank_0(channel: ConfigChannel, error: ConfigurationError) -> NoReturn:
+    """End over settings that cannot be used: in silence if rank 0 does too, else with a message."""
+    try:
+        channel.hear(patience=_SAME_FAULT)
+    except LaunchError:
+        _end_if_about_settings(error)
+    sys.exit(UNUSABLE)
+
+
+def _run_child(file: Path, program: Program) -> Any:
+    """Run the job whose configuration rank 0 has written to `file`, on a rank that it has started."""
+    # Written by the rank that has started this process, readable for its user only.
+    config = pickle.loads(file.read_bytes())
+    try:
+        return _run_frozen(config, program)
+    except ConfigurationError as error:
+        if not leaving():  # else the ranks have met, and rank 0 reports it
+            _end_if_about_settings(error)
+        raise
 
 
 def _run_frozen(config: DictConfig, program: Program) -> Any:
@@ -181,22 +213,18 @@ def _run_frozen(config: DictConfig, program: Program) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         os.chdir(folder)
     try:
-        with _hydra.env_override(OmegaConf.to_container(config.hydra.job.env_set)):
+        with _hydra.env_override(dict(config.hydra.job.env_set)):
             return program(without_hydra(config))
-    except ConfigurationError:
-        sys.exit(UNUSABLE)  # rank 0 finds the same and says so
     finally:
         _hydra.flush_loggers()
 
 
-def _end_with(error: BaseException) -> None:
-    """End this program as `error` asks for: a message for settings, the program's own traceback for the rest."""
+def _end_if_about_settings(error: BaseException) -> None:
+    """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
-        show_faults(
-            program_name(), [Fault(text, error) for text in error.faults], stack_traces=stack_traces()
-        )
+        faults = [Fault(text, error) for text in error.faults]
+        show_faults(program_name(), faults, stack_traces=stack_traces())
         sys.exit(UNUSABLE)
-    raise error.with_traceback(_own_part(error))
 
 
 def _own_part(error: BaseException) -> Any:

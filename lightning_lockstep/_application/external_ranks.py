@@ -1,7 +1,7 @@
 """The configuration's way to ranks that exist before Hydra does: started by torchrun, srun or by hand.
 
-Rank 0 alone reads the command line. The others wait at the rendezvous store for the frozen configuration of each
-job, and for the word that there is none left or that rank 0 has found the command line at fault.
+Rank 0 alone reads the command line. The others wait at the rendezvous store for the frozen configuration of
+each job, and for the word that there is none left or that rank 0 has found the command line at fault.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class ConfigChannel:
     def tell(self, word: Word) -> None:
         """Send the next word to all other ranks.
 
-        Ranks: rank 0. One write to the store; the last word of all waits some seconds until all have heard it.
+        Ranks: rank 0. One write to the store; the last word of all waits some seconds until all have heard
+        it.
         """
         if self.ranks is None:
             return
@@ -118,8 +119,11 @@ class ConfigChannel:
         if word.config is None and self.ranks.count is not None:
             self._wait_for_listeners(self.ranks.count - 1)
 
-    def hear(self) -> Word:
+    def hear(self, *, patience: float | None = None) -> Word:
         """Return the next word of rank 0.
+
+        Args:
+            patience: Longest wait [s]; by default long enough for imports, or for a sweeper to think.
 
         Raises:
             LaunchError: There was none in time.
@@ -128,7 +132,8 @@ class ConfigChannel:
         """
         assert self.ranks is not None
         key = f"{self._prefix}/{self._number}"
-        patience = NEXT_WAIT if self._number else FIRST_WAIT
+        if patience is None:
+            patience = NEXT_WAIT if self._number else FIRST_WAIT
         deadline = time.monotonic() + patience
         store = None
         while time.monotonic() < deadline:
@@ -149,9 +154,9 @@ class ConfigChannel:
                 store.add(f"{self._prefix}/heard", 1)
             return word
         raise LaunchError(
-            f"Rank {self.ranks.rank} waited {patience:.0f} s at {self.ranks.address}:{self.ranks.port} for the configuration of"
-            " rank 0, which did not come. Look at what rank 0 has printed, and check that all ranks were given the same"
-            " address and port."
+            f"Rank {self.ranks.rank} waited {patience:.0f} s at {self.ranks.address}:{self.ranks.port} for"
+            " the configuration of rank 0, which did not come. Look at what rank 0 has printed, and check"
+            " that all ranks were given the same address and port."
         )
 
     def _store(self, timeout: float = FIRST_WAIT):  # type: ignore[no-untyped-def]  # torch's class stays in distributed/

@@ -21,7 +21,8 @@ def run(config: DictConfig) -> float | None:
         config: A configuration such as `lockstep_train.yaml` composes.
 
     Returns:
-        The final value of `objective.metric`, which a sweeper minimises or maximises; `None` if it was not logged.
+        The final value of `objective.metric`, which a sweeper minimises or maximises; `None` if it was not
+        logged.
 
     Raises:
         ConfigurationError: A setting cannot be used; all such are listed.
@@ -83,7 +84,9 @@ def _files(trainer: Any) -> dict[str, str]:
     for logger in trainer.loggers:
         if logger.log_dir is not None:
             metrics = Path(logger.log_dir, "metrics.csv")
-            files[f"log ({type(logger).__name__})"] = str(metrics if metrics.exists() else Path(logger.log_dir))
+            files[f"log ({type(logger).__name__})"] = str(
+                metrics if metrics.exists() else Path(logger.log_dir)
+            )
     best = _best(trainer)
     if best is not None:
         files["best checkpoint"] = best
@@ -104,15 +107,16 @@ def last_checkpoint(trainer: Any) -> Path | None:
 class RunRecord(Callback):
     """Counts what the closing summary tells, and sees to it that the last step of a run is saved.
 
-    The numbers lie in shared memory, so that a parent process reads what a spawned or forked rank has counted.
+    The numbers lie in shared memory, so that a parent process reads what a spawned or forked rank has
+    counted.
 
-    Ranks: every rank. What decides about a further validation or checkpoint is the same on all of them; samples and
-        seconds are rank 0's. Communicates only where a checkpoint is saved, on all ranks alike.
+    Ranks: every rank. What decides about a further validation or checkpoint is the same on all of them;
+        samples and seconds are rank 0's. Communicates only where a checkpoint is saved, on all ranks alike.
     """
 
     def __init__(self) -> None:
         # samples of this rank, seconds of training, steps, epochs, step of the last validation
-        self._numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64).share_memory_()
+        self._numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
         self._since: float | None = None
         self._saved_at = -1
 
@@ -139,7 +143,9 @@ class RunRecord(Callback):
         """Start the clock."""
         self._since = time.monotonic()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Count the samples of this rank."""
         self._numbers[2] = trainer.global_step
         if trainer.is_global_zero:

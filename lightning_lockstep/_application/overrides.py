@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_lockstep._application._hydra import HydraException, Loader, Override, OverridesParser
 from lightning_lockstep._application.faults import Fault, did_you_mean, nearest
+from lightning_lockstep._application.targets import settings_of
 
 # A sweep is checked one value at a time; beyond this many values the rest is left to Hydra.
 MOST_VARIANTS = 64
@@ -40,10 +41,14 @@ def parse(lines: list[str]) -> tuple[list[Override], list[Fault]]:
         try:
             # As the list, not the single form: this one also explains how to quote.
             overrides.extend(parser.parse_overrides([line]))
-        except HydraException as error:
+        except HydraException as error:  # noqa: PERF203
             why = str(error).splitlines()[0]
             faults.append(
-                Fault(f"{line!r} cannot be read as key=value ({why}). Quote special characters: \"key='a, b'\".", error)
+                Fault(
+                    f"{line!r} cannot be read as key=value ({why})."
+                    " Quote special characters: \"key='a, b'\".",
+                    error,
+                )
             )
     return overrides, faults
 
@@ -119,7 +124,9 @@ def _check_group(loader: Loader, override: Override) -> tuple[str | None, Fault 
     if not wrong:
         return _as_text(override, given), None
     known = loader.choices(group)
-    text = "; ".join(f"group {group!r} has no choice {choice!r}.{did_you_mean(choice, known)}" for choice in wrong)
+    text = "; ".join(
+        f"group {group!r} has no choice {choice!r}.{did_you_mean(choice, known)}" for choice in wrong
+    )
     fault = Fault(f"{line}: {text} It has: {', '.join(known)}.")
     mended = [choice if str(choice) not in wrong else nearest(str(choice), known) for choice in given]
     if None in mended:
@@ -154,7 +161,7 @@ def _compose_groups(
             kept.append(line)
             if len(kept) == 1 and faults and faults[0].error is not None:
                 faults.clear()  # the primary config needed this choice
-        except (HydraException, OmegaConfBaseException, OSError) as error:
+        except (HydraException, OmegaConfBaseException, OSError) as error:  # noqa: PERF203
             if config is not None:
                 faults.append(Fault(f"{line.replace(chr(39), '')}: {_whole_message(error)}", error))
     return config, faults
@@ -200,10 +207,29 @@ def _missing_key(loader: Loader, override: Override, config: DictConfig) -> str 
             hint = " Did you mean " + " or ".join(repr(key) for key in elsewhere[:2]) + "?"
         where = f"in {'.'.join(parts[:depth])!r}" if depth else "in the configuration"
         sentence = f"there is no key {part!r} {where}.{hint}"
-        if not hint and not override.is_delete():
+        if override.is_delete():
+            return sentence
+        settings = settings_of(node) if depth == len(parts) - 1 else None
+        if settings is not None and part in settings:
+            return f"not among the settings of this config; add it with +{override.input_line}"
+        if not hint and settings is None:
             sentence += f" A new key is added with +{override.input_line}"
         return sentence
     return None
+
+
+def quote_numbers(loader: Loader, lines: list[str]) -> dict[str, str]:
+    """Find choices that Hydra would take for numbers: `precision=32` becomes `precision='32'`.
+
+    Returns:
+        The mended override by the one typed.
+    """
+    numbers = (re.fullmatch(r"(\+?)([\w/]+)=(\d+)", line) for line in lines)
+    return {
+        found[0]: f"{found[1]}{found[2]}='{found[3]}'"
+        for found in numbers
+        if found and loader.is_group(found[2])
+    }
 
 
 def _split(key: str) -> list[str]:
@@ -211,10 +237,12 @@ def _split(key: str) -> list[str]:
 
 
 def _all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for name in config:
+    for name in map(str, config):
         if name == "hydra" and not prefix:
             continue
         yield f"{prefix}{name}"
         node = config._get_node(name)
-        if isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation()):
+        if isinstance(node, DictConfig) and not (
+            node._is_none() or node._is_missing() or node._is_interpolation()
+        ):
             yield from _all_keys(node, f"{prefix}{name}.")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_lockstep._application._hydra import HydraConfig, HydraException, Loader, setup_globals
 from lightning_lockstep._application.faults import Fault, did_you_mean
-from lightning_lockstep._application.overrides import Composed, compose_job, parse, variants
+from lightning_lockstep._application.overrides import Composed, compose_job, parse, quote_numbers, variants
 from lightning_lockstep._application.targets import TargetChecks
 from lightning_lockstep.launchers.hydra_ranks import freeze
 
@@ -24,8 +24,11 @@ JobCheck = Callable[[DictConfig, TargetChecks], list[Fault]]
 
 
 def preflight(
-    arguments: argparse.Namespace, search_path: ConfigSearchPath, config_name: str | None, check: JobCheck | None
-) -> list[Fault]:
+    arguments: argparse.Namespace,
+    search_path: ConfigSearchPath,
+    config_name: str | None,
+    check: JobCheck | None,
+) -> tuple[list[Fault], dict[str, str]]:
     """Look for everything that is wrong with a command line.
 
     Args:
@@ -35,26 +38,32 @@ def preflight(
         check: The program's own checks of each job.
 
     Returns:
-        All faults, each once, in the order of the command line; none when the run can begin.
+        All faults, each once, in the order of the command line, none when the run can begin; and the
+        overrides that Hydra must be given in another form, by the form typed.
 
     Ranks: rank 0, before any other rank is started; nothing is communicated.
     """
     setup_globals()
     overrides, faults = parse(arguments.overrides)
-    if arguments.config_dir is not None and not os.path.isdir(arguments.config_dir):
+    if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
         faults.append(Fault(f"--config-dir {arguments.config_dir}: there is no such folder."))
     name = arguments.config_name or config_name
     lines = [str(override.input_line) for override in overrides]
     try:
         loader = Loader(search_path, name, lines)
     except (HydraException, OSError) as error:
-        return [*faults, Fault(str(error).splitlines()[0], error)]
+        return [*faults, Fault(str(error).splitlines()[0], error)], {}
     if name is not None and not loader.is_choice("", name):
         known = loader.choices("")
         faults.append(
-            Fault(f"--config-name {name}: there is no such config.{did_you_mean(name, known)} There is: {', '.join(known)}.")
+            Fault(
+                f"--config-name {name}: there is no such config.{did_you_mean(name, known)}"
+                f" There is: {', '.join(known)}."
+            )
         )
-        return faults
+        return faults, {}
+    mended = quote_numbers(loader, lines)
+    overrides, _ = parse([mended.get(line, line) for line in lines])
     jobs, sweep_faults = variants(overrides, multirun=arguments.multirun)
     faults += sweep_faults
     for number, job in enumerate(jobs):
@@ -62,7 +71,9 @@ def preflight(
         faults += composed.faults
         if composed.config is not None:
             faults += check_job(composed, number, check)
-    return _in_order_typed(faults, lines)
+    for typed, line in mended.items():
+        faults = [Fault(fault.text.replace(line, typed), fault.error) for fault in faults]
+    return _in_order_typed(faults, lines), mended
 
 
 def check_job(composed: Composed, number: int, check: JobCheck | None) -> list[Fault]:
@@ -88,7 +99,9 @@ def _as_current_job(config: DictConfig, number: int) -> Iterator[DictConfig]:
             try:
                 config.hydra.runtime.output_dir = str(OmegaConf.select(config, "hydra.run.dir"))
             except OmegaConfBaseException:
-                config.hydra.runtime.output_dir = "."  # Hydra itself reports a run folder that cannot be named
+                config.hydra.runtime.output_dir = (
+                    "."  # Hydra itself reports a run folder that cannot be named
+                )
         HydraConfig.instance().set_config(config)
         yield config
     finally:

@@ -41,7 +41,9 @@ def write(summary: Summary, folder: Path) -> None:
     Ranks: rank 0 only.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    metrics = {name: value if math.isfinite(value) else repr(value) for name, value in summary.metrics.items()}
+    metrics = {
+        name: value if math.isfinite(value) else repr(value) for name, value in summary.metrics.items()
+    }
     text = json.dumps({**asdict(summary), "metrics": metrics}, indent=2)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
 

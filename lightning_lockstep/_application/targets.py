@@ -2,20 +2,17 @@
 
 Every node with a `_target_` is compared with the signature of what it names: settings that it does not have,
 values of another type. Classes of this package and of Lightning are made besides, since their
-constructors check what a signature cannot say and have no effect; what others' constructors do is unknown, so they run
-only when the run itself begins.
+constructors check what a signature cannot say and have no effect; what others' constructors do is unknown,
+so they run only when the run itself begins.
 """
 
 from __future__ import annotations
 
-import enum
 import inspect
 import logging
-import types
 import typing
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import hydra.utils
@@ -24,12 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_lockstep._application._hydra import HydraException, locate
 from lightning_lockstep._application.faults import Fault, did_you_mean
+from lightning_lockstep._application.value_types import mismatch
 from lightning_lockstep._lightning import MisconfigurationException
 from lightning_lockstep.errors import ConfigurationError
 
 _SPECIAL = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 _HARMLESS = ("lightning_lockstep.", "lightning.pytorch.", "pytorch_lightning.")
-_PLAIN: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 class TargetChecks:
@@ -45,7 +42,7 @@ class TargetChecks:
         self.typed = typed
 
     def signature_faults(self) -> list[Fault]:
-        """Settings that a target does not have, and values of a type it does not take, in the whole configuration."""
+        """Settings that a target does not have, and values of a type that it does not take."""
         faults: list[Fault] = []
         for key, node in target_nodes(self.config):
             target, fault = self._locate(key, node)
@@ -60,10 +57,15 @@ class TargetChecks:
         node = OmegaConf.select(self.config, component, throw_on_missing=False)
         if not isinstance(node, DictConfig):
             return []
-        faults = [Fault(f"{component}.{key}: has to be given, {component}.{key}=...") for key in _missing(node)]
+        faults = [
+            Fault(f"{component}.{key}: has to be given, {component}.{key}=...") for key in _missing(node)
+        ]
         for key, reference in _dangling(node):
             faults.append(
-                Fault(f"{component}.{key}: takes its value from {reference}, and this configuration has no such key.")
+                Fault(
+                    f"{component}.{key}: takes its value from {reference}, and this configuration has no such"
+                    " key."
+                )
             )
         return faults
 
@@ -109,12 +111,19 @@ class TargetChecks:
             if name not in parameters:
                 if not open_ended:
                     near = did_you_mean(name, parameters)
-                    faults.append(Fault(f"{self._shown(f'{key}.{name}')}: {called} has no setting {name!r}.{near}"))
+                    faults.append(
+                        Fault(f"{self._shown(f'{key}.{name}')}: {called} has no setting {name!r}.{near}")
+                    )
             elif not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name):
                 expected = mismatch(node[name], hints.get(name), default=parameters[name].default)
                 if expected is not None:
                     shown = self._shown(f"{key}.{name}")
-                    faults.append(Fault(f"{shown}: expected {expected}, given {_say(node[name])}.{expected.near(node[name])}"))
+                    faults.append(
+                        Fault(
+                            f"{shown}: expected {expected}, given {_say(node[name])}."
+                            f"{expected.near(node[name])}"
+                        )
+                    )
         return faults
 
     def _shown(self, key: str) -> str:
@@ -124,7 +133,7 @@ class TargetChecks:
         return f"{key}={value}" if isinstance(value, (str, int, float, bool)) else key
 
     def _label(self, component: str, text: str) -> str:
-        """Put the key in front of what a constructor says; it opens with the setting's name, if it has one."""
+        """Put the key in front of what a constructor says, which may open with the name of a setting."""
         first = text.split("=", 1)[0].split(" ", 1)[0]
         node = OmegaConf.select(self.config, component)
         if first in node and first not in _SPECIAL:
@@ -138,6 +147,17 @@ def _names_beside(name: str) -> list[str]:
         return [other for other in dir(locate(name.rpartition(".")[0])) if other != name.rpartition(".")[2]]
     except Exception:  # the same: there is nothing to compare with
         return []
+
+
+def settings_of(node: object) -> set[str] | None:
+    """Names of all settings that the target of a node has; `None` if it takes any or cannot be asked."""
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        return None
+    try:
+        parameters = inspect.signature(locate(str(node["_target_"]))).parameters
+    except Exception:  # importing a module can raise anything; it is reported where the target is checked
+        return None
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set(parameters)
 
 
 def target_nodes(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
@@ -176,89 +196,16 @@ def _dangling(node: DictConfig) -> Iterator[tuple[str, str]]:
         names: Any = container.keys() if isinstance(container, DictConfig) else range(len(container))
         for name in names:
             if OmegaConf.is_interpolation(container, name):
-                yield (f"{key}.{name}" if key else str(name)), str(container._get_node(name)._value())
+                yield (f"{key}.{name}" if key else str(name)), _reference(container, name)
 
 
-def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -> Expected | None:
-    """Say what was expected if `value` certainly does not fit the type `hint`.
-
-    Judged are numbers, text, true and false, null and fixed choices, and unions of them; anything else passes.
-
-    Returns:
-        The expectation in words, or `None` when the value fits or cannot be judged.
-    """
-    if hint is None or hint is Any or (value is None and default is None):
-        return None
-    if isinstance(value, (DictConfig, ListConfig)):
-        return None
-    members = _members(hint)
-    words: list[str] = []
-    for member in members:
-        if member in _PLAIN:
-            if _fits(value, member):
-                return None
-            words.append(_PLAIN[member])
-        elif member is type(None):
-            if value is None:
-                return None
-            words.append("null")
-        elif typing.get_origin(member) is typing.Literal:
-            choices = typing.get_args(member)
-            if value in choices:
-                return None
-            words += [repr(choice) for choice in choices if isinstance(choice, str)] or [repr(c) for c in choices]
-        elif _is_rich(member) and not isinstance(value, str) and value is not None:
-            words.append(_type_name(member))  # a number cannot be one of these
-        else:
-            return None
-    if _PLAIN[float] in words:
-        words = [word for word in words if word != _PLAIN[int]]
-    return Expected(tuple(dict.fromkeys(words)))
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The kinds of value that would fit, in words; fixed choices in quotes."""
-
-    words: tuple[str, ...]
-
-    def __str__(self) -> str:
-        *others, last = self.words
-        return f"{', '.join(others)} or {last}" if others else last
-
-    def near(self, value: Any) -> str:
-        """The fixed choice nearest to `value`, as a question."""
-        choices = [word.strip("'") for word in self.words if word.startswith("'")]
-        return did_you_mean(value, choices) if isinstance(value, str) else ""
-
-
-def _members(hint: Any) -> list[Any]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [member for argument in typing.get_args(hint) for member in _members(argument)]
-    return [hint]
-
-
-def _fits(value: Any, plain: type) -> bool:
-    if plain is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if plain is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, plain)
-
-
-def _is_rich(member: Any) -> bool:
-    """Whether `member` is a class that no plain value is an instance of."""
-    origin = typing.get_origin(member) or member
-    return isinstance(origin, type) and not issubclass(origin, (int, float, str, bool, enum.Enum)) and origin is not object
-
-
-def _type_name(member: Any) -> str:
-    origin = typing.get_origin(member) or member
-    return {list: "a list", dict: "a mapping", tuple: "a list"}.get(origin, getattr(origin, "__name__", str(origin)))
+def _reference(container: Any, name: Any) -> str:
+    """The interpolation itself, as it is written in the config."""
+    return str(container._get_node(name)._value())
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    function = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]
+    function = target.__init__ if inspect.isclass(target) else target
     try:
         return typing.get_type_hints(inspect.unwrap(function))
     except (NameError, TypeError, AttributeError):
@@ -284,7 +231,9 @@ def _try_to_make(node: DictConfig, given: dict[str, Any]) -> list[tuple[str, Bas
             hydra.utils.instantiate(node, _convert_="all", **given)
     except (HydraException, OmegaConfBaseException) as error:
         # Anything else may come of making it on no device, and says nothing about the settings.
-        if isinstance(error.__cause__ or error, (ValueError, TypeError, ImportError, MisconfigurationException)):
+        if isinstance(
+            error.__cause__ or error, (ValueError, TypeError, ImportError, MisconfigurationException)
+        ):
             return objections(error)
     finally:
         logging.disable(logging.NOTSET)
@@ -292,7 +241,7 @@ def _try_to_make(node: DictConfig, given: dict[str, Any]) -> list[tuple[str, Bas
 
 
 def objections(error: BaseException) -> list[tuple[str, BaseException]]:
-    """What a failed instantiation says: every fault of a `ConfigurationError`, else the first line of its cause."""
+    """What a failed instantiation says: all faults of a `ConfigurationError`, else its cause's first line."""
     cause: BaseException = error.__cause__ or error
     if isinstance(cause, ConfigurationError):
         return [(text, cause) for text in cause.faults]

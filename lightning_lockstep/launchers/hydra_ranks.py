@@ -1,9 +1,10 @@
 """The command that starts one more rank of a Hydra program, with the configuration that rank 0 has.
 
 Running the same command line again on every rank composes the configuration once per rank: `${now:...}` gives
-each rank a folder of its own, quotes are lost on the way, and in a sweep a rank does not know which of the jobs it
-belongs to. So the configuration is resolved once, on rank 0, and handed on as a file: every `@hydra.main` program
-accepts `--experimental-rerun FILE`, which runs the program on a finished configuration and creates no folder.
+each rank a folder of its own, quotes are lost on the way, and in a sweep a rank does not know which of the
+jobs it belongs to. So the configuration is resolved once, on rank 0, and handed on as a file: every
+`@hydra.main` program accepts `--experimental-rerun FILE`, which runs the program on a finished
+configuration and creates no folder.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def _resolve_in_place(container: Any) -> None:
             if OmegaConf.is_interpolation(container, key):
                 _put_value(container, key)
         node = container._get_node(key)
-        if isinstance(node, Container) and not (node._is_none() or node._is_missing() or node._is_interpolation()):
+        if isinstance(node, Container) and not (
+            node._is_none() or node._is_missing() or node._is_interpolation()
+        ):
             _resolve_in_place(node)
 
 
@@ -119,7 +122,8 @@ def _without_files(logging_config: Any) -> Any:
     files = {
         name
         for name, handler in plain["handlers"].items()
-        if isinstance(handler, dict) and ("filename" in handler or "FileHandler" in str(handler.get("class", "")))
+        if isinstance(handler, dict)
+        and ("filename" in handler or "FileHandler" in str(handler.get("class", "")))
     }
     plain["handlers"] = {name: handler for name, handler in plain["handlers"].items() if name not in files}
     loggers = plain.get("loggers")
@@ -143,8 +147,8 @@ def hydra_child_command() -> tuple[list[str], str | None] | None:
     """Return the command that starts another rank of the Hydra job that is running.
 
     Returns:
-        The command and the folder to start it in; `None` outside of a Hydra job. The configuration travels in a
-        private file, which is removed when this process exits.
+        The command and the folder to start it in; `None` outside of a Hydra job. The configuration travels
+        in a private file, which is removed when this process exits.
 
     Raises:
         LaunchError: The program was not started from a file or a module, so it cannot be started again.
@@ -170,11 +174,12 @@ def _this_program(config: DictConfig) -> tuple[list[str], str | None]:
     script = Path(started_in, sys.argv[0])
     if not script.is_file():
         raise LaunchError(
-            f"This Hydra program cannot start further ranks: it was started as {sys.argv[0]!r}, which is not a file"
-            f" in {started_in}. Start it from a script or with `python -m`, or let torchrun start all ranks."
+            f"This Hydra program cannot start further ranks: it was started as {sys.argv[0]!r}, which is"
+            f" no file in {started_in}. Start it from a script or with `python -m`, or let torchrun start"
+            " all ranks."
         )
     # With hydra.job.chdir rank 0 works in its run folder; so do the others.
-    return [str(script)], os.getcwd()
+    return [str(script)], str(Path.cwd())
 
 
 def _config_file(config: DictConfig) -> str:

@@ -30,9 +30,10 @@ class DealtDataModule(LightningDataModule):
     A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`.
 
     Args:
-        batch_size: Samples per rank and micro-batch. The attribute of the same name may be changed between two
-            loaders (that is how a search for the largest batch size works).
-        global_batch_size: Samples of all ranks in one optimizer step; when given, `batch_size` is derived from it.
+        batch_size: Samples per rank and micro-batch. The attribute of the same name may be changed between
+            two loaders (that is how a search for the largest batch size works).
+        global_batch_size: Samples of all ranks in one optimizer step; when given, `batch_size` is derived
+        from it.
         num_workers: Loader processes per rank.
         seed: Seed of the order of the training samples.
 
@@ -45,7 +46,10 @@ class DealtDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         require(
-            (is_count(batch_size), f"batch_size must be a whole number from 1 (samples per rank), given {batch_size!r}"),
+            (
+                is_count(batch_size),
+                f"batch_size must be a whole number from 1 (samples per rank), given {batch_size!r}",
+            ),
             (
                 global_batch_size is None or is_count(global_batch_size),
                 "global_batch_size must be null or a whole number from 1 (samples of all ranks in one "
@@ -53,7 +57,7 @@ class DealtDataModule(LightningDataModule):
             ),
             (
                 is_count(num_workers, least=0),
-                f"num_workers must be a whole number from 0 (loader processes per rank), given {num_workers!r}",
+                f"num_workers must be a whole number from 0 (processes per rank), given {num_workers!r}",
             ),
             (is_count(seed, least=0), f"seed must be a whole number from 0, given {seed!r}"),
         )
@@ -70,8 +74,9 @@ class DealtDataModule(LightningDataModule):
         deal = self._deal("train")
         if deal.steps == 0:
             raise ConfigurationError(
-                f"one global batch ({deal.batch_size} per rank x {deal.world_size} ranks x {deal.accumulate} accumulated = "
-                f"{deal.global_batch_size} samples) is larger than the {deal.samples} training samples; make it smaller"
+                f"one global batch ({deal.batch_size} per rank x {deal.world_size} ranks x {deal.accumulate}"
+                f" accumulated = {deal.global_batch_size} samples) is larger than the {deal.samples} training"
+                " samples; make it smaller"
             )
         return self._loader("train", deal, shuffle=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from lightning_lockstep._lightning import LightningModule
 class ClassifierModule(LightningModule):
     """Cross entropy and accuracy over the last dimension of the model's output.
 
-    Logged: `train_loss` every step; `val_loss`, `val_acc`, `test_loss`, `test_acc` at the end of an evaluation, over
-    all samples of all ranks, each sample with the same weight however it was dealt.
+    Logged: `train_loss` every step; `val_loss`, `val_acc`, `test_loss`, `test_acc` at the end of an
+    evaluation, over all samples of all ranks, each sample with the same weight however it was dealt.
 
     Args:
         learning_rate: Step size of AdamW.
@@ -26,8 +26,8 @@ class ClassifierModule(LightningModule):
             logging rank 0's own.
 
     Ranks:
-        Built on every rank. Communicates: one scalar a training step with `global_train_loss`, and two scalars a
-        metric at the end of each evaluation.
+        Built on every rank. Communicates: one scalar a training step with `global_train_loss`, and two
+        scalars a metric at the end of each evaluation.
     """
 
     def __init__(
@@ -68,16 +68,26 @@ class ClassifierModule(LightningModule):
         logits, labels = self(inputs).flatten(0, -2), targets.flatten()
         losses = nn.functional.cross_entropy(logits, labels, reduction="none")
         for name, values in (("loss", losses), ("acc", (logits.argmax(-1) == labels).float())):
-            metric = self.metrics[f"{split}_{name}"]
+            metric = cast(MeanMetric, self.metrics[f"{split}_{name}"])
             metric.update(values.detach())
-            self.log(f"{split}_{name}", metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(targets))
+            self.log(
+                f"{split}_{name}",
+                metric,
+                on_step=False,
+                on_epoch=True,
+                prog_bar=True,
+                batch_size=len(targets),
+            )
 
     def configure_optimizers(self) -> Any:
         """AdamW, with a linear rise of the learning rate when `warmup_steps` is given."""
         matrices = [weight for weight in self.parameters() if weight.requires_grad and weight.ndim >= 2]
         others = [weight for weight in self.parameters() if weight.requires_grad and weight.ndim < 2]
         optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            [
+                {"params": matrices, "weight_decay": self.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
             lr=self.learning_rate,
         )
         if self.warmup_steps == 0:

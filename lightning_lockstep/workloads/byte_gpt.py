@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -43,12 +45,22 @@ class ByteGPT(ClassifierModule):
         warmup_steps: int = 10,
         global_train_loss: bool = True,
     ) -> None:
-        settings = {"learning_rate": learning_rate, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
+        settings: dict[str, Any] = {
+            "learning_rate": learning_rate,
+            "weight_decay": weight_decay,
+            "warmup_steps": warmup_steps,
+        }
         counts = {"context": context, "layers": layers, "width": width, "heads": heads}
         counts_ok = all(map(is_count, counts.values()))
         require(
-            *((is_count(value), f"{name} must be a whole number from 1, given {value!r}") for name, value in counts.items()),
-            (not counts_ok or width % heads == 0, f"width must be a multiple of heads={heads}, given {width}"),
+            *(
+                (is_count(value), f"{name} must be a whole number from 1, given {value!r}")
+                for name, value in counts.items()
+            ),
+            (
+                not counts_ok or width % heads == 0,
+                f"width must be a multiple of heads={heads}, given {width}",
+            ),
             *settings_faults(settings),
         )
         super().__init__(**settings, global_train_loss=global_train_loss)
@@ -88,4 +100,5 @@ class _Block(nn.Module):
         query, key, value = packed.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.project(attended.transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.feed_forward(hidden)
+        deeper: Tensor = hidden + self.feed_forward(hidden)
+        return deeper

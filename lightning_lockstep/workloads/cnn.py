@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from lightning_lockstep.workloads._data_module import is_count, require
@@ -11,8 +13,8 @@ from lightning_lockstep.workloads._steps import ClassifierModule, settings_fault
 class ConvNet(ClassifierModule):
     """Three convolutions with group normalisation, then one linear layer.
 
-    Group normalisation keeps no statistics of the batch, so that the network computes the same function of the
-    global batch on any number of ranks.
+    Group normalisation keeps no statistics of the batch, so that the network computes the same function of
+    the global batch on any number of ranks.
 
     Args:
         width: Channels of the first convolution; a multiple of 8.
@@ -41,13 +43,20 @@ class ConvNet(ClassifierModule):
         warmup_steps: int = 0,
         global_train_loss: bool = True,
     ) -> None:
-        settings = {"learning_rate": learning_rate, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
+        settings: dict[str, Any] = {
+            "learning_rate": learning_rate,
+            "weight_decay": weight_decay,
+            "warmup_steps": warmup_steps,
+        }
         require(
             (
                 is_count(width, least=8) and width % 8 == 0,
                 f"width must be a multiple of 8 (channels in 8 groups), given {width!r}",
             ),
-            (is_count(num_classes, least=2), f"num_classes must be a whole number from 2, given {num_classes!r}"),
+            (
+                is_count(num_classes, least=2),
+                f"num_classes must be a whole number from 2, given {num_classes!r}",
+            ),
             (is_count(in_channels), f"in_channels must be a whole number from 1, given {in_channels!r}"),
             *settings_faults(settings),
         )

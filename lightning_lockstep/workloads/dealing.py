@@ -3,8 +3,8 @@
 Lightning's defaults do not promise that: on one device a `RandomSampler` draws its order from torch's global
 generator, on several a `DistributedSampler` draws another one from its own seed, and pads the last batch with
 samples that then count twice. `DealtSampler` draws one global order by seed and epoch whatever the number of
-ranks, cuts it into global batches and deals each out in equal slices: one optimizer step sees the same samples
-on 1, 2 or 8 ranks, with or without accumulation, and an evaluation sees every sample exactly once.
+ranks, cuts it into global batches and deals each out in equal slices: one optimizer step sees the same
+samples on 1, 2 or 8 ranks, with or without accumulation, and an evaluation sees every sample exactly once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Deal:
 
     @property
     def steps(self) -> int:
-        """Full optimizer steps in one epoch; what does not fill a global batch waits for another epoch's order."""
+        """Full optimizer steps in one epoch; what fills no global batch waits for another epoch's order."""
         return self.samples // self.global_batch_size
 
     def train_indices(self, order: list[int], rank: int) -> list[int]:
@@ -51,7 +51,7 @@ class Deal:
         return [index for start in starts for index in order[start : start + share]]
 
     def eval_indices(self, rank: int) -> list[int]:
-        """Positions of `rank` when every sample is wanted exactly once: shards differ by one sample at most."""
+        """Positions of `rank` when every sample is wanted once: shards differ by one sample at most."""
         return list(range(rank, self.samples, self.world_size))
 
     @property
@@ -85,8 +85,8 @@ class DealtSampler(DistributedSampler):  # type: ignore[type-arg]
         seed: Seed of the global order; the epoch is added to it.
 
     Ranks:
-        Every rank builds its own with the same `deal` and `seed`. Nothing is communicated: each rank draws the whole
-        permutation (8 bytes a sample) and keeps its slice.
+        Every rank builds its own with the same `deal` and `seed`. Nothing is communicated: each rank draws
+        the whole permutation (8 bytes a sample) and keeps its slice.
     """
 
     def __init__(self, dataset: Sized, *, deal: Deal, rank: int, shuffle: bool, seed: int = 0) -> None:
@@ -131,6 +131,6 @@ def batch_size_per_rank(global_batch_size: int, world_size: int, accumulate: int
     below = max(parts, global_batch_size // parts * parts)
     near = f"{below}" if below >= global_batch_size else f"{below} or {below + parts}"
     raise ConfigurationError(
-        f"global_batch_size={global_batch_size} does not divide by {world_size} rank(s) x {accumulate} accumulated "
-        f"micro-batch(es) = {parts}; the nearest that does is {near}"
+        f"global_batch_size={global_batch_size} does not divide by {world_size} rank(s) x {accumulate}"
+        f" accumulated micro-batch(es) = {parts}; the nearest that does is {near}"
     )

@@ -48,7 +48,8 @@ class DigitsData(DealtDataModule):
             (0 < test_fraction < 1, f"test_fraction must lie between 0 and 1, given {test_fraction!r}"),
             (
                 val_fraction + test_fraction < 1,
-                f"val_fraction + test_fraction must leave something to train on, given {val_fraction + test_fraction:g}",
+                "val_fraction + test_fraction must leave something to train on, given"
+                f" {val_fraction + test_fraction:g}",
             ),
         )
         self.val_fraction = val_fraction

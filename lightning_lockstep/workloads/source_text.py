@@ -13,14 +13,16 @@ from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.workloads._data_module import DealtDataModule, is_count, require
 
 # Not the standard library's own work, or thousands of near copies of one another.
-_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idlelib", "turtledemo"})
+_LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idlelib", "turtledemo"}
+)
 
 
 class SourceTextData(DealtDataModule):
     """Next-byte prediction over the standard library's `.py` files.
 
-    The files are read in the order of their relative paths and cut off at `max_bytes`, so the text is the same on
-    every machine with the same Python release.
+    The files are read in the order of their relative paths and cut off at `max_bytes`, so the text is the
+    same on every machine with the same Python release.
 
     Args:
         batch_size: Windows per rank and micro-batch.
@@ -72,10 +74,11 @@ class SourceTextData(DealtDataModule):
         held_out = int(len(text) * self.held_out)
         if held_out <= self.context:
             raise ConfigurationError(
-                f"{len(text)} bytes of Python sources under {self.root} leave {held_out} for validation, less than one "
-                f"window of context={self.context} bytes; raise max_bytes or held_out, or lower context"
+                f"{len(text)} bytes of Python sources under {self.root} leave {held_out} for validation,"
+                f" less than one window of context={self.context} bytes; raise max_bytes or held_out, or"
+                " lower context"
             )
-        train, val, test = text.split([len(text) - 2 * held_out, held_out, held_out])
+        train, val, test = torch.split(text, [len(text) - 2 * held_out, held_out, held_out])
         self._splits = {
             "train": ByteWindows(train, self.context),
             "val": ByteWindows(val, self.context),
@@ -110,7 +113,8 @@ def read_sources(root: Path, max_bytes: int) -> bytes:
     """Join the `.py` files under `root` in the order of their relative paths, up to `max_bytes`.
 
     Raises:
-        ConfigurationError: There is no Python source under `root` (some distributions ship only compiled files).
+        ConfigurationError: There is no Python source under `root` (some distributions ship only compiled
+            files).
     """
     files = [path for path in root.rglob("*.py") if _LEFT_OUT.isdisjoint(path.relative_to(root).parts)]
     parts: list[bytes] = []
@@ -121,5 +125,7 @@ def read_sources(root: Path, max_bytes: int) -> bytes:
         parts.append(path.read_bytes()[: max_bytes - length])
         length += len(parts[-1])
     if not length:
-        raise ConfigurationError(f"no Python source file under {root}; give another folder with data.root=...")
+        raise ConfigurationError(
+            f"no Python source file under {root}; give another folder with data.root=..."
+        )
     return b"".join(parts)

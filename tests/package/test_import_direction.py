@@ -30,12 +30,13 @@ ALLOWED: dict[str, set[str]] = {
     "logs": TALK,
     "strategies": MIDDLE,
     "callbacks": MIDDLE,
-    # programs, and what they train
+    # programs, what they build and what they train
     "conf": set(),
     "workloads": TALK,
-    "components": MIDDLE | {"strategies", "callbacks", "workloads"},
-    "train": MIDDLE | {"strategies", "callbacks", "workloads", "components", "conf"},
-    "doctor": MIDDLE | {"strategies", "callbacks", "workloads", "components", "conf", "train"},
+    "components": MIDDLE | {"strategies", "callbacks"},
+    "_application": MIDDLE | {"strategies", "callbacks", "components", "workloads", "conf"},
+    "train": MIDDLE | {"strategies", "callbacks", "components", "workloads", "conf", "_application"},
+    "doctor": MIDDLE | {"strategies", "callbacks", "components", "workloads", "conf", "_application"},
 }
 
 BETWEEN_RANKS = {"torch.distributed", "mpi4py", "torch_xla"}

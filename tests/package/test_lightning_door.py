@@ -145,5 +145,10 @@ def test_type_checkers_see_the_same_names() -> None:
     block = next(
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
-    typed = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    typed = {
+        alias.asname or alias.name
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert typed == {*_lightning._PUBLIC, *_lightning._PRIVATE}
