@@ -375,6 +375,7 @@ class CrashFanOut:
         if record.kind == "interrupt":
             return self._interrupted(KeyboardInterrupt())
         error = RankFailedError(record.report(), record)
+        _tell_torchelastic(record)
         _leave_without_waiting(record.exit_code)
         if self.shows_report:
             show_plainly(error)
@@ -479,7 +480,10 @@ def _leave_without_waiting(exit_code: int) -> None:
 
 
 def _tell_torchelastic(record: FailureRecord) -> None:
-    """Write the error file that ``torchrun`` reads, so that its closing summary has the traceback."""
+    """Write the error file that ``torchrun`` reads, so that its closing summary has the traceback.
+
+    Every rank writes what the first one said, since the agent sums up whichever it sees end first.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

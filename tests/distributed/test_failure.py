@@ -1,0 +1,188 @@
+"""When one rank fails, all stop: inside a collective, and with the first one's words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_lockstep.distributed import CrashFanOut, FailureRecord, current_communicator
+from lightning_lockstep.distributed.failure import describe_exit, fan_out_on, is_broken_collective
+from lightning_lockstep.errors import ConfigurationError, RankFailedError
+from tests.helpers import run_ranks_raw, world_size
+
+RECORD = FailureRecord(
+    2, 4, "node7", 1234, "exception", "ValueError: boom", "Traceback ...\nValueError: boom", {"epoch": 1, "step": 9}
+)
+
+
+def test_a_record_names_rank_host_place_and_ends_with_the_traceback() -> None:
+    assert RECORD.headline() == (
+        "rank 2 of 4 (host node7, process 1234) failed at epoch 1, step 9: ValueError: boom"
+    )
+    assert RECORD.report().endswith("Traceback of rank 2:\n\nTraceback ...\nValueError: boom")
+    assert FailureRecord.from_json(RECORD.to_json()) == RECORD
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (3, ("exit", "exit code 3", 3)),
+        (-signal.SIGKILL, ("signal", "killed by SIGKILL", 137)),
+        (-signal.SIGSEGV, ("signal", "killed by SIGSEGV", 139)),
+        (-250, ("signal", "killed by signal 250", 378)),
+    ],
+)
+def test_the_end_of_a_process_in_words(code: int, expected: tuple[str, str, int]) -> None:
+    assert describe_exit(code) == expected
+
+
+def test_a_sigkill_comes_with_the_usual_reasons() -> None:
+    record = FailureRecord(1, 2, "n", 5, "signal", "killed by SIGKILL", exit_code=137)
+    assert "dmesg" in record.report()
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [
+        (RuntimeError("[.../gloo/transport/tcp/pair.cc:537] Connection closed by peer"), True),
+        (RuntimeError("NCCL communicator was aborted"), True),
+        (ConnectionResetError("reset"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo"), False),
+    ],
+)
+def test_consequences_are_told_from_causes(error: BaseException, broken: bool) -> None:
+    assert is_broken_collective(error) is broken
+
+
+def fan_out(grace: float) -> CrashFanOut:
+    made = fan_out_on(current_communicator().side_channel)
+    made.grace_period = grace
+    made.where = lambda: {"step": 7}
+    return made
+
+
+def work(fault: str, rank: int, grace: float) -> str:
+    """All-reduce for ever; one rank is given a fault at step 5."""
+    crash = fan_out(grace)
+    try:
+        for step in range(100_000):
+            crash.check()
+            if step == 5 and dist.get_rank() == rank:
+                provoke(fault)
+            dist.all_reduce(torch.ones(8))
+    except BaseException as error:
+        raised = crash.handle(error)
+        if raised is error:
+            raise
+        raise raised from None
+    return "never"
+
+
+def provoke(fault: str) -> None:
+    if fault == "raise":
+        raise ValueError("boom in step 5")
+    if fault == "exit":
+        raise SystemExit(3)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "late":
+        time.sleep(1.0)
+        raise ValueError("boom after a while")
+
+
+@world_size(2, 4)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_ends_all(world_size: int, rank: int) -> None:
+    outcomes = run_ranks_raw(world_size, work, "late" if rank else "raise", rank, 6.0, timeout=60)
+    text = "boom after a while" if rank else "boom in step 5"
+    for outcome in outcomes:
+        assert not outcome.ok
+        assert not outcome.killed_by_helper, "it ended by itself, not at the test's limit"
+    assert outcomes[rank].exception == f"ValueError: {text}"
+    for outcome in outcomes[:rank] + outcomes[rank + 1 :]:
+        assert outcome.exception is not None
+        assert outcome.exception.startswith(f"RankFailedError: rank {rank} of {world_size}")
+        assert "at step 7" in outcome.exception
+        assert outcome.exception.rstrip().endswith(f"ValueError: {text}")
+
+
+def test_the_exit_code_of_a_rank_that_exits_is_the_jobs() -> None:
+    outcomes = run_ranks_raw(2, work, "exit", 1, 6.0, timeout=60)
+    assert [outcome.returncode for outcome in outcomes] == [3, 3]
+
+
+def test_when_rank_zero_is_killed_the_others_say_so() -> None:
+    outcomes = run_ranks_raw(3, work, "kill", 0, 6.0, timeout=60)
+    assert outcomes[0].signal is signal.SIGKILL
+    for outcome in outcomes[1:]:
+        assert outcome.exception is not None
+        assert outcome.exception.startswith("RankFailedError: rank 0 of 3")
+        assert "is gone" in outcome.exception
+
+
+def stuck(grace: float) -> str:
+    """Rank 0 sits where no exception reaches it; the countdown has to end it."""
+    crash = fan_out(grace)
+    if dist.get_rank() == 1:
+        try:
+            raise ValueError("boom while rank 0 sleeps")
+        except ValueError as error:
+            raise crash.handle(error) from None
+    time.sleep(600)
+    return "never"
+
+
+def test_a_rank_that_cannot_be_reached_is_ended_by_force_with_the_report() -> None:
+    outcomes = run_ranks_raw(2, stuck, 2.0, timeout=60)
+    assert not any(outcome.killed_by_helper for outcome in outcomes)
+    assert outcomes[0].returncode == 1
+    report = outcomes[0].stderr.rstrip()
+    assert "lightning-lockstep: rank 1 of 2" in report
+    assert report.endswith("ValueError: boom while rank 0 sleeps")
+
+
+def raise_alike(alone: bool) -> str:
+    crash = fan_out(2.0)
+    for attempt in range(2):
+        if alone and dist.get_rank() == 0:
+            break
+        error = crash.handle(ConfigurationError(f"attempt {attempt}"))
+        assert isinstance(error, ConfigurationError)
+    time.sleep(2.0)  # longer than the half of the grace period after which an error counts as one rank's own
+    try:
+        crash.check()
+    except RankFailedError as error:
+        return f"stopped: {error.record.summary}"  # type: ignore[attr-defined]
+    return "goes on"
+
+
+def test_an_error_raised_alike_leaves_every_rank_its_own() -> None:
+    outcomes = run_ranks_raw(2, raise_alike, False, timeout=60)
+    assert [outcome.value for outcome in outcomes] == ["goes on", "goes on"]
+
+
+def test_an_error_that_only_one_rank_raises_stops_the_others() -> None:
+    outcomes = run_ranks_raw(2, raise_alike, True, timeout=60)
+    assert outcomes[0].value == "stopped: ConfigurationError: attempt 0"
+
+
+def interrupted() -> str:
+    crash = fan_out(5.0)
+    if dist.get_rank() == 1:
+        raise crash.handle(KeyboardInterrupt())
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        crash.check()
+        time.sleep(0.01)
+    return "never"
+
+
+def test_ctrl_c_on_one_rank_is_ctrl_c_on_all() -> None:
+    outcomes = run_ranks_raw(2, interrupted, timeout=60)
+    assert all("KeyboardInterrupt" in (outcome.exception or outcome.stderr) for outcome in outcomes)

@@ -1,0 +1,128 @@
+"""Scripts as users start them: what is left when a rank fails."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ScriptOutcome, reserve_port, run_script, start_script
+
+SCRIPT = Path(__file__).with_name("fit_script.py")
+LIMIT = 120.0  # only so that a hang ends the test
+
+
+def run(*args: str) -> ScriptOutcome:
+    outcome = run_script([str(SCRIPT), *args], timeout=LIMIT)
+    assert not outcome.timed_out, outcome.output
+    assert outcome.leftovers == (), "no rank is left behind"
+    return outcome
+
+
+def last_lines(text: str, number: int = 12) -> str:
+    return "\n".join(text.rstrip().splitlines()[-number:])
+
+
+def test_two_trainers_in_one_script_share_the_ranks() -> None:
+    outcome = run("none")
+    assert outcome.returncode == 0, outcome.output
+    lines = outcome.stdout.split("\n")
+    for word in ("fitted", "validated"):
+        values = [line.split()[-1] for line in lines if word in line]
+        assert len(values) == 2, outcome.stdout
+        assert len(set(values)) == 1
+    assert outcome.stderr.count("2 ranks") == 1, "the placement is shown once"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_raising_rank_ends_the_job_with_its_traceback_last(rank: int) -> None:
+    outcome = run(f"raise@{rank}")
+    assert outcome.returncode == 1
+    assert outcome.stderr.count("ValueError: boom in training_step") <= 2
+    assert outcome.stderr.rstrip().endswith("ValueError: boom in training_step")
+    assert "fit_script.py" in last_lines(outcome.stderr), "the user's own line is in it"
+    if rank == 1:
+        headline = re.search(r"lightning-lockstep: rank 1 of 2 \(host .*\) failed at (.*): ValueError", outcome.stderr)
+        assert headline is not None, outcome.stderr
+        assert headline[1] == "epoch 0, step 5, batch 5, stage train"
+        assert outcome.stdout.count("caught RankFailedError") == 1
+
+
+def test_a_rank_out_of_memory_ends_the_job() -> None:
+    outcome = run("memory@1")
+    assert outcome.returncode == 1
+    assert "DefaultCPUAllocator" in last_lines(outcome.stderr, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_with_its_signal(rank: int) -> None:
+    outcome = run(f"kill@{rank}")
+    assert outcome.returncode == (-signal.SIGKILL if rank == 0 else 128 + signal.SIGKILL)
+    if rank == 1:
+        assert re.search(r"rank 1 of 2 .* was killed: killed by SIGKILL", last_lines(outcome.stderr))
+    else:
+        assert "rank 0 of 2" in outcome.stderr and "is gone" in outcome.stderr
+
+
+def test_sigterm_to_one_rank_ends_all_with_its_exit_code() -> None:
+    outcome = run("term@1")
+    assert outcome.returncode == 128 + signal.SIGTERM
+    assert "rank 1 of 2" in outcome.stderr
+
+
+def test_a_rank_that_ends_before_all_have_met_ends_the_job() -> None:
+    outcome = run("early")
+    assert outcome.returncode == 1
+    assert "RuntimeError: boom before the ranks met" in outcome.stderr
+    assert "rank 1" in last_lines(outcome.stderr, 1)
+    assert "ended before all ranks had met: exit code 1" in last_lines(outcome.stderr, 1)
+
+
+def test_ctrl_c_ends_all_ranks_once() -> None:
+    with start_script([str(SCRIPT), "wait"]) as script:
+        script.wait_for("waiting[^w]*waiting", timeout=LIMIT)
+        script.interrupt()
+        outcome = script.finish(30)
+    assert not outcome.timed_out
+    assert outcome.leftovers == ()
+    assert outcome.returncode == 130
+    assert outcome.stderr.count("attempting graceful shutdown") == 1
+
+
+@pytest.mark.parametrize(("method", "fault"), [("spawn", "raise@1"), ("fork", "kill@1")])
+def test_started_by_multiprocessing(method: str, fault: str) -> None:
+    outcome = run(fault, method)
+    assert outcome.returncode == 1
+    assert "rank 1 of 2" in outcome.stderr
+    end = "ValueError: boom in training_step" if fault == "raise@1" else "killed by SIGKILL"
+    assert end in last_lines(outcome.stderr, 5)
+    assert "caught RankFailedError" in outcome.stdout
+
+
+def test_forked_ranks_finish() -> None:
+    outcome = run("none", "fork")
+    assert outcome.returncode == 0, outcome.output
+    assert "rank 0 fitted" in outcome.stdout
+
+
+def test_under_torchrun_the_summary_has_the_traceback() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    outcome = run_script([*command, str(SCRIPT), "raise@1"], timeout=LIMIT)
+    assert not outcome.timed_out
+    assert outcome.returncode == 1
+    end = last_lines(outcome.stderr, 3)
+    assert "ValueError: boom in training_step" in end
+    assert re.search(r"rank +: 1 ", outcome.stderr)
+
+
+def test_two_nodes_started_by_hand() -> None:
+    with reserve_port() as port:
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with start_script([str(SCRIPT), "nodes"], env={**common, "NODE_RANK": "0"}) as first:
+            second = run_script([str(SCRIPT), "nodes"], env={**common, "NODE_RANK": "1"}, timeout=LIMIT)
+            outcome = first.finish(LIMIT)
+    assert (outcome.returncode, second.returncode) == (0, 0), outcome.output + second.output
+    assert re.findall(r"rank 0 fitted (\S+)", outcome.stdout) == re.findall(r"rank 1 fitted (\S+)", second.stdout)
