@@ -64,7 +64,11 @@ _PRIVATE: dict[str, tuple[str, str, str]] = {
     "_GlobalStateSnapshot": ("pytorch", "strategies.launchers.multiprocessing", "_GlobalStateSnapshot"),
     # Spawn and fork have preconditions (main guard, no CUDA context) that Lightning checks with these.
     "_check_bad_cuda_fork": ("fabric", "strategies.launchers.multiprocessing", "_check_bad_cuda_fork"),
-    "_check_missing_main_guard": ("fabric", "strategies.launchers.multiprocessing", "_check_missing_main_guard"),
+    "_check_missing_main_guard": (
+        "fabric",
+        "strategies.launchers.multiprocessing",
+        "_check_missing_main_guard",
+    ),
     # The command that starts this same program again; building it anew would drift from Lightning's.
     "_basic_subprocess_cmd": ("fabric", "strategies.launchers.subprocess_script", "_basic_subprocess_cmd"),
     # A training_step that returns None on one rank is mended inside DDP's forward, which this redirects.

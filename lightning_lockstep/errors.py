@@ -149,4 +149,6 @@ class LaunchError(LockstepError, RuntimeError):
 def _numbered(faults: Sequence[str]) -> str:
     if len(faults) == 1:
         return faults[0]
-    return "\n".join([f"{len(faults)} settings cannot be used:"] + [f"  {i}. {f}" for i, f in enumerate(faults, 1)])
+    return "\n".join(
+        [f"{len(faults)} settings cannot be used:"] + [f"  {i}. {f}" for i, f in enumerate(faults, 1)]
+    )

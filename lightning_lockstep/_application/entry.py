@@ -168,18 +168,18 @@ class _Application:
         return config
 
 
-def _follow(channel: ConfigChannel, program: Program) -> Any:
+def _follow(channel: ConfigChannel, program: Program) -> None:
     """Run the jobs that rank 0 tells of, on a rank that somebody else has started."""
     while True:
         word = channel.hear()
         if word.config is None:
             sys.exit(word.exit_code)
         try:
-            result = _run_frozen(word.config, program)
+            _run_frozen(word.config, program)
         except ConfigurationError as error:
             _leave_the_word_to_rank_0(channel, error)
         if word.last:
-            return result
+            return
 
 
 def _leave_the_word_to_rank_0(channel: ConfigChannel, error: ConfigurationError) -> NoReturn:
@@ -191,12 +191,13 @@ def _leave_the_word_to_rank_0(channel: ConfigChannel, error: ConfigurationError)
     sys.exit(UNUSABLE)
 
 
-def _run_child(file: Path, program: Program) -> Any:
+def _run_child(file: Path, program: Program) -> None:
     """Run the job whose configuration rank 0 has written to `file`, on a rank that it has started."""
     # Written by the rank that has started this process, readable for its user only.
     config = pickle.loads(file.read_bytes())
     try:
-        return _run_frozen(config, program)
+        # Not returned, as Hydra does not on rank 0: a console command exits with what its function returns.
+        _run_frozen(config, program)
     except ConfigurationError as error:
         if not leaving():  # else the ranks have met, and rank 0 reports it
             _end_if_about_settings(error)

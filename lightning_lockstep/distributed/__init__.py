@@ -18,7 +18,12 @@ from lightning_lockstep.distributed.communicator import (
 )
 from lightning_lockstep.distributed.failure import CrashFanOut, FailureRecord
 from lightning_lockstep.distributed.rendezvous import rendezvous_store
-from lightning_lockstep.distributed.side_channel import LocalSideChannel, Message, SideChannel, StoreSideChannel
+from lightning_lockstep.distributed.side_channel import (
+    LocalSideChannel,
+    Message,
+    SideChannel,
+    StoreSideChannel,
+)
 
 __all__ = [
     "Agreement",

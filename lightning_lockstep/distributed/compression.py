@@ -34,4 +34,3 @@ def compression_hook(
         made = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
         return powerSGD_hook.powerSGD_hook, state or made
     return hook, state  # type: ignore[return-value]
-

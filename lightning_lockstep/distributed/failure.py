@@ -323,7 +323,15 @@ class CrashFanOut:
         text = "".join(traceback.format_exception(error))
         channel = self.channel
         return FailureRecord(
-            channel.rank, channel.world_size, socket.gethostname(), os.getpid(), kind, summary, text, where, code
+            channel.rank,
+            channel.world_size,
+            socket.gethostname(),
+            os.getpid(),
+            kind,
+            summary,
+            text,
+            where,
+            code,
         )
 
     def _announce(self, record: FailureRecord) -> None:

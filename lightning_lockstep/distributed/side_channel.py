@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistError, TCPStore
@@ -227,7 +228,7 @@ class StoreSideChannel(SideChannel):
         self._receive_store = _connect(host, port, connect_timeout)
         self._receive_store.set_timeout(_SLEEP)
         self._beats: dict[int, tuple[bytes, float]] = {}
-        self._send_store.set(_beat(rank), b"0")
+        self._send_store.set(_beat(rank), "0")
         self._sender = threading.Thread(target=self._send_loop, name="lockstep-send", daemon=True)
         self._receiver = threading.Thread(target=self._receive_loop, name="lockstep-receive", daemon=True)
         self._sender.start()
@@ -282,7 +283,7 @@ class StoreSideChannel(SideChannel):
                 return
             if isinstance(item, threading.Event):
                 item.set()
-            elif not self._guarded(lambda item=item: self._push(*item)):
+            elif not self._guarded(partial(self._push, *item)):
                 return
 
     def _push(self, topic: str, body: Any, receivers: tuple[int, ...]) -> None:

@@ -124,11 +124,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _rank_environment(self) -> dict[str, str]:
         environment = self.cluster_environment
-        if isinstance(environment, LockstepEnvironment) and self.num_nodes == 1:
-            if "MASTER_PORT" not in os.environ:
-                # Listening first and telling the port afterwards leaves no gap in which another job takes it.
-                environment.adopt_port(host_rendezvous(environment.main_address))
-        environ = {
+        unplaced = self.num_nodes == 1 and "MASTER_PORT" not in os.environ
+        if unplaced and isinstance(environment, LockstepEnvironment):
+            # Listening first and telling the port afterwards leaves no gap in which another job takes it.
+            environment.adopt_port(host_rendezvous(environment.main_address))
+        return {
             **os.environ,
             "MASTER_ADDR": environment.main_address,
             "MASTER_PORT": str(environment.main_port),
@@ -136,7 +136,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
             LAUNCHER_PID: str(os.getpid()),
         }
-        return environ
 
     def _start_rank(self, local_rank: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
         command, folder = _rank_command()

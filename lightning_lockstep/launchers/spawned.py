@@ -21,7 +21,12 @@ from lightning_lockstep._lightning import (
     _GlobalStateSnapshot,
     _MultiProcessingLauncher,
 )
-from lightning_lockstep.distributed.failure import FailureRecord, describe_exit, flush_everything, show_plainly
+from lightning_lockstep.distributed.failure import (
+    FailureRecord,
+    describe_exit,
+    flush_everything,
+    show_plainly,
+)
 from lightning_lockstep.distributed.rendezvous import free_port
 from lightning_lockstep.errors import LaunchError, RankFailedError
 from lightning_lockstep.launchers.environment import LockstepEnvironment
@@ -40,6 +45,8 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         keeper: What looks after each rank.
         start_method: ``spawn``, ``fork`` or ``forkserver``.
     """
+
+    _strategy: Any  # Lightning's annotation names a base that knows no numbers of processes and nodes
 
     def __init__(
         self, strategy: Any, keeper: RankKeeper, *, start_method: Literal["spawn", "fork", "forkserver"]
@@ -62,7 +69,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         snapshot = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         answers = mp.get_context(self._start_method).SimpleQueue()
         with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-            context = mp.start_processes(
+            context = mp.start_processes(  # type: ignore[no-untyped-call]
                 self._in_rank,
                 args=(folder, trainer, function, args, kwargs, answers, snapshot),
                 nprocs=self._strategy.num_processes,
@@ -98,7 +105,9 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise self._first_failure(error, context, folder) from None
 
-    def _first_failure(self, error: Any, context: Any, folder: Path) -> BaseException:
+    def _first_failure(
+        self, error: mp.ProcessRaisedException | mp.ProcessExitedException, context: Any, folder: Path
+    ) -> BaseException:
         written = folder / "first_failure.json"
         process = context.processes[error.error_index]
         if written.exists() and (process.exitcode or 0) >= 0:

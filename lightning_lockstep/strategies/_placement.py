@@ -72,9 +72,7 @@ def show_placement(placements: Sequence[RankPlacement]) -> None:
     for place in _shortened(placements):
         device = place.device if place.capability == (0, 0) else f"{place.device} {place.device_name}"
         memory = f"{place.memory / _GIB:.1f} GiB"
-        table.add_row(
-            str(place.rank), place.host, device, memory, str(place.threads), as_ranges(place.cores)
-        )
+        table.add_row(str(place.rank), place.host, device, memory, str(place.threads), as_ranges(place.cores))
     Console(file=sys.stderr, width=None if sys.stderr.isatty() else 100).print(table)
 
 

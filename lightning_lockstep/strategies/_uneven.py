@@ -204,7 +204,9 @@ class AgreeingLoader(EvenLoader):
         if self._policy == "join" and taken > 0:
             return False
         said = self._communicator.gather((taken, following is not _NOTHING))
-        counts = ", ".join(f"rank {rank}: {'more than ' if more else ''}{n}" for rank, (n, more) in enumerate(said))
+        counts = ", ".join(
+            f"rank {rank}: {'more than ' if more else ''}{n}" for rank, (n, more) in enumerate(said)
+        )
         raise ConfigurationError(
             f"The ranks have different numbers of training batches ({counts}): expected the same on all."
             " Deal the data evenly, or choose uneven_inputs='truncate', or 'join' if every rank has at least one."

@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from lightning_lockstep._environment import launcher_pid
 from lightning_lockstep._lightning import (
+    ClusterEnvironment,
     DDPStrategy,
     TrainerFn,
     _DDPForwardRedirection,
@@ -77,6 +78,7 @@ class LockstepDDPStrategy(DDPStrategy):
     """
 
     strategy_name = "lockstep_ddp"
+    cluster_environment: ClusterEnvironment  # never None here, unlike in Lightning's annotation
 
     def __init__(
         self,
@@ -203,6 +205,7 @@ class LockstepDDPStrategy(DDPStrategy):
         own = [loader.own_batches for loader in self._uneven_loaders]
         if any(count is None for count in own):
             return False
+        assert self.lightning_module is not None
         batch_idx = self.lightning_module.trainer.fit_loop.epoch_loop.batch_idx
         return bool(batch_idx >= max(count for count in own if count is not None))
 
@@ -220,7 +223,7 @@ class LockstepDDPStrategy(DDPStrategy):
         if hook is not None:
             self._ddp_comm_state = state
             _register_ddp_comm_hook(
-                model=self.model,
+                model=self.model,  # type: ignore[arg-type] # wrapped by configure_ddp before this
                 ddp_comm_state=state,
                 ddp_comm_hook=hook,
                 ddp_comm_wrapper=self._ddp_comm_wrapper,
