@@ -133,16 +133,6 @@ def test_what_a_users_own_constructor_objects_to_is_a_message_too(tmp_path: Path
     assert outcome.returncode == 2, outcome.output
     assert "1. model: width is out of fashion" in outcome.stderr
     assert "Traceback" not in outcome.stderr
-    verbose = lockstep_train(
-        "--config-dir",
-        "conf",
-        "model=own",
-        cwd=tmp_path,
-        PYTHONPATH=path_with(tmp_path),
-        HYDRA_FULL_ERROR="1",
-    )
-    assert verbose.returncode == 2
-    assert "Traceback" in verbose.stderr
 
 
 def path_with(folder: Path) -> str:
