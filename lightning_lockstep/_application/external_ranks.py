@@ -59,6 +59,7 @@ def external_ranks() -> ExternalRanks | None:
         if count < 2:
             return None
         rank, per_node = environment.global_rank(), _per_node(count)
+        # Under mpirun the first look at the address is a meeting of all ranks, and all of them come by here.
         return ExternalRanks(rank, count, per_node, environment.main_address, environment.main_port)
     if {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         # Started by hand on each node; each starts the other ranks of its node itself.

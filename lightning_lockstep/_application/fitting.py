@@ -11,7 +11,13 @@ from omegaconf import DictConfig
 
 from lightning_lockstep._application.components import Components, build
 from lightning_lockstep._application.summary import Summary, show, write
-from lightning_lockstep._lightning import Callback, _extract_batch_size, seed_everything
+from lightning_lockstep._lightning import (
+    Callback,
+    CSVLogger,
+    _extract_batch_size,
+    _MultiProcessingLauncher,
+    seed_everything,
+)
 
 
 def run(config: DictConfig) -> float | None:
@@ -33,6 +39,7 @@ def run(config: DictConfig) -> float | None:
     seed_everything(config.seed, workers=True, verbose=False)
     record = RunRecord()
     parts = build(config, own_callbacks=[record])
+    loggers = list(parts.trainer.loggers)
     metrics = _loops(config, parts, record)
     if parts.trainer.is_global_zero:
         summary = Summary(
@@ -42,7 +49,7 @@ def run(config: DictConfig) -> float | None:
             ranks=parts.trainer.world_size,
             samples_per_second=record.samples_per_second(parts.trainer.world_size),
             wall_time=time.monotonic() - began,
-            files=_files(parts.trainer),
+            files=_files(parts.trainer, loggers),
         )
         write(summary, Path(parts.trainer.default_root_dir))
         show(summary)
@@ -57,6 +64,7 @@ def _loops(config: DictConfig, parts: Components, record: RunRecord) -> dict[str
         trainer.fit(**given, ckpt_path=resume)
         metrics.update(_metrics(trainer))
         resume = None
+        _keep_the_training_log(trainer)
     if config.validate and record.validation_is_stale():
         trainer.validate(**given, ckpt_path=resume, verbose=False)
         metrics.update(_metrics(trainer))
@@ -64,6 +72,12 @@ def _loops(config: DictConfig, parts: Components, record: RunRecord) -> dict[str
         trainer.test(**given, ckpt_path=_best(trainer) if config.fit else resume, verbose=False)
         metrics.update(_metrics(trainer))
     return metrics
+
+
+def _keep_the_training_log(trainer: Any) -> None:
+    """Let evaluations in ranks of their own write no CSV log: a new process would begin the file anew."""
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
 
 
 def _metrics(trainer: Any) -> dict[str, float]:
@@ -78,11 +92,11 @@ def _best(trainer: Any) -> str | None:
     return None
 
 
-def _files(trainer: Any) -> dict[str, str]:
+def _files(trainer: Any, loggers: list[Any]) -> dict[str, str]:
     folder = Path(trainer.default_root_dir)
     files = {"run folder": str(folder)}
-    for logger in trainer.loggers:
-        if logger.log_dir is not None:
+    for logger in loggers:
+        if getattr(logger, "log_dir", None) is not None:
             metrics = Path(logger.log_dir, "metrics.csv")
             files[f"log ({type(logger).__name__})"] = str(
                 metrics if metrics.exists() else Path(logger.log_dir)

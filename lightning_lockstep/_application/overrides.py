@@ -25,11 +25,14 @@ class Composed:
         faults: What is wrong with them.
         config: The configuration of those that are right, with its `hydra` node, if there is any.
         typed: The override as typed, by key.
+        guessed: Groups for whose wrong choice the nearest one stands in; what its files hold is not the
+            user's doing.
     """
 
     faults: list[Fault] = field(default_factory=list)
     config: DictConfig | None = None
     typed: dict[str, str] = field(default_factory=dict)
+    guessed: list[str] = field(default_factory=list)
 
 
 def parse(lines: list[str]) -> tuple[list[Override], list[Fault]]:
@@ -98,6 +101,7 @@ def compose_job(loader: Loader, lines: list[str]) -> Composed:
         mended, fault = _check_group(loader, override)
         if fault is not None:
             result.faults.append(fault)
+            result.guessed.append(f"{key.replace('/', '.')}.")
         if mended is not None:
             groups.append(mended)
         else:

@@ -82,7 +82,9 @@ def check_job(composed: Composed, number: int, check: JobCheck | None) -> list[F
     with _as_current_job(composed.config, number) as config:
         frozen = freeze(config)
         checks = TargetChecks(frozen, composed.typed)
-        return [*checks.signature_faults(), *(check(frozen, checks) if check is not None else [])]
+        faults = [*checks.signature_faults(), *(check(frozen, checks) if check is not None else [])]
+    typed, guessed = tuple(composed.typed.values()), tuple(composed.guessed)
+    return [fault for fault in faults if fault.text.startswith(typed) or not fault.text.startswith(guessed)]
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from lightning_lockstep.workloads.digits import DigitsData
 from lightning_lockstep.workloads.source_text import SourceTextData, read_sources
 
 
+# scikit-learn sets both when it is imported.
+@pytest.mark.allow_leaks("env:KMP_DUPLICATE_LIB_OK", "env:KMP_INIT_AT_FORK")
 def test_the_digits_are_divided_without_overlap_and_the_same_way_every_time() -> None:
     first, second = DigitsData(), DigitsData(seed=5)
     for data in (first, second):
