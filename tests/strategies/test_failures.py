@@ -109,7 +109,7 @@ def test_forked_ranks_finish() -> None:
 
 
 def test_under_torchrun_the_summary_has_the_traceback() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     outcome = run_script([*command, str(SCRIPT), "raise@1"], timeout=LIMIT)
     assert not outcome.timed_out
     assert outcome.returncode == 1

@@ -1,0 +1,125 @@
+"""What is refused before any rank starts, and the pure parts of the strategy."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import lightning_lockstep
+from lightning_lockstep import ConfigurationError, LockstepDDPStrategy
+from lightning_lockstep._lightning import Trainer
+from lightning_lockstep.numerics.precision import honest_precision, supported_precisions
+from lightning_lockstep.strategies._placement import RankPlacement, as_ranges, mixed_cards_warning
+from lightning_lockstep.strategies._uneven import plan_steps
+
+GIB = 2**30
+
+
+def test_unknown_options_are_named_with_their_nearest() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        LockstepDDPStrategy(uneven_input="join", static_grph=True)
+    text = str(caught.value)
+    assert text.startswith("2 settings cannot be used:")
+    assert "no option 'uneven_input'. Nearest: uneven_inputs" in text
+    assert "no option 'static_grph'. Nearest: static_graph" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"start_method": "popn"}, "start_method='popn': expected one of 'popen', 'spawn', 'fork', 'forkserver'."),
+        ({"uneven_inputs": "drop"}, "uneven_inputs='drop': expected one of 'error', 'truncate', 'join'"),
+        ({"timeout": 0}, "timeout=0: expected seconds, more than 0"),
+        ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook='fp16': expected one of"),
+        ({"grace_period": -1}, "grace_period=-1: expected seconds"),
+        ({"threads_per_rank": 0}, "threads_per_rank=0: expected 'auto' or a whole number"),
+        ({"bind_cores": "yes"}, "bind_cores='yes': expected true or false"),
+        ({"on_rank_failure": "restart"}, "on_rank_failure='restart': expected 'abort'"),
+    ],
+)
+def test_values_out_of_range_say_what_was_expected(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigurationError, match="expected") as caught:
+        LockstepDDPStrategy(**options)  # type: ignore[arg-type]
+    assert text in str(caught.value)
+
+
+def test_all_faults_of_a_group_come_together() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        LockstepDDPStrategy(start_method="x", uneven_inputs="y", timeout=-1)  # type: ignore[arg-type]
+    assert len(caught.value.faults) == 3
+
+
+def test_a_precision_that_the_device_lacks_is_refused_by_name() -> None:
+    plugin = Trainer(accelerator="cpu", devices=1, logger=False).precision_plugin
+    with pytest.raises(ConfigurationError) as caught:
+        honest_precision(plugin, "transformer-engine", "cpu")
+    assert "precision='transformer-engine' was given" in str(caught.value)
+    assert "What works here: 64-true, 32-true, 16-true, 16-mixed, bf16-true, bf16-mixed." in str(caught.value)
+    assert "transformer-engine" not in supported_precisions("cpu")
+
+
+@pytest.mark.parametrize("strategy", ["by name", "as an object"])
+def test_fp16_on_cpu_is_fp16(strategy: str) -> None:
+    given = "lockstep_ddp" if strategy == "by name" else LockstepDDPStrategy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning says that it will use bf16; it does not get to
+        trainer = Trainer(accelerator="cpu", devices=1, precision="16-mixed", strategy=given, logger=False)
+    assert trainer.precision == "16-mixed"
+    with trainer.precision_plugin.forward_context():
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert product.dtype is torch.float16
+
+
+def test_the_registry_knows_every_start_method() -> None:
+    for name, method in {"lockstep_ddp": "popen", "lockstep_ddp_spawn": "spawn", "lockstep_ddp_fork": "fork"}.items():
+        strategy = Trainer(accelerator="cpu", devices=1, strategy=name, logger=False).strategy
+        assert isinstance(strategy, lightning_lockstep.LockstepDDPStrategy)
+        assert strategy._start_method == method
+
+
+@pytest.mark.parametrize(
+    ("lengths", "policy", "steps"),
+    [((4, 4), "error", 4), ((4, 7), "truncate", 4), ((4, 7), "join", 7), ((None, None), "error", None)],
+)
+def test_the_plan_of_steps(lengths: tuple[int | None, ...], policy: str, steps: int | None) -> None:
+    for rank in (0, 1):
+        plan = plan_steps(lengths, rank, policy)  # type: ignore[arg-type]
+        assert (plan.steps, plan.own) == (steps, lengths[rank])
+        assert (plan.notice is not None) == (len(set(lengths)) > 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "policy", "text"),
+    [
+        ((4, 7), "error", "(rank 0: 4, rank 1: 7)"),
+        ((4, None), "join", "(rank 0: 4, rank 1: no length)"),
+        ((0, 7), "join", "at least one batch on every rank (rank 0: 0, rank 1: 7)"),
+    ],
+)
+def test_a_plan_that_cannot_be(lengths: tuple[int | None, ...], policy: str, text: str) -> None:
+    for rank in (0, 1):
+        with pytest.raises(ConfigurationError) as caught:
+            plan_steps(lengths, rank, policy)  # type: ignore[arg-type]
+        assert text in str(caught.value)
+
+
+def card(rank: int, name: str, gib: int, capability: tuple[int, int]) -> RankPlacement:
+    return RankPlacement(rank, f"node{rank}", "cuda:0", name, gib * GIB, capability, 4, (0, 1))
+
+
+def test_the_slowest_card_is_named() -> None:
+    cards = [card(0, "H200", 139, (9, 0)), card(1, "A100", 80, (8, 0)), card(2, "A100", 40, (8, 0))]
+    warning = mixed_cards_warning(cards)
+    assert warning is not None
+    assert "rank 2 on node2 has A100 (40.0 GiB, compute capability 8.0)" in warning
+    assert "rank 0 on node0 has H200 (139.0 GiB, 9.0)" in warning
+    assert mixed_cards_warning(cards[:1] * 4) is None
+    cpu = RankPlacement(0, "a", "cpu", "CPU", GIB, (0, 0), 1, (0,))
+    assert mixed_cards_warning([cpu, cpu]) is None
+
+
+def test_cores_in_short() -> None:
+    assert as_ranges((0, 1, 2, 3, 8)) == "0-3,8"
+    assert as_ranges((5,)) == "5"
