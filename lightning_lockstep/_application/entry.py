@@ -125,7 +125,7 @@ class _Application:
         finally:
             # After a failure in the midst of a job the others know, and nobody must be waited for.
             if not leaving():
-                self.channel.tell(Word(exit_code=exit_code))
+                self.channel.close(exit_code, unusable=exit_code == UNUSABLE)
 
     def _check(self, check: JobCheck | None) -> None:
         search_path = _hydra.search_path_of(self.program, self.config_path, self.arguments)

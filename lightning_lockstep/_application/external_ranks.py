@@ -104,21 +104,35 @@ class ConfigChannel:
     def __init__(self, ranks: ExternalRanks | None) -> None:
         self.ranks = ranks
         self._number = 0
+        self._told_last = False
         # A restarted attempt of torchrun finds the words of the one before in the same store.
         self._prefix = f"lockstep/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def tell(self, word: Word) -> None:
         """Send the next word to all other ranks.
 
-        Ranks: rank 0. One write to the store; the last word of all waits some seconds until all have heard
-        it.
+        Ranks: rank 0. One write to the store.
         """
         if self.ranks is None:
             return
         self._store().set(f"{self._prefix}/{self._number}", pickle.dumps(word))
         self._number += 1
-        if word.config is None and self.ranks.count is not None:
-            self._wait_for_listeners(self.ranks.count - 1)
+        self._told_last = word.last
+
+    def close(self, exit_code: int, *, unusable: bool) -> None:
+        """Tell the other ranks to end, unless they know that the job they have was the last.
+
+        Args:
+            exit_code: With which to end.
+            unusable: Whether the configuration was at fault; then they listen even after the last job.
+
+        Ranks: rank 0. One write to the store, and some seconds until all have heard it: rank 0 may host it.
+        """
+        if self.ranks is None or (self._told_last and not unusable):
+            return
+        self.tell(Word(exit_code=exit_code))
+        # Of nodes started by hand the number is not known; one of them at least is listening.
+        self._wait_for_listeners((self.ranks.count or 2) - 1)
 
     def hear(self, *, patience: float | None = None) -> Word:
         """Return the next word of rank 0.
