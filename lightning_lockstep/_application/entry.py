@@ -19,6 +19,7 @@ from lightning_lockstep._application.external_ranks import ConfigChannel, Word, 
 from lightning_lockstep._application.faults import Fault, show_faults
 from lightning_lockstep._application.preflight import JobCheck, preflight, run_requested
 from lightning_lockstep.distributed.failure import leaving
+from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.hydra_ranks import (
     current_hydra_config,
@@ -184,8 +185,11 @@ def _follow(channel: ConfigChannel, program: Program) -> None:
 
 def _leave_the_word_to_rank_0(channel: ConfigChannel, error: ConfigurationError) -> NoReturn:
     """End over settings that cannot be used: in silence if rank 0 does too, else with a message."""
+    if leaving():
+        raise error
     try:
-        channel.hear(patience=_SAME_FAULT)
+        if not process_group_exists():
+            channel.hear(patience=_SAME_FAULT)
     except LaunchError:
         _end_if_about_settings(error)
     sys.exit(UNUSABLE)
@@ -199,8 +203,11 @@ def _run_child(file: Path, program: Program) -> None:
         # Not returned, as Hydra does not on rank 0: a console command exits with what its function returns.
         _run_frozen(config, program)
     except ConfigurationError as error:
-        if not leaving():  # else the ranks have met, and rank 0 reports it
-            _end_if_about_settings(error)
+        if leaving():
+            raise  # this rank failed alone, and rank 0 reports it
+        if process_group_exists():
+            sys.exit(UNUSABLE)  # raised alike on every rank once they have met; rank 0 says it
+        _end_if_about_settings(error)
         raise
 
 
@@ -224,7 +231,9 @@ def _end_if_about_settings(error: BaseException) -> None:
     """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
         faults = [Fault(text, error) for text in error.faults]
-        show_faults(program_name(), faults, stack_traces=stack_traces())
+        met = leaving() or process_group_exists()
+        outcome = "all ranks were stopped" if met else "nothing was started"
+        show_faults(program_name(), faults, stack_traces=stack_traces(), outcome=outcome)
         sys.exit(UNUSABLE)
 
 

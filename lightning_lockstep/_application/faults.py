@@ -39,26 +39,35 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)), None)
 
 
-def show_faults(program: str, faults: Sequence[Fault], *, stack_traces: bool) -> None:
+def show_faults(
+    program: str, faults: Sequence[Fault], *, stack_traces: bool, outcome: str = "nothing was started"
+) -> None:
     """Print all faults as one message to standard error.
 
     Args:
         program: Name of the command, for the first line.
         faults: What is wrong, at least one.
         stack_traces: Print the exceptions behind the faults first.
+        outcome: What came of it.
     """
     if stack_traces:
         for fault in faults:
             if fault.error is not None:
                 traceback.print_exception(fault.error)
-    sys.stderr.write(describe(program, faults, stack_traces=stack_traces))
+    sys.stderr.write(describe(program, faults, stack_traces=stack_traces, outcome=outcome))
     sys.stderr.flush()
 
 
-def describe(program: str, faults: Sequence[Fault], *, stack_traces: bool = False) -> str:
+def describe(
+    program: str,
+    faults: Sequence[Fault],
+    *,
+    stack_traces: bool = False,
+    outcome: str = "nothing was started",
+) -> str:
     """Return the message of `show_faults`."""
     count = "one fault" if len(faults) == 1 else f"{len(faults)} faults"
-    lines = [f"{program}: {count} in the configuration; nothing was started.", ""]
+    lines = [f"{program}: {count} in the configuration; {outcome}.", ""]
     for number, fault in enumerate(faults, 1):
         first, *rest = fault.text.splitlines() or [""]
         lines += [f"  {number}. {first}", *(f"     {line}" for line in rest)]
