@@ -24,7 +24,7 @@ FIRST_WAIT = 300.0
 # A sweeper may think for long between two jobs; a rank 0 that is gone is noticed by its closed store.
 NEXT_WAIT = 24 * 3600.0
 # How long rank 0 stays for the others to hear its last word, where it hosts the store [s].
-_LAST_WORD = 10.0
+_LAST_WORD = 30.0
 _LOOK_EVERY = 0.05
 
 
@@ -125,13 +125,20 @@ class ConfigChannel:
             exit_code: With which to end.
             unusable: Whether the configuration was at fault; then they listen even after the last job.
 
-        Ranks: rank 0. One write to the store, and some seconds until all have heard it: rank 0 may host it.
+        Ranks: rank 0. One write to the store at most, and some seconds at most until all have heard every
+            word: rank 0 may host the store, which ends with it.
         """
-        if self.ranks is None or (self._told_last and not unusable):
+        if self.ranks is None:
             return
-        self.tell(Word(exit_code=exit_code))
+        if not self._told_last or unusable:
+            self.tell(Word(exit_code=exit_code))
         # Of nodes started by hand the number is not known; one of them at least is listening.
-        self._wait_for_listeners((self.ranks.count or 2) - 1)
+        listeners = (self.ranks.count or 2) - 1
+        deadline = time.monotonic() + _LAST_WORD
+        while time.monotonic() < deadline:
+            if self._store().add(f"{self._prefix}/heard", 0) >= self._number * listeners:
+                return
+            time.sleep(_LOOK_EVERY)
 
     def hear(self, *, patience: float | None = None) -> Word:
         """Return the next word of rank 0.
@@ -164,8 +171,7 @@ class ConfigChannel:
                     return Word()  # rank 0 has ended; how, its own exit code tells
                 break
             self._number += 1
-            if word.config is None:
-                store.add(f"{self._prefix}/heard", 1)
+            store.add(f"{self._prefix}/heard", 1)
             return word
         raise LaunchError(
             f"Rank {self.ranks.rank} waited {patience:.0f} s at {self.ranks.address}:{self.ranks.port} for"
@@ -179,8 +185,3 @@ class ConfigChannel:
         return rendezvous_store(
             ranks.rank, ranks.count or 1, address=ranks.address, port=ranks.port, timeout=timeout
         )
-
-    def _wait_for_listeners(self, listeners: int) -> None:
-        deadline = time.monotonic() + _LAST_WORD
-        while time.monotonic() < deadline and self._store().add(f"{self._prefix}/heard", 0) < listeners:
-            time.sleep(0.05)

@@ -28,7 +28,7 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
     [
         ("stategy=ddp", "there is no key 'stategy' in the configuration. Did you mean 'strategy'"),
         ("max_epochs=3", "Did you mean 'trainer.max_epochs'?"),
-        ("callbacks=[lr_monitr]", "no choice 'lr_monitr'. Did you mean 'lr_monitor'?"),
+        ("callbacks=[lr_monitr]", "no choice 'lr_monitr'. Did you mean 'lr_monitor'"),
         ("precision=16-mixd", "Did you mean '16-mixed'"),
         ("precision=16", "group 'precision' has no choice '16'. Did you mean"),
         ("trainer.precision=16-mixd", "Did you mean '16-mixed'"),

@@ -107,7 +107,12 @@ def test_ranks_that_srun_starts(tmp_path: Path) -> None:
             )
             for number in (1, 0)
         ]
-        errors = [process.communicate(timeout=90)[1] for process in processes]
+        try:
+            errors = [process.communicate(timeout=90)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
     assert [process.returncode for process in processes] == [0, 0], errors
     [[first, second]] = echoed(tmp_path)
     assert first == second
