@@ -126,7 +126,9 @@ class _Application:
         finally:
             # After a failure in the midst of a job the others know, and nobody must be waited for.
             if not leaving():
-                self.channel.close(exit_code, unusable=exit_code == UNUSABLE)
+                # Ranks that have met find out by themselves what all of them object to.
+                unheard = exit_code == UNUSABLE and not process_group_exists()
+                self.channel.close(exit_code, unusable=unheard)
 
     def _check(self, check: JobCheck | None) -> None:
         search_path = _hydra.search_path_of(self.program, self.config_path, self.arguments)

@@ -1,7 +1,6 @@
 """Which values certainly do not fit a type."""
 
 # Both ways to write a union occur in signatures, and Python tells them apart.
-# ruff: noqa: UP007, UP045
 
 from __future__ import annotations
 
