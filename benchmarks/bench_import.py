@@ -29,7 +29,7 @@ def measure(then: str) -> tuple[float, float]:
 
 
 def run(quick: bool) -> Report:
-    rounds = 3 if quick else 9
+    rounds = 2 if quick else 5
     within: dict[str, list[float]] = {LIGHTNING: [], BOTH: []}
 
     def with_ours() -> float:

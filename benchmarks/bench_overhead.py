@@ -10,7 +10,7 @@ PEER, OURS = "ddp", "lockstep_ddp"
 
 
 def run(quick: bool) -> Report:
-    rounds, steps = (3, 200) if quick else (15, 600)
+    rounds, steps = (3, 200) if quick else (9, 400)
 
     def one(strategy: str) -> float:
         return float(in_ranks(Job(strategy, "tiny", steps, batch=4, threads=1))["seconds"])

@@ -16,7 +16,14 @@ from lightning_lockstep.errors import ConfigurationError, RankFailedError
 from tests.helpers import run_ranks_raw, world_size
 
 RECORD = FailureRecord(
-    2, 4, "node7", 1234, "exception", "ValueError: boom", "Traceback ...\nValueError: boom", {"epoch": 1, "step": 9}
+    2,
+    4,
+    "node7",
+    1234,
+    "exception",
+    "ValueError: boom",
+    "Traceback ...\nValueError: boom",
+    {"epoch": 1, "step": 9},
 )
 
 

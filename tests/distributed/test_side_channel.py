@@ -167,7 +167,9 @@ def test_a_goodbye_of_rank_zero_is_no_loss() -> None:
 def silent_rank() -> list[tuple[int, bool]]:
     """Rank 1's channel is made to stop beating; rank 0 must notice and name it."""
     communicator = current_communicator()
-    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if communicator.is_main else None
+    server = (
+        dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if communicator.is_main else None
+    )
     port = communicator.broadcast(server.port if server else None)
     noticed: list[tuple[int, bool]] = []
     channel = StoreSideChannel(

@@ -17,7 +17,14 @@ KINDS = ("env", "threads", "process_group", "processes", "files", "cwd")
 
 _IGNORED_FILES = {".pytest_cache", "__pycache__", ".coverage", ".mypy_cache", ".ruff_cache"}
 # pytest's own; PYTEST_CURRENT_TEST changes with every phase of a test.
-_IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
+_IGNORED_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "COLUMNS",
+    "LINES",
+    # scikit-learn sets both when it is imported, whichever test comes first.
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+}
 # tqdm's monitor belongs to the progress bar class and lives as long as the process.
 _IGNORED_THREADS = {"TMonitor"}
 

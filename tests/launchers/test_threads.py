@@ -33,8 +33,12 @@ def test_the_cores_are_shared_out(asked: object, cores: int, ranks: int, expecte
     assert plans == expected
 
 
-@pytest.mark.parametrize(("text", "limit"), [("max 100000", None), ("150000 100000", 1.5), ("400000 100000", 4.0)])
-def test_a_cgroup_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, limit: float) -> None:
+@pytest.mark.parametrize(
+    ("text", "limit"), [("max 100000", None), ("150000 100000", 1.5), ("400000 100000", 4.0)]
+)
+def test_a_cgroup_limit_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, limit: float
+) -> None:
     file = tmp_path / "cpu.max"
     file.write_text(text)
     monkeypatch.setattr(threads, "_CGROUP_V2", file)

@@ -1,6 +1,6 @@
 """A user's script: two ranks fit a small network; a fault is provoked at step 5 if asked for.
 
-    python fit_script.py FAULT START_METHOD
+python fit_script.py FAULT START_METHOD
 """
 
 from __future__ import annotations

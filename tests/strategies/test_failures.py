@@ -45,7 +45,9 @@ def test_a_raising_rank_ends_the_job_with_its_traceback_last(rank: int) -> None:
     assert outcome.stderr.rstrip().endswith("ValueError: boom in training_step")
     assert "fit_script.py" in last_lines(outcome.stderr), "the user's own line is in it"
     if rank == 1:
-        headline = re.search(r"lightning-lockstep: rank 1 of 2 \(host .*\) failed at (.*): ValueError", outcome.stderr)
+        headline = re.search(
+            r"lightning-lockstep: rank 1 of 2 \(host .*\) failed at (.*): ValueError", outcome.stderr
+        )
         assert headline is not None, outcome.stderr
         assert headline[1] == "epoch 0, step 5, batch 5, stage train"
         assert outcome.stdout.count("caught RankFailedError") == 1
@@ -125,4 +127,6 @@ def test_two_nodes_started_by_hand() -> None:
             second = run_script([str(SCRIPT), "nodes"], env={**common, "NODE_RANK": "1"}, timeout=LIMIT)
             outcome = first.finish(LIMIT)
     assert (outcome.returncode, second.returncode) == (0, 0), outcome.output + second.output
-    assert re.findall(r"rank 0 fitted (\S+)", outcome.stdout) == re.findall(r"rank 1 fitted (\S+)", second.stdout)
+    assert re.findall(r"rank 0 fitted (\S+)", outcome.stdout) == re.findall(
+        r"rank 1 fitted (\S+)", second.stdout
+    )

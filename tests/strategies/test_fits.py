@@ -74,7 +74,9 @@ def loader(batches: int, sized: bool = True) -> DataLoader[Any]:
 
 
 def fit(net: Net, data: Any, *, strategy: Any = None, epochs: int = 2, **options: Any) -> Trainer:
-    trainer = Trainer(**{**QUIET, "max_epochs": epochs, **options}, strategy=strategy or LockstepDDPStrategy())
+    trainer = Trainer(
+        **{**QUIET, "max_epochs": epochs, **options}, strategy=strategy or LockstepDDPStrategy()
+    )
     trainer.fit(net, data)
     return trainer
 
@@ -177,7 +179,12 @@ def precision_fits() -> dict[str, Any]:
         logger = logging.getLogger("lightning_lockstep")
         trainer = fit(net, loader(3), precision=name, epochs=1)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        answers[name] = (trainer.precision, sorted(net.dtypes), scaler is not None, str(net.first.weight.dtype))
+        answers[name] = (
+            trainer.precision,
+            sorted(net.dtypes),
+            scaler is not None,
+            str(net.first.weight.dtype),
+        )
         assert logger is not None
     return answers
 
@@ -247,7 +254,9 @@ def placement_shown() -> str:
 
 
 def test_placement_is_shown_once_in_rank_order_and_cores_are_bound() -> None:
-    (first, second) = (answer.split("|") for answer in run_ranks(2, placement_shown, backend=None, timeout=120))
+    (first, second) = (
+        answer.split("|") for answer in run_ranks(2, placement_shown, backend=None, timeout=120)
+    )
     assert first[-2] == second[-2] == "1"
     rows = "|".join(first)
     assert rows.count("2 ranks") == 1

@@ -29,7 +29,10 @@ def test_unknown_options_are_named_with_their_nearest() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"start_method": "popn"}, "start_method='popn': expected one of 'popen', 'spawn', 'fork', 'forkserver'."),
+        (
+            {"start_method": "popn"},
+            "start_method='popn': expected one of 'popen', 'spawn', 'fork', 'forkserver'.",
+        ),
         ({"uneven_inputs": "drop"}, "uneven_inputs='drop': expected one of 'error', 'truncate', 'join'"),
         ({"timeout": 0}, "timeout=0: expected seconds, more than 0"),
         ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook='fp16': expected one of"),
@@ -73,7 +76,11 @@ def test_fp16_on_cpu_is_fp16(strategy: str) -> None:
 
 
 def test_the_registry_knows_every_start_method() -> None:
-    for name, method in {"lockstep_ddp": "popen", "lockstep_ddp_spawn": "spawn", "lockstep_ddp_fork": "fork"}.items():
+    for name, method in {
+        "lockstep_ddp": "popen",
+        "lockstep_ddp_spawn": "spawn",
+        "lockstep_ddp_fork": "fork",
+    }.items():
         strategy = Trainer(accelerator="cpu", devices=1, strategy=name, logger=False).strategy
         assert isinstance(strategy, lightning_lockstep.LockstepDDPStrategy)
         assert strategy._start_method == method
