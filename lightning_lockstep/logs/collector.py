@@ -1,0 +1,292 @@
+"""Gathers the lines of all ranks on rank 0 and prints them in rank order.
+
+A line is posted over the side channel and the call returns. On rank 0 one thread owns the order book; on the
+first rank of every other node one thread merges the lines of that node, where the ranks have agreed to that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from lightning_lockstep.distributed import SideChannel
+from lightning_lockstep.distributed.flushing import on_flush
+from lightning_lockstep.logs.lines import Line, rank_list, record_of
+from lightning_lockstep.logs.order_book import Batch, OnceBook, OrderBook
+
+__all__ = ["Collector", "LineSender", "NodeMerger"]
+
+LINES, LEVEL, ONCE, NODE = "log/lines", "log/level", "log/once", "log/node"
+# Longest time for which a node's first rank keeps lines back to merge them [s].
+_MERGE_FOR = 0.02
+# Lines this old have surely been printed by rank 0; younger ones are said here when rank 0 is gone [s].
+_MARGIN = 2.0
+
+
+class _BookThread:
+    """One thread that owns an order book: everything that touches the book is handed to it."""
+
+    def __init__(self, book: OrderBook | OnceBook, on_batches: Callable[[list[Batch]], None], *, name: str) -> None:
+        self.book, self._on_batches = book, on_batches
+        self._inbox: queue.SimpleQueue[Callable[[], list[Batch]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], list[Batch]]) -> None:
+        """Have ``work`` done on the thread, and what it returns printed."""
+        self._inbox.put(work)
+
+    def flush(self, timeout: float = 2.0) -> None:
+        """Print all that is held back; waits until that is done."""
+        done = threading.Event()
+
+        def everything() -> list[Batch]:
+            try:
+                self._on_batches(self.book.flush(time.monotonic()))
+            finally:
+                done.set()
+            return []
+
+        self.do(everything)
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
+            done.wait(timeout)
+
+    def _run(self) -> None:
+        while True:
+            due = self.book.next_due()
+            try:
+                work = self._inbox.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                self._on_batches(self.book.due(time.monotonic()))
+                continue
+            if work is None:
+                return
+            self._on_batches(work())
+
+    def stop(self) -> None:
+        self._inbox.put(None)
+
+
+class Collector:
+    """Prints the lines of all ranks in rank order; lives on rank 0.
+
+    Args:
+        channel: The side channel of the run.
+        timeout: Longest time that a line waits for those of other ranks [s].
+        folding: Whether equal lines become one.
+        emit: Prints a record; by default the handlers of the logger of the record's name do.
+    """
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        *,
+        timeout: float = 5.0,
+        folding: bool = True,
+        emit: Callable[[logging.LogRecord], None] | None = None,
+    ) -> None:
+        self._emit = emit or (lambda record: logging.getLogger(record.name).handle(record))
+        self._book = OrderBook(range(channel.world_size), timeout=timeout, folding=folding)
+        self._thread = _BookThread(self._book, self._print, name="lockstep-log-order")
+        self._once = OnceBook()
+        self._once_thread = _BookThread(self._once, self._print, name="lockstep-log-once")
+        self._remove = [
+            channel.on(LINES, lambda message: self.add([Line.unpack(p) for p in message.body])),
+            channel.on(LEVEL, lambda message: self.hear_level(message.sender, *message.body)),
+            channel.on(ONCE, lambda message: self.add_once(Line.unpack(message.body))),
+            on_flush(self.flush),
+        ]
+        channel.at_close(self.close)
+
+    def configure(self, *, timeout: float, folding: bool) -> None:
+        """Change the time that lines wait [s] and whether equal ones are folded."""
+
+        def change() -> list[Batch]:
+            self._book.timeout, self._book.folding = timeout, folding
+            return []
+
+        self._thread.do(change)
+
+    def add(self, lines: list[Line]) -> None:
+        """Take lines of any rank; returns at once."""
+        now = time.monotonic()
+        self._thread.do(lambda: [batch for line in lines for batch in self._book.add(line, now)])
+
+    def hear_level(self, rank: int, logger: str, level: int) -> None:
+        """Note that a rank says nothing below ``level`` in a logger; returns at once."""
+        self._thread.do(lambda: self._book.hear_level(rank, logger, level))
+
+    def add_once(self, line: Line, *, printed: bool = False) -> None:
+        """Take a line of which one is enough for all ranks; returns at once.
+
+        Args:
+            line: The line.
+            printed: Whether it stands on the console already.
+        """
+        now = time.monotonic()
+        self._once_thread.do(lambda: self._once.add(line, now, printed=printed))
+
+    def flush(self) -> None:
+        """Print all that is held back."""
+        self._thread.flush()
+        self._once_thread.flush()
+
+    def close(self) -> None:
+        """Print all that is held back and stop."""
+        self.flush()
+        for remove in self._remove:
+            remove()
+        self._thread.stop()
+        self._once_thread.stop()
+
+    def _print(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            for line in batch.lines:
+                self._emit(record_of(line, prefix=_late_prefix(line) if batch.late else None))
+            if batch.missing:
+                self._emit(_who_is_missing(batch))
+
+
+class NodeMerger:
+    """Merges the lines of one node before they go to rank 0; lives on the node's first rank.
+
+    Args:
+        channel: The side channel of the run.
+        ranks: The ranks of this node.
+        merge_for: Longest time for which lines are kept back [s].
+    """
+
+    def __init__(self, channel: SideChannel, ranks: range, *, merge_for: float = _MERGE_FOR) -> None:
+        self._channel = channel
+        self._book = OrderBook(ranks, timeout=merge_for, folding=True)
+        self._thread = _BookThread(self._book, self._pass_on, name="lockstep-log-node")
+        self._remove = [
+            channel.on(NODE, lambda message: self.add([Line.unpack(p) for p in message.body])),
+            on_flush(self.flush),
+        ]
+
+    def add(self, lines: list[Line]) -> None:
+        """Take lines of this node; returns at once."""
+        now = time.monotonic()
+        self._thread.do(lambda: [batch for line in lines for batch in self._book.add(line, now)])
+
+    def flush(self) -> None:
+        """Pass on all that is held back."""
+        self._thread.flush()
+        self._channel.flush(1.0)
+
+    def close(self) -> None:
+        """Pass on all that is held back and stop."""
+        self.flush()
+        for remove in self._remove:
+            remove()
+        self._thread.stop()
+
+    def _pass_on(self, batches: list[Batch]) -> None:
+        packed = [line.pack() for batch in batches for line in batch.lines]
+        if packed:
+            self._channel.post(LINES, packed, to=0)
+
+
+class LineSender:
+    """Sends this rank's lines to rank 0, and keeps the youngest in case rank 0 is gone.
+
+    Args:
+        channel: The side channel of the run.
+        collector: The collector, on rank 0.
+        keep_for: How long a line is kept [s].
+    """
+
+    def __init__(self, channel: SideChannel, collector: Collector | None, *, keep_for: float = 5.0) -> None:
+        self.channel, self.collector = channel, collector
+        self.merger: NodeMerger | None = None
+        self.node_leader: int | None = None
+        self.process = os.getpid()
+        self._keep_for = keep_for + _MARGIN
+        self._kept: deque[Line] = deque(maxlen=10_000)
+        self._told: dict[str, int] = {}
+        if collector is None:
+            on_flush(self.flush)
+            channel.at_close(self.flush)
+
+    def send(self, line: Line) -> None:
+        """Send a line; returns at once."""
+        self._told.pop(line.place.logger, None)
+        if self.collector is not None:
+            self.collector.add([line])
+            return
+        self._kept.append(line)
+        if self.merger is not None:
+            self.merger.add([line])
+        elif self.node_leader is not None:
+            self.channel.post(NODE, [line.pack()], to=self.node_leader)
+        else:
+            self.channel.post(LINES, [line.pack()], to=0)
+
+    def send_once(self, line: Line, *, printed: bool = False) -> None:
+        """Send a line of which one is enough for all ranks; returns at once."""
+        if self.collector is not None:
+            self.collector.add_once(line, printed=printed)
+        else:
+            self._kept.append(line)
+            self.channel.post(ONCE, line.pack(), to=0)
+
+    def tell_level(self, logger: str, level: int) -> None:
+        """Tell rank 0, once, that this rank says nothing below ``level`` in a logger; returns at once."""
+        if self._told.get(logger) == level:
+            return
+        self._told[logger] = level
+        if self.collector is not None:
+            self.collector.hear_level(self.channel.rank, logger, level)
+        else:
+            self.channel.post(LEVEL, [logger, level], to=0)
+
+    def flush(self) -> None:
+        """Hand over what is under way; when rank 0 is gone, say here what it may not have printed."""
+        if self.channel.usable:
+            self.channel.flush(1.0)
+        if not self.channel.lost:
+            return
+        oldest = time.time() - self._keep_for
+        while self._kept:
+            line = self._kept.popleft()
+            if line.created >= oldest:
+                logging.getLogger(line.place.logger).handle(record_of(line, prefix=_orphan_prefix(line)))
+
+
+def _late_prefix(line: Line) -> str:
+    return f"[{rank_list(line.ranks)}, late] "
+
+
+def _orphan_prefix(line: Line) -> str:
+    return f"[rank {line.ranks[0]}, said here since rank 0 is gone] "
+
+
+def _who_is_missing(batch: Batch) -> logging.LogRecord:
+    place = batch.lines[0].place
+    said = f"nothing came from {rank_list(batch.missing)} within {batch.waited:.1f} s of this"
+    note = Line(place, batch.missing, ("",) * len(batch.missing), said, time.time(), batch.lines[0].function)
+    return record_of(note, prefix="")
+
+
+def sender_on(channel: SideChannel) -> LineSender:
+    """Return the sender of a side channel, made on the first call; rank 0's prints, too.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    with _lock:
+        if channel not in _senders:
+            collector = Collector(channel) if channel.rank == 0 else None
+            _senders[channel] = LineSender(channel, collector)
+        return _senders[channel]
+
+
+_senders: weakref.WeakKeyDictionary[SideChannel, LineSender] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
