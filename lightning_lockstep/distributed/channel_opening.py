@@ -110,7 +110,9 @@ def _address(
     store = _default_store()
     if store is None:
         if broadcast is None:
-            raise RuntimeError("This process group has no store, so the side channel can only be opened together.")
+            raise RuntimeError(
+                "This process group has no store, so the side channel can only be opened together."
+            )
         host, port = broadcast(mine)
         return host, port
     if rank == 0:

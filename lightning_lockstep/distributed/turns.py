@@ -157,7 +157,9 @@ class Turns:
         ready = []
         for rank in waiting:
             queue = round_.came[rank]
-            busy = any(r in round_.told_to_go and r not in round_.done for r, q in round_.came.items() if q == queue)
+            busy = any(
+                r in round_.told_to_go and r not in round_.done for r, q in round_.came.items() if q == queue
+            )
             first = not any(r < rank and round_.came[r] == queue for r in waiting)
             in_turn = queue != "all" or all(r in round_.done for r in range(rank))
             if first and not busy and in_turn:

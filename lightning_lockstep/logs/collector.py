@@ -32,7 +32,9 @@ _MARGIN = 2.0
 class _BookThread:
     """One thread that owns an order book: everything that touches the book is handed to it."""
 
-    def __init__(self, book: OrderBook | OnceBook, on_batches: Callable[[list[Batch]], None], *, name: str) -> None:
+    def __init__(
+        self, book: OrderBook | OnceBook, on_batches: Callable[[list[Batch]], None], *, name: str
+    ) -> None:
         self.book, self._on_batches = book, on_batches
         self._inbox: queue.SimpleQueue[Callable[[], list[Batch]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -289,4 +291,3 @@ def sender_on(channel: SideChannel) -> LineSender:
 
 _senders: weakref.WeakKeyDictionary[SideChannel, LineSender] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-

@@ -81,7 +81,14 @@ def line_of(record: logging.LogRecord, *, rank: int, host: str, turn: int) -> Li
         trace = f"{trace}\n{record.stack_info}".strip()
     place = Place(record.name, record.levelno, record.pathname, record.lineno, turn)
     return Line(
-        place, (rank,), (host,), record.getMessage(), record.created, record.funcName or "", trace, _extra(record)
+        place,
+        (rank,),
+        (host,),
+        record.getMessage(),
+        record.created,
+        record.funcName or "",
+        trace,
+        _extra(record),
     )
 
 
