@@ -169,7 +169,9 @@ def _has_workers(fit_loop: Any) -> bool:
 
 def _set_epoch(loader: Any, epoch: int) -> None:
     # Workers ask for their first batches as soon as the iterator is made, before Lightning sets the epoch.
-    for sampler in {id(s): s for s in (loader.sampler, getattr(loader.batch_sampler, "sampler", None))}.values():
+    for sampler in {
+        id(s): s for s in (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    }.values():
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
 

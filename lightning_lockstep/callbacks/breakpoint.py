@@ -260,7 +260,9 @@ def _faults(signals: Any, exit_code: Any, filename: Any, interval: Any) -> list[
         faults.append(f"signals={signals!r}: expected a list of names, such as ['SIGTERM', 'SIGUSR1'].")
     elif any(name not in known for name in names):
         wrong = ", ".join(repr(name) for name in names if name not in known)
-        faults.append(f"signals has {wrong}: expected names of signals that can be caught, such as 'SIGTERM'.")
+        faults.append(
+            f"signals has {wrong}: expected names of signals that can be caught, such as 'SIGTERM'."
+        )
     if exit_code is not None and (not isinstance(exit_code, int) or not 0 <= exit_code <= 255):
         faults.append(f"exit_code={exit_code!r}: expected a number from 0 to 255, or None.")
     if not isinstance(filename, str) or not filename or "/" in filename:

@@ -134,6 +134,10 @@ class Collector:
         now = time.monotonic()
         self._once_thread.do(lambda: self._once.add(line, now, printed=printed))
 
+    def print_warnings(self) -> None:
+        """Print the warnings that wait for their equals."""
+        self._once_thread.flush()
+
     def flush(self) -> None:
         """Print all that is held back."""
         self._thread.flush()
