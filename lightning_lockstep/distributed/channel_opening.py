@@ -21,9 +21,10 @@ import torch.distributed as dist
 from lightning_lockstep.distributed.flushing import at_process_end
 from lightning_lockstep.distributed.side_channel import SideChannel, StoreSideChannel
 
-__all__ = ["close_side_channel", "known_rank", "open_side_channel", "side_channel_if_open"]
+__all__ = ["close_side_channel", "current_group", "known_rank", "open_side_channel", "side_channel_if_open"]
 
 _KEY = "lockstep/side_channel"
+_AVAILABLE = dist.is_available()
 _lock = threading.Lock()
 _open: tuple[Any, SideChannel] | None = None
 
@@ -36,6 +37,14 @@ def known_rank() -> tuple[int, int] | None:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return None
+
+
+def current_group() -> object | None:
+    """Return what stands for the process group that exists now; another object once there is another.
+
+    Ranks: any rank, alone; one attribute read.
+    """
+    return dist.group.WORLD if _AVAILABLE else None
 
 
 def side_channel_if_open(*, open_if_easy: bool = False) -> SideChannel | None:

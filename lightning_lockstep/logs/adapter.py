@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 from lightning_lockstep import _environment
 from lightning_lockstep._lightning import rank_zero_only
-from lightning_lockstep.distributed.channel_opening import known_rank, side_channel_if_open
+from lightning_lockstep.distributed.channel_opening import current_group, known_rank, side_channel_if_open
 from lightning_lockstep.distributed.flushing import on_flush
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs.collector import LineSender, sender_on
@@ -89,6 +89,11 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             if in_order:
                 _tell_level(self.logger)
             return
+        if in_order and not kwargs and not local_handlers and not self.logger.filters:
+            connected = _connected()
+            if connected is not None:
+                self._post(connected, level, msg, args)
+                return
         rank, world_size = _who_am_i()
         if main_process_only and not in_order:
             if rank == 0:
@@ -154,15 +159,29 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     def _handle(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
         self.logger.handle(self._record(level, msg, args, kwargs))
 
+    def _post(self, sender: LineSender, level: int, msg: object, args: Any) -> None:
+        """Send a line without a LogRecord, whose making costs more than all the rest."""
+        frame = _caller(1)
+        code = frame.f_code
+        place = (self.logger.name, level, code.co_filename, frame.f_lineno)
+        turn = _turns.get(place, 0)
+        _turns[place] = turn + 1
+        text = str(msg)
+        if args:
+            one_mapping = len(args) == 1 and isinstance(args[0], Mapping) and args[0]
+            text = text % (args[0] if one_mapping else args)
+        ranks = (sender.channel.rank,)
+        sender.send(((*place, turn), ranks, (_host,), text, time.time(), code.co_name, "", {}))
+
     def _in_order(self, rank: int, record: logging.LogRecord) -> None:
         if not self.logger.filter(record):
             return
         to_local_files(record)
         place = (record.name, record.levelno, record.pathname, record.lineno)
-        turn = _turns[place]
-        _turns[place] += 1
-        line = line_of(record, rank=rank, host=_host, turn=turn)
-        if not _hand_over(lambda sender: sender.send(line)):
+        turn = _turns.get(place, 0)
+        _turns[place] = turn + 1
+        packed = line_of(record, rank=rank, host=_host, turn=turn).pack()
+        if not _hand_over(lambda sender: sender.send(packed)):
             self._say_here(rank, record)
 
     def _say_here(self, rank: int, record: logging.LogRecord) -> None:
@@ -228,6 +247,21 @@ def _tell_level(logger: logging.Logger) -> None:
 _SKIPPED_FILES = (logging.info.__code__.co_filename, _caller.__code__.co_filename)
 
 
+def _connected() -> LineSender | None:
+    """Return the sender of the process group that exists now, as fast as can be."""
+    global _cached
+    group = current_group()
+    if group is None:
+        return None
+    if _cached is not None and _cached[0] is group:
+        sender = _cached[1]
+        if sender.channel.usable and sender.process == os.getpid():
+            return sender
+    found = _sender()
+    _cached = None if found is None else (group, found)
+    return found
+
+
 def _sender(*, open_if_easy: bool = True) -> LineSender | None:
     """Return what takes this rank's lines, or ``None`` while the ranks are not connected."""
     known = known_rank()
@@ -271,10 +305,11 @@ def _look_for_channel() -> None:
 class _SayHere:
     """Stands in for the sender of a run whose rank 0 never opened the channel."""
 
-    def send(self, line: Line) -> None:
-        logging.getLogger(line.place.logger).handle(record_of(line))
+    def send(self, packed: Sequence[Any]) -> None:
+        self.send_once(Line.unpack(packed))
 
-    send_once = send
+    def send_once(self, line: Line) -> None:
+        logging.getLogger(line.place.logger).handle(record_of(line))
 
     def tell_level(self, logger: str, level: int) -> None:
         """Nobody is there to be told."""
@@ -290,7 +325,8 @@ def _say_kept_lines() -> None:
 # Lines said while rank 0 had not opened the channel yet; they go out with the first one after that.
 _kept_back: deque[Callable[[LineSender], None]] = deque(maxlen=10_000)
 _waiter: threading.Thread | None = None
-_turns: Counter[tuple[str, int, str, int]] = Counter()
+_turns: dict[tuple[str, int, str, int], int] = {}
+_cached: tuple[object, LineSender] | None = None
 _said_once: set[tuple[str, str]] = set()
 _once_lock = threading.Lock()
 on_flush(_say_kept_lines)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lightning_lockstep.distributed import SideChannel
 from lightning_lockstep.distributed.flushing import on_flush
+from lightning_lockstep.logs.bookkeeper import Bookkeeper
 from lightning_lockstep.logs.lines import Line, rank_list, record_of
 from lightning_lockstep.logs.order_book import Batch, OnceBook, OrderBook
 
@@ -27,52 +28,6 @@ LINES, LEVEL, ONCE, NODE = "log/lines", "log/level", "log/once", "log/node"
 _MERGE_FOR = 0.02
 # Lines this old have surely been printed by rank 0; younger ones are said here when rank 0 is gone [s].
 _MARGIN = 2.0
-
-
-class _BookThread:
-    """One thread that owns an order book: everything that touches the book is handed to it."""
-
-    def __init__(
-        self, book: OrderBook | OnceBook, on_batches: Callable[[list[Batch]], None], *, name: str
-    ) -> None:
-        self.book, self._on_batches = book, on_batches
-        self._inbox: queue.SimpleQueue[Callable[[], list[Batch]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def do(self, work: Callable[[], list[Batch]]) -> None:
-        """Have ``work`` done on the thread, and what it returns printed."""
-        self._inbox.put(work)
-
-    def flush(self, timeout: float = 2.0) -> None:
-        """Print all that is held back; waits until that is done."""
-        done = threading.Event()
-
-        def everything() -> list[Batch]:
-            try:
-                self._on_batches(self.book.flush(time.monotonic()))
-            finally:
-                done.set()
-            return []
-
-        self.do(everything)
-        if threading.current_thread() is not self._thread and self._thread.is_alive():
-            done.wait(timeout)
-
-    def _run(self) -> None:
-        while True:
-            due = self.book.next_due()
-            try:
-                work = self._inbox.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
-            except queue.Empty:
-                self._on_batches(self.book.due(time.monotonic()))
-                continue
-            if work is None:
-                return
-            self._on_batches(work())
-
-    def stop(self) -> None:
-        self._inbox.put(None)
 
 
 class Collector:
@@ -95,11 +50,11 @@ class Collector:
     ) -> None:
         self._emit = emit or (lambda record: logging.getLogger(record.name).handle(record))
         self._book = OrderBook(range(channel.world_size), timeout=timeout, folding=folding)
-        self._thread = _BookThread(self._book, self._print, name="lockstep-log-order")
+        self._keeper = Bookkeeper(self._book, self._print, name="lockstep-log-order", look_every=0.25)
         self._once = OnceBook()
-        self._once_thread = _BookThread(self._once, self._print, name="lockstep-log-once")
+        self._once_keeper = Bookkeeper(self._once, self._print, name="lockstep-log-once", look_every=0.1)
         self._remove = [
-            channel.on(LINES, lambda message: self.add([Line.unpack(p) for p in message.body])),
+            channel.on(LINES, lambda message: self.add(message.body, print_here=True)),
             channel.on(LEVEL, lambda message: self.hear_level(message.sender, *message.body)),
             channel.on(ONCE, lambda message: self.add_once(Line.unpack(message.body))),
             on_flush(self.flush),
@@ -113,16 +68,24 @@ class Collector:
             self._book.timeout, self._book.folding = timeout, folding
             return []
 
-        self._thread.do(change)
+        self._keeper.do(change, print_here=True)
 
-    def add(self, lines: list[Line]) -> None:
-        """Take lines of any rank; returns at once."""
+    def add(self, packed: Sequence[Sequence[Any]], *, print_here: bool = False) -> None:
+        """Take lines of any rank; returns at once.
+
+        Args:
+            packed: The lines, packed.
+            print_here: Whether this thread may print.
+        """
         now = time.monotonic()
-        self._thread.do(lambda: [batch for line in lines for batch in self._book.add(line, now)])
+        self._keeper.do(
+            lambda: [batch for p in packed for batch in self._book.add(Line.unpack(p), now)],
+            print_here=print_here,
+        )
 
     def hear_level(self, rank: int, logger: str, level: int) -> None:
         """Note that a rank says nothing below ``level`` in a logger; returns at once."""
-        self._thread.do(lambda: self._book.hear_level(rank, logger, level))
+        self._keeper.do(lambda: self._book.hear_level(rank, logger, level), print_here=False)
 
     def add_once(self, line: Line, *, printed: bool = False) -> None:
         """Take a line of which one is enough for all ranks; returns at once.
@@ -132,24 +95,24 @@ class Collector:
             printed: Whether it stands on the console already.
         """
         now = time.monotonic()
-        self._once_thread.do(lambda: self._once.add(line, now, printed=printed))
+        self._once_keeper.do(lambda: self._once.add(line, now, printed=printed), print_here=False)
 
     def print_warnings(self) -> None:
         """Print the warnings that wait for their equals."""
-        self._once_thread.flush()
+        self._once_keeper.flush()
 
     def flush(self) -> None:
         """Print all that is held back."""
-        self._thread.flush()
-        self._once_thread.flush()
+        self._keeper.flush()
+        self._once_keeper.flush()
 
     def close(self) -> None:
         """Print all that is held back and stop."""
         self.flush()
         for remove in self._remove:
             remove()
-        self._thread.stop()
-        self._once_thread.stop()
+        self._keeper.stop()
+        self._once_keeper.stop()
 
     def _print(self, batches: list[Batch]) -> None:
         for batch in batches:
@@ -171,20 +134,22 @@ class NodeMerger:
     def __init__(self, channel: SideChannel, ranks: range, *, merge_for: float = _MERGE_FOR) -> None:
         self._channel = channel
         self._book = OrderBook(ranks, timeout=merge_for, folding=True)
-        self._thread = _BookThread(self._book, self._pass_on, name="lockstep-log-node")
+        self._keeper = Bookkeeper(self._book, self._pass_on, name="lockstep-log-node", look_every=merge_for)
         self._remove = [
-            channel.on(NODE, lambda message: self.add([Line.unpack(p) for p in message.body])),
+            channel.on(NODE, lambda message: self.add(message.body)),
             on_flush(self.flush),
         ]
 
-    def add(self, lines: list[Line]) -> None:
+    def add(self, packed: Sequence[Sequence[Any]]) -> None:
         """Take lines of this node; returns at once."""
         now = time.monotonic()
-        self._thread.do(lambda: [batch for line in lines for batch in self._book.add(line, now)])
+        self._keeper.do(
+            lambda: [batch for p in packed for batch in self._book.add(Line.unpack(p), now)], print_here=True
+        )
 
     def flush(self) -> None:
         """Pass on all that is held back."""
-        self._thread.flush()
+        self._keeper.flush()
         self._channel.flush(1.0)
 
     def close(self) -> None:
@@ -192,7 +157,7 @@ class NodeMerger:
         self.flush()
         for remove in self._remove:
             remove()
-        self._thread.stop()
+        self._keeper.stop()
 
     def _pass_on(self, batches: list[Batch]) -> None:
         packed = [line.pack() for batch in batches for line in batch.lines]
@@ -215,32 +180,33 @@ class LineSender:
         self.node_leader: int | None = None
         self.process = os.getpid()
         self._keep_for = keep_for + _MARGIN
-        self._kept: deque[Line] = deque(maxlen=10_000)
+        self._kept: deque[Sequence[Any]] = deque(maxlen=10_000)
         self._told: dict[str, int] = {}
         if collector is None:
             on_flush(self.flush)
             channel.at_close(self.flush)
 
-    def send(self, line: Line) -> None:
-        """Send a line; returns at once."""
-        self._told.pop(line.place.logger, None)
+    def send(self, packed: Sequence[Any]) -> None:
+        """Send a packed line; returns at once."""
+        if self._told:
+            self._told.pop(packed[0][0], None)
         if self.collector is not None:
-            self.collector.add([line])
+            self.collector.add((packed,))
             return
-        self._kept.append(line)
+        self._kept.append(packed)
         if self.merger is not None:
-            self.merger.add([line])
+            self.merger.add((packed,))
         elif self.node_leader is not None:
-            self.channel.post(NODE, [line.pack()], to=self.node_leader)
+            self.channel.post(NODE, (packed,), to=self.node_leader)
         else:
-            self.channel.post(LINES, [line.pack()], to=0)
+            self.channel.post(LINES, (packed,), to=0)
 
     def send_once(self, line: Line, *, printed: bool = False) -> None:
         """Send a line of which one is enough for all ranks; returns at once."""
         if self.collector is not None:
             self.collector.add_once(line, printed=printed)
         else:
-            self._kept.append(line)
+            self._kept.append(line.pack())
             self.channel.post(ONCE, line.pack(), to=0)
 
     def tell_level(self, logger: str, level: int) -> None:
@@ -261,7 +227,7 @@ class LineSender:
             return
         oldest = time.time() - self._keep_for
         while self._kept:
-            line = self._kept.popleft()
+            line = Line.unpack(self._kept.popleft())
             if line.created >= oldest:
                 logging.getLogger(line.place.logger).handle(record_of(line, prefix=_orphan_prefix(line)))
 

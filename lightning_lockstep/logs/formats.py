@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_lockstep.logs.lines import rank_list
 
@@ -74,7 +74,7 @@ class ConsoleFormat(TextFormat):
         colour: Whether to write colours.
     """
 
-    _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
+    _STYLES: ClassVar = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
     def __init__(self, rank: int, *, colour: bool) -> None:
         super().__init__(rank)

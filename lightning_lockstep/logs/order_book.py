@@ -79,7 +79,7 @@ class OrderBook:
         return self._complete([line.place], now)
 
     def hear_level(self, rank: int, logger: str, level: int) -> list[Batch]:
-        """Note that a rank says nothing below ``level`` in a logger, and return what need not wait any more."""
+        """Note that a rank says nothing below ``level`` in a logger; return what need not wait any more."""
         self._levels[rank, logger] = level
         return self._complete([place for place in self._waiting if place.logger == logger], 0.0)
 
