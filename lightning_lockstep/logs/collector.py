@@ -188,8 +188,8 @@ class LineSender:
 
     def send(self, packed: Sequence[Any]) -> None:
         """Send a packed line; returns at once."""
-        if self._told:
-            self._told.pop(packed[0][0], None)
+        if self._told and packed[0][1] < self._told.get(packed[0][0], 0):
+            del self._told[packed[0][0]]
         if self.collector is not None:
             self.collector.add((packed,))
             return

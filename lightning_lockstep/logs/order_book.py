@@ -66,7 +66,8 @@ class OrderBook:
             now: A clock that never goes back [s].
         """
         for rank in line.ranks:
-            self._levels.pop((rank, line.place.logger), None)
+            if line.place.level < self._levels.get((rank, line.place.logger), 0):
+                del self._levels[rank, line.place.logger]
         overdue = self._still_to_come.get(line.place)
         if overdue is not None and overdue.issuperset(line.ranks):
             overdue.difference_update(line.ranks)
