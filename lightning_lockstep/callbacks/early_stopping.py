@@ -232,7 +232,9 @@ class SyncedEarlyStopping(EarlyStopping):
 
     def _drain(self) -> None:
         if self._watch is not None and self._trainer is not None:
-            for entries in self._watch.drain():
+            under_way = self._watch.drain()
+            # A check that was posted as the ranks decided to stop has nothing more to say.
+            for entries in under_way if not self._trainer.should_stop else []:
                 self._check(self._trainer, entries)
 
     def _stop_watching(self) -> None:
