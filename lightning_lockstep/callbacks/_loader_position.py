@@ -30,6 +30,7 @@ class LoaderPosition:
     def __init__(self, world_size: int) -> None:
         self._one_rank = world_size == 1
         self._saved: list[Any] = []
+        self._random: Any = None
 
     def watch(self, fit_loop: Any) -> None:
         """Begin to watch loaders that are not watched yet.
@@ -41,19 +42,20 @@ class LoaderPosition:
                 # DataLoader refuses this by its own __setattr__, since it could not check what it gets.
                 object.__setattr__(loader, "batch_sampler", _CountedBatches(loader.batch_sampler))
 
-    def state(self, fit_loop: Any) -> list[Any]:
-        """Return the random states from which the loaders drew the order of this epoch."""
+    def state(self, fit_loop: Any) -> dict[str, Any]:
+        """Return the random states: now, and where the loaders drew the order of this epoch from."""
         if not self._one_rank:
-            return []
-        return [
+            return {}
+        drawn_from = [
             watched.drawn_from
             for loader in _plain_loaders(fit_loop)
             if isinstance(watched := loader.batch_sampler, _CountedBatches)
         ]
+        return {"drawn_from": drawn_from, "now": torch.get_rng_state()}
 
-    def load(self, saved: list[Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Take what :meth:`state` returned before."""
-        self._saved = list(saved)
+        self._saved, self._random = list(state.get("drawn_from", [])), state.get("now")
 
     def go_on(self, fit_loop: Any, *, batches: int) -> None:
         """Start the epoch's iterators again, behind the batches that were seen.
@@ -77,6 +79,8 @@ class LoaderPosition:
             _discard(fit_loop, batches)
         self._saved = []
         if batches:
+            if self._one_rank and self._random is not None:
+                torch.set_rng_state(self._random)
             # Lightning takes every loader that saves no state for one that starts from the beginning.
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
 

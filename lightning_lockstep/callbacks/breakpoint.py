@@ -120,7 +120,7 @@ class StopTogether(Callback):
         if self._position is None:
             return
         self._position.watch(trainer.fit_loop)
-        self._position.load(self._loaded.pop("loaders", []))
+        self._position.load(self._loaded.pop("loaders", {}))
         self._position.go_on(trainer.fit_loop, batches=_batches_seen(trainer))
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
