@@ -15,6 +15,15 @@ from lightning_lockstep._registry import register_strategies as _register_strate
 _EXPORTS: dict[str, str] = {
     # strategies
     "LockstepDDPStrategy": "strategies.ddp",
+    # callbacks
+    "RankOrderedLogging": "callbacks.rank_logging",
+    "StopTogether": "callbacks.breakpoint",
+    "SyncedEarlyStopping": "callbacks.early_stopping",
+    # functions
+    "check_breakpoint": "callbacks.breakpoint",
+    "get_logger": "logs",
+    "in_rank_order": "logs",
+    "set_breakpoint": "callbacks.breakpoint",
     # errors
     "BatchSizeError": "errors",
     "CollectiveError": "errors",
@@ -23,8 +32,10 @@ _EXPORTS: dict[str, str] = {
     "ConfigurationError": "errors",
     "LaunchError": "errors",
     "LockstepError": "errors",
+    "MetricMissingError": "errors",
     "MissingExtraError": "errors",
     "OverflowDetectedError": "errors",
+    "Preempted": "errors",
     "RankFailedError": "errors",
 }
 

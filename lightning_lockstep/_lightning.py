@@ -31,6 +31,7 @@ _PUBLIC: dict[str, tuple[str, str, str]] = {
     "Callback": ("pytorch", "", "Callback"),
     "seed_everything": ("pytorch", "", "seed_everything"),
     "EarlyStopping": ("pytorch", "callbacks", "EarlyStopping"),
+    "EarlyStoppingReason": ("pytorch", "callbacks.early_stopping", "EarlyStoppingReason"),
     "Checkpoint": ("pytorch", "callbacks", "Checkpoint"),
     "ModelCheckpoint": ("pytorch", "callbacks", "ModelCheckpoint"),
     "LearningRateMonitor": ("pytorch", "callbacks", "LearningRateMonitor"),
@@ -117,6 +118,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
     from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry

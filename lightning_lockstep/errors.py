@@ -9,7 +9,10 @@
     ├── RankFailedError(RuntimeError)        another rank failed: which, host, step, its traceback
     ├── OverflowDetectedError(ArithmeticError)
     ├── BatchSizeError(RuntimeError)         no batch size fits, or the search is not possible here
+    ├── MetricMissingError(RuntimeError)     a monitored metric that no rank, or not every rank, has logged
     └── LaunchError(RuntimeError)            ssh, mpirun, hostfile, slots, world-size disagreement
+
+    Preempted(SystemExit)                    no error: all ranks have saved a checkpoint and leave together
 
 Each class also derives from the built-in error a reader would expect, so that code which catches
 ``ValueError`` or ``RuntimeError`` keeps working.
@@ -27,8 +30,10 @@ __all__ = [
     "ConfigurationError",
     "LaunchError",
     "LockstepError",
+    "MetricMissingError",
     "MissingExtraError",
     "OverflowDetectedError",
+    "Preempted",
     "RankFailedError",
 ]
 
@@ -137,6 +142,37 @@ class BatchSizeError(LockstepError, RuntimeError):
 
     Ranks: raised alike on every rank.
     """
+
+
+class MetricMissingError(LockstepError, RuntimeError):
+    """A monitored metric was logged by no rank, or not by every rank.
+
+    Ranks: raised alike on every rank, after all have said what they have.
+    """
+
+
+class Preempted(SystemExit):
+    """All ranks leave together because one was told to end; a checkpoint has been saved.
+
+    It ends the program with its exit code, without a traceback, unless the program catches it.
+
+    Args:
+        reason: Which rank was told to end, and how.
+        exit_code: Exit code of every rank.
+        checkpoint: File to resume from, if one was saved.
+
+    Ranks: raised alike on every rank, after the same batch.
+    """
+
+    def __init__(self, reason: str = "", exit_code: int = 75, checkpoint: str | None = None) -> None:
+        super().__init__(exit_code)
+        self.reason, self.checkpoint = reason, checkpoint
+
+    def __str__(self) -> str:
+        return self.reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.reason, self.code, self.checkpoint)
 
 
 class LaunchError(LockstepError, RuntimeError):

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lockstep.distributed.side_channel import LocalSideChannel, SideChannel, StoreSideChannel
+from lightning_lockstep.distributed.channel_opening import close_side_channel, open_side_channel
+from lightning_lockstep.distributed.side_channel import LocalSideChannel, SideChannel
 
 __all__ = [
     "Agreement",
@@ -114,8 +115,8 @@ class Communicator(ABC):
     def side_channel(self) -> SideChannel:
         """The channel for what must not wait for anybody.
 
-        Ranks: the first access must happen on every rank alike (it opens the channel: one broadcast); our
-        strategies do so at start-up. After that any rank may use it alone.
+        Ranks: the first access waits until rank 0 has made its own first access; our strategies open the
+        channel at start-up. After that any rank may use it alone.
         """
 
     @abstractmethod
@@ -255,7 +256,7 @@ class TorchCommunicator(Communicator):
     def side_channel(self) -> SideChannel:
         """See :attr:`Communicator.side_channel`."""
         if self._side_channel is None:
-            self._side_channel = self._open_side_channel()
+            self._side_channel = open_side_channel(broadcast=self.broadcast)
         return self._side_channel
 
     def gather(self, obj: Any) -> list[Any]:
@@ -278,19 +279,6 @@ class TorchCommunicator(Communicator):
     def barrier(self) -> None:
         """See :meth:`Communicator.barrier`."""
         dist.barrier(group=self._group)
-
-    def _open_side_channel(self) -> SideChannel:
-        server = None
-        if self.rank == 0:
-            # Port 0 lets the system choose, so that jobs on one host never collide.
-            server = dist.TCPStore("0.0.0.0", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-        address = (os.environ.get("MASTER_ADDR") or self.host, server.port if server else 0)
-        host, port = self.broadcast(address)
-        channel = StoreSideChannel(
-            "127.0.0.1" if server else host, port, rank=self.rank, world_size=self.world_size, server=server
-        )
-        self.barrier()
-        return channel
 
 
 _current: tuple[Any, Communicator] | None = None
@@ -315,6 +303,15 @@ def current_communicator() -> Communicator:
     return _current[1]
 
 
+def communicator_if_made() -> Communicator | None:
+    """Return the communicator of the current process group if somebody has asked for it before.
+
+    Ranks: any rank, alone; nothing is made and nothing is sent.
+    """
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return _current[1] if _current is not None and _current[0] is group else None
+
+
 def adopt_communicator(communicator: Communicator) -> None:
     """Make ``communicator`` the current one of the process group that exists now.
 
@@ -334,10 +331,7 @@ def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> N
     Ranks: every rank, at its own end; waits for nobody longer than ``timeout``.
     """
     global _current
-    if _current is not None and isinstance(_current[1], TorchCommunicator):
-        channel = _current[1]._side_channel
-        if channel is not None:
-            channel.close(timeout)
+    close_side_channel(timeout)
     _current = None
     if destroy_process_group and dist.is_available() and dist.is_initialized():
         with suppress(RuntimeError):

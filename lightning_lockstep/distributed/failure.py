@@ -35,6 +35,7 @@ from typing import Any, Literal
 from torch.distributed import DistError
 
 from lightning_lockstep._lightning import SIGTERMException, _destroy_dist_connection
+from lightning_lockstep.distributed.flushing import run_flushers
 from lightning_lockstep.distributed.side_channel import Message, SideChannel, StoreSideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
 
@@ -235,7 +236,8 @@ class CrashFanOut:
         Ranks: the rank whose work was ended; waits up to a third of the grace period for news of an earlier
             failure when the error looks like the consequence of one.
         """
-        if isinstance(error, RankFailedError):
+        agreed = isinstance(error, SystemExit) and _expected_exit is not None and error.code == _expected_exit
+        if isinstance(error, RankFailedError) or agreed:
             return error
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
@@ -453,13 +455,31 @@ def _show_instead(error: BaseException, text: str) -> None:
 
 
 def flush_everything() -> None:
-    """Flush standard streams and log handlers; never raises."""
+    """Write out what is held back, then flush standard streams and log handlers; never raises."""
+    run_flushers()
     for handler in list(logging.getLogger().handlers):
         with suppress(Exception):
             handler.flush()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+
+
+_expected_exit: int | None = None
+
+
+def expect_exit(exit_code: int) -> None:
+    """Note that all ranks have agreed to end with this exit code, so that it is no failure.
+
+    Ranks: every rank, alike, at the point where all leave.
+    """
+    global _expected_exit
+    _expected_exit = exit_code
+
+
+def expected_exit() -> int | None:
+    """Return the exit code with which all ranks have agreed to end, or ``None``."""
+    return _expected_exit
 
 
 _leaving = False

@@ -67,6 +67,29 @@ class SideChannel(ABC):
         self._handlers: dict[str, list[Handler]] = defaultdict(list)
         self._unread: dict[str, deque[Message]] = defaultdict(lambda: deque(maxlen=_KEPT_UNREAD))
         self._lock = threading.RLock()
+        self._at_close: list[Callable[[], None]] = []
+
+    @property
+    def usable(self) -> bool:
+        """Whether a message that is posted now can still arrive."""
+        return True
+
+    @property
+    def lost(self) -> bool:
+        """Whether the channel broke though nobody said goodbye."""
+        return False
+
+    def at_close(self, function: Callable[[], None]) -> None:
+        """Call ``function`` once when the channel is closed, after the last message has come.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        self._at_close.append(function)
+
+    def _closed(self) -> None:
+        for function in self._at_close:
+            function()
+        self._at_close.clear()
 
     def on(self, topic: str, handler: Handler) -> Callable[[], None]:
         """Call ``handler`` with every message of ``topic``, in the order in which they arrive.
@@ -179,6 +202,7 @@ class LocalSideChannel(SideChannel):
 
     def close(self, timeout: float = 2.0) -> None:
         """See :meth:`SideChannel.close`."""
+        self._closed()
 
 
 class StoreSideChannel(SideChannel):
@@ -234,6 +258,16 @@ class StoreSideChannel(SideChannel):
         self._sender.start()
         self._receiver.start()
 
+    @property
+    def usable(self) -> bool:
+        """See :attr:`SideChannel.usable`."""
+        return not self._lost.is_set() and not self._closing.is_set()
+
+    @property
+    def lost(self) -> bool:
+        """See :attr:`SideChannel.lost`."""
+        return self._lost.is_set() and not self._closing.is_set()
+
     def post(self, topic: str, body: Any = None, *, to: int | Iterable[int] | None = None) -> None:
         """See :meth:`SideChannel.post`."""
         self._outbox.put((topic, body, _receivers(to, self.rank, self.world_size)))
@@ -268,6 +302,7 @@ class StoreSideChannel(SideChannel):
         self._outbox.put(None)
         self._sender.join(max(timeout, 0.5))
         self._receiver.join(max(timeout, 0.5))
+        self._closed()
 
     def _send_loop(self) -> None:
         due = time.monotonic() + self._heartbeat_interval

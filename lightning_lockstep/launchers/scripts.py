@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_lockstep._environment import LAUNCHER_PID, launcher_pid
 from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep.distributed import shut_down
-from lightning_lockstep.distributed.failure import describe_exit, flush_everything
+from lightning_lockstep.distributed.failure import describe_exit, expected_exit, flush_everything
 from lightning_lockstep.distributed.rendezvous import forget_rendezvous, host_rendezvous
 from lightning_lockstep.launchers.environment import LockstepEnvironment
 from lightning_lockstep.launchers.interrupts import watch_interrupts
@@ -144,10 +144,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _watch(self, processes: list[subprocess.Popen[bytes]]) -> None:
         while _started is not None and _started.processes is processes:
             for local_rank, process in enumerate(processes, 1):
-                if process.poll():
+                if process.poll() and process.returncode != expected_exit():
                     self._child_ended(local_rank, process)
                     return
-            if all(process.returncode == 0 for process in processes):
+            if all(process.poll() is not None for process in processes):
                 return
             time.sleep(_LOOK_EVERY)
 

@@ -6,6 +6,7 @@ grace period, and raises one error with the first failing rank's own traceback.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -28,13 +29,16 @@ from lightning_lockstep.distributed.failure import (
     show_plainly,
 )
 from lightning_lockstep.distributed.rendezvous import free_port
-from lightning_lockstep.errors import LaunchError, RankFailedError
+from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
 from lightning_lockstep.launchers.environment import LockstepEnvironment
 
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.keeper import RankKeeper
 
 __all__ = ["SpawnedLauncher"]
+
+# Where a rank notes that all ranks have left on purpose, with an exit code of their own.
+_LEFT = "preempted.json"
 
 
 class SpawnedLauncher(_MultiProcessingLauncher):
@@ -78,6 +82,9 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             )
             self.procs = context.processes
             self._join(context, Path(folder))
+            left = Path(folder) / _LEFT
+            if left.exists():
+                raise Preempted(*json.loads(left.read_text(encoding="utf-8")))
         output = answers.get()
         if trainer is None:
             return output
@@ -140,3 +147,8 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             # Torch's wrapper would turn this into a success, and the parent would wait for an answer.
             flush_everything()
             os._exit(130)
+        except Preempted as preempted:
+            # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
+            draft = Path(folder) / f"{_LEFT}.{process_idx}"
+            draft.write_text(json.dumps([preempted.reason, preempted.code, preempted.checkpoint]), "utf-8")
+            draft.replace(Path(folder) / _LEFT)

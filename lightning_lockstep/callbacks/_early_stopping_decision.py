@@ -1,0 +1,228 @@
+"""Whether to stop, from numbers alone: no Trainer, no ranks, no clock."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_lockstep._lightning import EarlyStoppingReason
+
+__all__ = ["Entry", "Progress", "Reduced", "StopRule", "Verdict", "missing_message", "reduce_entries"]
+
+Reduction = Literal["mean", "min", "max", "rank0"]
+REDUCTIONS = ("mean", "min", "max", "rank0")
+MISSING = ("error", "use_present")
+MODES = {"min": (torch.lt, "<"), "max": (torch.gt, ">")}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one rank has of the monitored metric.
+
+    Attributes:
+        value: Its value; ``None`` where the rank has not logged it.
+        dtype: Name of the metric's dtype, such as ``float32``.
+        names: What the rank has logged, where the metric is not among it.
+    """
+
+    value: float | None
+    dtype: str = "float32"
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, metric: Tensor | None, names: Sequence[str]) -> Entry:
+        """Return the entry for a metric that holds one number, or for its absence."""
+        if metric is None:
+            return cls(None, names=tuple(names))
+        return cls(float(metric), str(metric.dtype).removeprefix("torch."))
+
+    def pack(self) -> list[Any]:
+        """Return the entry as something JSON can hold: it has no word for nan that all readers know."""
+        return [None if self.value is None else repr(self.value), self.dtype, list(self.names)]
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Any]) -> Entry:
+        """Return the entry that :meth:`pack` packed."""
+        value, dtype, names = packed
+        return cls(None if value is None else float(value), dtype, tuple(names))
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """One value for all ranks.
+
+    Attributes:
+        value: The value, a tensor without dimensions of the metric's own dtype.
+        not_finite: Ranks whose value took part and is nan or infinite.
+        ranks: Number of ranks.
+    """
+
+    value: Tensor
+    not_finite: tuple[int, ...] = ()
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the search for a better value has come.
+
+    Attributes:
+        best_score: Best value so far.
+        wait_count: Checks since then without an improvement.
+    """
+
+    best_score: Tensor
+    wait_count: int = 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one check.
+
+    Attributes:
+        stop: Whether to stop.
+        reason: Why; ``NOT_STOPPED`` where ``stop`` is false.
+        message: What to tell the user; ``None`` if nothing happened.
+        progress: The state after this check.
+    """
+
+    stop: bool
+    reason: EarlyStoppingReason
+    message: str | None
+    progress: Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopRule:
+    """When to stop; the words are those of Lightning's ``EarlyStopping``.
+
+    Attributes:
+        monitor: Name of the metric.
+        mode: ``min`` or ``max``: which way is better.
+        min_delta: Least change that counts as an improvement, with the sign of the direction, as Lightning's
+            attribute has it.
+        patience: Checks without an improvement after which to stop.
+        check_finite: Whether nan or an infinity stops.
+        stopping_threshold: Stop when the value is better than this.
+        divergence_threshold: Stop when the value is worse than this.
+    """
+
+    monitor: str
+    mode: str = "min"
+    min_delta: float = 0.0
+    patience: int = 3
+    check_finite: bool = True
+    stopping_threshold: float | None = None
+    divergence_threshold: float | None = None
+    _better: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_better", MODES[self.mode][0])
+
+    def decide(self, progress: Progress, reduced: Reduced) -> Verdict:
+        """Return the verdict on one value, in the arithmetic of the metric's own dtype.
+
+        Args:
+            progress: The state before this check.
+            reduced: The value, the same on every rank.
+        """
+        current, best = reduced.value, progress.best_score.to(reduced.value.device)
+        stop = self._stops_at_once(reduced, best)
+        if stop is not None:
+            reason, message = stop
+            return Verdict(True, reason, f"{message} Signaling Trainer to stop.", progress)
+        if self._better(current - self.min_delta, best):
+            return Verdict(False, _NOT_STOPPED, self._improvement(current, best), Progress(current, 0))
+        waited = Progress(progress.best_score, progress.wait_count + 1)
+        if waited.wait_count < self.patience:
+            return Verdict(False, _NOT_STOPPED, None, waited)
+        message = (
+            f"Monitored metric {self.monitor} did not improve in the last {waited.wait_count} records."
+            f" Best score: {best:.3f}. Signaling Trainer to stop."
+        )
+        return Verdict(True, EarlyStoppingReason.PATIENCE_EXHAUSTED, message, waited)
+
+    def _stops_at_once(self, reduced: Reduced, best: Tensor) -> tuple[EarlyStoppingReason, str] | None:
+        current, sign = reduced.value, MODES[self.mode][1]
+        if self.check_finite and (reduced.not_finite or not torch.isfinite(current)):
+            message = f"Monitored metric {self.monitor} = {current} is not finite."
+            if reduced.ranks > 1 and reduced.not_finite:
+                message += f" It is not finite on rank(s) {', '.join(map(str, reduced.not_finite))}."
+            message += f" Previous best value was {best:.3f}."
+            return EarlyStoppingReason.NON_FINITE_METRIC, message
+        threshold = self.stopping_threshold
+        if threshold is not None and self._better(current, threshold):
+            message = f"Stopping threshold reached: {self.monitor} = {current} {sign} {threshold}."
+            return EarlyStoppingReason.STOPPING_THRESHOLD, message
+        threshold = self.divergence_threshold
+        if threshold is not None and self._better(-current, -threshold):
+            message = f"Divergence threshold reached: {self.monitor} = {current} {sign} {threshold}."
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, message
+        return None
+
+    def _improvement(self, current: Tensor, best: Tensor) -> str:
+        if not torch.isfinite(best):
+            return f"Metric {self.monitor} improved. New best score: {current:.3f}"
+        return (
+            f"Metric {self.monitor} improved by {abs(best - current):.3f} >="
+            f" min_delta = {abs(self.min_delta)}. New best score: {current:.3f}"
+        )
+
+
+_NOT_STOPPED = EarlyStoppingReason.NOT_STOPPED
+
+
+def reduce_entries(entries: Sequence[Entry], how: Reduction) -> Reduced:
+    """Return one value from those of the ranks that have the metric.
+
+    Args:
+        entries: One of each rank, in rank order; at least one has a value.
+        how: ``rank0`` takes the value of the lowest rank that has one.
+    """
+    present = {rank: entry for rank, entry in enumerate(entries) if entry.value is not None}
+    if how == "rank0":
+        present = dict([next(iter(present.items()))])
+    values = [float(entry.value) for entry in present.values() if entry.value is not None]
+    not_finite = tuple(rank for rank, entry in present.items() if not math.isfinite(entry.value or 0.0))
+    if any(math.isnan(value) for value in values):
+        value = math.nan
+    elif how in ("mean", "rank0"):
+        value = sum(values) / len(values)
+    else:
+        value = (min if how == "min" else max)(values)
+    dtype = getattr(torch, next(iter(present.values())).dtype)
+    if how == "mean" and not dtype.is_floating_point and len(values) > 1:
+        dtype = torch.float32
+    tensor = torch.tensor(value if dtype.is_floating_point else int(value), dtype=dtype)
+    return Reduced(tensor, not_finite, len(entries))
+
+
+def missing_message(monitor: str, entries: Sequence[Entry]) -> str:
+    """Return the error for a metric that some ranks, or all, have not logged; the same on every rank.
+
+    Args:
+        monitor: Name of the metric.
+        entries: One of each rank, in rank order.
+    """
+    names = list(dict.fromkeys(name for entry in entries for name in entry.names))
+    absent = [rank for rank, entry in enumerate(entries) if entry.value is None]
+    if len(absent) == len(entries):
+        near = difflib.get_close_matches(monitor, names, n=3, cutoff=0.5)
+        hint = f" Nearest: `{'`, `'.join(near)}`." if near else ""
+        return (
+            f"Early stopping conditioned on metric `{monitor}` which is not available."
+            " Pass in or modify your `EarlyStopping` callback to use any of the following:"
+            f" `{'`, `'.join(names)}`{hint}"
+        )
+    present = [rank for rank in range(len(entries)) if rank not in absent]
+    return (
+        f"Early stopping monitors `{monitor}`, which rank(s) {', '.join(map(str, present))} have logged and rank(s)"
+        f" {', '.join(map(str, absent))} have not. Log it on every rank, or pass missing='use_present' to decide"
+        " from the ranks that have it."
+    )

@@ -1,0 +1,153 @@
+"""Logs of all ranks, in rank order, on one console and in one file a rank."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_lockstep._lightning import Callback
+from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.logs import adapter
+from lightning_lockstep.logs.collector import LineSender, NodeMerger, sender_on
+from lightning_lockstep.logs.handlers import ConsoleHandler, RankFile, Takeover, WarningHandler
+
+__all__ = ["RankOrderedLogging"]
+
+
+class RankOrderedLogging(Callback):
+    """Makes the logs of a run with many ranks readable.
+
+    The console shows ``host:rank`` with every line, once: rank 0's own lines, what all ranks said with
+    ``in_order=True``, and of the ranks' equal warnings one. Each rank's file has everything that rank said.
+    Lightning's loggers, those of other libraries and Python's warnings are included. Root logger and levels
+    are left alone.
+
+    Args:
+        level: Lowest level on the console.
+        files: ``text`` or ``json`` (one object a line) for ``rank-N.log`` or ``rank-N.jsonl``; ``None`` for
+            no files.
+        folder: Where the files go; by default ``logs`` in the Trainer's log folder.
+        fold: Whether equal lines of several ranks become one.
+        order_timeout: Longest time that a line said in order waits for those of other ranks [s].
+        warnings_once: Whether of the ranks' equal warnings one is shown.
+        colour: Whether the console is coloured; ``None`` does so on a terminal.
+
+    Raises:
+        ConfigurationError: One message with every argument that cannot be used.
+
+    Ranks: every rank has one. At start-up it opens the side channel and agrees on the folder; afterwards a
+    line said in order, and a warning, is one message to rank 0, on other nodes by way of the node's first
+    rank. No collective.
+    """
+
+    def __init__(
+        self,
+        *,
+        level: str = "INFO",
+        files: Literal["text", "json"] | None = "text",
+        folder: str | Path | None = None,
+        fold: bool = True,
+        order_timeout: float = 5.0,
+        warnings_once: bool = True,
+        colour: bool | None = None,
+    ) -> None:
+        faults = _faults(level, files, order_timeout)
+        if faults:
+            raise ConfigurationError(faults)
+        self.level, self.files, self.folder = level.upper(), files, folder
+        self.fold, self.order_timeout = fold, order_timeout
+        self.warnings_once, self.colour = warnings_once, colour
+        self._takeover: Takeover | None = None
+        self._file: RankFile | None = None
+        self._sender: LineSender | None = None
+        self._captured = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take the console over and open this rank's file.
+
+        Ranks: all, together; a broadcast or two.
+        """
+        self._end()
+        communicator = current_communicator()
+        if communicator.world_size > 1:
+            self._sender = sender_on(communicator.side_channel)
+            if self._sender.collector is not None:
+                self._sender.collector.configure(timeout=self.order_timeout, folding=self.fold)
+            self._merge_on_node(communicator, self._sender, trainer)
+        handlers: list[logging.Handler] = [self._console(communicator)]
+        if self.warnings_once and communicator.world_size > 1:
+            handlers.append(WarningHandler(communicator.rank, communicator.host, lambda: self._sender))
+        if self.files is not None:
+            folder = communicator.broadcast(str(self.folder or Path(_run_folder(trainer), "logs")))
+            self._file = RankFile(Path(folder), communicator.rank, style=self.files)
+            handlers.append(self._file)
+            adapter.local_handlers.append(self._file)
+        self._takeover = Takeover(handlers)
+        self._takeover.begin()
+        # Under pytest, warnings are its own business.
+        if warnings.showwarning.__module__ == "warnings":
+            logging.captureWarnings(True)
+            self._captured = True
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Print what is held back and give the console back.
+
+        Ranks: every rank; waits for nobody.
+        """
+        self._end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Hand over what is under way; the files stay open for what the way out still says."""
+        if self._sender is not None:
+            self._sender.flush()
+
+    def _console(self, communicator: Communicator) -> ConsoleHandler:
+        def shown_elsewhere(record: logging.LogRecord) -> bool:
+            if communicator.rank == 0 or getattr(record, "lockstep_ranks", None):
+                return False  # collected, or meant for every rank's console by the caller
+            return self.warnings_once or record.levelno < logging.WARNING
+
+        return ConsoleHandler(communicator.rank, level=self.level, colour=self.colour, skip=shown_elsewhere)
+
+    def _merge_on_node(self, communicator: Communicator, sender: LineSender, trainer: Any) -> None:
+        """Send lines by way of the node's first rank where that spares rank 0 messages."""
+        leader = communicator.rank - communicator.local_rank
+        if communicator.node_rank == 0 or leader <= 0 or sender.merger is not None:
+            return
+        ranks_here = max(1, communicator.world_size // max(1, getattr(trainer, "num_nodes", 1)))
+        if communicator.local_rank == 0 and ranks_here > 1:
+            sender.merger = NodeMerger(sender.channel, range(leader, leader + ranks_here))
+        elif communicator.local_rank > 0:
+            sender.node_leader = leader
+
+    def _end(self) -> None:
+        if self._sender is not None:
+            self._sender.flush()
+            if self._sender.collector is not None:
+                self._sender.collector.print_warnings()
+        if self._file is not None and self._file in adapter.local_handlers:
+            adapter.local_handlers.remove(self._file)
+        if self._takeover is not None:
+            self._takeover.end()
+        if self._captured:
+            logging.captureWarnings(False)
+        self._takeover = self._file = self._sender = None
+        self._captured = False
+
+
+def _run_folder(trainer: Any) -> str:
+    return str(trainer.log_dir or trainer.default_root_dir)
+
+
+def _faults(level: Any, files: Any, order_timeout: Any) -> list[str]:
+    faults = []
+    if not isinstance(level, str) or level.upper() not in adapter.LEVELS:
+        faults.append(f"level={level!r}: expected one of {', '.join(adapter.LEVELS)}.")
+    if files not in ("text", "json", None):
+        faults.append(f"files={files!r}: expected 'text', 'json' or None.")
+    if not isinstance(order_timeout, (int, float)) or isinstance(order_timeout, bool) or order_timeout <= 0:
+        faults.append(f"order_timeout={order_timeout!r}: expected seconds, more than 0, such as 5.")
+    return faults

@@ -1,0 +1,263 @@
+"""Gathers the lines of all ranks on rank 0 and prints them in rank order.
+
+A line is posted over the side channel and the call returns. On rank 0 one thread owns the order book; on the
+first rank of every other node one thread merges the lines of that node, where the ranks have agreed to that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning_lockstep.distributed import SideChannel
+from lightning_lockstep.distributed.flushing import on_flush
+from lightning_lockstep.logs.bookkeeper import Bookkeeper
+from lightning_lockstep.logs.lines import Line, rank_list, record_of
+from lightning_lockstep.logs.order_book import Batch, OnceBook, OrderBook
+
+__all__ = ["Collector", "LineSender", "NodeMerger"]
+
+LINES, LEVEL, ONCE, NODE = "log/lines", "log/level", "log/once", "log/node"
+# Longest time for which a node's first rank keeps lines back to merge them [s].
+_MERGE_FOR = 0.02
+# Lines this old have surely been printed by rank 0; younger ones are said here when rank 0 is gone [s].
+_MARGIN = 2.0
+
+
+class Collector:
+    """Prints the lines of all ranks in rank order; lives on rank 0.
+
+    Args:
+        channel: The side channel of the run.
+        timeout: Longest time that a line waits for those of other ranks [s].
+        folding: Whether equal lines become one.
+        emit: Prints a record; by default the handlers of the logger of the record's name do.
+    """
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        *,
+        timeout: float = 5.0,
+        folding: bool = True,
+        emit: Callable[[logging.LogRecord], None] | None = None,
+    ) -> None:
+        self._emit = emit or (lambda record: logging.getLogger(record.name).handle(record))
+        self._book = OrderBook(range(channel.world_size), timeout=timeout, folding=folding)
+        self._keeper = Bookkeeper(self._book, self._print, name="lockstep-log-order", look_every=0.25)
+        self._once = OnceBook()
+        self._once_keeper = Bookkeeper(self._once, self._print, name="lockstep-log-once", look_every=0.1)
+        self._remove = [
+            channel.on(LINES, lambda message: self.add(message.body, print_here=True)),
+            channel.on(LEVEL, lambda message: self.hear_level(message.sender, *message.body)),
+            channel.on(ONCE, lambda message: self.add_once(Line.unpack(message.body))),
+            on_flush(self.flush),
+        ]
+        channel.at_close(self.close)
+
+    def configure(self, *, timeout: float, folding: bool) -> None:
+        """Change the time that lines wait [s] and whether equal ones are folded."""
+
+        def change() -> list[Batch]:
+            self._book.timeout, self._book.folding = timeout, folding
+            return []
+
+        self._keeper.do(change, print_here=True)
+
+    def add(self, packed: Sequence[Sequence[Any]], *, print_here: bool = False) -> None:
+        """Take lines of any rank; returns at once.
+
+        Args:
+            packed: The lines, packed.
+            print_here: Whether this thread may print.
+        """
+        now = time.monotonic()
+        self._keeper.do(
+            lambda: [batch for p in packed for batch in self._book.add(Line.unpack(p), now)],
+            print_here=print_here,
+        )
+
+    def hear_level(self, rank: int, logger: str, level: int) -> None:
+        """Note that a rank says nothing below ``level`` in a logger; returns at once."""
+        self._keeper.do(lambda: self._book.hear_level(rank, logger, level), print_here=False)
+
+    def add_once(self, line: Line, *, printed: bool = False) -> None:
+        """Take a line of which one is enough for all ranks; returns at once.
+
+        Args:
+            line: The line.
+            printed: Whether it stands on the console already.
+        """
+        now = time.monotonic()
+        self._once_keeper.do(lambda: self._once.add(line, now, printed=printed), print_here=False)
+
+    def print_warnings(self) -> None:
+        """Print the warnings that wait for their equals."""
+        self._once_keeper.flush()
+
+    def flush(self) -> None:
+        """Print all that is held back."""
+        self._keeper.flush()
+        self._once_keeper.flush()
+
+    def close(self) -> None:
+        """Print all that is held back and stop."""
+        self.flush()
+        for remove in self._remove:
+            remove()
+        self._keeper.stop()
+        self._once_keeper.stop()
+
+    def _print(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            for line in batch.lines:
+                self._emit(record_of(line, prefix=_late_prefix(line) if batch.late else None))
+            if batch.missing:
+                self._emit(_who_is_missing(batch))
+
+
+class NodeMerger:
+    """Merges the lines of one node before they go to rank 0; lives on the node's first rank.
+
+    Args:
+        channel: The side channel of the run.
+        ranks: The ranks of this node.
+        merge_for: Longest time for which lines are kept back [s].
+    """
+
+    def __init__(self, channel: SideChannel, ranks: range, *, merge_for: float = _MERGE_FOR) -> None:
+        self._channel = channel
+        self._book = OrderBook(ranks, timeout=merge_for, folding=True)
+        self._keeper = Bookkeeper(self._book, self._pass_on, name="lockstep-log-node", look_every=merge_for)
+        self._remove = [
+            channel.on(NODE, lambda message: self.add(message.body)),
+            on_flush(self.flush),
+        ]
+
+    def add(self, packed: Sequence[Sequence[Any]]) -> None:
+        """Take lines of this node; returns at once."""
+        now = time.monotonic()
+        self._keeper.do(
+            lambda: [batch for p in packed for batch in self._book.add(Line.unpack(p), now)], print_here=True
+        )
+
+    def flush(self) -> None:
+        """Pass on all that is held back."""
+        self._keeper.flush()
+        self._channel.flush(1.0)
+
+    def close(self) -> None:
+        """Pass on all that is held back and stop."""
+        self.flush()
+        for remove in self._remove:
+            remove()
+        self._keeper.stop()
+
+    def _pass_on(self, batches: list[Batch]) -> None:
+        packed = [line.pack() for batch in batches for line in batch.lines]
+        if packed:
+            self._channel.post(LINES, packed, to=0)
+
+
+class LineSender:
+    """Sends this rank's lines to rank 0, and keeps the youngest in case rank 0 is gone.
+
+    Args:
+        channel: The side channel of the run.
+        collector: The collector, on rank 0.
+        keep_for: How long a line is kept [s].
+    """
+
+    def __init__(self, channel: SideChannel, collector: Collector | None, *, keep_for: float = 5.0) -> None:
+        self.channel, self.collector = channel, collector
+        self.merger: NodeMerger | None = None
+        self.node_leader: int | None = None
+        self.process = os.getpid()
+        self._keep_for = keep_for + _MARGIN
+        self._kept: deque[Sequence[Any]] = deque(maxlen=10_000)
+        self._told: dict[str, int] = {}
+        if collector is None:
+            on_flush(self.flush)
+            channel.at_close(self.flush)
+
+    def send(self, packed: Sequence[Any]) -> None:
+        """Send a packed line; returns at once."""
+        if self._told and packed[0][1] < self._told.get(packed[0][0], 0):
+            del self._told[packed[0][0]]
+        if self.collector is not None:
+            self.collector.add((packed,))
+            return
+        self._kept.append(packed)
+        if self.merger is not None:
+            self.merger.add((packed,))
+        elif self.node_leader is not None:
+            self.channel.post(NODE, (packed,), to=self.node_leader)
+        else:
+            self.channel.post(LINES, (packed,), to=0)
+
+    def send_once(self, line: Line, *, printed: bool = False) -> None:
+        """Send a line of which one is enough for all ranks; returns at once."""
+        if self.collector is not None:
+            self.collector.add_once(line, printed=printed)
+        else:
+            self._kept.append(line.pack())
+            self.channel.post(ONCE, line.pack(), to=0)
+
+    def tell_level(self, logger: str, level: int) -> None:
+        """Tell rank 0, once, that this rank says nothing below ``level`` in a logger; returns at once."""
+        if self._told.get(logger) == level:
+            return
+        self._told[logger] = level
+        if self.collector is not None:
+            self.collector.hear_level(self.channel.rank, logger, level)
+        else:
+            self.channel.post(LEVEL, [logger, level], to=0)
+
+    def flush(self) -> None:
+        """Hand over what is under way; when rank 0 is gone, say here what it may not have printed."""
+        if self.channel.usable:
+            self.channel.flush(1.0)
+        if not self.channel.lost:
+            return
+        oldest = time.time() - self._keep_for
+        while self._kept:
+            line = Line.unpack(self._kept.popleft())
+            if line.created >= oldest:
+                logging.getLogger(line.place.logger).handle(record_of(line, prefix=_orphan_prefix(line)))
+
+
+def _late_prefix(line: Line) -> str:
+    return f"[{rank_list(line.ranks)}, late] "
+
+
+def _orphan_prefix(line: Line) -> str:
+    return f"[rank {line.ranks[0]}, said here since rank 0 is gone] "
+
+
+def _who_is_missing(batch: Batch) -> logging.LogRecord:
+    place = batch.lines[0].place
+    said = f"nothing came from {rank_list(batch.missing)} within {batch.waited:.1f} s of this"
+    note = Line(place, batch.missing, ("",) * len(batch.missing), said, time.time(), batch.lines[0].function)
+    return record_of(note, prefix="")
+
+
+def sender_on(channel: SideChannel) -> LineSender:
+    """Return the sender of a side channel, made on the first call; rank 0's prints, too.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    with _lock:
+        if channel not in _senders:
+            collector = Collector(channel) if channel.rank == 0 else None
+            _senders[channel] = LineSender(channel, collector)
+        return _senders[channel]
+
+
+_senders: weakref.WeakKeyDictionary[SideChannel, LineSender] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()

@@ -1,0 +1,164 @@
+"""A log line on its way between ranks, and how equal lines of several ranks become one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+__all__ = ["Line", "Place", "fold", "line_of", "rank_list", "record_of"]
+
+# Attributes that every LogRecord has; whatever else a record carries came with `extra`.
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which call of a program a line comes from, and the how-manieth time that call was made.
+
+    Ranks that run the same program make the same call at the same place; that is how their lines are matched.
+    """
+
+    logger: str
+    level: int
+    path: str
+    line: int
+    turn: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """One message of one or several ranks.
+
+    Attributes:
+        place: Where it comes from.
+        ranks: Ranks that said it, in rising order.
+        hosts: Their hosts, in the same order.
+        text: What was said, with its arguments filled in.
+        created: When the first of them said it [s since the epoch].
+        function: Name of the function that made the call.
+        trace: Formatted exception; empty if there is none.
+        extra: What the caller passed as ``extra``, as far as JSON can hold it.
+    """
+
+    place: Place
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    text: str
+    created: float
+    function: str = ""
+    trace: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def pack(self) -> list[Any]:
+        """Return the line as something JSON can hold."""
+        p = self.place
+        where = [p.logger, p.level, p.path, p.line, p.turn]
+        return [where, self.ranks, self.hosts, self.text, self.created, self.function, self.trace, self.extra]
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Any]) -> Line:
+        """Return the line that :meth:`pack` packed."""
+        where, ranks, hosts, *rest = packed
+        return cls(Place(*where), tuple(ranks), tuple(hosts), *rest)
+
+
+def line_of(record: logging.LogRecord, *, rank: int, host: str, turn: int) -> Line:
+    """Return the line that a log record of this rank makes.
+
+    Args:
+        record: The record.
+        rank: This rank.
+        host: Its host.
+        turn: How often the same call was made before.
+    """
+    trace = ""
+    if record.exc_info:
+        trace = logging.Formatter().formatException(record.exc_info)
+    if record.stack_info:
+        trace = f"{trace}\n{record.stack_info}".strip()
+    place = Place(record.name, record.levelno, record.pathname, record.lineno, turn)
+    return Line(
+        place,
+        (rank,),
+        (host,),
+        record.getMessage(),
+        record.created,
+        record.funcName or "",
+        trace,
+        _extra(record),
+    )
+
+
+def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
+    """Return the log record that prints ``line`` in the process that collects them.
+
+    Args:
+        line: The line.
+        prefix: What stands before the text; by default the ranks in brackets.
+    """
+    p = line.place
+    prefix = f"[{rank_list(line.ranks)}] " if prefix is None else prefix
+    return logging.makeLogRecord(
+        {
+            **line.extra,
+            "name": p.logger,
+            "levelno": p.level,
+            "levelname": logging.getLevelName(p.level),
+            "pathname": p.path,
+            "filename": p.path.rpartition("/")[2],
+            "module": p.path.rpartition("/")[2].rpartition(".")[0],
+            "lineno": p.line,
+            "funcName": line.function,
+            "msg": prefix + line.text,
+            "created": line.created,
+            "msecs": (line.created - int(line.created)) * 1000.0,
+            "exc_text": line.trace or None,
+            "lockstep_prefix": prefix,
+            "lockstep_ranks": line.ranks,
+            "lockstep_hosts": line.hosts,
+            "lockstep_collected": True,
+        }
+    )
+
+
+def fold(lines: Iterable[Line]) -> list[Line]:
+    """Make one line of those that say the same, ordered by their lowest rank.
+
+    Args:
+        lines: Lines of one place.
+    """
+    same: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        same.setdefault((line.text, line.trace), []).append(line)
+    return sorted((_merged(group) for group in same.values()), key=lambda line: line.ranks)
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """Return ranks in words: ``rank 3``, ``ranks 0-7``, ``ranks 0-2,5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
+
+
+def _merged(group: list[Line]) -> Line:
+    hosts = {rank: host for line in group for rank, host in zip(line.ranks, line.hosts, strict=True)}
+    ranks = tuple(sorted(hosts))
+    return replace(
+        group[0],
+        ranks=ranks,
+        hosts=tuple(hosts[rank] for rank in ranks),
+        created=min(line.created for line in group),
+    )
+
+
+def _extra(record: logging.LogRecord) -> dict[str, Any]:
+    own = {k: v for k, v in vars(record).items() if k not in _OWN and not k.startswith("lockstep_")}
+    return json.loads(json.dumps(own, default=str)) if own else own

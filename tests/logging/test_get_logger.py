@@ -1,0 +1,147 @@
+"""The adapter in one process: a standard logger with three more keywords."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+
+import lightning_lockstep
+from lightning_lockstep import ConfigurationError, get_logger
+
+
+@pytest.fixture
+def name(request):
+    """A logger of this test alone, that hands nothing to the root logger."""
+    name = f"test.{request.node.name}"
+    yield name
+    logger = logging.getLogger(name)
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def kept_on(name: str) -> list[logging.LogRecord]:
+    handler = Kept()
+    logging.getLogger(name).addHandler(handler)
+    return handler.records
+
+
+@pytest.mark.parametrize("keywords", [{}, {"main_process_only": False}, {"in_order": True}])
+def test_without_a_distributed_run_it_is_a_plain_logger(name, keywords):
+    records = kept_on(name)
+    log = get_logger(name, "DEBUG")
+    log.debug("%s and %d", "a", 2, **keywords)
+    assert [r.getMessage() for r in records] == ["a and 2"]
+
+
+def test_file_line_and_function_are_the_callers(name):
+    records = kept_on(name)
+    log = get_logger(name, "INFO")
+    log.info("here"); here = sys._getframe().f_lineno  # noqa: E702
+    log.log(logging.INFO, "and here", in_order=True)
+    log.warning_once("once")
+    assert [r.lineno for r in records] == [here, here + 1, here + 2]
+    assert {r.filename for r in records} == {"test_get_logger.py"}
+    assert {r.funcName for r in records} == {"test_file_line_and_function_are_the_callers"}
+
+
+def test_stacklevel_points_further_up(name):
+    records = kept_on(name)
+    log = get_logger(name, "INFO")
+
+    def helper():
+        log.info("for my caller", stacklevel=2)
+
+    helper(); here = sys._getframe().f_lineno  # noqa: E702
+    assert records[0].lineno == here
+
+
+def test_extra_exc_info_and_stack_info_are_kept(name):
+    records = kept_on(name)
+    log = get_logger(name, "INFO")
+    try:
+        raise KeyError("gone")
+    except KeyError as error:
+        log.exception("caught", extra={"batch": 4})
+        log.error("again", exc_info=error, stack_info=True)
+    assert records[0].batch == 4 and records[0].exc_info[0] is KeyError
+    assert records[1].exc_info[0] is KeyError and "test_get_logger.py" in records[1].stack_info
+
+
+def test_unknown_keywords_are_an_error(name):
+    with pytest.raises(TypeError, match="in_ordr"):
+        get_logger(name, "INFO").info("x", in_ordr=True)
+
+
+def test_the_root_loggers_level_is_never_touched(name, monkeypatch):
+    before = logging.getLogger().level
+    get_logger(name, "DEBUG")
+    monkeypatch.setenv("LOCKSTEP_LOG_LEVEL", "error")
+    log = get_logger(name + ".env")
+    assert log.getEffectiveLevel() == logging.ERROR
+    assert logging.getLogger().level == before
+    monkeypatch.delenv("LOCKSTEP_LOG_LEVEL")
+    assert get_logger(name).logger.level == logging.DEBUG, "an earlier choice stands"
+
+
+def test_a_level_that_does_not_exist_is_refused(name, monkeypatch):
+    with pytest.raises(ConfigurationError, match="log_level='LOUD': expected one of DEBUG, INFO"):
+        get_logger(name, "LOUD")
+    monkeypatch.setenv("LOCKSTEP_LOG_LEVEL", "verbose")
+    with pytest.raises(ConfigurationError, match="LOCKSTEP_LOG_LEVEL is 'verbose'"):
+        get_logger(name)
+
+
+def test_warning_once(name):
+    records = kept_on(name)
+    log = get_logger(name)
+    for _ in range(3):
+        log.warning_once("careful %d", 1)
+        log.warning_once("careful %d", 2, main_process_only=False)
+    assert [r.getMessage() for r in records] == ["careful 1", "careful 2"]
+
+
+def test_a_rank_known_only_from_the_environment_says_nothing_for_the_main_rank(name, monkeypatch):
+    from lightning_lockstep._lightning import rank_zero_only
+
+    monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
+    records = kept_on(name)
+    log = get_logger(name, "INFO")
+    log.info("main only")
+    log.info("everybody", main_process_only=False)
+    assert [r.getMessage() for r in records] == ["[rank 3] everybody"]
+
+
+def test_filters_of_the_logger_are_asked(name):
+    records = kept_on(name)
+    logging.getLogger(name).addFilter(keep := lambda record: "yes" in record.getMessage())
+    log = get_logger(name, "INFO")
+    log.info("yes", in_order=True)
+    log.info("no", in_order=True)
+    logging.getLogger(name).removeFilter(keep)
+    assert [r.getMessage() for r in records] == ["yes"]
+
+
+def test_in_rank_order_without_ranks_just_runs():
+    with lightning_lockstep.in_rank_order() as rank:
+        assert rank == 0
+    with pytest.raises(ConfigurationError, match="timeout=0"), lightning_lockstep.in_rank_order(timeout=0):
+        pass
+
+
+def test_it_is_quiet_without_handlers(name, monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    get_logger(name, "CRITICAL").info("nobody asked", in_order=True)
+    assert stream.getvalue() == ""

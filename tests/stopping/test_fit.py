@@ -1,0 +1,227 @@
+"""Stopping together in real fits on real ranks."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_lockstep import Preempted, StopTogether, SyncedEarlyStopping, check_breakpoint
+from lightning_lockstep._lightning import EarlyStopping
+from tests.helpers import run_ranks
+from tests.stopping.fits import (
+    BATCHES,
+    CASES,
+    Module,
+    break_on,
+    early_stopping_case,
+    fit,
+    outcome,
+    terminate_on,
+    world_size,
+)
+
+
+def all_cases(folder: str) -> dict[str, Any]:
+    return {
+        "error": early_stopping_case("only rank 0 has it", folder, False),
+        "use_present": early_stopping_case("only rank 0 has it", folder, False, missing="use_present"),
+        **{
+            (case, how): early_stopping_case(case, folder, False, reduce=how)
+            for case in ("different values", "nan on rank 1")
+            for how in ("mean", "min", "max", "rank0")
+        },
+        "nobody": early_stopping_case("different values", folder, False, monitor="n"),
+    }
+
+
+def test_early_stopping_is_the_same_on_every_rank(tmp_path):
+    values = run_ranks(2, all_cases, str(tmp_path), backend=None, timeout=150)
+    assert values[0] == values[1]
+    ended = values[0]
+    assert ended["error"]["error"] == "MetricMissingError"
+    assert "which rank(s) 0 have logged and rank(s) 1 have not" in ended["error"]["message"]
+    assert ended["use_present"]["reason"] == "PATIENCE_EXHAUSTED"
+    assert ended["nobody"]["error"] == "MetricMissingError" and "`m`" in ended["nobody"]["message"]
+    assert {how: ended["different values", how]["best_score"] for how in ("mean", "min", "max", "rank0")} == {
+        "mean": 1.0,  # 1, 1.1, 1.2: no improvement
+        "min": 0.5,
+        "max": 1.0,
+        "rank0": 0.5,
+    }
+    assert ended["different values", "mean"]["wait_count"] == 2
+    for how in ("mean", "min", "max"):
+        assert ended["nan on rank 1", how]["reason"] == "NON_FINITE_METRIC"
+        assert "not finite on rank(s) 1." in ended["nan on rank 1", how]["message"]
+    assert ended["nan on rank 1", "rank0"]["reason"] == "NOT_STOPPED"
+
+
+class Falling(Module):
+    """Logs a training metric that falls for ten steps and then stays, with a different value on each rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("now", max(0.0, 10.0 - self.global_step) + self.global_rank)
+        return loss
+
+
+def watching_steps(folder: str) -> dict[str, Any]:
+    out = {}
+    for name, options in {
+        "every": {},
+        "third": {"k": 3},
+        "accumulating": {"accumulate_grad_batches": 2},
+        "nobody logs it": {"monitor": "nw"},
+    }.items():
+        k, monitor = options.pop("k", 1), options.pop("monitor", "now")
+        callback = SyncedEarlyStopping(monitor, patience=3, check_every_n_steps=k)
+        module = Falling()
+        try:
+            trainer = fit(module, [callback], folder, **options)
+            out[name] = {**outcome(trainer, callback), "batches": len(module.seen), "steps": trainer.global_step}
+        except RuntimeError as error:
+            out[name] = str(error)
+    return out
+
+
+def test_a_metric_is_watched_inside_the_epoch(tmp_path):
+    values = run_ranks(2, watching_steps, str(tmp_path), backend=None, timeout=150)
+    assert values[0] == values[1]
+    every = values[0]["every"]
+    # Best at step 10 (logged before the optimizer steps), no better at three more, read one step later.
+    assert every["reason"] == "PATIENCE_EXHAUSTED" and every["best_score"] == 0.5 and every["wait_count"] == 3
+    assert every["steps"] == every["batches"] == 15
+    assert values[0]["third"]["steps"] % 3 == 1, "checked at every third step, read one later"
+    assert values[0]["accumulating"]["batches"] == 2 * values[0]["accumulating"]["steps"]
+    assert "Nearest: `now`" in values[0]["nobody logs it"]
+
+
+def breakpoints(folder: str) -> dict[str, Any]:
+    module = Module(act=break_on(1, 7))
+    trainer = fit(module, [StopTogether()], folder, min_epochs=3)
+    found = check_breakpoint()
+    again = Module()
+    fit(again, [StopTogether()], folder, max_epochs=1)
+    return {
+        "last": module.seen[-1][:2],
+        "reason": found.reason if found else None,
+        "min_epochs": trainer.fit_loop.min_epochs,
+        "again": len(again.seen),
+        "after": check_breakpoint(),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_breakpoint_on_rank_1_takes_all_ranks_out_after_the_same_batch(tmp_path, ranks):
+    values = run_ranks(ranks, breakpoints, str(tmp_path), backend=None, timeout=120)
+    assert all(value == values[0] for value in values)
+    assert values[0]["last"][0] == 0 and 7 <= values[0]["last"][1] <= 9
+    assert values[0]["reason"] == "rank 1: the loss looks odd"
+    assert values[0]["min_epochs"] == 3, "given back after the fit"
+    assert values[0]["again"] == BATCHES and values[0]["after"] is None
+
+
+def preempted_then_resumed(folder: str, number: int, options: dict[str, Any]) -> dict[str, Any]:
+    world = world_size()
+    whole = Module()
+    fit(whole, [StopTogether()], folder, max_epochs=3, **options)
+    first = Module(act=terminate_on(world - 1, 1, 4, signal.Signals(number)))
+    before = signal.getsignal(number)
+    try:
+        fit(first, [StopTogether()], folder, max_epochs=3, **options)
+        return {"left": False}
+    except Preempted as preempted:
+        left = {"code": preempted.code, "reason": preempted.reason, "checkpoint": preempted.checkpoint}
+    second = Module()
+    trainer = fit(second, [StopTogether()], folder, max_epochs=3, ckpt_path=left["checkpoint"], **options)
+    return {
+        **left,
+        "handler given back": signal.getsignal(number) == before,
+        "same batches": first.seen + second.seen == whole.seen,
+        "cut": len(first.seen),
+        "steps": trainer.global_step,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "options", "cut_at"),
+    [
+        (1, signal.SIGUSR1, {}, 1),
+        (1, signal.SIGTERM, {"num_workers": 1}, 1),
+        (2, signal.SIGTERM, {"accumulate_grad_batches": 3}, 3),
+    ],
+)
+def test_a_signal_on_one_rank_saves_ends_all_and_resumes_at_the_next_batch(tmp_path, ranks, number, options, cut_at):
+    values = run_ranks(ranks, preempted_then_resumed, str(tmp_path), int(number), options, backend=None, timeout=150)
+    assert all(v["code"] == 75 and v["same batches"] and v["handler given back"] for v in values)
+    assert len({v["cut"] for v in values}) == 1 and len({v["checkpoint"] for v in values}) == 1
+    assert BATCHES + 5 <= values[0]["cut"] <= BATCHES + 9
+    assert values[0]["cut"] % cut_at == 0, "accumulated gradients are not thrown away"
+    assert values[0]["reason"] == f"rank {ranks - 1}: received {signal.Signals(number).name}"
+    assert Path(values[0]["checkpoint"]).name == "preempted.ckpt"
+    assert len({v["steps"] for v in values}) == 1
+
+
+def stop_file(folder: str) -> dict[str, Any]:
+    def act(module: Module, batch_idx: int) -> None:
+        if batch_idx == 2 and module.current_epoch == 0:
+            Path(folder, "stop").touch()
+        import time
+
+        time.sleep(0.02)
+
+    module = Module(act=act)
+    callback = StopTogether(stop_file="stop", stop_file_interval=0.02, exit_code=None)
+    fit(module, [callback], folder)
+    return {
+        "batches": len(module.seen),
+        "reason": callback.decision.reason,
+        "file": Path(folder, "stop").exists(),
+        "saved": Path(folder, "checkpoints", "preempted.ckpt").exists(),
+    }
+
+
+def test_a_stop_file(tmp_path):
+    (value,) = run_ranks(1, stop_file, str(tmp_path), backend=None, timeout=90)
+    assert 3 <= value["batches"] < 6 * BATCHES and "found the stop file" in value["reason"]
+    assert value["saved"] and not value["file"]
+
+
+def exchange(folder: str) -> dict[str, Any]:
+    states = {}
+    for name, mine, other in (("stock", EarlyStopping, SyncedEarlyStopping), ("ours", SyncedEarlyStopping, EarlyStopping)):
+        first = mine("m", patience=5, check_on_train_epoch_end=True)
+        trainer = fit(Module(CASES["different values"]), [first], folder, max_epochs=3)
+        path = str(Path(folder, f"{name}.ckpt"))
+        trainer.save_checkpoint(path)
+        second = other("m", patience=5, check_on_train_epoch_end=True)
+        fit(Module(CASES["different values"]), [second], folder, max_epochs=3, ckpt_path=path)
+        mine_state, other_state = first.state_dict(), second.state_dict()
+        states[name] = {key: float(v) if torch.is_tensor(v) else v for key, v in mine_state.items()} == {
+            key: float(v) if torch.is_tensor(v) else v for key, v in other_state.items()
+        }
+        states[name + " best"] = float(other_state["best_score"])
+    return states
+
+
+def test_checkpoints_of_lightnings_callback_and_ours_can_be_exchanged(tmp_path):
+    (value,) = run_ranks(1, exchange, str(tmp_path), backend=None, timeout=90)
+    assert value["stock"] and value["ours"] and value["stock best"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"signals": "SIGTERM"}, "expected a list"),
+        ({"signals": ["SIGKILL"]}, "'SIGKILL'"),
+        ({"exit_code": 300}, "exit_code=300"),
+        ({"filename": "a/b"}, "filename='a/b'"),
+        ({"stop_file_interval": 0}, "stop_file_interval=0"),
+    ],
+)
+def test_bad_arguments(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        StopTogether(**arguments)
