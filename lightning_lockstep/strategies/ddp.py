@@ -160,7 +160,7 @@ class LockstepDDPStrategy(DDPStrategy):
             device=self.root_device,
         )
         communicator = self.keeper.ranks_have_met(shows_report=self._owns_a_terminal())
-        if first_time:
+        if first_time and communicator.world_size > 1:
             placements = communicator.gather(
                 placement_of(
                     self.root_device,
