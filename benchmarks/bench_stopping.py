@@ -116,5 +116,7 @@ def run(quick: bool) -> Report:
         at_most={OURS: 0.1, AGREEMENT: 0.1},
         by="difference",
     )
-    notes = ["Each sample is the median step of a stretch of steps on the slower rank; the variants take turns."]
+    notes = [
+        "Each sample is the median step of a stretch of steps on the slower rank; the variants take turns."
+    ]
     return Report("What it costs to ask every step whether to stop", [table], notes)

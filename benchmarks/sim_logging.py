@@ -25,12 +25,20 @@ STEP_TIMEOUT = timedelta(seconds=60)
 def lines_of(call: int, ranks: int, same: bool) -> list[Line]:
     place = Place("train", 20, "/job/train.py", 40 + call, 0)
     return [
-        Line(place, (rank,), (f"node{rank // 8}",), f"step {call} done" if same else f"loss {rank / 7:.4f}", 0.0)
+        Line(
+            place,
+            (rank,),
+            (f"node{rank // 8}",),
+            f"step {call} done" if same else f"loss {rank / 7:.4f}",
+            0.0,
+        )
         for rank in range(ranks)
     ]
 
 
-def simulate(store: TCPStore, *, ranks: int, per_node: int, calls: int, same: bool, merge: bool) -> dict[str, float]:
+def simulate(
+    store: TCPStore, *, ranks: int, per_node: int, calls: int, same: bool, merge: bool
+) -> dict[str, float]:
     book = OrderBook(range(ranks))
     messages = size = printed = 0
     busy = 0.0

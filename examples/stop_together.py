@@ -1,8 +1,8 @@
 """Two ranks train; one of them wants to stop; both leave after the same batch.
 
-    python examples/stop_together.py                         # rank 1 sets a breakpoint at batch 7
-    python examples/stop_together.py --signal                # rank 1 gets a SIGTERM: saved, exit code 75
-    python examples/stop_together.py --resume checkpoints/preempted.ckpt
+python examples/stop_together.py                         # rank 1 sets a breakpoint at batch 7
+python examples/stop_together.py --signal                # rank 1 gets a SIGTERM: saved, exit code 75
+python examples/stop_together.py --resume checkpoints/preempted.ckpt
 """
 
 from __future__ import annotations

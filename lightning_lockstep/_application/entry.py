@@ -18,7 +18,7 @@ from lightning_lockstep._application import _hydra
 from lightning_lockstep._application.external_ranks import ConfigChannel, Word, external_ranks
 from lightning_lockstep._application.faults import Fault, show_faults
 from lightning_lockstep._application.preflight import JobCheck, preflight, run_requested
-from lightning_lockstep.distributed.failure import leaving
+from lightning_lockstep.distributed.leaving import leaving
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.hydra_ranks import (

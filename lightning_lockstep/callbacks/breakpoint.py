@@ -18,7 +18,7 @@ from lightning_lockstep.callbacks._user_breakpoint import (
     set_breakpoint,
 )
 from lightning_lockstep.distributed import Communicator, current_communicator
-from lightning_lockstep.distributed.failure import expect_exit
+from lightning_lockstep.distributed.leaving import expect_exit
 from lightning_lockstep.distributed.step_agreement import StepAgreement, StopDecision
 from lightning_lockstep.errors import ConfigurationError, Preempted
 

@@ -16,7 +16,8 @@ from lightning_lockstep.distributed.communicator import (
     current_communicator,
     shut_down,
 )
-from lightning_lockstep.distributed.failure import CrashFanOut, FailureRecord
+from lightning_lockstep.distributed.failure import FailureRecord
+from lightning_lockstep.distributed.fan_out import CrashFanOut
 from lightning_lockstep.distributed.rendezvous import rendezvous_store
 from lightning_lockstep.distributed.side_channel import (
     LocalSideChannel,

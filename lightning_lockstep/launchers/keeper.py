@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from lightning_lockstep._lightning import SIGTERMException
 from lightning_lockstep.distributed import Communicator, CrashFanOut, current_communicator
-from lightning_lockstep.distributed.failure import fan_out_on
+from lightning_lockstep.distributed.fan_out import fan_out_on
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.threads import apply_threads
 

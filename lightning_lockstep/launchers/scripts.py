@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_lockstep._environment import LAUNCHER_PID, launcher_pid
 from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep.distributed import shut_down
-from lightning_lockstep.distributed.failure import describe_exit, expected_exit, flush_everything
+from lightning_lockstep.distributed.failure import describe_exit
+from lightning_lockstep.distributed.leaving import expected_exit, flush_everything, leaving
 from lightning_lockstep.distributed.rendezvous import forget_rendezvous, host_rendezvous
 from lightning_lockstep.launchers.environment import LockstepEnvironment
 from lightning_lockstep.launchers.interrupts import watch_interrupts
@@ -220,10 +221,4 @@ def _current_job() -> object:
 @atexit.register
 def _end_children() -> None:
     if _started is not None:
-        _started.end(_LAST_WAIT if not _failed() else 3.0)
-
-
-def _failed() -> bool:
-    from lightning_lockstep.distributed import failure
-
-    return failure.leaving()
+        _started.end(3.0 if leaving() else _LAST_WAIT)

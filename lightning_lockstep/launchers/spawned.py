@@ -22,12 +22,8 @@ from lightning_lockstep._lightning import (
     _GlobalStateSnapshot,
     _MultiProcessingLauncher,
 )
-from lightning_lockstep.distributed.failure import (
-    FailureRecord,
-    describe_exit,
-    flush_everything,
-    show_plainly,
-)
+from lightning_lockstep.distributed.failure import FailureRecord, describe_exit
+from lightning_lockstep.distributed.leaving import flush_everything, show_plainly
 from lightning_lockstep.distributed.rendezvous import free_port
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
 from lightning_lockstep.launchers.environment import LockstepEnvironment
