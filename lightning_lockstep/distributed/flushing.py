@@ -46,10 +46,14 @@ def run_flushers() -> None:
     Ranks: any rank, alone, on its way out.
     """
     for flusher in reversed(list(_flushers)):
-        try:
-            flusher()
-        except Exception:
-            _log.exception("could not write out what %r holds back", flusher)
+        _run(flusher)
+
+
+def _run(flusher: Callable[[], None]) -> None:
+    try:
+        flusher()
+    except Exception:
+        _log.exception("could not write out what %r holds back", flusher)
 
 
 def at_process_end(function: Callable[[], None]) -> None:

@@ -74,7 +74,13 @@ class ConsoleFormat(TextFormat):
         colour: Whether to write colours.
     """
 
-    _STYLES: ClassVar = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
+    _STYLES: ClassVar = {
+        "DEBUG": "dim",
+        "INFO": "green",
+        "WARNING": "yellow",
+        "ERROR": "red",
+        "CRITICAL": "bold red",
+    }
 
     def __init__(self, rank: int, *, colour: bool) -> None:
         super().__init__(rank)

@@ -10,7 +10,9 @@ from lightning_lockstep.logs.order_book import OnceBook, OrderBook
 
 
 def line(rank: int, text: str = "same", *, turn: int = 0, level: int = 20, at: int = 7) -> Line:
-    return Line(Place("lib", level, "/x/train.py", at, turn), (rank,), (f"host{rank // 2}",), text, 100.0 + rank)
+    return Line(
+        Place("lib", level, "/x/train.py", at, turn), (rank,), (f"host{rank // 2}",), text, 100.0 + rank
+    )
 
 
 def texts(batches) -> list[tuple[tuple[int, ...], str]]:
@@ -151,5 +153,11 @@ def test_a_record_survives_the_way_to_rank_0():
         )
     there = record_of(Line.unpack(line_of(record, rank=4, host="h", turn=2).pack()))
     assert there.getMessage() == "[rank 4] got 5" and there.levelname == "ERROR" and there.batch == 3
-    assert (there.name, there.filename, there.module, there.lineno, there.funcName) == ("a.b", "y.py", "y", 12, "f")
+    assert (there.name, there.filename, there.module, there.lineno, there.funcName) == (
+        "a.b",
+        "y.py",
+        "y",
+        12,
+        "f",
+    )
     assert "ZeroDivisionError" in there.exc_text and "object" in there.odd

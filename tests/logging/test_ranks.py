@@ -218,7 +218,9 @@ def test_in_rank_order():
     assert spans[0][2] <= spans[1][1] and spans[1][2] <= spans[2][1], "one after the other"
     text = "rank 1 failed while it was its turn: ValueError: disk full"
     assert [v["raised"] for v in values] == [
-        ("RankFailedError", text), ("ValueError", "disk full"), ("RankFailedError", text),
+        ("RankFailedError", text),
+        ("ValueError", "disk full"),
+        ("RankFailedError", text),
     ]
     assert [("body" in v) for v in values] == [True, True, False], "ranks after the failure skip the body"
     assert all(v["after"] for v in values), "and the next block works again"

@@ -107,7 +107,9 @@ def test_a_verdict_leaves_the_state_it_was_given_alone():
 
 
 def test_nan_on_one_rank_is_named():
-    verdict = StopRule(monitor="m").decide(Progress(torch.tensor(1.0)), reduce_entries(entries(1.0, NAN), "min"))
+    verdict = StopRule(monitor="m").decide(
+        Progress(torch.tensor(1.0)), reduce_entries(entries(1.0, NAN), "min")
+    )
     assert verdict.reason is EarlyStoppingReason.NON_FINITE_METRIC
     assert "It is not finite on rank(s) 1." in verdict.message
 

@@ -81,7 +81,11 @@ def watching_steps(folder: str) -> dict[str, Any]:
         module = Falling()
         try:
             trainer = fit(module, [callback], folder, **options)
-            out[name] = {**outcome(trainer, callback), "batches": len(module.seen), "steps": trainer.global_step}
+            out[name] = {
+                **outcome(trainer, callback),
+                "batches": len(module.seen),
+                "steps": trainer.global_step,
+            }
         except RuntimeError as error:
             out[name] = str(error)
     return out
@@ -154,8 +158,12 @@ def preempted_then_resumed(folder: str, number: int, options: dict[str, Any]) ->
         (2, signal.SIGTERM, {"accumulate_grad_batches": 3}, 3),
     ],
 )
-def test_a_signal_on_one_rank_saves_ends_all_and_resumes_at_the_next_batch(tmp_path, ranks, number, options, cut_at):
-    values = run_ranks(ranks, preempted_then_resumed, str(tmp_path), int(number), options, backend=None, timeout=150)
+def test_a_signal_on_one_rank_saves_ends_all_and_resumes_at_the_next_batch(
+    tmp_path, ranks, number, options, cut_at
+):
+    values = run_ranks(
+        ranks, preempted_then_resumed, str(tmp_path), int(number), options, backend=None, timeout=150
+    )
     assert all(v["code"] == 75 and v["same batches"] and v["handler given back"] for v in values)
     assert len({v["cut"] for v in values}) == 1 and len({v["checkpoint"] for v in values}) == 1
     assert BATCHES + 5 <= values[0]["cut"] <= BATCHES + 9
@@ -192,7 +200,10 @@ def test_a_stop_file(tmp_path):
 
 def exchange(folder: str) -> dict[str, Any]:
     states = {}
-    for name, mine, other in (("stock", EarlyStopping, SyncedEarlyStopping), ("ours", SyncedEarlyStopping, EarlyStopping)):
+    for name, mine, other in (
+        ("stock", EarlyStopping, SyncedEarlyStopping),
+        ("ours", SyncedEarlyStopping, EarlyStopping),
+    ):
         first = mine("m", patience=5, check_on_train_epoch_end=True)
         trainer = fit(Module(CASES["different values"]), [first], folder, max_epochs=3)
         path = str(Path(folder, f"{name}.ckpt"))
