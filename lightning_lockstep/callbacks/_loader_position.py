@@ -90,7 +90,8 @@ class _CountedBatches:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._skip, self._draw_from = 0, None
+        self._skip = 0
+        self._draw_from: list[Any] | None = None
         self.drawn_from: list[Any] = []
 
     def begin_at(self, batch: int, drawn_from: list[Any] | None) -> None:
@@ -176,8 +177,9 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     for sampler in {
         id(s): s for s in (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
     }.values():
-        if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def _discard(fit_loop: Any, batches: int) -> None:

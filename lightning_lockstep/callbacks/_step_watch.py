@@ -83,7 +83,7 @@ class StepWatch:
         value = metric.detach().to("cpu", non_blocking=True)
         arrived = None
         if metric.device.type == "cuda":
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(torch.cuda.current_stream(metric.device))
         self._copy = _Copy(step, value, arrived)
 
