@@ -48,8 +48,8 @@ def test_without_a_distributed_run_it_is_a_plain_logger(name, keywords):
 def test_file_line_and_function_are_the_callers(name):
     records = kept_on(name)
     log = get_logger(name, "INFO")
+    here = sys._getframe().f_lineno + 1
     log.info("here")
-    here = sys._getframe().f_lineno
     log.log(logging.INFO, "and here", in_order=True)
     log.warning_once("once")
     assert [r.lineno for r in records] == [here, here + 1, here + 2]
@@ -64,8 +64,8 @@ def test_stacklevel_points_further_up(name):
     def helper():
         log.info("for my caller", stacklevel=2)
 
+    here = sys._getframe().f_lineno + 1
     helper()
-    here = sys._getframe().f_lineno
     assert records[0].lineno == here
 
 
