@@ -68,7 +68,7 @@ class Variants:
 
 
 def busy(seconds: float) -> None:
-    """A step: the CPU is used as by a training step, and the interpreter is free meanwhile."""
+    """Stands for a step: it sleeps, so neither the CPU nor the interpreter is in use meanwhile."""
     time.sleep(seconds)
 
 
@@ -117,6 +117,8 @@ def run(quick: bool) -> Report:
         by="difference",
     )
     notes = [
-        "Each sample is the median step of a stretch of steps on the slower rank; the variants take turns."
+        "Each sample is the median step of a stretch of steps on the slower rank; the variants take turns.",
+        "The parts are measured without a Trainer: a step sleeps, reading the metric from trainer.callback_metrics is"
+        " not in it, and Lightning's reduce_boolean_decision is played by its barrier and all-reduce.",
     ]
     return Report("What it costs to ask every step whether to stop", [table], notes)
