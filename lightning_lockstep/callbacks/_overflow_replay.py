@@ -122,6 +122,10 @@ class StepRecord:
         batch_idx: Number of the batch in its epoch.
         loss: The loss that came out, detached and as it went into the backward; ``None`` before that.
         optimizer_steps: Optimizer steps begun inside it so far (manual optimisation).
+        seen: Zero, or nan if an activation was bad; on the device. ``None`` where none was watched.
+        stepped: Whether an optimizer was about to step.
+        skipped: Whether such a step was left out.
+        notes: What to say in the report.
     """
 
     function: Callable[..., Any]
@@ -133,7 +137,9 @@ class StepRecord:
     batch_idx: int
     loss: Tensor | None = None
     optimizer_steps: int = 0
+    seen: Tensor | None = None
     stepped: bool = False
+    skipped: bool = False
     notes: list[str] = field(default_factory=list)
 
 

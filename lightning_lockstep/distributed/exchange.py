@@ -11,7 +11,9 @@ from lightning_lockstep.distributed.side_channel import Message, SideChannel
 __all__ = ["exchange"]
 
 
-def exchange(channel: SideChannel, topic: str, body: Any, *, timeout: float) -> dict[int, Any]:
+def exchange(
+    channel: SideChannel, topic: str, body: Any, *, timeout: float, to: int | None = None
+) -> dict[int, Any]:
     """Tell every rank something and hear what each of them says on the same topic.
 
     Unlike a collective it cannot hang: a rank that does not take part is missing from the answer.
@@ -21,6 +23,7 @@ def exchange(channel: SideChannel, topic: str, body: Any, *, timeout: float) -> 
         topic: Name of this one meeting; never used again.
         body: What this rank says; anything that JSON can hold.
         timeout: Longest wait for the others [s].
+        to: The one rank that hears it, and so the only one that waits; ``None`` for all.
 
     Returns:
         What each rank said, by rank, in rank order. This rank's own word is the object given.
@@ -30,6 +33,9 @@ def exchange(channel: SideChannel, topic: str, body: Any, *, timeout: float) -> 
     said: dict[int, Any] = {channel.rank: body}
     if channel.world_size == 1:
         return said
+    if to is not None and to != channel.rank:
+        channel.post(topic, body, to=to)
+        return said
     news = threading.Condition()
 
     def take(message: Message) -> None:
@@ -37,7 +43,8 @@ def exchange(channel: SideChannel, topic: str, body: Any, *, timeout: float) -> 
             said[message.sender] = message.body
             news.notify_all()
 
-    channel.post(topic, body)
+    if to is None:
+        channel.post(topic, body)
     remove = channel.on(topic, take)
     deadline = time.monotonic() + timeout
     with news:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,12 +11,30 @@ from torch.optim import Optimizer
 
 from lightning_lockstep.numerics.statistics import plain_values
 
-__all__ = ["adam_update_underflow", "gradient_underflow"]
+__all__ = ["Share", "adam_update_underflow", "gradient_underflow"]
 
 _LOW = (torch.float16, torch.bfloat16)
 
 
-def gradient_underflow(named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+@dataclass(frozen=True)
+class Share:
+    """How many of some values are lost.
+
+    Attributes:
+        lost: Number lost.
+        counted: Number of all; never 0.
+    """
+
+    lost: int
+    counted: int
+
+    @property
+    def value(self) -> float:
+        """The share itself, from 0 to 1."""
+        return self.lost / self.counted
+
+
+def gradient_underflow(named: Iterable[tuple[str, Tensor]]) -> dict[str, Share]:
     """Return, by name, the share of each gradient that was flushed to zero.
 
     Whole rows of zeros (rows of an embedding that the batch did not use, units that are switched off) are
@@ -36,11 +55,11 @@ def gradient_underflow(named: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
         alive = ~zero.all(dim=1)
         count = int(alive.sum()) * rows.shape[1]
         if count:
-            shares[name] = int(zero[alive].sum()) / count
+            shares[name] = Share(int(zero[alive].sum()), count)
     return shares
 
 
-def adam_update_underflow(optimizer: Optimizer, names: dict[Tensor, str]) -> dict[str, float]:
+def adam_update_underflow(optimizer: Optimizer, names: dict[Tensor, str]) -> dict[str, Share]:
     """Return, by name, the share of each weight that the next Adam update would leave as it is.
 
     Only float16 and bfloat16 weights are looked at: an update smaller than half the distance to the next
@@ -64,7 +83,7 @@ def adam_update_underflow(optimizer: Optimizer, names: dict[Tensor, str]) -> dic
             if count:
                 weight = parameter.detach()
                 stuck = ((weight.float() - update).to(weight.dtype) == weight) & moved
-                shares[names.get(parameter, "?")] = int(stuck.sum()) / count
+                shares[names.get(parameter, "?")] = Share(int(stuck.sum()), count)
     return shares
 
 
