@@ -67,7 +67,9 @@ class Inquest:
             trainer.current_epoch, trainer.global_step, record.batch_number, record.batch_idx
         )
         report = RankReport(self.communicator.rank, self.communicator.host, occasion)
-        report.loss = None if record.loss is None else float(record.loss.sum())
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        report.loss = None if record.loss is None else float(record.loss.sum()) / scale
         report.gradients = self._bad_gradients()
         report.optimizer = self._bad_optimizer_state()
         report.notes += record.notes

@@ -103,7 +103,8 @@ class RankReport:
         if not self.guilty:
             lines.append("Clean: run again here, neither forward nor backward makes a bad value.")
         lines += _listed("Passed on by", self.propagators)
-        lines += _listed("Bad gradients (as reduced over all ranks)", self.gradients)
+        if self.guilty or self.rank == 0:
+            lines += _listed("Bad gradients (as reduced over all ranks)", self.gradients)
         lines += _listed("Bad optimizer state", self.optimizer)
         lines += [f"Note: {note}" for note in self.notes]
         lines += self.remedy.lines()
