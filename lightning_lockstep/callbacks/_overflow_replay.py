@@ -219,14 +219,25 @@ def _intercepted(
         return result
 
     held = {name: strategy.__dict__.get(name) for name in ("backward", "optimizer_step")}
+    # In manual optimisation Lightning counts steps in these.
+    optimizers = strategy._lightning_optimizers
+    counters = [(o._on_before_step, o._on_after_step) for o in optimizers]
     strategy.backward, strategy.optimizer_step = backward, optimizer_step
+    for optimizer in optimizers:
+        optimizer._on_before_step = optimizer._on_after_step = _nothing
     try:
         yield losses
     finally:
+        for optimizer, (before, after) in zip(optimizers, counters, strict=True):
+            optimizer._on_before_step, optimizer._on_after_step = before, after
         for name, former in held.items():
             del strategy.__dict__[name]
             if former is not None:
                 strategy.__dict__[name] = former
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing."""
 
 
 @contextmanager
@@ -277,7 +288,7 @@ def _silent(module: LightningModule) -> Iterator[None]:
     names = ("log", "log_dict")
     held = {name: module.__dict__.get(name) for name in names}
     for name in names:
-        module.__dict__[name] = lambda *args, **kwargs: None
+        module.__dict__[name] = _nothing
     try:
         yield
     finally:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning_lockstep.callbacks._overflow_hooks import ActivationWatch
 from lightning_lockstep.callbacks._overflow_picture import draw
 from lightning_lockstep.callbacks._overflow_report import (
+    Occasion,
     RankReport,
     combined_head,
     combined_text,
@@ -73,8 +75,11 @@ class Sharing:
         Returns:
             The text for everybody's error, the same on every rank.
         """
-        occasion = report.occasion
-        heads = {rank: said["head"] for rank, said in self.hear({"head": report.head()}).items()}
+        said_by = self.hear({"head": report.head(), "guilty": report.guilty, "when": asdict(report.occasion)})
+        heads = {rank: said["head"] for rank, said in said_by.items()}
+        # With accumulated gradients the ranks may mean different batches; the first guilty rank's counts.
+        first = next((said for said in said_by.values() if said["guilty"]), next(iter(said_by.values())))
+        occasion = Occasion(**first["when"])
         absent = [rank for rank in range(self.communicator.world_size) if rank not in heads]
         heads.update({rank: f"rank {rank}: no report within {self.settings.timeout:g} s" for rank in absent})
         bodies = self.hear({"text": report.text(), "json": report.as_json()}, to=0)

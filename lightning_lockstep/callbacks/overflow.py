@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -221,6 +222,8 @@ class OverflowDetector(Callback):
             with self._trace.maybe(module, self._record):
                 return original(*args, **kwargs)
 
+        # Lightning and torch.compile look at the signature of what was there first.
+        training_step.__wrapped__ = inspect.unwrap(original)  # type: ignore[attr-defined]
         module.__dict__["training_step"] = training_step
 
         def remove() -> None:

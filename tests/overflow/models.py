@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -72,7 +72,7 @@ class Task(LightningModule):
             self.metric_head(batch)
             batch = batch.clamp(max=1.0)
         loss = self(batch).square().mean()
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         self.log("loss", loss)
         return loss
 
@@ -107,7 +107,7 @@ class TwoOptimizers(Task):
         with second.toggle_model():
             second.zero_grad()
             loss = self(batch).square().mean()
-            self.losses.append(float(loss))
+            self.losses.append(float(loss.detach()))
             self.manual_backward(loss)
             second.step()
 
@@ -138,7 +138,7 @@ def fit(model: LightningModule, loader: Any, *callbacks: Callback, **options: An
         "callbacks": list(callbacks),
     }
     trainer = Trainer(**{**arguments, **options})
-    seed_everything(1, verbose=False)
+    torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*does not have many workers.*")
         warnings.filterwarnings("ignore", message=".*MPS|.*`isinstance.treespec, LeafSpec.`.*")
