@@ -39,7 +39,9 @@ class Workload:
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(vocab_size=8000, d_model=256, d_kv=64, d_ff=1024, num_layers=4, num_heads=4, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=8000, d_model=256, d_kv=64, d_ff=1024, num_layers=4, num_heads=4, decoder_start_token_id=0
+    )
     return T5ForConditionalGeneration(config)
 
 
@@ -62,7 +64,9 @@ WORKLOADS = [
     Workload(
         "T5 9.4 M, batch 8 x 64, AdamW", t5, tokens, torch.optim.AdamW, {REPLAY: 1.01, HOOKS: 1.03}, 4, 8
     ),
-    Workload("BERT 5.4 M, batch 8 x 64, AdamW", bert, tokens, torch.optim.AdamW, {REPLAY: 1.01, HOOKS: 1.03}, 6, 10),
+    Workload(
+        "BERT 5.4 M, batch 8 x 64, AdamW", bert, tokens, torch.optim.AdamW, {REPLAY: 1.01, HOOKS: 1.03}, 6, 10
+    ),
     Workload(
         "100 linear layers of 64, batch 32, AdamW",
         linears,
@@ -170,7 +174,10 @@ def run(quick: bool) -> Report:
     for workload in WORKLOADS:
         rounds = 2 if quick else workload.rounds
         ours = [NONE, REPLAY, HOOKS] + ([EMPTY] if "SGD" in workload.title else [])
-        for kinds, goals, times in ((ours, workload.goals, rounds), ([NONE, OTHER, ANOMALY], {}, max(2, rounds // 4))):
+        for kinds, goals, times in (
+            (ours, workload.goals, rounds),
+            ([NONE, OTHER, ANOMALY], {}, max(2, rounds // 4)),
+        ):
             variants = {kind: Variant(workload, kind) for kind in kinds}
             with contextlib.redirect_stdout(None):
                 samples = interleave(variants, rounds=times, warmup=1)

@@ -1,9 +1,9 @@
 """A tiny T5 whose float16 activations overflow: our report beside that of Transformers' DebugUnderflowOverflow.
 
-    python examples/overflow_t5.py                     # one process
-    python examples/overflow_t5.py --ranks 2           # two; the overflow is on rank 1 only
-    python examples/overflow_t5.py --beside            # and what Transformers' detector prints for the same batch
-    python examples/overflow_t5.py --fp32 model.encoder.block.0.layer.1.DenseReluDense   # the remedy
+python examples/overflow_t5.py                     # one process
+python examples/overflow_t5.py --ranks 2           # two; the overflow is on rank 1 only
+python examples/overflow_t5.py --beside            # and what Transformers' detector prints for the same batch
+python examples/overflow_t5.py --fp32 model.encoder.block.0.layer.1.DenseReluDense   # the remedy
 """
 
 from __future__ import annotations
@@ -86,16 +86,24 @@ def transformers_frames(task: T5Task, batch: Tensor, *, precision: str) -> str:
     """Return what Transformers' detector prints when it sees the same batch with the same weights."""
     detector = DebugUnderflowOverflow(task.model, max_frames_to_save=6)
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), plugin(precision).forward_context(), contextlib.suppress(ValueError):
+    with (
+        contextlib.redirect_stdout(printed),
+        plugin(precision).forward_context(),
+        contextlib.suppress(ValueError),
+    ):
         task.training_step(batch, 0)
     del detector
     return printed.getvalue()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--precision", default="16-mixed", choices=["16-mixed", "16-true", "bf16-mixed", "bf16-true"])
+    parser.add_argument(
+        "--precision", default="16-mixed", choices=["16-mixed", "16-true", "bf16-mixed", "bf16-true"]
+    )
     parser.add_argument("--fp32", nargs="*", default=[], help="modules that run in float32")
     parser.add_argument("--action", default="raise", choices=["raise", "warn", "skip"])
     parser.add_argument("--mode", default="replay", choices=["replay", "hooks"])
@@ -108,7 +116,9 @@ def main() -> None:
     seed_everything(1, verbose=False)
     task = T5Task()
     callbacks: list[Any] = [
-        OverflowDetector(action=given.action, mode=given.mode, report_dir=given.report_dir, max_frames_to_save=6)
+        OverflowDetector(
+            action=given.action, mode=given.mode, report_dir=given.report_dir, max_frames_to_save=6
+        )
     ]
     if given.fp32:
         callbacks.append(FP32Modules(given.fp32))

@@ -12,8 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep.callbacks._overflow_values import NamePatterns, call_values, module_names, output_values
-from lightning_lockstep.numerics.statistics import TensorStatistics, has_bad_values, listeners, tensor_statistics
+from lightning_lockstep.callbacks._overflow_values import (
+    NamePatterns,
+    call_values,
+    module_names,
+    output_values,
+)
+from lightning_lockstep.numerics.statistics import (
+    TensorStatistics,
+    has_bad_values,
+    listeners,
+    tensor_statistics,
+)
 
 __all__ = ["Frame", "FrameRecorder", "Producer", "Value"]
 
@@ -288,7 +298,9 @@ class FrameRecorder:
         value = self._value(name, label, gradient)
         frame.values.append(value)
         if value.bad:
-            self._first_bad_gradient.setdefault(name, sum(len(f.values) for f in self.backward_frames.values()))
+            self._first_bad_gradient.setdefault(
+                name, sum(len(f.values) for f in self.backward_frames.values())
+            )
 
 
 def _producer(kind: Any, module: str, type_: str, bad: list[Value], *, before: str = "") -> Producer:

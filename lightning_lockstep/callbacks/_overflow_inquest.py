@@ -63,9 +63,7 @@ class Inquest:
             What was found on this rank.
         """
         trainer = self.trainer
-        occasion = Occasion(
-            trainer.current_epoch, trainer.global_step, record.batch_number, record.batch_idx
-        )
+        occasion = Occasion(trainer.current_epoch, trainer.global_step, record.batch_number, record.batch_idx)
         report = RankReport(self.communicator.rank, self.communicator.host, occasion)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
@@ -74,7 +72,9 @@ class Inquest:
         report.optimizer = self._bad_optimizer_state()
         report.notes += record.notes
         if not may_replay:
-            report.notes.append("Not run again: the model talks to other ranks in its forward (SyncBatchNorm).")
+            report.notes.append(
+                "Not run again: the model talks to other ranks in its forward (SyncBatchNorm)."
+            )
             return report
         recorder = self._recorder()
         try:
@@ -145,7 +145,9 @@ class Inquest:
             if parameter.grad is not None and has_bad_values(parameter.grad):
                 statistics = tensor_statistics(parameter.grad)
                 assert statistics is not None
-                lines.append(f"{name}: {statistics.nan} nan, {statistics.inf} inf of {parameter.grad.numel()}")
+                lines.append(
+                    f"{name}: {statistics.nan} nan, {statistics.inf} inf of {parameter.grad.numel()}"
+                )
         return lines
 
     def _bad_optimizer_state(self) -> list[str]:

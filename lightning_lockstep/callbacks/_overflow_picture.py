@@ -15,9 +15,12 @@ __all__ = ["draw"]
 
 _WORST = 6
 _FLOOR = 1e-8
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
 
 
-def draw(path: Path, reports: Sequence[Mapping[str, Any]], history: Mapping[int, Mapping[str, float]]) -> None:
+def draw(
+    path: Path, reports: Sequence[Mapping[str, Any]], history: Mapping[int, Mapping[str, float]]
+) -> None:
     """Draw the modules' largest outputs, and over the steps before where these were watched.
 
     Args:
@@ -34,7 +37,9 @@ def draw(path: Path, reports: Sequence[Mapping[str, Any]], history: Mapping[int,
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtraError("matplotlib", extra="plot", needed_for="the picture of an overflow") from error
+        raise MissingExtraError(
+            "matplotlib", extra="plot", needed_for="the picture of an overflow"
+        ) from error
     if not reports:
         return
     report = next((r for r in reports if r["producer"] or r["backward_producer"]), reports[0])
@@ -46,7 +51,7 @@ def draw(path: Path, reports: Sequence[Mapping[str, Any]], history: Mapping[int,
     limit, dtype = _limit(frames)
     _draw_frames(axes[0], frames, limit, dtype)
     if many:
-        _draw_history(axes[1], history, limit, dtype)
+        _draw_history(axes[1], history, limit, dtype, maker=(report["producer"] or {}).get("module"))
     who = report["producer"] or report["backward_producer"] or {"module": "nobody on this rank"}
     figure.suptitle(
         f"rank {report['rank']}, epoch {report['epoch']}, batch {report['batch_idx']}, step {report['step']}:"
@@ -66,7 +71,13 @@ def _draw_frames(axes: Any, frames: Sequence[Mapping[str, Any]], limit: float, d
         low = min((_number(v["abs_min"], limit) for v in given), default=_FLOOR)
         bad = any(v["bad"] for v in given)
         axes.plot([max(low, _FLOOR), max(high, _FLOOR)], [row, row], color="0.75", linewidth=3, zorder=1)
-        axes.scatter([max(high, _FLOOR)], [row], color="tab:red" if bad else "tab:blue", marker="X" if bad else "o", zorder=2)
+        axes.scatter(
+            [max(high, _FLOOR)],
+            [row],
+            color="tab:red" if bad else "tab:blue",
+            marker="X" if bad else "o",
+            zorder=2,
+        )
     axes.axvline(limit, color="tab:red", linestyle="--", linewidth=1)
     axes.text(limit, -0.8, f"{dtype} limit {limit:.3g}", color="tab:red", ha="right", va="bottom", fontsize=8)
     axes.set_xscale("log")
@@ -77,26 +88,35 @@ def _draw_frames(axes: Any, frames: Sequence[Mapping[str, Any]], limit: float, d
     axes.set_title("the failing batch, in order of the calls", fontsize=10)
 
 
-def _draw_history(axes: Any, history: Mapping[int, Mapping[str, float]], limit: float, dtype: str) -> None:
-    """Draw one line a module over the steps; the worst are named."""
+def _draw_history(
+    axes: Any, history: Mapping[int, Mapping[str, float]], limit: float, dtype: str, *, maker: str | None
+) -> None:
+    """Draw one line a module over the steps; those that were largest while finite, and the maker, are named."""
     modules = list(dict.fromkeys(name for magnitudes in history.values() for name in magnitudes))
     steps = list(history)
-    curves = {
-        name: [_number(history[s].get(name, math.nan), limit, missing=math.nan) for s in steps] for name in modules
-    }
-    worst = sorted(modules, key=lambda name: -max((v for v in curves[name] if v == v), default=0.0))[:_WORST]
+    curves = {name: [_number(history[s].get(name, _FLOOR), limit) for s in steps] for name in modules}
+
+    def largest_finite(name: str) -> float:
+        values = (history[s].get(name, 0.0) for s in steps)
+        return max((v for v in values if math.isfinite(v)), default=0.0)
+
+    worst = sorted(modules, key=lambda name: (name != maker, -largest_finite(name)))[:_WORST]
     for name in modules:
         if name not in worst:
             axes.plot(steps, [max(v, _FLOOR) for v in curves[name]], color="0.85", linewidth=0.8)
-    for name in worst:
-        axes.plot(steps, [max(v, _FLOOR) for v in curves[name]], linewidth=1.6, label=name or "(LightningModule)")
+    for index, name in enumerate(reversed(worst)):
+        label = (name or "(LightningModule)") + (" (made it)" if name == maker else "")
+        style = {"color": "tab:red", "linewidth": 2.4} if name == maker else {"linewidth": 1.6, "color": _COLOURS[index % len(_COLOURS)]}
+        axes.plot(steps, [max(v, _FLOOR) for v in curves[name]], marker=".", label=label, **style)
     axes.axhline(limit, color="tab:red", linestyle="--", linewidth=1)
     axes.text(steps[0], limit, f"{dtype} limit {limit:.3g}", color="tab:red", va="bottom", fontsize=8)
     axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("largest output magnitude; nan and inf drawn above the limit")
-    axes.set_title(f"all modules over the last {len(steps)} steps; the {len(worst)} largest are named", fontsize=10)
-    axes.legend(fontsize=7, loc="lower left")
+    axes.set_title(f"all modules over the last {len(steps)} steps; the largest are named", fontsize=10)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], fontsize=7, loc="lower left")
 
 
 def _limit(frames: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
@@ -111,9 +131,7 @@ def _limit(frames: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
     return best if math.isfinite(best[0]) else (float(torch.finfo(torch.float32).max), "float32")
 
 
-def _number(value: Any, limit: float, missing: float = _FLOOR) -> float:
+def _number(value: Any, limit: float) -> float:
     """Return a magnitude that can be drawn; nan and inf go above the limit."""
     number = float(value)
-    if missing != missing and number != number and not isinstance(value, str):
-        return limit * 10
     return number if math.isfinite(number) else limit * 10

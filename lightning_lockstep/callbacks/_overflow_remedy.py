@@ -87,7 +87,9 @@ def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None])
     return None
 
 
-def _shorter(chosen: list[str], by_name: dict[str, nn.Module], run: Callable[[], Producer | None]) -> list[str]:
+def _shorter(
+    chosen: list[str], by_name: dict[str, nn.Module], run: Callable[[], Producer | None]
+) -> list[str]:
     """Return the one module that holds all the chosen ones, where it does as well as they do."""
     parents = {parent_name(name) for name in chosen}
     parent = next(iter(parents))
@@ -105,7 +107,9 @@ def advice(producer: Producer, *, finite_in_float32: bool) -> str:
         finite_in_float32: Whether some set of modules in float32 let the batch pass.
     """
     if producer.kind == "batch":
-        return "The batch itself holds nan or inf; look at the samples named above, and at what prepares them."
+        return (
+            "The batch itself holds nan or inf; look at the samples named above, and at what prepares them."
+        )
     if producer.kind == "weight":
         return (
             "The weights were spoilt by an earlier optimizer step; see the optimizer state below, lower the learning"

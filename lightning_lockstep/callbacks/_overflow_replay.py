@@ -79,13 +79,13 @@ class BufferKeeper:
         if not self._places:
             return
         now = [b for m, name in self._places if (b := m._buffers.get(name)) is not None and not b.is_meta]
-        if len(now) != len(self._originals) or any(a is not b for a, b in zip(now, self._originals, strict=True)):
+        if len(now) != len(self._originals) or any(
+            a is not b for a, b in zip(now, self._originals, strict=True)
+        ):
             self._originals = now
             self._copies = [b.detach().clone() for b in now]
         else:
-            stale = [
-                i for i, b in enumerate(now) if b.numel() <= _SMALL or b._version != self._versions[i]
-            ]
+            stale = [i for i, b in enumerate(now) if b.numel() <= _SMALL or b._version != self._versions[i]]
             if stale:
                 with torch.no_grad():
                     torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])
@@ -147,7 +147,9 @@ class _ReachedFailingStep(Exception):
     """Ends a replay at the optimizer step that was about to go wrong."""
 
 
-def replay(trainer: Trainer, module: LightningModule, record: StepRecord, recorder: FrameRecorder) -> Tensor | None:
+def replay(
+    trainer: Trainer, module: LightningModule, record: StepRecord, recorder: FrameRecorder
+) -> Tensor | None:
     """Run the recorded step again under a recorder, and leave no trace of it.
 
     Gradients, buffers, random states, metric states and ``requires_grad`` flags are put back. DDP is bypassed,

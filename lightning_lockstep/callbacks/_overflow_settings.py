@@ -81,7 +81,9 @@ def _counts(settings: OverflowSettings) -> list[str]:
         faults.append(f"abort_after_batch_num is {last!r}; expected a batch number from 0, or None.")
     batches = settings.trace_batch_nums
     if not isinstance(batches, tuple) or any(not _whole(n) or n < 0 for n in batches):
-        faults.append(f"trace_batch_nums is {batches!r}; expected a list of batch numbers from 0, such as [1, 3].")
+        faults.append(
+            f"trace_batch_nums is {batches!r}; expected a list of batch numbers from 0, such as [1, 3]."
+        )
     for name in ("scale_floor", "timeout"):
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:

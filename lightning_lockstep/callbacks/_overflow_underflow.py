@@ -57,7 +57,9 @@ class UnderflowWatch:
         ]
         self._warn("of the gradients is flushed to zero", gradient_underflow(gradients), _GRADIENT_ADVICE)
         shares = adam_update_underflow(optimizer, self._names)
-        self._warn("of the Adam update changes no weight: it is too small for their format", shares, _UPDATE_ADVICE)
+        self._warn(
+            "of the Adam update changes no weight: it is too small for their format", shares, _UPDATE_ADVICE
+        )
 
     def _warn(self, what: str, shares: Mapping[str, Share], advice: str) -> None:
         total = sum(share.counted for share in shares.values())
@@ -71,4 +73,6 @@ class UnderflowWatch:
 
 
 _GRADIENT_ADVICE = "Use a loss scaler (16-mixed), bf16, or float32 for these modules."
-_UPDATE_ADVICE = "Keep the weights in float32 (16-mixed or bf16-mixed instead of -true), or raise the learning rate."
+_UPDATE_ADVICE = (
+    "Keep the weights in float32 (16-mixed or bf16-mixed instead of -true), or raise the learning rate."
+)

@@ -355,7 +355,9 @@ class OverflowDetector(Callback):
         if settings.action == "skip":
             self._skip(optimizer, trainer, record)
         elif again and self._bad_in_a_row & (self._bad_in_a_row - 1) == 0 and self._communicator.is_main:
-            _log.warning("nan or inf in %d optimizer steps in a row; see the report above", self._bad_in_a_row)
+            _log.warning(
+                "nan or inf in %d optimizer steps in a row; see the report above", self._bad_in_a_row
+            )
 
     def _alarm(self, trainer: Trainer, record: StepRecord) -> str | None:
         """Return why this is an alarm; ``None`` for an ordinary skip of a loss scaler. The same on every rank."""

@@ -83,7 +83,9 @@ class GradientCheck:
             except (RuntimeError, NotImplementedError, TypeError):
                 # A sparse or otherwise unusual tensor is among them, and will be next time.
                 self._fused = False
-        ordinary = [t for t in tensors if type(t) is Tensor and t.layout is torch.strided and t.is_contiguous()]
+        ordinary = [
+            t for t in tensors if type(t) is Tensor and t.layout is torch.strided and t.is_contiguous()
+        ]
         seen = {id(t) for t in ordinary}
         known = any(has_bad_values(t) for t in tensors if id(t) not in seen)
         return PendingFlag(self.flags(ordinary), known)

@@ -69,7 +69,9 @@ class TensorStatistics:
         if self.inf:
             said.append(f"{self.inf} inf")
         if self.places and self.shape and self.shape[0] > 1:
-            said.append(f"at [{', '.join(map(str, self.places))}{', ...' if len(self.places) == _PLACES_NAMED else ''}]")
+            said.append(
+                f"at [{', '.join(map(str, self.places))}{', ...' if len(self.places) == _PLACES_NAMED else ''}]"
+            )
         if self.range_used is not None and self.range_used >= 0.001:
             said.append(f"{self.range_used:.1%} of range")
         if self.zero >= 0.001:
@@ -200,7 +202,7 @@ def detect_overflow(tensor: Tensor, name: str = "tensor") -> bool:
     if bad or listeners:
         statistics = tensor_statistics(tensor)
         if statistics is not None:
-            for listener in list(listeners):
+            for listener in listeners:
                 listener(name, statistics)
             if bad and not listeners:
                 _log.warning("%s: nan or inf found (%s)", name, statistics.remarks())

@@ -27,7 +27,9 @@ from tests.overflow.models import (
 )
 
 
-def find(model: Task, loader: Any, tmp_path: Path, *, options: dict[str, Any] | None = None, **settings: Any) -> Any:
+def find(
+    model: Task, loader: Any, tmp_path: Path, *, options: dict[str, Any] | None = None, **settings: Any
+) -> Any:
     """Fit until the detector raises; return (detector, message)."""
     detector = OverflowDetector(**{"report_dir": None, **settings})
     with pytest.raises(OverflowDetectedError) as caught:
@@ -98,7 +100,9 @@ class SpoilWeight(Callback):
 def test_a_weight_that_is_bad_already(tmp_path: Path) -> None:
     model = Task()
     detector = OverflowDetector()
-    with pytest.raises(OverflowDetectedError, match=r"the weights of head \(Linear\) are bad already: weight"):
+    with pytest.raises(
+        OverflowDetectedError, match=r"the weights of head \(Linear\) are bad already: weight"
+    ):
         fit(model, data(batches=4), detector, SpoilWeight(), default_root_dir=tmp_path)
     assert "1 nan" in detector.reports[0].producer.remarks
 
@@ -167,7 +171,12 @@ def test_dropout_repeats_bit_for_bit(tmp_path: Path) -> None:
     model.suspect[2].register_forward_hook(lambda m, a, out: seen.append(float(out.detach().abs().max())))
     detector = OverflowDetector()
     with pytest.raises(OverflowDetectedError):
-        fit(model, data(batches=9, marked={n: n % 4 for n in range(4, 9)}), detector, default_root_dir=tmp_path)
+        fit(
+            model,
+            data(batches=9, marked={n: n % 4 for n in range(4, 9)}),
+            detector,
+            default_root_dir=tmp_path,
+        )
     assert model.losses[-1] == model.losses[-2], "the replay's loss"
     assert seen[-1] == seen[-2]
     dropped = next(f for f in detector.reports[0].backward_frames if f.module == "suspect.3")
@@ -206,7 +215,9 @@ def test_skip_leaves_the_step_out_and_puts_buffers_back(tmp_path: Path) -> None:
     norm = nn.BatchNorm1d(WIDTH)
     model = Task(nn.Sequential(Explode(), norm))
     detector = OverflowDetector(action="skip")
-    trainer = fit(model, data(batches=6, marked={1: 0, 2: 0, 4: 0}), detector, compare, default_root_dir=tmp_path)
+    trainer = fit(
+        model, data(batches=6, marked={1: 0, 2: 0, 4: 0}), detector, compare, default_root_dir=tmp_path
+    )
     states = [state for state, _, _ in compare.seen]
     assert detector.skipped_steps == 3
     assert len(detector.reports) == 2, "one for each row of bad steps"
@@ -221,7 +232,12 @@ def test_skip_leaves_the_step_out_and_puts_buffers_back(tmp_path: Path) -> None:
 def test_skip_gives_up(tmp_path: Path) -> None:
     detector = OverflowDetector(action="skip", max_skips=3)
     with pytest.raises(OverflowDetectedError, match="3 optimizer steps in a row were left out"):
-        fit(Task(Explode()), data(batches=9, marked=dict.fromkeys(range(3, 9), 0)), detector, default_root_dir=tmp_path)
+        fit(
+            Task(Explode()),
+            data(batches=9, marked=dict.fromkeys(range(3, 9), 0)),
+            detector,
+            default_root_dir=tmp_path,
+        )
     assert detector.skipped_steps == 3
 
 
@@ -245,7 +261,7 @@ def test_accumulated_gradients_lead_to_the_right_micro_batch(tmp_path: Path) -> 
 
 def test_manual_optimisation_with_two_optimizers(tmp_path: Path) -> None:
     model = TwoOptimizers(nn.Sequential(nn.Dropout(0.2), Explode()))
-    detector, message = find(model, data(batches=5, marked={n: 0 for n in range(2, 5)}), tmp_path)
+    detector, message = find(model, data(batches=5, marked=dict.fromkeys(range(2, 5), 0)), tmp_path)
     assert "suspect.1 (Explode) made it from good inputs" in message
     assert not detector.reports[0].notes, "the same loss again"
 
@@ -282,16 +298,20 @@ def test_tied_weights_and_a_sparse_gradient(tmp_path: Path) -> None:
             self.twin.weight = self.before.weight
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.twin(self.suspect(self.before(x))) + self.table.weight.sum() * 0 + self.table(
-                torch.zeros(len(x), dtype=torch.long)
-            ))
+            return self.head(
+                self.twin(self.suspect(self.before(x)))
+                + self.table.weight.sum() * 0
+                + self.table(torch.zeros(len(x), dtype=torch.long))
+            )
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([p for p in self.parameters()], lr=0.01)
+            return torch.optim.SGD(list(self.parameters()), lr=0.01)
 
     class SparseOnly(Tied):
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.twin(self.suspect(self.before(x))) + self.table(torch.zeros(len(x), dtype=torch.long)))
+            return self.head(
+                self.twin(self.suspect(self.before(x))) + self.table(torch.zeros(len(x), dtype=torch.long))
+            )
 
     fit(SparseOnly(), data(batches=2), OverflowDetector(), default_root_dir=tmp_path)
     _, message = find(SparseOnly(), data(batches=3, marked={2: 0}), tmp_path)
@@ -319,8 +339,12 @@ def test_allowed_infinities_and_chosen_modules(tmp_path: Path) -> None:
             return {"first": x.clamp(max=1), "states": (mask, {"last": x.clamp(max=1)})}
 
     loader = data(batches=3, marked={1: 0})
-    fit(Task(Masked()), loader, OverflowDetector(mode="hooks", allow_inf=["suspect.output.states.0"]),
-        default_root_dir=tmp_path)
+    fit(
+        Task(Masked()),
+        loader,
+        OverflowDetector(mode="hooks", allow_inf=["suspect.output.states.0"]),
+        default_root_dir=tmp_path,
+    )
     fit(Task(Masked()), loader, OverflowDetector(mode="hooks", modules=["head"]), default_root_dir=tmp_path)
     _, message = find(Task(Masked()), loader, tmp_path, mode="hooks")
     assert "output['states'][0]" in message
@@ -338,7 +362,9 @@ def test_spots_inside_a_forward_stand_in_the_frames(tmp_path: Path) -> None:
 
 
 def amp(init_scale: float) -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=1000))
+    return MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=1000)
+    )
 
 
 def test_ordinary_skips_of_a_loss_scaler_are_no_alarms(tmp_path: Path) -> None:
@@ -363,7 +389,9 @@ def test_a_loss_scaler_at_its_floor_is_an_alarm(tmp_path: Path) -> None:
 
 
 def test_a_bad_forward_under_a_loss_scaler_is_an_alarm_at_once(tmp_path: Path) -> None:
-    _, message = find(Task(Explode()), data(batches=3, marked={1: 0}), tmp_path, options={"plugins": [amp(16.0)]})
+    _, message = find(
+        Task(Explode()), data(batches=3, marked={1: 0}), tmp_path, options={"plugins": [amp(16.0)]}
+    )
     assert "batch_number=1" in message
     assert "the forward is not finite, which no loss scale can mend" in message
 

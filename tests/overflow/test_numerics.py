@@ -28,7 +28,9 @@ def test_the_figures_of_a_float16_tensor() -> None:
     assert math.isnan(figures.abs_max)
     assert figures.range_used == 1.0
     assert (figures.zero, figures.subnormal, figures.flushed) == (1 / 8, 1 / 8, 0)
-    assert figures.remarks() == "float16: 1 nan, 2 inf, at [2, 3], 100.0% of range, 12.5% zero, 12.5% subnormal"
+    assert (
+        figures.remarks() == "float16: 1 nan, 2 inf, at [2, 3], 100.0% of range, 12.5% zero, 12.5% subnormal"
+    )
     assert figures.as_json()["abs_max"] == "nan"
 
 
@@ -77,7 +79,9 @@ def test_detect_overflow_says_what_it_saw(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_the_fused_check_sees_each_bad_value_and_leaves_the_rest_alone(dtype: torch.dtype, value: float) -> None:
+def test_the_fused_check_sees_each_bad_value_and_leaves_the_rest_alone(
+    dtype: torch.dtype, value: float
+) -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(5, 7).to(dtype), torch.randn(300).to(dtype)[::3], torch.randn(()), torch.randn(4)]
     before = [t.clone() for t in tensors]
@@ -205,7 +209,10 @@ def test_a_copy_of_the_module_has_its_own_island() -> None:
         ({"check_every_n_steps": 5}, ["goes with mode='hooks' only"]),
         ({"gradients": 1}, ["gradients is 1; expected True or False"]),
         ({"timeout": 0}, ["timeout is 0; expected a number above 0"]),
-        ({"mode": "x", "action": "y", "max_skips": 0}, ["3 settings", "mode is 'x'", "action is 'y'", "max_skips is 0"]),
+        (
+            {"mode": "x", "action": "y", "max_skips": 0},
+            ["3 settings", "mode is 'x'", "action is 'y'", "max_skips is 0"],
+        ),
     ],
 )
 def test_all_faults_of_the_settings_at_once(settings: dict[str, Any], faults: list[str]) -> None:

@@ -60,7 +60,9 @@ class InfiniteLoss(Task):
 
 
 MODELS: dict[str, Any] = {
-    "explode": lambda: Task(nn.Sequential(nn.Tanhshrink(), Explode(), nn.Dropout(0.2), nn.BatchNorm1d(WIDTH))),
+    "explode": lambda: Task(
+        nn.Sequential(nn.Tanhshrink(), Explode(), nn.Dropout(0.2), nn.BatchNorm1d(WIDTH))
+    ),
     "backward": lambda: Task(nn.Sequential(nn.Tanhshrink(), BadBackward())),
     "metric": lambda: Task(metric=True),
     "loss": InfiniteLoss,
@@ -108,7 +110,9 @@ def both(answers: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         ("trace", 3, "suspect.1 (Explode) made it from good inputs"),
     ],
 )
-def test_both_ranks_raise_the_same_error_and_name_rank_1(answers: Any, name: str, batch: int, who: str) -> None:
+def test_both_ranks_raise_the_same_error_and_name_rank_1(
+    answers: Any, name: str, batch: int, who: str
+) -> None:
     zero, one = both(answers, name)
     assert zero["error"] == one["error"]
     assert "rank 0 (host" in zero["error"]

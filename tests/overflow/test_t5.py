@@ -70,7 +70,9 @@ def test_the_remedy_lets_the_failing_run_pass(tmp_path: Path) -> None:
     remedy = detector.reports[0].remedy
     assert remedy.tried
     assert remedy.modules == ("model.encoder.block.0.layer.1.DenseReluDense",)
-    assert "'callbacks.fp32_modules.modules=[model.encoder.block.0.layer.1.DenseReluDense]'" in str(caught.value)
+    assert "'callbacks.fp32_modules.modules=[model.encoder.block.0.layer.1.DenseReluDense]'" in str(
+        caught.value
+    )
     model = task(t5)
     keys = list(model.state_dict())
     trainer = fit(
@@ -124,7 +126,9 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_names_that_fit_nothing_are_named_all_at_once() -> None:
-    with pytest.raises(ConfigurationError, match=r"no module of Task fits 'befor'. Near it: before") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"no module of Task fits 'befor'. Near it: before"
+    ) as caught:
         fit(Task(), data(batches=1), FP32Modules(["befor", "head", "tail.*"]))
     assert len(caught.value.faults) == 2
     with pytest.raises(ConfigurationError, match="expected a list of module names"):
