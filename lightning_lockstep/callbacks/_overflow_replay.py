@@ -6,6 +6,7 @@ sees what the model sees. It keeps references and a few small copies, never an a
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -44,9 +45,7 @@ class RandomState:
         """
         # The state of a CUDA generator lives on the host: a seed and an offset.
         of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        numpy = sys.modules.get("numpy")
-        state = None if numpy is None else numpy.random.get_state(legacy=False)
-        return cls(torch.get_rng_state(), device, of_device, random.getstate(), state)
+        return cls(torch.get_rng_state(), device, of_device, random.getstate(), _numpy_state())
 
     def restore(self) -> None:
         """Put every generator into the captured state."""
@@ -56,6 +55,30 @@ class RandomState:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+
+
+# (the generator's memory, its state) as last asked for
+_numpy_last: tuple[bytes, Any] = (b"", None)
+_NUMPY_BYTES = 2500  # 624 numbers and a position: all of the Mersenne Twister
+
+
+def _numpy_state() -> Any:
+    """Return the state of numpy's global generator; ``None`` where numpy is not in use.
+
+    numpy takes longer to hand it out than all other generators together, so it is asked only when the
+    generator's memory differs from the last time.
+    """
+    global _numpy_last
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    generator = numpy.random.get_bit_generator()
+    if type(generator).__name__ != "MT19937":
+        return numpy.random.get_state(legacy=False)
+    memory = ctypes.string_at(generator.ctypes.state_address, _NUMPY_BYTES)
+    if memory != _numpy_last[0]:
+        _numpy_last = (memory, numpy.random.get_state(legacy=False))
+    return _numpy_last[1]
 
 
 class BufferKeeper:
@@ -143,7 +166,7 @@ class StepRecord:
     notes: list[str] = field(default_factory=list)
 
 
-class _ReachedFailingStep(Exception):
+class _ReachedFailingStep(Exception):  # noqa: N818  (a signal, no error)
     """Ends a replay at the optimizer step that was about to go wrong."""
 
 

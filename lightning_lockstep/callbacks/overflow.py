@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -79,7 +80,7 @@ class OverflowDetector(Callback):
     side channel.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the options of Transformers' detector and of ours)
         self,
         *,
         max_frames_to_save: int = 21,
@@ -149,6 +150,8 @@ class OverflowDetector(Callback):
         self._sharing = Sharing(self._communicator, folder, settings)
         self._trace = BatchTrace(settings)
         self._check = GradientCheck()
+        # A warning must not change the run, and one process needs no telling.
+        self._spreads = settings.action != "warn" and self._communicator.world_size > 1
         self._buffers = BufferKeeper(pl_module)
         self._allowed_loss = NamePatterns(settings.allow_inf).fit("loss")
         self._parameters: dict[int, list[Tensor]] = {}
@@ -246,7 +249,7 @@ class OverflowDetector(Callback):
         if self._watch is not None:
             record.seen = self._watch.factor()
             self._watch.active = False
-        if self.settings.action != "warn" and loss.requires_grad and not self._trace.active:
+        if self._spreads and loss.requires_grad and not self._trace.active:
             factors = [] if self._allowed_loss else [record.loss]
             if record.seen is not None:
                 factors.append(record.seen)
@@ -315,9 +318,13 @@ class OverflowDetector(Callback):
             if one is not None:
                 own += [one.loss] if one.loss is not None and not self._allowed_loss else []
                 own += [one.seen] if one.seen is not None and self._due() else []
-        mine = self._check.start(own)
-        everywhere = flag is not None and flag.result()
-        here = mine.result()
+        if all(t.device.type == "cpu" for t in own):
+            here = any(has_bad_values(t) if t.numel() > 1 else not math.isfinite(t.item()) for t in own)
+            everywhere = flag is not None and flag.result()
+        else:
+            mine = self._check.start(own)
+            everywhere = flag is not None and flag.result()
+            here = mine.result()
         if self._communicator.world_size == 1:
             return everywhere or here, here
         if flag is None:
