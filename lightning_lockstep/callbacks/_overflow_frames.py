@@ -1,4 +1,4 @@
-"""Frames: what went into and came out of each module, forward and backward, and who made the first bad value."""
+"""Frames: what went into and came out of each module, both ways, and who made the first bad value."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ class FrameRecorder:
     def _watch(self, name: str, module: nn.Module, label: str, pairs: Any) -> None:
         for place, value in pairs:
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(partial(self._gradient, name, type(module).__name__, f"{label}{place}"))
+                value.register_hook(partial(self._gradient, name, type(module).__name__, f"{label}{place}"))  # type: ignore[no-untyped-call]
 
     def _watch_parameters(self) -> Iterator[Any]:
         for module in self.root.modules():
@@ -291,7 +291,7 @@ class FrameRecorder:
                     note: Callable[..., None] = partial(
                         self._gradient, self.names[module], type(module).__name__, f"grad {label}"
                     )
-                    yield parameter.register_hook(note)
+                    yield parameter.register_hook(note)  # type: ignore[no-untyped-call]
 
     def _gradient(self, name: str, kind: str, label: str, gradient: Tensor) -> None:
         frame = self.backward_frames.setdefault(name, Frame(name, kind))

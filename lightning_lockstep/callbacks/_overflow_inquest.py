@@ -151,7 +151,7 @@ class Inquest:
         return lines
 
     def _bad_optimizer_state(self) -> list[str]:
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names: dict[torch.Tensor, str] = {p: name for name, p in self.module.named_parameters()}
         lines = []
         for optimizer in self.trainer.optimizers:
             for parameter, state in optimizer.state.items():

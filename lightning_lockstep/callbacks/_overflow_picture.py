@@ -1,4 +1,4 @@
-"""The picture that goes with a report: how large the outputs of each module were, against the format's limit."""
+"""The picture that goes with a report: how large each module's outputs were, against the format's limit."""
 
 from __future__ import annotations
 
@@ -106,7 +106,11 @@ def _draw_history(
             axes.plot(steps, [max(v, _FLOOR) for v in curves[name]], color="0.85", linewidth=0.8)
     for index, name in enumerate(reversed(worst)):
         label = (name or "(LightningModule)") + (" (made it)" if name == maker else "")
-        style = {"color": "tab:red", "linewidth": 2.4} if name == maker else {"linewidth": 1.6, "color": _COLOURS[index % len(_COLOURS)]}
+        style = (
+            {"color": "tab:red", "linewidth": 2.4}
+            if name == maker
+            else {"linewidth": 1.6, "color": _COLOURS[index % len(_COLOURS)]}
+        )
         axes.plot(steps, [max(v, _FLOOR) for v in curves[name]], marker=".", label=label, **style)
     axes.axhline(limit, color="tab:red", linestyle="--", linewidth=1)
     axes.text(steps[0], limit, f"{dtype} limit {limit:.3g}", color="tab:red", va="bottom", fontsize=8)

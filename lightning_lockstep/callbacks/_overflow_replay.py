@@ -1,7 +1,7 @@
 """Running one batch again exactly as it was: same weights, same buffers, same random numbers.
 
-A :class:`StepRecord` is taken at the very start of ``training_step``, below DDP and inside autocast, so that it
-sees what the model sees. It keeps references and a few small copies, never an activation.
+A :class:`StepRecord` is taken at the very start of ``training_step``, below DDP and inside autocast, so that
+it sees what the model sees. It keeps references and a few small copies, never an activation.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class BufferKeeper:
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Give the module its kept buffers for as long as the context lasts, then those of now."""
-        held = [(m, name, m._buffers[name]) for m, name in self._places if m._buffers.get(name) is not None]
+        held = [(m, name, b) for m, name in self._places if (b := m._buffers.get(name)) is not None]
         values = [buffer.detach().clone() for _, _, buffer in held]
         try:
             with torch.no_grad():
@@ -247,7 +247,7 @@ def _intercepted(
     # In manual optimisation Lightning counts steps in these.
     optimizers = strategy._lightning_optimizers
     counters = [(o._on_before_step, o._on_after_step) for o in optimizers]
-    strategy.backward, strategy.optimizer_step = backward, optimizer_step
+    strategy.__dict__.update(backward=backward, optimizer_step=optimizer_step)
     for optimizer in optimizers:
         optimizer._on_before_step = optimizer._on_after_step = _nothing
     try:
@@ -296,7 +296,9 @@ def _own_gradients(module: LightningModule) -> Iterator[None]:
 @contextmanager
 def _own_metrics(module: nn.Module) -> Iterator[None]:
     """Put the states of torchmetrics back afterwards; they are not buffers."""
-    metrics = [m for m in module.modules() if hasattr(m, "_copy_state_dict") and hasattr(m, "_update_count")]
+    metrics: list[Any] = [
+        m for m in module.modules() if hasattr(m, "_copy_state_dict") and hasattr(m, "_update_count")
+    ]
     held = [(m, m._copy_state_dict(), m._update_count, m._computed) for m in metrics]
     try:
         yield

@@ -80,7 +80,7 @@ class OverflowDetector(Callback):
     side channel.
     """
 
-    def __init__(  # noqa: PLR0913  (the options of Transformers' detector and of ours)
+    def __init__(
         self,
         *,
         max_frames_to_save: int = 21,
@@ -226,7 +226,7 @@ class OverflowDetector(Callback):
                 return original(*args, **kwargs)
 
         # Lightning and torch.compile look at the signature of what was there first.
-        training_step.__wrapped__ = inspect.unwrap(original)  # type: ignore[attr-defined]
+        training_step.__wrapped__ = inspect.unwrap(original)
         module.__dict__["training_step"] = training_step
 
         def remove() -> None:
@@ -253,7 +253,7 @@ class OverflowDetector(Callback):
             factors = [] if self._allowed_loss else [record.loss]
             if record.seen is not None:
                 factors.append(record.seen)
-            loss.register_hook(functools.partial(_spread, factors))
+            loss.register_hook(functools.partial(_spread, factors))  # type: ignore[no-untyped-call]
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Watch on: with manual optimisation another forward may follow."""

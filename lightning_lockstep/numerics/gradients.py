@@ -37,14 +37,14 @@ class PendingFlag:
             return flag
         host = torch.empty_like(flag, device="cpu", pin_memory=True)
         host.copy_(flag, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(flag.device))
         self._events.append(event)
         return host
 
     def ready(self) -> bool:
         """Return whether :meth:`result` would not have to wait."""
-        return all(event.query() for event in self._events)
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def result(self) -> bool:
         """Return the answer; on a GPU wait until it is there."""

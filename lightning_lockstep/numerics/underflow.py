@@ -1,9 +1,10 @@
-"""How much of a gradient or of an optimizer's update is lost because it is too small for its number format."""
+"""How much of a gradient or of an optimizer's update is lost because it is too small for its format."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,9 +88,10 @@ def adam_update_underflow(optimizer: Optimizer, names: dict[Tensor, str]) -> dic
     return shares
 
 
-def _adam_update(state: dict[str, Tensor], group: dict[str, object]) -> Tensor:
-    first, second = group.get("betas", (0.9, 0.999))  # type: ignore[misc]
+def _adam_update(state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+    first, second = group.get("betas", (0.9, 0.999))
     step = max(float(state["step"]), 1.0)
-    mean = state["exp_avg"].detach().float() / (1 - float(first) ** step)
-    square = state["exp_avg_sq"].detach().float() / (1 - float(second) ** step)
-    return float(group["lr"]) * mean / (square.sqrt() + float(group.get("eps", 1e-8)))  # type: ignore[arg-type]
+    mean: Tensor = state["exp_avg"].detach().float() / (1 - float(first) ** step)
+    square: Tensor = state["exp_avg_sq"].detach().float() / (1 - float(second) ** step)
+    update: Tensor = float(group["lr"]) * mean / (square.sqrt() + float(group.get("eps", 1e-8)))
+    return update

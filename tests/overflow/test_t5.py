@@ -1,4 +1,4 @@
-"""A tiny T5 whose float16 overflows: beside Transformers' detector, on one and two ranks, and with the remedy."""
+"""A tiny T5 whose float16 overflows: beside Transformers' detector, on two ranks, and with the remedy."""
 
 from __future__ import annotations
 
