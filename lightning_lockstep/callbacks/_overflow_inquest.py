@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.callbacks._overflow_frames import FrameRecorder, Producer
@@ -51,12 +50,11 @@ class Inquest:
     settings: OverflowSettings
     communicator: Communicator
 
-    def hold(self, record: StepRecord, optimizer: Optimizer, *, may_replay: bool = True) -> RankReport:
+    def hold(self, record: StepRecord, *, may_replay: bool = True) -> RankReport:
         """Run the recorded batch again under a recorder and report.
 
         Args:
             record: The step.
-            optimizer: The one about to step.
             may_replay: Whether running the model here does any harm.
 
         Returns:

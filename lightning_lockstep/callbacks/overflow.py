@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +15,20 @@ from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.callbacks._overflow_hooks import ActivationWatch, refuse_compiled
-from lightning_lockstep.callbacks._overflow_inquest import Inquest, talks_in_forward
 from lightning_lockstep.callbacks._overflow_replay import BufferKeeper, RandomState, StepRecord
 from lightning_lockstep.callbacks._overflow_report import RankReport
+from lightning_lockstep.callbacks._overflow_response import Response, Tally
 from lightning_lockstep.callbacks._overflow_settings import Action, Mode, OverflowSettings, sequence
 from lightning_lockstep.callbacks._overflow_sharing import Sharing
 from lightning_lockstep.callbacks._overflow_trace import BatchTrace
 from lightning_lockstep.callbacks._overflow_underflow import UnderflowWatch
 from lightning_lockstep.callbacks._overflow_values import NamePatterns
 from lightning_lockstep.distributed import Communicator, current_communicator
-from lightning_lockstep.errors import ConfigurationError, LockstepError, OverflowDetectedError
+from lightning_lockstep.errors import ConfigurationError, LockstepError
 from lightning_lockstep.numerics.gradients import GradientCheck
 from lightning_lockstep.numerics.statistics import has_bad_values
 
 __all__ = ["OverflowDetector"]
-
-_log = logging.getLogger(__name__)
 
 # Strategies that do not keep whole gradients in ``.grad``, or whose backward is not autograd's.
 _UNSUITED = ("DeepSpeed", "FSDP", "XLA", "ModelParallel")
@@ -117,13 +113,25 @@ class OverflowDetector(Callback):
             scale_floor=scale_floor,
             timeout=timeout,
         )
-        self.skipped_steps = 0
-        self.scaler_skips = 0
-        self.reports: list[RankReport] = []
-        self._bad_in_a_row = 0
+        self._tally = Tally()
         self._remove: Callable[[], None] | None = None
         self._record: StepRecord | None = None
         self._suspect: StepRecord | None = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps left out so far."""
+        return self._tally.skipped_steps
+
+    @property
+    def scaler_skips(self) -> int:
+        """Ordinary skips of an fp16 loss scaler so far."""
+        return self._tally.scaler_skips
+
+    @property
+    def reports(self) -> list[RankReport]:
+        """Reports of this rank so far."""
+        return self._tally.reports
 
     # ------------------------------------------------------------------ begin and end
 
@@ -156,7 +164,6 @@ class OverflowDetector(Callback):
         self._allowed_loss = NamePatterns(settings.allow_inf).fit("loss")
         self._parameters: dict[int, list[Tensor]] = {}
         self._underflow = UnderflowWatch(settings, pl_module)
-        self._lonely = not talks_in_forward(pl_module, self._communicator.world_size)
         self._watch: ActivationWatch | None = None
         if settings.mode == "hooks":
             self._watch = ActivationWatch(
@@ -166,6 +173,7 @@ class OverflowDetector(Callback):
                 modules=None if settings.modules is None else NamePatterns(settings.modules),
                 keep_history=settings.report_dir is not None,
             )
+        self._response = Response(settings, self._communicator, self._sharing, self._watch, self._tally)
         self._remove = self._wrap_training_step(trainer, pl_module, device)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -186,8 +194,8 @@ class OverflowDetector(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the counters over."""
-        self.skipped_steps = state_dict["skipped_steps"]
-        self.scaler_skips = state_dict["scaler_skips"]
+        self._tally.skipped_steps = state_dict["skipped_steps"]
+        self._tally.scaler_skips = state_dict["scaler_skips"]
 
     def _uninstall(self) -> None:
         remove, self._remove = self._remove, None
@@ -273,11 +281,13 @@ class OverflowDetector(Callback):
             self._watch.remember(trainer.global_step)
         everywhere, here = self._look(optimizer, record)
         if everywhere:
-            self._common_hit(trainer, pl_module, optimizer)
+            culprit = self._suspect or record
+            self._response.common_hit(trainer, pl_module, optimizer, culprit)
+            record.skipped = culprit.skipped
         else:
-            self._bad_in_a_row = 0
+            self._tally.bad_in_a_row = 0
             if here:
-                self._lone_hit(trainer, pl_module, optimizer)
+                self._response.lone_hit(trainer, pl_module, self._suspect or record)
             self._underflow.look(trainer, optimizer, main=self._communicator.is_main)
         self._suspect = None
 
@@ -338,84 +348,6 @@ class OverflowDetector(Callback):
         """Return whether the activations are to be read at this step."""
         self._looks += 1
         return self._looks % self.settings.check_every_n_steps == 0
-
-    # ------------------------------------------------------------------ after a hit
-
-    def _common_hit(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Every rank is here, at the same step."""
-        record = self._suspect or self._record
-        assert record is not None
-        why = self._alarm(trainer, record)
-        if why is None:
-            self.scaler_skips += 1
-            return
-        self._bad_in_a_row += 1
-        settings, again = self.settings, self._bad_in_a_row > 1
-        head = ""
-        if not again:
-            with self._unwatched():
-                report = self._inquest(trainer, module).hold(record, optimizer)
-            self.reports.append(report)
-            head = self._sharing.publish(report, why, self._watch)
-        if settings.action == "raise":
-            raise OverflowDetectedError(head)
-        if settings.action == "skip":
-            self._skip(optimizer, trainer, record)
-        elif again and self._bad_in_a_row & (self._bad_in_a_row - 1) == 0 and self._communicator.is_main:
-            _log.warning(
-                "nan or inf in %d optimizer steps in a row; see the report above", self._bad_in_a_row
-            )
-
-    def _alarm(self, trainer: Trainer, record: StepRecord) -> str | None:
-        """Return why this is an alarm; ``None`` for an ordinary skip of a loss scaler. The same on every rank."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is None:
-            return "the loss or the gradients are not finite"
-        bad = record.loss is not None and has_bad_values(record.loss)
-        seen = record.seen is not None and has_bad_values(record.seen)
-        facts = self._sharing.hear({"forward": bool(bad or seen), "scale": float(scaler.get_scale())})
-        if any(said["forward"] for said in facts.values()):
-            return "the forward is not finite, which no loss scale can mend"
-        lowest = min(said["scale"] for said in facts.values())
-        if lowest <= self.settings.scale_floor:
-            return f"gradients are not finite though the loss scale is down to {lowest:g}"
-        return None
-
-    def _skip(self, optimizer: Optimizer, trainer: Trainer, record: StepRecord) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        self.skipped_steps += 1
-        record.skipped = True
-        if self._communicator.is_main:
-            _log.warning(
-                "optimizer step %d left out (%d so far, %d in a row)",
-                trainer.global_step,
-                self.skipped_steps,
-                self._bad_in_a_row,
-            )
-        if self._bad_in_a_row >= self.settings.max_skips:
-            raise OverflowDetectedError(
-                f"{self._bad_in_a_row} optimizer steps in a row were left out because of nan or inf, which is as many"
-                f" as max_skips allows; reports are in {self._sharing.folder}."
-            )
-
-    def _lone_hit(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Only this rank knows, and the others go on: report without waiting for anybody."""
-        record = self._suspect or self._record
-        assert record is not None
-        if self._sharing.said_alone():
-            return
-        with self._unwatched():
-            report = self._inquest(trainer, module).hold(record, optimizer, may_replay=self._lonely)
-        self.reports.append(report)
-        self._sharing.publish_alone(report)
-
-    def _inquest(self, trainer: Trainer, module: LightningModule) -> Inquest:
-        return Inquest(trainer, module, self.settings, self._communicator)
-
-    def _unwatched(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.paused()
 
 
 def _spread(factors: Sequence[Tensor], gradient: Tensor) -> Tensor:
