@@ -24,6 +24,11 @@ _EXPORTS: dict[str, str] = {
     "get_logger": "logs",
     "in_rank_order": "logs",
     "set_breakpoint": "callbacks.breakpoint",
+    # overflows
+    "FP32Modules": "callbacks.fp32_modules",
+    "OverflowDetector": "callbacks.overflow",
+    "detect_overflow": "numerics.statistics",
+    "run_in_fp32": "numerics.float32",
     # errors
     "BatchSizeError": "errors",
     "CollectiveError": "errors",

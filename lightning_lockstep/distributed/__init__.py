@@ -16,6 +16,7 @@ from lightning_lockstep.distributed.communicator import (
     current_communicator,
     shut_down,
 )
+from lightning_lockstep.distributed.exchange import exchange
 from lightning_lockstep.distributed.failure import FailureRecord
 from lightning_lockstep.distributed.fan_out import CrashFanOut
 from lightning_lockstep.distributed.rendezvous import rendezvous_store
@@ -39,6 +40,7 @@ __all__ = [
     "StoreSideChannel",
     "TorchCommunicator",
     "current_communicator",
+    "exchange",
     "rendezvous_store",
     "shut_down",
 ]

@@ -12,6 +12,11 @@ from tests.helpers import run_ranks
 SURFACE = [
     # strategies
     "LockstepDDPStrategy",
+    # overflows
+    "FP32Modules",
+    "OverflowDetector",
+    "detect_overflow",
+    "run_in_fp32",
     # errors
     "BatchSizeError",
     "CollectiveError",

@@ -1,0 +1,361 @@
+"""OverflowDetector: which module, which rank, which batch, at no cost."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep.callbacks._overflow_hooks import ActivationWatch, refuse_compiled
+from lightning_lockstep.callbacks._overflow_replay import BufferKeeper, RandomState, StepRecord
+from lightning_lockstep.callbacks._overflow_report import RankReport
+from lightning_lockstep.callbacks._overflow_response import Response, Tally
+from lightning_lockstep.callbacks._overflow_settings import Action, Mode, OverflowSettings, sequence
+from lightning_lockstep.callbacks._overflow_sharing import Sharing
+from lightning_lockstep.callbacks._overflow_trace import BatchTrace
+from lightning_lockstep.callbacks._overflow_underflow import UnderflowWatch
+from lightning_lockstep.callbacks._overflow_values import NamePatterns
+from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.errors import ConfigurationError, LockstepError
+from lightning_lockstep.numerics.gradients import GradientCheck
+from lightning_lockstep.numerics.statistics import has_bad_values
+
+__all__ = ["OverflowDetector"]
+
+# Strategies that do not keep whole gradients in ``.grad``, or whose backward is not autograd's.
+_UNSUITED = ("DeepSpeed", "FSDP", "XLA", "ModelParallel")
+
+
+class OverflowDetector(Callback):
+    """Finds the module, rank and batch that made the first nan or infinity.
+
+    Each step looks at the loss and at the reduced gradients. When they hold a bad value, and before weights
+    change, the same batch is run again on each rank under hooks, and a report names who made it.
+
+    Args:
+        max_frames_to_save: Frames printed up to the first bad one.
+        trace_batch_nums: Batches (from 0, over all epochs) whose frames are all printed; detection is off for
+            these.
+        abort_after_batch_num: Batch after which the run is ended with a :class:`~lightning_lockstep.LockstepError`.
+        mode: ``"replay"`` looks at loss and gradients only; ``"hooks"`` also at every activation of every step,
+            for overflows that reach neither.
+        action: ``"raise"`` ends the run on all ranks alike; ``"warn"`` reports and goes on; ``"skip"`` leaves
+            this optimizer step out on all ranks and gives up after ``max_skips`` in a row.
+        gradients: Whether to look at gradients. Without, the loss alone decides, and several ranks exchange
+            4 bytes each step.
+        allow_inf: Patterns of values that may be infinite, such as ``*.mask*``.
+        modules: Patterns of the modules to look at; ``None`` for all.
+        report_dir: Folder for the reports, which then get a picture too (needs matplotlib); by default the
+            folder ``overflow`` in the run's log folder, without a picture.
+        max_skips: For ``"skip"``: how many in a row.
+        check_every_n_steps: For ``mode="hooks"`` with ``action="warn"``: read the activations' buffer every so
+            many optimizer steps.
+        underflow_threshold: Warn when this share of the gradients, or of an Adam update of float16 or bfloat16
+            weights, is flushed to zero; ``None`` for no such watch.
+        underflow_every_n_steps: How often to look for that [optimizer steps].
+        scale_floor: Loss scale at which an overflow of scaled gradients is no ordinary one any more.
+        timeout: Longest wait for the other ranks' findings after a hit [s].
+
+    Attributes:
+        skipped_steps: Optimizer steps left out so far.
+        scaler_skips: Ordinary skips of an fp16 loss scaler so far; they are no alarms.
+        reports: Reports of this rank so far.
+
+    Raises:
+        ConfigurationError: Options that cannot be used, all of them named.
+
+    Ranks: all ranks alike. A step without a hit sends nothing; after a hit each rank posts its findings over the
+    side channel.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_frames_to_save: int = 21,
+        trace_batch_nums: Sequence[int] = (),
+        abort_after_batch_num: int | None = None,
+        mode: Mode = "replay",
+        action: Action = "raise",
+        gradients: bool = True,
+        allow_inf: Sequence[str] = (),
+        modules: Sequence[str] | None = None,
+        report_dir: str | Path | None = None,
+        max_skips: int = 10,
+        check_every_n_steps: int = 1,
+        underflow_threshold: float | None = 0.5,
+        underflow_every_n_steps: int = 100,
+        scale_floor: float = 1.0,
+        timeout: float = 300.0,
+    ) -> None:
+        super().__init__()
+        self.settings = OverflowSettings(
+            max_frames_to_save=max_frames_to_save,
+            trace_batch_nums=sequence(trace_batch_nums),
+            abort_after_batch_num=abort_after_batch_num,
+            mode=mode,
+            action=action,
+            gradients=gradients,
+            allow_inf=sequence(allow_inf),
+            modules=sequence(modules),
+            report_dir=None if report_dir is None else Path(report_dir),
+            max_skips=max_skips,
+            check_every_n_steps=check_every_n_steps,
+            underflow_threshold=underflow_threshold,
+            underflow_every_n_steps=underflow_every_n_steps,
+            scale_floor=scale_floor,
+            timeout=timeout,
+        )
+        self._tally = Tally()
+        self._remove: Callable[[], None] | None = None
+        self._record: StepRecord | None = None
+        self._suspect: StepRecord | None = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps left out so far."""
+        return self._tally.skipped_steps
+
+    @property
+    def scaler_skips(self) -> int:
+        """Ordinary skips of an fp16 loss scaler so far."""
+        return self._tally.scaler_skips
+
+    @property
+    def reports(self) -> list[RankReport]:
+        """Reports of this rank so far."""
+        return self._tally.reports
+
+    # ------------------------------------------------------------------ begin and end
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot work, and open the side channel while all ranks are here."""
+        if stage != "fit":
+            return
+        name = type(trainer.strategy).__name__
+        if any(word in name for word in _UNSUITED):
+            raise ConfigurationError(
+                f"OverflowDetector does not work with {name}: it needs whole gradients in `.grad` and autograd's own"
+                " backward. Use a DDP or single-device strategy to look for the overflow."
+            )
+        _ = current_communicator().side_channel
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the detector in place."""
+        self._uninstall()
+        settings, device = self.settings, pl_module.device
+        if settings.mode == "hooks":
+            refuse_compiled(pl_module)
+        self._communicator: Communicator = current_communicator()
+        folder = settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir) / "overflow"
+        self._sharing = Sharing(self._communicator, folder, settings)
+        self._trace = BatchTrace(settings)
+        self._check = GradientCheck()
+        # A warning must not change the run, and one process needs no telling.
+        self._spreads = settings.action != "warn" and self._communicator.world_size > 1
+        self._buffers = BufferKeeper(pl_module)
+        self._allowed_loss = NamePatterns(settings.allow_inf).fit("loss")
+        self._parameters: dict[int, list[Tensor]] = {}
+        self._underflow = UnderflowWatch(settings, pl_module)
+        self._watch: ActivationWatch | None = None
+        if settings.mode == "hooks":
+            self._watch = ActivationWatch(
+                pl_module,
+                device,
+                allow_inf=NamePatterns(settings.allow_inf),
+                modules=None if settings.modules is None else NamePatterns(settings.modules),
+                keep_history=settings.report_dir is not None,
+            )
+        self._response = Response(settings, self._communicator, self._sharing, self._watch, self._tally)
+        self._remove = self._wrap_training_step(trainer, pl_module, device)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take everything away."""
+        self._uninstall()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take everything away."""
+        self._uninstall()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take everything away."""
+        self._uninstall()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters."""
+        return {"skipped_steps": self.skipped_steps, "scaler_skips": self.scaler_skips}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the counters over."""
+        self._tally.skipped_steps = state_dict["skipped_steps"]
+        self._tally.scaler_skips = state_dict["scaler_skips"]
+
+    def _uninstall(self) -> None:
+        remove, self._remove = self._remove, None
+        if remove is not None:
+            remove()
+            self._sharing.close()
+            if self._watch is not None:
+                self._watch.remove()
+        self._record = self._suspect = None
+
+    def _wrap_training_step(
+        self, trainer: Trainer, module: LightningModule, device: torch.device
+    ) -> Callable[[], None]:
+        """Take a record at the start of each ``training_step``, below DDP and inside autocast."""
+        original = module.training_step
+        former = module.__dict__.get("training_step")
+        place = trainer.fit_loop.epoch_loop
+
+        @functools.wraps(original)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if self._remove is None:
+                return original(*args, **kwargs)
+            self._buffers.refresh()
+            self._record = StepRecord(
+                original,
+                args,
+                kwargs,
+                RandomState.capture(device),
+                self._buffers,
+                place.total_batch_idx,
+                place.batch_idx,
+            )
+            if self._watch is not None:
+                self._watch.begin_step()
+            with self._trace.maybe(module, self._record):
+                return original(*args, **kwargs)
+
+        # Lightning and torch.compile look at the signature of what was there first.
+        training_step.__wrapped__ = inspect.unwrap(original)
+        module.__dict__["training_step"] = training_step
+
+        def remove() -> None:
+            if module.__dict__.get("training_step") is training_step:
+                del module.__dict__["training_step"]
+                if former is not None:
+                    module.__dict__["training_step"] = former
+
+        return remove
+
+    # ------------------------------------------------------------------ each step
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Note the loss, and let a bad one reach every gradient and so every rank."""
+        record = self._record
+        if record is None:
+            return
+        record.loss = loss.detach().clone()
+        record.seen = None
+        if self._watch is not None:
+            record.seen = self._watch.factor()
+            self._watch.active = False
+        if self._spreads and loss.requires_grad and not self._trace.active:
+            factors = [] if self._allowed_loss else [record.loss]
+            if record.seen is not None:
+                factors.append(record.seen)
+            loss.register_hook(functools.partial(_spread, factors))  # type: ignore[no-untyped-call]
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Watch on: with manual optimisation another forward may follow."""
+        if self._watch is not None and not pl_module.automatic_optimization:
+            self._watch.active = True
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Look, and act on what is found before the weights change."""
+        record = self._record
+        if record is None or self._trace.active:
+            return
+        record.optimizer_steps += 1
+        record.stepped = True
+        if self._watch is not None:
+            self._watch.remember(trainer.global_step)
+        everywhere, here = self._look(optimizer, record)
+        if everywhere:
+            culprit = self._suspect or record
+            self._response.common_hit(trainer, pl_module, optimizer, culprit)
+            record.skipped = culprit.skipped
+        else:
+            self._tally.bad_in_a_row = 0
+            if here:
+                self._response.lone_hit(trainer, pl_module, self._suspect or record)
+            self._underflow.look(trainer, optimizer, main=self._communicator.is_main)
+        self._suspect = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Let go of the batch, unless it spoilt the gradients that are being accumulated."""
+        record, self._record = self._record, None
+        if record is None:
+            return
+        if not record.stepped and self._suspect is None and not self._trace.active:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            loss = [] if record.loss is None else [record.loss]
+            if self._check.start([*gradients, *loss]).result():
+                self._suspect = record
+                self._buffers = BufferKeeper(pl_module)
+        if record.skipped:
+            pl_module.log("overflow_skipped_steps", float(self.skipped_steps))
+        self._trace.finish(self._sharing, trainer, record)
+        last = self.settings.abort_after_batch_num
+        if last is not None and record.batch_number >= last:
+            raise LockstepError(
+                f"OverflowDetector: aborting after batch {record.batch_number}, as abort_after_batch_num={last} asks."
+            )
+
+    def _look(self, optimizer: Optimizer, record: StepRecord) -> tuple[bool, bool]:
+        """Return (every rank knows of something bad, this rank knows of something bad)."""
+        settings = self.settings
+        flag = None
+        if settings.gradients:
+            parameters = self._parameters.get(id(optimizer))
+            if parameters is None:
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                self._parameters[id(optimizer)] = parameters
+            flag = self._check.start([g for p in parameters if (g := p.grad) is not None])
+        own = []
+        for one in (record, self._suspect):
+            if one is not None:
+                own += [one.loss] if one.loss is not None and not self._allowed_loss else []
+                own += [one.seen] if one.seen is not None and self._due() else []
+        if all(t.device.type == "cpu" for t in own):
+            here = any(has_bad_values(t) if t.numel() > 1 else not math.isfinite(t.item()) for t in own)
+            everywhere = flag is not None and flag.result()
+        else:
+            mine = self._check.start(own)
+            everywhere = flag is not None and flag.result()
+            here = mine.result()
+        if self._communicator.world_size == 1:
+            return everywhere or here, here
+        if flag is None:
+            both = self._communicator.all_reduce(torch.tensor(int(here), dtype=torch.int32), "max")
+            return bool(both), here
+        return everywhere, here
+
+    _looks = 0
+
+    def _due(self) -> bool:
+        """Return whether the activations are to be read at this step."""
+        self._looks += 1
+        return self._looks % self.settings.check_every_n_steps == 0
+
+
+def _spread(factors: Sequence[Tensor], gradient: Tensor) -> Tensor:
+    """Return the gradient as it is, or nan where any factor is not finite.
+
+    This way a loss that is bad on one rank, or an activation that the loss does not depend on, is in the reduced
+    gradients of every rank. A finite factor leaves each bit as it was.
+    """
+    for factor in factors:
+        gradient = gradient * (1 + (0 * factor).sum().to(gradient.dtype))
+    return gradient

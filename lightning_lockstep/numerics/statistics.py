@@ -1,0 +1,248 @@
+"""What is in a tensor, measured against the number format it is really used in."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["TensorStatistics", "detect_overflow", "has_bad_values", "plain_values", "tensor_statistics"]
+
+_log = logging.getLogger(__name__)
+
+# Places named in a report are the first few along the batch dimension.
+_PLACES_NAMED = 8
+_LOW = (torch.float16, torch.bfloat16)
+
+#: Called with (name, statistics) by :func:`detect_overflow`; a recorder adds itself while it records.
+listeners: list[Callable[[str, TensorStatistics], None]] = []
+
+
+@dataclass(frozen=True)
+class TensorStatistics:
+    """One tensor in figures.
+
+    Attributes:
+        dtype: Its number format, as in ``float16``.
+        shape: Its shape.
+        abs_min: Smallest magnitude; nan if any value is nan.
+        abs_max: Largest magnitude; nan if any value is nan.
+        nan: Number of nan.
+        inf: Number of infinities of either sign.
+        used_as: Number format that the values are computed in: autocast's where that is narrower.
+        range_used: Largest finite magnitude as a share of the largest number of ``used_as``; ``None`` for
+            integers.
+        zero: Share of values that are exactly zero.
+        subnormal: Share of values below the smallest normal number of ``used_as`` that are not zero in it.
+        flushed: Share of values that are not zero here but become zero in ``used_as``.
+        places: First indices along dimension 0 (the batch, for most activations) that hold nan or inf.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    abs_min: float
+    abs_max: float
+    nan: int = 0
+    inf: int = 0
+    used_as: str = ""
+    range_used: float | None = None
+    zero: float = 0.0
+    subnormal: float = 0.0
+    flushed: float = 0.0
+    places: tuple[int, ...] = ()
+
+    @property
+    def bad(self) -> bool:
+        """Whether any value is nan or infinite."""
+        return bool(self.nan or self.inf)
+
+    def remarks(self) -> str:
+        """Return in a few words what is worth knowing beyond the magnitudes; empty when nothing is."""
+        said = []
+        if self.nan:
+            said.append(f"{self.nan} nan")
+        if self.inf:
+            said.append(f"{self.inf} inf")
+        if self.places and self.shape and self.shape[0] > 1:
+            said.append(
+                f"at [{', '.join(map(str, self.places))}{', ...' if len(self.places) == _PLACES_NAMED else ''}]"
+            )
+        if self.range_used is not None and self.range_used >= 0.001:
+            said.append(f"{self.range_used:.1%} of range")
+        if self.zero >= 0.001:
+            said.append(f"{self.zero:.1%} zero")
+        if self.flushed >= 0.001:
+            said.append(f"{self.flushed:.1%} flushed to zero")
+        if self.subnormal >= 0.001:
+            said.append(f"{self.subnormal:.1%} subnormal")
+        kind = self.dtype if self.used_as in ("", self.dtype) else f"{self.dtype} used as {self.used_as}"
+        return f"{kind}: {', '.join(said)}" if said else ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as JSON can hold them; nan and inf become text."""
+        return {key: _json_number(value) for key, value in asdict(self).items()}
+
+
+def plain_values(value: object) -> Tensor | None:
+    """Return the values of a tensor as a dense, detached one that ordinary operations accept.
+
+    A sparse tensor gives its stored values, a DTensor the shard of this rank, a bool one becomes integers,
+    an 8-bit float becomes float32. Nothing is communicated.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        The values, or ``None`` where there are none to look at (no tensor, empty, on the meta device).
+
+    Ranks: any rank, alone.
+    """
+    if not isinstance(value, Tensor):
+        return None
+    with torch.no_grad():
+        tensor = value.detach()
+        if hasattr(tensor, "to_local"):
+            tensor = tensor.to_local()
+        if tensor.is_meta:
+            return None
+        if tensor.is_quantized:
+            tensor = tensor.dequantize()
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor._values()
+        elif tensor.layout is not torch.strided:
+            tensor = tensor.values()
+        if tensor.numel() == 0:
+            return None
+        if tensor.dtype is torch.bool:
+            return tensor.to(torch.uint8)
+        if tensor.is_floating_point() and tensor.element_size() == 1:
+            return tensor.float()
+        return tensor
+
+
+def has_bad_values(value: object, *, allow_inf: bool = False) -> bool:
+    """Return whether a tensor holds a nan or an infinity; anything else holds none.
+
+    Args:
+        value: Anything.
+        allow_inf: Whether infinities are in order.
+
+    Ranks: any rank, alone. On a GPU it waits for the value.
+    """
+    tensor = plain_values(value)
+    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    with torch.no_grad():
+        low, high = torch.aminmax(tensor)
+        ends = (float(low), float(high))
+    return any(math.isnan(end) or (math.isinf(end) and not allow_inf) for end in ends)
+
+
+def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> TensorStatistics | None:
+    """Measure a tensor.
+
+    Args:
+        value: Anything.
+        used_as: Number format it is computed in, where that differs from its own (under autocast).
+
+    Returns:
+        The figures, or ``None`` where there are no values to look at.
+
+    Ranks: any rank, alone. Several passes over the tensor, and on a GPU it waits for the value.
+    """
+    tensor = plain_values(value)
+    if tensor is None:
+        return None
+    assert isinstance(value, Tensor)
+    with torch.no_grad():
+        magnitude = tensor.abs()
+        low, high = torch.aminmax(magnitude)
+        count = tensor.numel()
+        figures: dict[str, Any] = {
+            "dtype": _name(value.dtype),
+            "shape": tuple(value.shape),
+            "abs_min": float(low),
+            "abs_max": float(high),
+            "zero": int((magnitude == 0).sum()) / count,
+        }
+        if not magnitude.is_floating_point():
+            return TensorStatistics(**figures)
+        narrow = _narrower(value.dtype, used_as, magnitude.dtype)
+        figures.update(_format_figures(magnitude, narrow, count), used_as=_name(narrow))
+        if not (math.isfinite(figures["abs_max"]) and math.isfinite(figures["abs_min"])):
+            figures.update(_bad_figures(magnitude))
+        return TensorStatistics(**figures)
+
+
+def detect_overflow(tensor: Tensor, name: str = "tensor") -> bool:
+    """Say whether a tensor holds a nan or an infinity, at a place of one's own choice inside a forward.
+
+    A bad tensor is logged as a warning with its figures. While an
+    :class:`~lightning_lockstep.OverflowDetector` replays or traces a batch, the spot gets a line in the frames.
+
+    Args:
+        tensor: Any tensor, of any dtype, layout or device; anything else counts as good.
+        name: What to call it.
+
+    Returns:
+        Whether a nan or inf was found. Always ``False`` inside ``torch.compile``.
+
+    Ranks: any rank, alone; nothing is sent. One pass over the tensor; on a GPU it waits for the value.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    bad = has_bad_values(tensor)
+    if bad or listeners:
+        statistics = tensor_statistics(tensor)
+        if statistics is not None:
+            for listener in listeners:
+                listener(name, statistics)
+            if bad and not listeners:
+                _log.warning("%s: nan or inf found (%s)", name, statistics.remarks())
+    return bad
+
+
+def _format_figures(magnitude: Tensor, narrow: torch.dtype, count: int) -> dict[str, float]:
+    limits = torch.finfo(narrow)
+    finite = magnitude.masked_fill(~torch.isfinite(magnitude), 0)
+    not_zero = magnitude > 0
+    vanished = (magnitude.to(narrow) == 0) & not_zero
+    small = (magnitude < limits.tiny) & not_zero & ~vanished
+    return {
+        "range_used": float(finite.max()) / limits.max,
+        "flushed": int(vanished.sum()) / count,
+        "subnormal": int(small.sum()) / count,
+    }
+
+
+def _bad_figures(magnitude: Tensor) -> dict[str, Any]:
+    bad = ~torch.isfinite(magnitude)
+    places: tuple[int, ...] = ()
+    if magnitude.dim() > 0:
+        rows = bad.reshape(bad.shape[0], -1).any(dim=1)
+        places = tuple(rows.nonzero()[:_PLACES_NAMED, 0].tolist())
+    nan = int(torch.isnan(magnitude).sum())
+    return {"nan": nan, "inf": int(bad.sum()) - nan, "places": places}
+
+
+def _narrower(own: torch.dtype, used_as: torch.dtype | None, fallback: torch.dtype) -> torch.dtype:
+    if used_as in _LOW and own in (torch.float32, torch.float64):
+        return used_as
+    return own if own.is_floating_point and own.itemsize > 1 else fallback
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _json_number(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

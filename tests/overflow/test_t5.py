@@ -1,0 +1,135 @@
+"""A tiny T5 whose float16 overflows: beside Transformers' detector, on two ranks, and with the remedy."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_lockstep import ConfigurationError, FP32Modules, OverflowDetectedError, OverflowDetector
+from tests.helpers import run_ranks
+from tests.overflow.models import Task, data, fit
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def example() -> Any:
+    """Return the example as a module."""
+    path = Path(__file__).parents[2] / "examples" / "overflow_t5.py"
+    spec = importlib.util.spec_from_file_location("overflow_t5", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def task(t5: Any) -> Any:
+    torch.manual_seed(1)
+    model = t5.T5Task()
+    # AdamW's eps is zero in float16, which spoils float16 weights in the first step.
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=1e-6)
+    return model
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the frames' lines without what only one of the two prints."""
+    kept = [line.split("#")[0].replace("model.", "").strip() for line in text.splitlines()]
+    start = kept.index("abs min  abs max  metadata")
+    end = kept.index("", start)
+    return kept[start:end]
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_same_first_bad_module_and_same_values_as_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
+) -> None:
+    t5 = example()
+    model, detector = task(t5), OverflowDetector(max_frames_to_save=6)
+    loader = t5.batches(rank=0, bad_rank=0)
+    with pytest.raises(OverflowDetectedError, match="batch_number=3"):
+        fit(model, loader, detector, plugins=[t5.plugin(precision)], default_root_dir=tmp_path)
+    ours = lines_of(capsys.readouterr().err)
+    theirs = lines_of(t5.transformers_frames(model, list(loader)[3], precision=precision))
+    assert ours == theirs
+    assert ours[-4].split() == ["encoder.block.0.layer.1.DenseReluDense.wi", "Linear"]
+    assert ours[-1] == theirs[-1]
+    assert ours[-1].split()[1:] == ["inf", "output"]
+    assert detector.reports[0].producer.module == "model.encoder.block.0.layer.1.DenseReluDense.wi"
+
+
+def test_the_remedy_lets_the_failing_run_pass(tmp_path: Path) -> None:
+    t5 = example()
+    loader = t5.batches(rank=0, bad_rank=0)
+    detector = OverflowDetector()
+    with pytest.raises(OverflowDetectedError) as caught:
+        fit(task(t5), loader, detector, plugins=[t5.plugin("16-mixed")], default_root_dir=tmp_path)
+    remedy = detector.reports[0].remedy
+    assert remedy.tried
+    assert remedy.modules == ("model.encoder.block.0.layer.1.DenseReluDense",)
+    assert "'callbacks.fp32_modules.modules=[model.encoder.block.0.layer.1.DenseReluDense]'" in str(
+        caught.value
+    )
+    model = task(t5)
+    keys = list(model.state_dict())
+    trainer = fit(
+        model,
+        loader,
+        OverflowDetector(),
+        FP32Modules(remedy.modules),
+        plugins=[t5.plugin("16-mixed")],
+        default_root_dir=tmp_path,
+    )
+    assert trainer.global_step == 6
+    assert list(model.state_dict()) == keys
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def both_runs(folder: str) -> dict[str, Any]:
+    """On two ranks: the run that fails on rank 1, and the same with the remedy."""
+    t5, rank = example(), int(os.environ["RANK"])
+    options: dict[str, Any] = {
+        "devices": 2,
+        "strategy": "ddp_find_unused_parameters_true",
+        "default_root_dir": folder,
+    }
+    error = ""
+    detector = OverflowDetector()
+    try:
+        fit(task(t5), t5.batches(rank=rank, bad_rank=1), detector, plugins=[t5.plugin("16-mixed")], **options)
+    except OverflowDetectedError as caught:
+        error = str(caught)
+    model = task(t5)
+    remedy = FP32Modules(["model.encoder.block.0.layer.1.DenseReluDense"])
+    loader = t5.batches(rank=rank, bad_rank=1)
+    trainer = fit(model, loader, OverflowDetector(), remedy, plugins=[t5.plugin("16-mixed")], **options)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {
+        "error": error,
+        "steps": trainer.global_step,
+        "sum": float(weights.double().sum()),
+        "frames": [frame.text() for frame in detector.reports[0].frames],
+    }
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    zero, one = run_ranks(2, both_runs, str(tmp_path), timeout=150)
+    assert zero["error"] == one["error"]
+    assert "rank 1 (host" in zero["error"]
+    assert "DenseReluDense.wi (Linear) made it from good inputs" in zero["error"]
+    assert "inf output" in one["frames"][-1]
+    assert zero["steps"] == one["steps"] == 6
+    assert zero["sum"] == one["sum"]
+
+
+def test_names_that_fit_nothing_are_named_all_at_once() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"no module of Task fits 'befor'. Near it: before"
+    ) as caught:
+        fit(Task(), data(batches=1), FP32Modules(["befor", "head", "tail.*"]))
+    assert len(caught.value.faults) == 2
+    with pytest.raises(ConfigurationError, match="expected a list of module names"):
+        FP32Modules("head")
