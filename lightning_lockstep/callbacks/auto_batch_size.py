@@ -32,7 +32,7 @@ class AutoBatchSizeSettings:
     """The arguments of :class:`AutoBatchSize`, checked; see there."""
 
     mode: Literal["model", "binsearch", "power", "off"] = "model"
-    steps_per_trial: int = 3
+    steps_per_trial: int = 2
     init_val: int = 2
     max_trials: int = 25
     batch_arg_name: str = "batch_size"

@@ -158,7 +158,7 @@ class CPUMeter(MemoryMeter):
         local_ranks: Ranks that share this host's memory.
     """
 
-    noise = 8 * 2**20  # heap, thread stacks and caches of the allocator come and go
+    noise = 24 * 2**20  # heap, thread stacks and caches of the allocator come and go
 
     def __init__(self, memory_limit: int | None = None, local_ranks: int = 1) -> None:
         now = _statm()
@@ -174,7 +174,6 @@ class CPUMeter(MemoryMeter):
         self._sampled = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._before = (0, 0, 0)
         self._peak_before = 0
 
     @property
@@ -189,8 +188,8 @@ class CPUMeter(MemoryMeter):
 
     def start(self) -> None:
         """See :meth:`MemoryMeter.start`."""
-        self._before, self._peak_before = _statm(), _status("VmPeak")
-        self._sampled = self._before[self._metric]
+        self._peak_before = _status("VmPeak")
+        self._sampled = _statm()[self._metric]
         self._stop.clear()
         self._thread = threading.Thread(target=self._sample, name="lockstep-memory", daemon=True)
         self._thread.start()
@@ -203,13 +202,13 @@ class CPUMeter(MemoryMeter):
             self._thread = None
         peak = max(self._sampled, _statm()[self._metric])
         highest = _status("VmPeak")
-        if highest > self._peak_before:
+        if self._metric == 0 and highest > self._peak_before:
             # The kernel saw a new record of the address space in this trial: exact, where samples may miss it.
-            peak = max(peak, highest - self._before[0] + self._before[self._metric])
+            peak = highest
         return MemoryReading(float(peak), self.limit)
 
     def _sample(self) -> None:
-        while not self._stop.wait(0.002):
+        while not self._stop.wait(0.001):
             self._sampled = max(self._sampled, _statm()[self._metric])
 
 

@@ -210,7 +210,9 @@ class ModelSearch(BinarySearch):
 
     def line(self) -> tuple[float, float] | None:
         """Return (a, b) of peak = a + b x size through the two largest peaks that differ [bytes]."""
-        read = sorted({t.size: t.peak for t in self.trials if t.fits and t.peak is not None}.items())
+        # The first trial also pays for what is made once (libraries' buffers, threads): it is no point of a line.
+        warm = self.trials[1:]
+        read = sorted({t.size: t.peak for t in warm if t.fits and t.peak is not None}.items())
         if len(read) < 2:
             return None
         size, peak = read[-1]
@@ -236,7 +238,7 @@ class ModelSearch(BinarySearch):
 
     def _without_line(self) -> Proposal:
         if self.high is None:
-            return self._try((4 if len(self.trials) < 3 else self.growth) * self.low, f"{self.low} fits")
+            return self._try((4 if len(self.trials) < 2 else self.growth) * self.low, f"{self.low} fits")
         return super()._next()
 
     def _below_failure(self, high: int) -> Proposal:
