@@ -143,7 +143,9 @@ class Recovery:
         self.recovered = 0
         self._step = 0
         self._ddp = ddp_of(trainer.strategy.model)
-        # Volume of the smallest batch that did not fit, and of a micro-batch that did.
+        # Volumes: of the smallest batch that did not fit, of one that is known not to (a second one of at
+        # least that volume failed, so it was no accident), and of a micro-batch that did.
+        self._suspect: int | None = None
         self._too_large: int | None = None
         self._known_good = 0
         self._last_logged: list[_LogCall] | None = None
@@ -248,7 +250,7 @@ class Recovery:
             weights = [samples_in(part) / samples for part in split(batch, parts)]
             result = self._tried_in(parts, call, batch, missing, weights)
             if result is not None:
-                self._too_large = size if self._too_large is None else min(self._too_large, size)
+                self._learn(size)
                 self._known_good = max(1, size // parts)
                 self._count(f"split batch {self._where()} into {parts} micro-batches: {failure}")
                 return result
@@ -257,6 +259,11 @@ class Recovery:
             release_memory()
             parts *= 2
         return None
+
+    def _learn(self, size: int) -> None:
+        if self._suspect is not None and size >= self._suspect:
+            self._too_large = min(self._suspect, self._too_large or self._suspect)
+        self._suspect = size if self._suspect is None else min(self._suspect, size)
 
     def _tried_in(
         self,

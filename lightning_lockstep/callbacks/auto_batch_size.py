@@ -341,7 +341,9 @@ class AutoBatchSize(Callback):  # type: ignore[misc]
     def _counted(self, rank: int, text: str) -> None:
         self.batches_split += 1
         self._unlogged = True
-        say(f"AutoBatchSize: rank {rank} {text}")
+        # Every batch of a run may be split from some point on; the number is logged, a few lines are enough.
+        if self.batches_split <= 3 or str(self.batches_split).strip("0") in ("1", "3"):
+            say(f"AutoBatchSize: rank {rank} {text} ({self.batches_split} so far)")
 
 
 def refuse_sharded(trainer: Trainer) -> None:
