@@ -58,7 +58,7 @@ class BatchPlace:
             )
         given = self._request()
         self._combined = given if isinstance(given, CombinedLoader) else None
-        self.loaders = [_checked(loader) for loader in CombinedLoader(given).flattened] if given else []
+        self.loaders = [_checked(loader) for loader in CombinedLoader(given).flattened] if given is not None else []
         if not self.loaders:
             raise BatchSizeError("there is no DataLoader to change the batch size of: the loader is empty or None")
         self.size = int(self.loaders[0].batch_size or 1)

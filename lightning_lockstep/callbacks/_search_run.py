@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from lightning_lockstep.callbacks._batch_report import gib, trial_line
 from lightning_lockstep.callbacks._trial import TrialRunner
 from lightning_lockstep.distributed import Communicator
@@ -44,7 +46,10 @@ def run_search(
 
     Ranks: all, together; see :meth:`TrialRunner.run`.
     """
-    headroom = None if meter is None else meter.headroom
+    headroom = None
+    if meter is not None:
+        left = torch.tensor(meter.headroom, dtype=torch.float64)
+        headroom = float(communicator.all_reduce(left, "min"))
     with runner.preserved(), memory_wall(meter), _cheap_collections():
         while not (proposal := search.propose()).stop:
             outcome = runner.run(proposal.size)
@@ -89,7 +94,6 @@ def _nothing_fits(search: SizeSearch, reason: str, headroom: float | None) -> st
 @contextmanager
 def _cheap_collections() -> Iterator[None]:
     """Keep the collector from going through all that existed before the search, again and again."""
-    gc.collect()
     gc.freeze()
     try:
         yield

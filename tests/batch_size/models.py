@@ -131,6 +131,7 @@ class FromLoader(pl.LightningModule):
 
 def trainer(folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # the models are tiny, and ranks share few cores
     settings = {
         "accelerator": "cpu",
         "devices": 1,

@@ -70,14 +70,12 @@ def test_hparams_of_a_data_module_and_a_loader_passed_to_fit(tmp_path):
 @pytest.mark.parametrize("fn", ["validate", "test", "predict"])
 def test_evaluation_loops(tmp_path, fn):
     module = Walled(600)
-    getattr(trainer(tmp_path, AutoBatchSize("binsearch", margin=0), limit_val_batches=2), fn)(module, verbose=False) if (
-        fn != "predict"
-    ) else trainer(tmp_path, AutoBatchSize("binsearch", margin=0)).predict(module)
-    assert 588 <= module.batch_size <= 600 and module.sizes[-2] == module.batch_size
+    getattr(trainer(tmp_path, AutoBatchSize("binsearch", margin=0), limit_val_batches=1.0), fn)(module)
+    assert 588 <= module.batch_size <= 600 and module.sizes[0] == module.batch_size and sum(module.sizes) == 4000
     module = PassedIn(600)
     loader = DataLoader(TensorDataset(torch.randn(2500, 20)), batch_size=8)
-    getattr(trainer(tmp_path, AutoBatchSize("binsearch", margin=0)), fn)(module, loader)
-    assert 588 <= module.sizes[0] <= 600 and sum(module.sizes) == 2500 or fn == "validate"
+    getattr(trainer(tmp_path, AutoBatchSize("binsearch", margin=0), limit_val_batches=1.0), fn)(module, loader)
+    assert 588 <= module.sizes[0] <= 600 and sum(module.sizes) == 2500
 
 
 class Stateful(Walled):

@@ -33,7 +33,7 @@ def searches(ranks: int, folder: str) -> list[Any]:
         trainer(folder, callback, devices=ranks, strategy=strategy_for(ranks)).fit(module)
         found.append((module.batch_size, callback.result.largest, module.sizes))
     for settings, module in (
-        ({"init_val": 64}, Walled(0, on_rank=ranks - 1)),
+        ({"init_val": 64}, Mid(fits=0, on_rank=ranks - 1)),
         ({"batch_arg_name": "micro"}, Walled()),
         ({"init_val": 1}, Walled()),
     ):
