@@ -220,6 +220,7 @@ def run(quick: bool) -> Report:
             "A search is timed inside its callback, so the Trainer's own start is in none of them. Accelerate's"
             " decorator restarts a bare function: no Trainer, no loader, no state to keep, no margin.",
             "Memory readings of mode model are simulated too: 1 GB + 3.7 MB a sample.",
-            "The step: 2.1 M parameters, batch 64, one thread, one process; each sample is the median step of a fit of its own.",
+            "The step: 2.1 M parameters, batch 64, one thread, one process; each sample is the median step"
+            " of a fit of its own.",
         ],
     )

@@ -165,7 +165,7 @@ def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:
     axes.axvline(chosen, color="tab:green", lw=1.5, label=f"chosen {chosen}")
     axes.set(xlabel="batch size per rank [samples]", ylabel=f"peak memory [{unit}]", ylim=(0, None))
     axes.set_xlim(left=0)
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower center")
     figure.savefig(path, dpi=150)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def split(batch: Any, parts: int) -> list[Any]:
     """
     samples = samples_in(batch)
     bounds = [samples * part // parts for part in range(parts + 1)]
-    return [_cut(batch, samples, start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [_cut(batch, samples, start, end) for start, end in pairwise(bounds)]
 
 
 def _cut(value: Any, samples: int, start: int, end: int) -> Any:

@@ -15,99 +15,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._lightning import (
-    LightningModule,
-    Trainer,
-    _AutomaticOptimization,
-    _Closure,
-    _ClosureResult,
+from lightning_lockstep._lightning import LightningModule, Trainer, _ClosureResult
+from lightning_lockstep.callbacks._guarded_step import (
+    SPLIT_ON_PURPOSE,
+    GuardedClosure,
+    LogCall,
+    TooLargeError,
 )
 from lightning_lockstep.callbacks._micro_batches import LogRecord, merged_extra, samples_in, split, volume
 from lightning_lockstep.callbacks._oom_notices import Notice, Notices
 from lightning_lockstep.callbacks._preserved_state import ModuleAttributes
 from lightning_lockstep.callbacks._trial import replaced
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.reducer import GradientMarks, ddp_of, send_gradients
+from lightning_lockstep.distributed.reducer import ddp_of, send_gradients
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.memory import attempt, is_out_of_memory, release_memory
+from lightning_lockstep.memory import attempt, release_memory
 
-__all__ = ["GuardedOptimization", "Recovery"]
-
-_SPLIT_ON_PURPOSE = "this batch is as large as one that did not fit"
-
-
-_LogCall = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
-
-
-class _TooLargeError(MemoryError):
-    """Raised in place of a step that is known not to fit."""
-
-
-class GuardedOptimization(_AutomaticOptimization):  # type: ignore[misc]
-    """The loop's optimization, whose step survives running out of memory.
-
-    Args:
-        trainer: The Trainer.
-        replaced_loop: What it takes the place of; the progress counters are shared.
-        recovery: What to do.
-
-    Ranks: every rank, alone.
-    """
-
-    def __init__(self, trainer: Trainer, replaced_loop: Any, recovery: Recovery) -> None:
-        super().__init__(trainer)
-        self.optim_progress = replaced_loop.optim_progress
-        self._skip_backward = replaced_loop._skip_backward
-        self._recovery = recovery
-        self.original = replaced_loop
-
-    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
-        return _GuardedClosure(
-            self._recovery,
-            kwargs,
-            optimizer,
-            step_fn=self._make_step_fn(kwargs),
-            backward_fn=self._make_backward_fn(optimizer),
-            zero_grad_fn=self._make_zero_grad_fn(batch_idx, optimizer),
-        )
-
-
-class _GuardedClosure(_Closure):  # type: ignore[misc]
-    """One forward and backward; remembers how far it came."""
-
-    def __init__(self, recovery: Recovery, kwargs: Any, optimizer: Any, **functions: Any) -> None:
-        super().__init__(**functions)
-        self.recovery, self.kwargs, self.optimizer = recovery, kwargs, optimizer
-        self.marks: GradientMarks | None = None
-        self.logged: list[_LogCall] = []
-        if self._backward_fn is not None:
-            backward = self._backward_fn
-
-            def marked(loss: Tensor) -> None:
-                self.marks = GradientMarks(recovery.trainable)
-                backward(loss)
-
-            self._backward_fn = marked
-
-    def closure(self, *args: Any, **kwargs: Any) -> Any:
-        result, failure = self._try()
-        # Outside the except clause: what the failed step held is free again.
-        if failure is not None:
-            result = self.recovery.recover(self, failure)
-        return self.recovery.decide(self, result)
-
-    def _try(self) -> tuple[Any, str | None]:
-        recovery = self.recovery
-        try:
-            with recovery.counted_logs(self), recovery.stopped_if_too_large(self.kwargs):
-                return super().closure(), None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            if isinstance(error, _TooLargeError):
-                return None, _SPLIT_ON_PURPOSE
-            return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-
+__all__ = ["Recovery"]
 
 class Recovery:
     """Runs a batch that did not fit again, or leaves it out.
@@ -148,7 +72,7 @@ class Recovery:
         self._suspect: int | None = None
         self._too_large: int | None = None
         self._known_good = 0
-        self._last_logged: list[_LogCall] | None = None
+        self._last_logged: list[LogCall] | None = None
 
     def refresh(self) -> None:
         """Look again which parameters are trained.
@@ -160,7 +84,7 @@ class Recovery:
     # -- around every step ------------------------------------------------------------------------------
 
     @contextmanager
-    def counted_logs(self, call: _GuardedClosure) -> Iterator[None]:
+    def counted_logs(self, call: GuardedClosure) -> Iterator[None]:
         """Note what the step logs: a repetition must not log it again, and a step left out still owes it."""
         log, calls = self._module.log, call.logged
 
@@ -181,13 +105,13 @@ class Recovery:
             return
 
         def stop(*args: Any, **kwargs: Any) -> None:
-            raise _TooLargeError
+            raise TooLargeError
 
         # The wrapper's own forward still runs: what it sends before the module's is owed to the others.
         with replaced(self._module, "training_step", stop):
             yield
 
-    def decide(self, call: _GuardedClosure, result: Any) -> Any:
+    def decide(self, call: GuardedClosure, result: Any) -> Any:
         """Take the decision of a notice, at the end of a step in which gradients were reduced."""
         if self._trainer.fit_loop._should_accumulate():
             return result
@@ -205,7 +129,7 @@ class Recovery:
 
     # -- when memory has run out ------------------------------------------------------------------------
 
-    def recover(self, call: _GuardedClosure, failure: str) -> Any:
+    def recover(self, call: GuardedClosure, failure: str) -> Any:
         """Run the batch again in micro-batches, or leave it out; then finish what is owed to the others.
 
         Args:
@@ -239,11 +163,11 @@ class Recovery:
         return result
 
     def _in_micro_batches(
-        self, call: _GuardedClosure, batch: Any, missing: Sequence[nn.Parameter], failure: str
+        self, call: GuardedClosure, batch: Any, missing: Sequence[nn.Parameter], failure: str
     ) -> Any:
         samples, size = samples_in(batch), volume(batch)
         parts = 2
-        if failure == _SPLIT_ON_PURPOSE:
+        if failure == SPLIT_ON_PURPOSE:
             parts = max(2, -(-size // max(1, self._known_good)))
         while samples > 1:
             parts = min(parts, samples)
@@ -268,7 +192,7 @@ class Recovery:
     def _tried_in(
         self,
         parts: int,
-        call: _GuardedClosure,
+        call: GuardedClosure,
         batch: Any,
         missing: Sequence[nn.Parameter],
         weights: Sequence[float],
@@ -290,7 +214,7 @@ class Recovery:
         return None
 
     def _run_parts(
-        self, call: _GuardedClosure, parts: Sequence[Any], weights: Sequence[float], log: LogRecord
+        self, call: GuardedClosure, parts: Sequence[Any], weights: Sequence[float], log: LogRecord
     ) -> Any:
         """Forward and backward of each micro-batch; gradients add up in the stand-ins."""
         trainer, module = self._trainer, self._module
@@ -339,7 +263,7 @@ class Recovery:
                 setattr(part, name, parameter)
 
     @contextmanager
-    def _as_after_forward(self, call: _GuardedClosure) -> Iterator[None]:
+    def _as_after_forward(self, call: GuardedClosure) -> Iterator[None]:
         """Where the whole batch had its forward, keep what that left: running statistics, metrics, lists."""
         if call.marks is None:
             yield
@@ -372,7 +296,7 @@ class Recovery:
         else:
             parameter.grad += grad
 
-    def _settle(self, call: _GuardedClosure, missing: Sequence[nn.Parameter]) -> None:
+    def _settle(self, call: GuardedClosure, missing: Sequence[nn.Parameter]) -> None:
         """Send the gradients that this rank still owes in this step."""
         ddp = self._ddp
         if ddp is None or not ddp.require_backward_grad_sync:
@@ -381,7 +305,7 @@ class Recovery:
             missing = [parameter for parameter in missing if parameter.grad is not None] or missing[:1]
         send_gradients(ddp, missing, backward_began=call.marks is not None)
 
-    def _log_as_before(self, call: _GuardedClosure) -> None:
+    def _log_as_before(self, call: GuardedClosure) -> None:
         """Log what a step logs, with the values of the last one: the others wait for those they average."""
         if call.marks is not None or self._communicator.world_size == 1:
             return

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lightning_lockstep._lightning import Callback, DDPStrategy, LightningModule, SingleDeviceStrategy, Trainer
+from lightning_lockstep._lightning import (
+    Callback,
+    DDPStrategy,
+    LightningModule,
+    SingleDeviceStrategy,
+    Trainer,
+)
+from lightning_lockstep.callbacks._auto_batch_settings import AutoBatchSizeSettings
 from lightning_lockstep.callbacks._batch_place import BatchPlace
-from lightning_lockstep.callbacks._batch_report import SearchResult, draw, read_result, say, table, write_result
-from lightning_lockstep.callbacks._recovery import GuardedOptimization, Recovery
+from lightning_lockstep.callbacks._batch_report import (
+    SearchResult,
+    draw,
+    read_result,
+    say,
+    table,
+    write_result,
+)
+from lightning_lockstep.callbacks._guarded_step import GuardedOptimization
+from lightning_lockstep.callbacks._recovery import Recovery
 from lightning_lockstep.callbacks._search_run import fingerprint_of, run_search
 from lightning_lockstep.callbacks._trial import TrialRunner
 from lightning_lockstep.callbacks.effective_batch_size import keep_effective_batch
@@ -22,65 +36,7 @@ from lightning_lockstep.distributed.reducer import why_not_resumable
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 from lightning_lockstep.memory import SizeSearch, meter_for, parse_bytes, search_for
 
-__all__ = ["AutoBatchSize", "AutoBatchSizeSettings"]
-
-_MODES = ("model", "binsearch", "power", "off")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutoBatchSizeSettings:
-    """The arguments of :class:`AutoBatchSize`, checked; see there."""
-
-    mode: Literal["model", "binsearch", "power", "off"] = "model"
-    steps_per_trial: int = 2
-    init_val: int = 2
-    max_trials: int = 25
-    batch_arg_name: str = "batch_size"
-    margin: float = 0.05
-    max_val: int = 8192
-    memory_limit: str | int | float | None = None
-    limit: Literal["shard"] | None = "shard"
-    effective_batch_size: int | None = None
-    on_oom: Literal["raise", "split", "skip"] = "raise"
-    loss_reduction: Literal["mean", "sum"] = "mean"
-    reuse: bool = True
-    plot: bool = False
-
-    def __post_init__(self) -> None:
-        faults = [text for wrong, text in self._checks() if wrong]
-        if self.memory_limit is not None:
-            try:
-                parse_bytes(self.memory_limit)
-            except ConfigurationError as error:
-                faults += error.faults
-        if faults:
-            raise ConfigurationError(faults)
-
-    def _checks(self) -> list[tuple[bool, str]]:
-        checks = [
-            (self.mode not in _MODES, f"mode={self.mode!r} must be one of {', '.join(_MODES)}."),
-            (
-                not (isinstance(self.margin, (int, float)) and 0 <= self.margin < 1),
-                f"margin={self.margin!r} must be a share from 0 to below 1 of the size found.",
-            ),
-            (self.limit not in ("shard", None), f"limit={self.limit!r} must be 'shard' or None."),
-            (
-                self.on_oom not in ("raise", "split", "skip"),
-                f"on_oom={self.on_oom!r} must be 'raise', 'split' or 'skip'.",
-            ),
-            (
-                self.loss_reduction not in ("mean", "sum"),
-                f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum', as the training step's loss is.",
-            ),
-            (not self.batch_arg_name, "batch_arg_name must name an attribute."),
-        ]
-        for name in ("steps_per_trial", "init_val", "max_trials", "max_val", "effective_batch_size"):
-            value = getattr(self, name)
-            optional = name == "effective_batch_size" and value is None
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            checks.append((not optional and not whole, f"{name}={value!r} must be a whole number from 1."))
-        return checks
-
+__all__ = ["AutoBatchSize"]
 
 class AutoBatchSize(Callback):  # type: ignore[misc]
     """Finds the largest batch size that fits on every rank, before a fit, validate, test or predict.

@@ -85,11 +85,11 @@ def send_gradients(
     Ranks: the rank whose backward ended early; the others are in theirs. The all-reduces are exactly those
         that this rank still owes.
     """
-    zero: Tensor = _TouchGradients.apply(*parameters)
+    zero: Tensor = _TouchGradients.apply(*parameters)  # type: ignore[no-untyped-call]
     if not backward_began:
         ddp.require_forward_param_sync = True
         ddp.reducer.prepare_for_backward([zero] if ddp.find_unused_parameters else [])
-    zero.backward()
+    zero.backward()  # type: ignore[no-untyped-call]
     ddp.reducer._check_reducer_finalized()
 
 

@@ -3,7 +3,11 @@
 Everything here works without a Trainer: errors, readings and floats in, frozen dataclasses out.
 """
 
-from lightning_lockstep.memory.effective_batch import EffectiveBatch, plan_effective_batch, scaled_learning_rate
+from lightning_lockstep.memory.effective_batch import (
+    EffectiveBatch,
+    plan_effective_batch,
+    scaled_learning_rate,
+)
 from lightning_lockstep.memory.executable import find_executable_batch_size
 from lightning_lockstep.memory.out_of_memory import Failure, attempt, is_out_of_memory, release_memory
 from lightning_lockstep.memory.reading import MemoryMeter, MemoryReading, meter_for, parse_bytes

@@ -62,11 +62,12 @@ def plan_effective_batch(requested: int, *, ranks: int, largest: int) -> Effecti
         for accumulate in range(least, 2 * least + 1):
             if share % accumulate == 0:
                 return EffectiveBatch(requested, share // accumulate, accumulate, ranks)
-    candidates = []
-    for accumulate in range(least, 2 * least + 1):
-        for micro in (requested // (accumulate * ranks), math.ceil(requested / (accumulate * ranks))):
-            if 1 <= micro <= largest:
-                candidates.append(EffectiveBatch(requested, micro, accumulate, ranks))
+    candidates = [
+        EffectiveBatch(requested, micro, accumulate, ranks)
+        for accumulate in range(least, 2 * least + 1)
+        for micro in (requested // (accumulate * ranks), math.ceil(requested / (accumulate * ranks)))
+        if 1 <= micro <= largest
+    ]
     candidates = candidates or [EffectiveBatch(requested, min(share, largest), least, ranks)]
     return min(candidates, key=lambda plan: (abs(plan.total - requested), plan.accumulate, plan.total))
 

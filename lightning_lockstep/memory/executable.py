@@ -105,7 +105,8 @@ def _some_rank_is_full(failure: Failure | None) -> bool:
     communicator = current_communicator()
     full = failure is not None and failure.out_of_memory
     broken = failure is not None and not failure.out_of_memory
-    happened = communicator.agree(full or broken, "" if failure is None else f"{'!' if broken else ''}{failure.summary}")
+    said = "" if failure is None else f"{'!' if broken else ''}{failure.summary}"
+    happened = communicator.agree(full or broken, said)
     errors = {rank: text[1:] for rank, text in happened.reasons.items() if text.startswith("!")}
     if errors:
         if failure is not None and failure.error is not None:

@@ -82,7 +82,7 @@ def _says_so(error: BaseException, memory_is_short: Callable[[], bool]) -> bool:
 
 
 def _cuda_is_nearly_full() -> bool:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return False
     free, total = torch.cuda.mem_get_info()
     others = total - free - torch.cuda.memory_reserved()

@@ -105,7 +105,7 @@ class Walled(pl.LightningModule):
         return DataLoader(TensorDataset(data), batch_size=self.batch_size, collate_fn=self.collate)
 
     train_dataloader = loader
-    val_dataloader = test_dataloader = predict_dataloader = lambda self: self.loader()  # noqa: E731
+    val_dataloader = test_dataloader = predict_dataloader = lambda self: self.loader()
 
 
 class PassedIn(Walled):

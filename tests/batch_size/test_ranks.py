@@ -39,7 +39,7 @@ def searches(ranks: int, folder: str) -> list[Any]:
     ):
         try:
             trainer(folder, AutoBatchSize(**settings), devices=ranks, strategy=strategy_for(ranks)).fit(module)
-        except BatchSizeError as error:
+        except BatchSizeError as error:  # noqa: PERF203
             found.append(str(error))
     return found
 
@@ -165,7 +165,7 @@ def recoveries(ranks: int, folder: str) -> dict[str, Any]:
     for where in ("forward", "backward"):
         try:
             fit_mid(ranks, folder, fits=0, where=where, only=(3,), on_rank=last)
-        except BatchSizeError as error:
+        except BatchSizeError as error:  # noqa: PERF203
             told[f"hopeless {where}"] = str(error)
     return told
 

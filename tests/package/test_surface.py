@@ -12,6 +12,10 @@ from tests.helpers import run_ranks
 SURFACE = [
     # strategies
     "LockstepDDPStrategy",
+    # callbacks and functions
+    "AutoBatchSize",
+    "EffectiveBatchSize",
+    "find_executable_batch_size",
     # errors
     "BatchSizeError",
     "CollectiveError",
