@@ -126,8 +126,8 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
     from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ModelCheckpoint
-    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
     from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.optimization.automatic import Closure as _Closure
     from lightning.pytorch.loops.optimization.automatic import ClosureResult as _ClosureResult

@@ -73,7 +73,7 @@ class SyncedEarlyStopping(EarlyStopping):
     ``check_every_n_steps`` it is a message to rank 0 and one back, off the main thread, and no collective.
     """
 
-    def __init__(  # noqa: PLR0913 - Lightning's arguments, in Lightning's order, and three of ours
+    def __init__(
         self,
         monitor: str,
         min_delta: float = 0.0,

@@ -15,7 +15,14 @@ SURFACE = [
     # callbacks and functions
     "AutoBatchSize",
     "EffectiveBatchSize",
+    "RankOrderedLogging",
+    "StopTogether",
+    "SyncedEarlyStopping",
+    "check_breakpoint",
     "find_executable_batch_size",
+    "get_logger",
+    "in_rank_order",
+    "set_breakpoint",
     # errors
     "BatchSizeError",
     "CollectiveError",
