@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_lockstep._lightning import Trainer, _AutomaticOptimization, _Closure
 from lightning_lockstep.distributed.reducer import GradientMarks
-from lightning_lockstep.memory import is_out_of_memory
+from lightning_lockstep.memory import Failure, is_out_of_memory
 
 if TYPE_CHECKING:
     from lightning_lockstep.callbacks._recovery import Recovery
@@ -88,4 +88,4 @@ class GuardedClosure(_Closure):  # type: ignore[misc]
                 raise
             if isinstance(error, TooLargeError):
                 return None, SPLIT_ON_PURPOSE
-            return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            return None, Failure.of(error).summary[:200]

@@ -30,6 +30,8 @@ SURFACE = [
     "CollectiveStallError",
     "ConfigurationError",
     "LaunchError",
+    "MetricMissingError",
+    "Preempted",
     "LockstepError",
     "MissingExtraError",
     "OverflowDetectedError",
