@@ -67,14 +67,15 @@ def _with_margin(search: SizeSearch, runner: TrialRunner, size: int, margin: flo
     smaller = max(1, int(size * (1 - margin)))
     if size >= search.max_val or smaller == size:
         return size  # nothing larger was ever going to be run: the wall is not near
-    outcome = runner.run(smaller)
-    search.trials.append(Trial(smaller, outcome.fits, outcome.peak, outcome.limit))
-    if outcome.fits:
-        return smaller
-    raise BatchSizeError(
-        f"batch size {smaller} did not fit though {size} did just before: memory of this device is also taken by"
-        " something else, and by varying amounts. Use a larger margin, or a memory_limit below what is free."
-    )
+    first = smaller
+    while smaller >= 1:
+        outcome = runner.run(smaller)
+        search.trials.append(Trial(smaller, outcome.fits, outcome.peak, outcome.limit))
+        if outcome.fits:
+            return smaller
+        # A heap in pieces, or a neighbour, took what was there before: a size must fit when it is asked again.
+        smaller = int(smaller * min(1 - margin, 0.9))
+    raise BatchSizeError(f"batch size {first} did not fit though {size} did just before, nor did any below it")
 
 
 def _nothing_fits(search: SizeSearch, reason: str, headroom: float | None) -> str:
