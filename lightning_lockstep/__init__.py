@@ -16,11 +16,14 @@ _EXPORTS: dict[str, str] = {
     # strategies
     "LockstepDDPStrategy": "strategies.ddp",
     # callbacks
+    "AutoBatchSize": "callbacks.auto_batch_size",
+    "EffectiveBatchSize": "callbacks.effective_batch_size",
     "RankOrderedLogging": "callbacks.rank_logging",
     "StopTogether": "callbacks.breakpoint",
     "SyncedEarlyStopping": "callbacks.early_stopping",
     # functions
     "check_breakpoint": "callbacks.breakpoint",
+    "find_executable_batch_size": "memory.executable",
     "get_logger": "logs",
     "in_rank_order": "logs",
     "set_breakpoint": "callbacks.breakpoint",

@@ -39,6 +39,7 @@ _PUBLIC: dict[str, tuple[str, str, str]] = {
     "TensorBoardLogger": ("pytorch", "loggers", "TensorBoardLogger"),
     "DDPStrategy": ("pytorch", "strategies", "DDPStrategy"),
     "Strategy": ("pytorch", "strategies", "Strategy"),
+    "SingleDeviceStrategy": ("pytorch", "strategies", "SingleDeviceStrategy"),
     "StrategyRegistry": ("pytorch", "strategies", "StrategyRegistry"),
     "Precision": ("pytorch", "plugins.precision", "Precision"),
     "MixedPrecision": ("pytorch", "plugins.precision", "MixedPrecision"),
@@ -47,6 +48,8 @@ _PUBLIC: dict[str, tuple[str, str, str]] = {
     "TrainerFn": ("pytorch", "trainer.states", "TrainerFn"),
     "RunningStage": ("pytorch", "trainer.states", "RunningStage"),
     "SIGTERMException": ("pytorch", "utilities.exceptions", "SIGTERMException"),
+    "CombinedLoader": ("pytorch", "utilities", "CombinedLoader"),
+    "DummyLogger": ("pytorch", "loggers.logger", "DummyLogger"),
     "MisconfigurationException": ("pytorch", "utilities.exceptions", "MisconfigurationException"),
     "ClusterEnvironment": ("fabric", "plugins.environments", "ClusterEnvironment"),
     "LightningEnvironment": ("fabric", "plugins.environments", "LightningEnvironment"),
@@ -88,6 +91,12 @@ _PRIVATE: dict[str, tuple[str, str, str]] = {
     ),
     # Counts the samples of a batch of any structure, as Lightning itself does for its logged means.
     "_extract_batch_size": ("pytorch", "utilities.data", "extract_batch_size"),
+    # A batch size may live in the module, the data module or the hparams of either; Lightning knows the order.
+    "_lightning_get_all_attr_holders": ("pytorch", "utilities.parsing", "_lightning_get_all_attr_holders"),
+    # A batch that does not fit is run again under the same optimizer step; only this loop knows the step.
+    "_AutomaticOptimization": ("pytorch", "loops.optimization.automatic", "_AutomaticOptimization"),
+    "_Closure": ("pytorch", "loops.optimization.automatic", "Closure"),
+    "_ClosureResult": ("pytorch", "loops.optimization.automatic", "ClosureResult"),
     # -- add further private names here, each with the reason --
 }
 
@@ -119,16 +128,22 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ModelCheckpoint
     from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.loops.optimization.automatic import Closure as _Closure
+    from lightning.pytorch.loops.optimization.automatic import ClosureResult as _ClosureResult
+    from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
     from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-    from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+    from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.data import extract_batch_size as _extract_batch_size
     from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+    from lightning.pytorch.utilities.parsing import _lightning_get_all_attr_holders
 else:
     globals().update({name: _resolve(where) for name, where in {**_PUBLIC, **_PRIVATE}.items()})
 

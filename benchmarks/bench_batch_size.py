@@ -1,0 +1,236 @@
+"""AutoBatchSize beside Lightning's finder and Accelerate's decorator at a wall of 600; its cost a step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.engine import Comparison, Report, interleave
+from lightning_lockstep import AutoBatchSize
+from lightning_lockstep.callbacks import auto_batch_size
+from lightning_lockstep.memory import MemoryMeter, MemoryReading
+
+WALL = 600
+FULL = "CUDA out of memory. Tried to allocate 20.00 MiB"
+PEER = "Lightning binsearch"
+
+
+class Walled(LightningModule):
+    """A step that runs out of memory above the wall."""
+
+    def __init__(self, wall: int = WALL, width: int = 64, batch_size: int = 2) -> None:
+        super().__init__()
+        first, second = nn.Linear(width, width), nn.Linear(width, width)
+        self.net = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(width, 1))
+        self.wall, self.width, self.batch_size = wall, width, batch_size
+        self.tried: list[int] = []
+        self.loader_ = TensorDataset(torch.randn(20000, width))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        size = len(batch[0])
+        if not self.tried or self.tried[-1] != size:
+            self.tried.append(size)
+        if size > self.wall:
+            raise RuntimeError(FULL)
+        return self.net(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.loader_, batch_size=self.batch_size)
+
+
+class SimulatedMeter(MemoryMeter):
+    """Memory of 1 GB and 3.7 MB a sample, and room for 600 samples."""
+
+    source, noise = "simulated", 8e6
+
+    def __init__(self, module: Walled) -> None:
+        self.module = module
+
+    @property
+    def headroom(self) -> float:
+        return 3.7e6 * (WALL + 0.5)
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> MemoryReading:
+        return MemoryReading(1e9 + 3.7e6 * self.module.tried[-1], 1e9 + self.headroom)
+
+
+def fit(module: Walled, *callbacks: Callback, steps: int = 1) -> None:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=steps,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            callbacks=list(callbacks),
+        ).fit(module)
+
+
+class Clocked(AutoBatchSize):
+    """Ours, with the time of the search alone."""
+
+    seconds = 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        began = time.perf_counter()
+        super().on_fit_start(trainer, pl_module)
+        self.seconds = time.perf_counter() - began
+
+
+class ClockedFinder(BatchSizeFinder):
+    """Lightning's, with the time and the trials of the search alone."""
+
+    seconds = 0.0
+    tried: tuple[int, ...] = ()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        began = time.perf_counter()
+        super().on_fit_start(trainer, pl_module)
+        self.seconds = time.perf_counter() - began
+        self.tried = tuple(pl_module.tried)
+
+
+def finder(
+    found: dict[str, str], name: str, make: Callable[[], Any], *, read: bool = False
+) -> Callable[[], float]:
+    """One search; notes (trials, largest size that fitted, size after the margin) under ``name``."""
+
+    def measure() -> float:
+        module, callback = Walled(), make()
+        meter = SimulatedMeter(module) if read else None
+        with mock.patch.object(auto_batch_size, "meter_for", lambda *args, **kwargs: meter):
+            fit(module, callback)
+        if isinstance(callback, AutoBatchSize):
+            trials, largest = len(callback.result.trials), callback.result.largest
+        else:
+            trials, largest = len(callback.tried), max(size for size in callback.tried if size <= WALL)
+        share = f"{largest} ({largest / WALL:.1%} of the wall)"
+        found[name] = f"{trials} trials, largest run {share}, answer {module.batch_size}"
+        return float(callback.seconds)
+
+    return measure
+
+
+def accelerate_from(found: dict[str, str], start: int) -> Callable[[], float]:
+    from accelerate.utils import find_executable_batch_size
+
+    def measure() -> float:
+        module, tried = Walled(), []
+        optimizer = module.configure_optimizers()
+
+        @find_executable_batch_size(starting_batch_size=start)
+        def train(batch_size: int) -> int:
+            tried.append(batch_size)
+            for index in range(2):
+                optimizer.zero_grad()
+                module.training_step((torch.randn(batch_size, module.width),), index).backward()
+                optimizer.step()
+            return batch_size
+
+        began = time.perf_counter()
+        size = train()
+        seconds = time.perf_counter() - began
+        found[f"Accelerate from {start}"] = (
+            f"{len(tried)} trials, answer {size} ({size / WALL:.1%} of the wall)"
+        )
+        return seconds
+
+    return measure
+
+
+class StepClock(Callback):
+    """Processor time of this thread from the start of one training batch to the start of the next.
+
+    With one thread that is the whole step, and other programs on the machine are not in it.
+    """
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.marks.append(time.thread_time())
+
+
+def step_time(on_oom: str, steps: int) -> Callable[[], float]:
+    """Median step of a fit of its own [s]; the collector is off, which would hit either by chance."""
+
+    def measure() -> float:
+        module, clock = Walled(wall=10**9, width=1024, batch_size=64), StepClock()
+        gc.collect()
+        gc.disable()
+        try:
+            fit(module, clock, AutoBatchSize("off", on_oom=on_oom), steps=steps)
+        finally:
+            gc.enable()
+        times = [b - a for a, b in zip(clock.marks, clock.marks[1:], strict=False)]
+        return statistics.median(times[10:])
+
+    return measure
+
+
+def run(quick: bool) -> Report:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    found: dict[str, str] = {}
+    variants = {
+        PEER: finder(found, PEER, lambda: ClockedFinder(mode="binsearch")),
+        "Lightning power": finder(found, "Lightning power", lambda: ClockedFinder(mode="power")),
+        "AutoBatchSize model": finder(found, "AutoBatchSize model", lambda: Clocked("model"), read=True),
+        "AutoBatchSize binsearch": finder(found, "AutoBatchSize binsearch", lambda: Clocked("binsearch")),
+        "AutoBatchSize power": finder(found, "AutoBatchSize power", lambda: Clocked("power")),
+        "Accelerate from 1024": accelerate_from(found, 1024),
+        "Accelerate from 16384": accelerate_from(found, 16384),
+    }
+    searches = interleave(variants, rounds=1 if quick else 2)
+    steps = 60 if quick else 80
+    cost = interleave(
+        {"without": step_time("raise", steps), "on_oom=split": step_time("split", steps)},
+        rounds=2 if quick else 7,
+        warmup=1,
+    )
+    goals = {"AutoBatchSize model": 0.5, "AutoBatchSize binsearch": 0.5}
+    return Report(
+        title="Search for a batch size, and the cost of a guarded step",
+        tables=[
+            Comparison(f"time of a search, simulated wall at {WALL}", searches, peer=PEER, at_most=goals),
+            Comparison(
+                "step of a fit in which nothing runs out",
+                cost,
+                peer="without",
+                at_most={"on_oom=split": 1.01},
+            ),
+        ],
+        notes=[
+            *(f"{name}: {text}." for name, text in found.items()),
+            "A search is timed inside its callback, so the Trainer's own start is in none of them. Accelerate's"
+            " decorator restarts a bare function: no Trainer, no loader, no state to keep, no margin.",
+            "Memory readings of mode model are simulated too: 1 GB + 3.7 MB a sample.",
+            "The step: 2.1 M parameters, batch 64, one thread, one process; each sample is the median"
+            " processor time of a step, of a fit of its own.",
+        ],
+    )

@@ -1,0 +1,112 @@
+"""What a rank that runs out of memory in mid-run tells the others, at no cost to a step.
+
+The others wait in their backward for the gradients that this rank owes. It posts its notice, and sends the
+gradients only once every rank has acknowledged it, so each finds the notice when its backward returns: all
+take the same decision in the same step, and a step without a notice costs one attribute read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_lockstep.distributed import Communicator, Message
+
+__all__ = ["Notice", "Notices"]
+
+_NOTICE, _ACKNOWLEDGED, _COUNT = "batch_size/notice", "batch_size/acknowledged", "batch_size/count"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A decision that all ranks take at the end of the same optimizer step.
+
+    Attributes:
+        step: Number of the optimizer step, counted alike on every rank.
+        fatal: Whether the run ends; else the step is left out.
+        text: What happened, with the rank.
+    """
+
+    step: int
+    fatal: bool
+    text: str
+
+
+class Notices:
+    """Sends and receives notices.
+
+    Args:
+        communicator: Of all ranks; its side channel is opened here.
+        on_count: Called on rank 0 with (rank, text) when a rank split or skipped a batch.
+
+    Ranks: every rank, together (the side channel is opened).
+    """
+
+    def __init__(self, communicator: Communicator, on_count: Callable[[int, str], None]) -> None:
+        self._communicator = communicator
+        self._channel = communicator.side_channel
+        self._waiting: set[int] = set()
+        self._all_know = threading.Event()
+        self.current: Notice | None = None
+        self._remove = [
+            self._channel.on(_NOTICE, self._receive),
+            self._channel.on(_ACKNOWLEDGED, self._acknowledged),
+            self._channel.on(_COUNT, lambda message: on_count(message.sender, str(message.body))),
+        ]
+
+    def count(self, text: str) -> None:
+        """Let rank 0 know that this rank split or skipped a batch.
+
+        Ranks: any rank, alone; posted, not waited for.
+        """
+        self._channel.post(_COUNT, text, to=0)
+
+    def tell(self, notice: Notice, timeout: float = 60.0) -> bool:
+        """Make every rank take the decision of ``notice``.
+
+        Args:
+            notice: The decision.
+            timeout: Longest wait for the others' acknowledgement [s].
+
+        Returns:
+            Whether every rank acknowledged it.
+
+        Ranks: the rank that ran out of memory, before it sends what it owes in this step.
+        """
+        self.current = notice
+        others = set(range(self._communicator.world_size)) - {self._communicator.rank}
+        if not others:
+            return True
+        self._waiting = others
+        self._all_know.clear()
+        self._channel.post(_NOTICE, [notice.step, notice.fatal, notice.text])
+        return self._all_know.wait(timeout)
+
+    def at(self, step: int) -> Notice | None:
+        """Return the notice for this optimizer step, once.
+
+        Ranks: any rank, alone; one attribute read where there is none.
+        """
+        notice = self.current
+        if notice is None or notice.step != step:
+            return None
+        self.current = None
+        return notice
+
+    def close(self) -> None:
+        """Stop listening.
+
+        Ranks: any rank, alone.
+        """
+        for remove in self._remove:
+            remove()
+
+    def _receive(self, message: Message) -> None:
+        self.current = Notice(*message.body)
+        self._channel.post(_ACKNOWLEDGED, to=message.sender)
+
+    def _acknowledged(self, message: Message) -> None:
+        self._waiting.discard(message.sender)
+        if not self._waiting:
+            self._all_know.set()

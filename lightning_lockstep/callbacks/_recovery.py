@@ -1,0 +1,348 @@
+"""A batch that does not fit in mid-run: run again in micro-batches under the same optimizer step, or left out.
+
+The rank concerned does it alone. Its micro-batches run on the module itself, with stand-ins for the
+parameters, so that no gradient hook of the distributed wrapper fires; then the gradients are put in place and
+the wrapper is made to send what it still owes (see :mod:`lightning_lockstep.distributed.reducer`). The other
+ranks see an ordinary, slower step. What hangs on a decision of all goes through a notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lockstep._lightning import LightningModule, Trainer, _ClosureResult
+from lightning_lockstep.callbacks._guarded_step import (
+    SPLIT_ON_PURPOSE,
+    GuardedClosure,
+    LogCall,
+    TooLargeError,
+)
+from lightning_lockstep.callbacks._micro_batches import LogRecord, merged_extra, samples_in, split, volume
+from lightning_lockstep.callbacks._oom_notices import Notice, Notices
+from lightning_lockstep.callbacks._preserved_state import ModuleAttributes
+from lightning_lockstep.callbacks._trial import replaced
+from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed.reducer import ddp_of, send_gradients
+from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.memory import attempt, release_memory
+
+__all__ = ["Recovery"]
+
+
+class Recovery:
+    """Runs a batch that did not fit again, or leaves it out.
+
+    Args:
+        trainer: The Trainer, in a fit.
+        module: Its module.
+        mode: ``split`` or ``skip``.
+        loss_reduction: How the training step's loss adds up over samples: ``mean`` or ``sum``.
+        communicator: Of all ranks.
+        on_count: Called on rank 0 with (rank, text) for each batch split or skipped.
+
+    Attributes:
+        recovered: Batches of this rank that were split or skipped.
+
+    Ranks: every rank, together.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        mode: Literal["split", "skip"],
+        loss_reduction: Literal["mean", "sum"],
+        communicator: Communicator,
+        on_count: Callable[[int, str], None],
+    ) -> None:
+        self._trainer, self._module, self._mode = trainer, module, mode
+        self._loss_reduction, self._communicator = loss_reduction, communicator
+        self.trainable = [p for p in module.parameters() if p.requires_grad]
+        self.notices = Notices(communicator, on_count)
+        self.recovered = 0
+        self._step = 0
+        self._ddp = ddp_of(trainer.strategy.model)
+        # Volumes: of the smallest batch that did not fit, of one that is known not to (a second one of at
+        # least that volume failed, so it was no accident), and of a micro-batch that did.
+        self._suspect: int | None = None
+        self._too_large: int | None = None
+        self._known_good = 0
+        self._last_logged: list[LogCall] | None = None
+
+    def refresh(self) -> None:
+        """Look again which parameters are trained.
+
+        Ranks: every rank, alone; at the start of an epoch, since parameters may be frozen or unfrozen there.
+        """
+        self.trainable = [p for p in self._module.parameters() if p.requires_grad]
+
+    # -- around every step ------------------------------------------------------------------------------
+
+    @contextmanager
+    def counted_logs(self, call: GuardedClosure) -> Iterator[None]:
+        """Note what the step logs: a repetition must not log it again, and a step left out still owes it."""
+        log, calls = self._module.log, call.logged
+
+        def noted(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            log(name, value, *args, **kwargs)
+            calls.append((name, value.detach() if type(value) is Tensor else value, args, kwargs))
+
+        with replaced(self._module, "log", noted):
+            yield
+        self._last_logged = calls
+
+    @contextmanager
+    def stopped_if_too_large(self, kwargs: Any) -> Iterator[None]:
+        """Let a batch that is known not to fit stop before its forward, where it costs nothing."""
+        batch = next(iter(kwargs.values()))
+        if self._too_large is None or volume(batch) < self._too_large or samples_in(batch) < 2:
+            yield
+            return
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            raise TooLargeError
+
+        # The wrapper's own forward still runs: what it sends before the module's is owed to the others.
+        with replaced(self._module, "training_step", stop):
+            yield
+
+    def decide(self, call: GuardedClosure, result: Any) -> Any:
+        """Take the decision of a notice, at the end of a step in which gradients were reduced."""
+        if self._trainer.fit_loop._should_accumulate():
+            return result
+        if self._mode == "skip" and self._module.device.type != "cpu":
+            torch.accelerator.synchronize()  # type: ignore[attr-defined]
+        notice = self.notices.at(self._step)
+        self._step += 1
+        if notice is None:
+            return result
+        if notice.fatal:
+            raise BatchSizeError(notice.text)
+        for parameter in self.trainable:
+            parameter.grad = None
+        return _ClosureResult(closure_loss=None)
+
+    # -- when memory has run out ------------------------------------------------------------------------
+
+    def recover(self, call: GuardedClosure, failure: str) -> Any:
+        """Run the batch again in micro-batches, or leave it out; then finish what is owed to the others.
+
+        Args:
+            call: The step that failed.
+            failure: How.
+
+        Returns:
+            What the step would have returned.
+
+        Raises:
+            BatchSizeError: Not even single samples fit. Every rank raises it.
+
+        Ranks: the rank that ran out of memory.
+        """
+        release_memory()
+        batch = next(iter(call.kwargs.values()))
+        missing = self.trainable if call.marks is None else call.marks.missing(self.trainable)
+        if call.marks is None and call._zero_grad_fn is not None:
+            call._zero_grad_fn()
+        result = None
+        if self._mode == "split":
+            result = self._in_micro_batches(call, batch, missing, failure)
+        if result is None:
+            text = f"left out batch {self._where()}: {failure}"
+            fatal = self._mode == "split"
+            self._tell(self._hopeless(batch, failure) if fatal else text, fatal=fatal)
+            self._count(text)
+            self._log_as_before(call)
+            result = _ClosureResult(closure_loss=None)
+        self._settle(call, missing)
+        return result
+
+    def _in_micro_batches(
+        self, call: GuardedClosure, batch: Any, missing: Sequence[nn.Parameter], failure: str
+    ) -> Any:
+        samples, size = samples_in(batch), volume(batch)
+        parts = 2
+        if failure == SPLIT_ON_PURPOSE:
+            parts = max(2, -(-size // max(1, self._known_good)))
+        while samples > 1:
+            parts = min(parts, samples)
+            weights = [samples_in(part) / samples for part in split(batch, parts)]
+            result = self._tried_in(parts, call, batch, missing, weights)
+            if result is not None:
+                self._learn(size)
+                self._known_good = max(1, size // parts)
+                self._count(f"split batch {self._where()} into {parts} micro-batches: {failure}")
+                return result
+            if parts == samples:
+                break
+            release_memory()
+            parts *= 2
+        return None
+
+    def _learn(self, size: int) -> None:
+        if self._suspect is not None and size >= self._suspect:
+            self._too_large = min(self._suspect, self._too_large or self._suspect)
+        self._suspect = size if self._suspect is None else min(self._suspect, size)
+
+    def _tried_in(
+        self,
+        parts: int,
+        call: GuardedClosure,
+        batch: Any,
+        missing: Sequence[nn.Parameter],
+        weights: Sequence[float],
+    ) -> Any:
+        """Run the batch in that many parts; return ``None`` when memory runs out again."""
+        log, results = LogRecord(), list[Any]()
+        with self._stand_ins(missing) as stand_ins, self._as_after_forward(call):
+            error = attempt(lambda: results.append(self._run_parts(call, split(batch, parts), weights, log)))
+            if error is None:
+                for parameter in missing:
+                    self._add(parameter, stand_ins[parameter].grad)
+        if error is None:
+            with self._as_training_step():
+                done = len(log.parts[0]) if call.marks is not None else len(call.logged)
+                log.replay(self._module.log, weights, skip=done)
+            return results[0]
+        if not error.out_of_memory:
+            raise error.error or BatchSizeError(error.summary)
+        return None
+
+    def _run_parts(
+        self, call: GuardedClosure, parts: Sequence[Any], weights: Sequence[float], log: LogRecord
+    ) -> Any:
+        """Forward and backward of each micro-batch; gradients add up in the stand-ins."""
+        trainer, module = self._trainer, self._module
+        names, total, extras = list(call.kwargs), None, []
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(replaced(module, "log", log))
+            for method in ("all_gather", "reduce", "broadcast"):
+                stack.enter_context(replaced(trainer.strategy, method, _refuse_collective))
+            for part, weight in zip(parts, weights, strict=True):
+                log.begin_part()
+                arguments = {**call.kwargs, names[0]: part}
+                with trainer.precision_plugin.train_step_context():
+                    output = module.training_step(*arguments.values())
+                step = _ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
+                if step.closure_loss is None:
+                    continue
+                factor = weight if self._loss_reduction == "mean" else 1.0
+                trainer.strategy.backward(step.closure_loss * factor, call.optimizer)
+                share = step.closure_loss.detach() * factor
+                total = share if total is None else total + share
+                extras.append(step.extra)
+                del step, output
+        extra = merged_extra(extras, weights) if extras and len(extras) == len(weights) else {}
+        return _ClosureResult(closure_loss=total, extra=extra)
+
+    @contextmanager
+    def _stand_ins(self, missing: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+        """Let the module compute with parameters of the same values that nobody has hooked.
+
+        Those whose gradient has arrived already get none.
+        """
+        wanted = set(missing)
+        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+        places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for part in self._module.modules():
+            places += [
+                (part, name, p) for name, p in part._parameters.items() if p is not None and p.requires_grad
+            ]
+        for part, name, parameter in places:
+            if parameter not in stand_ins:
+                stand_ins[parameter] = nn.Parameter(parameter.detach(), requires_grad=parameter in wanted)
+            setattr(part, name, stand_ins[parameter])
+        try:
+            yield stand_ins
+        finally:
+            for part, name, parameter in places:
+                setattr(part, name, parameter)
+
+    @contextmanager
+    def _as_after_forward(self, call: GuardedClosure) -> Iterator[None]:
+        """Where the whole batch had its forward, keep what that left: running statistics, metrics, lists."""
+        if call.marks is None:
+            yield
+            return
+        buffers = [(b, b.detach().clone()) for b in self._module.buffers()]
+        attributes = ModuleAttributes(self._module)
+        try:
+            yield
+        finally:
+            attributes.restore()
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+    @contextmanager
+    def _as_training_step(self) -> Iterator[None]:
+        before = self._module._current_fx_name
+        self._module._current_fx_name = "training_step"
+        try:
+            yield
+        finally:
+            self._module._current_fx_name = before
+
+    @staticmethod
+    def _add(parameter: nn.Parameter, grad: Tensor | None) -> None:
+        if grad is None:
+            return
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad += grad
+
+    def _settle(self, call: GuardedClosure, missing: Sequence[nn.Parameter]) -> None:
+        """Send the gradients that this rank still owes in this step."""
+        ddp = self._ddp
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return
+        if ddp.find_unused_parameters:
+            missing = [parameter for parameter in missing if parameter.grad is not None] or missing[:1]
+        send_gradients(ddp, missing, backward_began=call.marks is not None)
+
+    def _log_as_before(self, call: GuardedClosure) -> None:
+        """Log what a step logs, with the values of the last one: the others wait for those they average."""
+        if call.marks is not None or self._communicator.world_size == 1:
+            return
+        if self._last_logged is None:
+            raise BatchSizeError(
+                f"rank {self._communicator.rank} ran out of memory in its first step: what the other ranks wait for"
+                " is not known yet. Start with a smaller batch."
+            )
+        with self._as_training_step():
+            for name, value, args, kwargs in self._last_logged[len(call.logged) :]:
+                self._module.log(name, value, *args, **kwargs)
+
+    def _tell(self, text: str, *, fatal: bool) -> None:
+        notice = Notice(self._step, fatal, f"rank {self._communicator.rank} {text}")
+        if not self.notices.tell(notice):
+            raise BatchSizeError(f"{notice.text} (and not every rank answered, so this one stops alone)")
+
+    def _count(self, text: str) -> None:
+        self.recovered += 1
+        self.notices.count(text)
+
+    def _where(self) -> str:
+        progress = self._trainer.fit_loop.epoch_loop
+        return f"{progress.batch_idx} of epoch {self._trainer.current_epoch}"
+
+    def _hopeless(self, batch: Any, failure: str) -> str:
+        return (
+            f"ran out of memory in batch {self._where()}, and single samples do not fit either"
+            f" ({samples_in(batch)} samples, {volume(batch)} values in the batch): {failure}"
+        )
+
+
+def _refuse_collective(*args: Any, **kwargs: Any) -> None:
+    raise BatchSizeError(
+        "training_step communicates (all_gather, reduce or broadcast), so its batch cannot be split on one rank:"
+        " the others do it once. Use on_oom='skip' or a smaller batch."
+    )

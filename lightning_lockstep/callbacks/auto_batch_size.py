@@ -1,0 +1,328 @@
+"""AutoBatchSize: the largest batch that fits, on any number of ranks, and a run that survives a larger one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lightning_lockstep._lightning import (
+    Callback,
+    DDPStrategy,
+    LightningModule,
+    SingleDeviceStrategy,
+    Trainer,
+)
+from lightning_lockstep.callbacks._auto_batch_settings import AutoBatchSizeSettings
+from lightning_lockstep.callbacks._batch_place import BatchPlace
+from lightning_lockstep.callbacks._batch_report import (
+    SearchResult,
+    draw,
+    read_result,
+    say,
+    table,
+    write_result,
+)
+from lightning_lockstep.callbacks._guarded_step import GuardedOptimization
+from lightning_lockstep.callbacks._recovery import Recovery
+from lightning_lockstep.callbacks._search_run import fingerprint_of, run_search
+from lightning_lockstep.callbacks._trial import TrialRunner
+from lightning_lockstep.callbacks.effective_batch_size import keep_effective_batch
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.reducer import why_not_resumable
+from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+from lightning_lockstep.memory import SizeSearch, meter_for, parse_bytes, search_for
+
+__all__ = ["AutoBatchSize"]
+
+
+class AutoBatchSize(Callback):  # type: ignore[misc]
+    """Finds the largest batch size that fits on every rank, before a fit, validate, test or predict.
+
+    All ranks try the same size at the same time, each by itself; a size fits when it fits on all of them. The
+    run then starts from exactly the state in which it was.
+
+    Args:
+        mode: ``model`` fits memory = a + b x size to small trials, predicts the largest size and confirms it
+            (where memory cannot be read it works as ``binsearch``); ``binsearch`` grows until a size does not
+            fit and narrows down; ``power`` doubles until one does not fit; ``off`` does not search.
+        steps_per_trial: Optimizer steps of a trial; at least 2 to see the optimizer's state in place.
+        init_val: First size to try.
+        max_trials: Most sizes to try.
+        batch_arg_name: Attribute of the module, its hparams, the data module or its hparams that the loader
+            is made with. Not used when a DataLoader is passed to ``fit()``.
+        margin: Share by which the answer stays below the largest size that fitted (0 to 1); not applied in
+            mode ``power``, nor where the data or ``max_val`` were the limit.
+        max_val: Largest size to try.
+        memory_limit: Most memory that a rank may use, in bytes or as ``"4GiB"``. By default what the device
+            has free; on CPU ``RLIMIT_AS``, the control group's limit or the host's memory, divided by the
+            ranks of the host.
+        limit: ``shard``: never larger than the data one rank gets. ``None`` repeats samples to go on.
+        effective_batch_size: Keep this global batch (samples of all ranks in one optimizer step) by gradient
+            accumulation; see :class:`EffectiveBatchSize`.
+        on_oom: When memory runs out in a training step later: ``raise``; ``split`` runs that batch again in
+            micro-batches under the same optimizer step; ``skip`` leaves that optimizer step out on all ranks.
+        loss_reduction: How the training step's loss adds up over samples, for ``split``.
+        reuse: When a run is resumed, take the size that it found before.
+        plot: Also draw memory over batch size to ``batch_size.png`` in the run folder.
+
+    Attributes:
+        result: What the last search found, or ``None``.
+        batches_split: Batches split or skipped in mid-run on any rank, known on rank 0 (and after every
+            epoch on all ranks).
+
+    Raises:
+        ConfigurationError: An argument cannot be used; all faults at once.
+        BatchSizeError: No size fits, or a search is not possible here. (On every rank, at the start.)
+
+    Ranks: add it on every rank alike. A trial costs one all-reduce of 24 bytes on the CPU. In mid-run nothing
+        is sent unless memory runs out; a step then pays for one ``try`` and a look at its gradients.
+    """
+
+    def __init__(
+        self, mode: Literal["model", "binsearch", "power", "off"] = "model", **settings: Any
+    ) -> None:
+        super().__init__()
+        known = AutoBatchSizeSettings.__dataclass_fields__
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise ConfigurationError(
+                f"AutoBatchSize does not know {', '.join(map(repr, unknown))}; it takes {', '.join(known)}."
+            )
+        self.settings = AutoBatchSizeSettings(mode=mode, **settings)
+        self.result: SearchResult | None = None
+        self.batches_split = 0
+        self.search: SizeSearch | None = None
+        self._found: dict[str, Any] = {}
+        self._recovery: Recovery | None = None
+        self._unlogged = False
+
+    # -- when ---------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search, and guard the steps to come. Ranks: all, together."""
+        if self.settings.mode != "off":
+            self.find(trainer, pl_module)
+        elif self.settings.effective_batch_size is not None:
+            place = BatchPlace(trainer, pl_module, self.settings.batch_arg_name)
+            self._keep_effective(trainer, place, place.size)
+        if self.settings.on_oom != "raise":
+            self._guard(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search before ``Trainer.validate``. Ranks: all, together."""
+        if (
+            trainer.state.fn is not None
+            and trainer.state.fn.value == "validate"
+            and self.settings.mode != "off"
+        ):
+            self.find(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search before ``Trainer.test``. Ranks: all, together."""
+        if self.settings.mode != "off":
+            self.find(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search before ``Trainer.predict``. Ranks: all, together."""
+        if self.settings.mode != "off":
+            self.find(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Look again which parameters are trained, once an epoch. Ranks: any, alone."""
+        if batch_idx == 0 and self._recovery is not None:
+            self._recovery.refresh()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the number of batches split, when it has changed. Ranks: rank 0 writes; nothing is sent."""
+        if self._unlogged:
+            self._unlogged = False
+            for logger in trainer.loggers:
+                logger.log_metrics({"batches_split": float(self.batches_split)}, step=trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count over all ranks. Ranks: all, together; one gather an epoch."""
+        if self._recovery is not None:
+            self.batches_split = sum(current_communicator().gather(self._recovery.recovered))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the loop. Ranks: any, alone."""
+        if self._recovery is not None:
+            self._recovery.notices.close()
+            loop = trainer.fit_loop.epoch_loop
+            if isinstance(loop.automatic_optimization, GuardedOptimization):
+                loop.automatic_optimization = loop.automatic_optimization.original
+            self._recovery = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the size found, for a resumed run."""
+        return dict(self._found)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the size that the resumed run found."""
+        self._found = dict(state_dict)
+
+    # -- what ---------------------------------------------------------------------------------------------
+
+    def find(self, trainer: Trainer, pl_module: LightningModule) -> int | None:
+        """Search now; a callback of your own may call it, at an epoch's start for example.
+
+        Returns:
+            The batch size per rank, or ``None`` under ``fast_dev_run``.
+
+        Raises:
+            BatchSizeError: No size fits, or a search is not possible here.
+
+        Ranks: all, together.
+        """
+        communicator, settings = current_communicator(), self.settings
+        tell: Callable[[str], None] = say if communicator.is_main else lambda text: None
+        if trainer.fast_dev_run:
+            tell("AutoBatchSize: no search under fast_dev_run")
+            return None
+        refuse_sharded(trainer)
+        place = BatchPlace(trainer, pl_module, settings.batch_arg_name)
+        if len(place.loaders) > 1 and trainer.state.fn is not None and trainer.state.fn.value != "fit":
+            raise BatchSizeError(
+                f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch only."
+                " Pass one loader at a time."
+            )
+        fingerprint = fingerprint_of(trainer, pl_module, self._conditions())
+        known = self._known_size(trainer, fingerprint)
+        if known is not None:
+            tell(f"AutoBatchSize: batch size {known} per rank, as found earlier under the same conditions")
+            self._keep_effective(trainer, place, known)
+            return place.size
+        return self._search(trainer, pl_module, place, fingerprint, tell)
+
+    def _search(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        place: BatchPlace,
+        fingerprint: Mapping[str, Any],
+        tell: Callable[[str], None],
+    ) -> int:
+        communicator, settings = current_communicator(), self.settings
+        began = time.perf_counter()
+        limit = None if settings.memory_limit is None else parse_bytes(settings.memory_limit)
+        local_ranks = sum(1 for host in communicator.gather(communicator.host) if host == communicator.host)
+        meter = meter_for(trainer.strategy.root_device, memory_limit=limit, local_ranks=local_ranks)
+        cap = settings.max_val
+        if settings.limit == "shard":
+            shard = torch.tensor(place.samples, dtype=torch.int64)
+            cap = min(cap, int(communicator.all_reduce(shard, "min")))
+        self.search = search = search_for(
+            settings.mode,
+            init_val=settings.init_val,
+            max_val=cap,
+            max_trials=settings.max_trials,
+            noise=None if meter is None else meter.noise,
+        )
+        runner = TrialRunner(
+            trainer, module, place, steps=settings.steps_per_trial, meter=meter, communicator=communicator
+        )
+        margin = 0.0 if settings.mode == "power" else settings.margin
+        size, reason = run_search(
+            search, runner, meter=meter, margin=margin, communicator=communicator, say=tell
+        )
+        self._found = {"size": size, "fingerprint": dict(fingerprint)}
+        self._keep_effective(trainer, place, size)
+        self.result = SearchResult(
+            size=place.size,
+            largest=search.low,
+            accumulate=trainer.accumulate_grad_batches,
+            ranks=communicator.world_size,
+            mode=search.mode,
+            trials=tuple(search.trials),
+            seconds=time.perf_counter() - began,
+            reason=reason,
+            limit_source="" if meter is None else meter.source,
+            fingerprint=fingerprint,
+        )
+        if communicator.is_main:
+            self._report(trainer, self.result, tell)
+        return place.size
+
+    def _report(self, trainer: Trainer, result: SearchResult, tell: Callable[[str], None]) -> None:
+        tell(table(result))
+        write_result(trainer.default_root_dir, result)
+        if self.settings.plot and self.search is not None:
+            draw(Path(trainer.default_root_dir) / "batch_size.png", self.search, result.size)
+
+    def _keep_effective(self, trainer: Trainer, place: BatchPlace, largest: int) -> None:
+        requested = self.settings.effective_batch_size
+        if requested is None or (trainer.state.fn is not None and trainer.state.fn.value != "fit"):
+            place.apply(largest)
+            return
+        speaks = current_communicator().is_main
+        keep_effective_batch(trainer, place, requested, largest=largest, speaks=speaks)
+
+    def _conditions(self) -> dict[str, Any]:
+        return {
+            "memory_limit": self.settings.memory_limit,
+            "margin": self.settings.margin,
+            "mode": self.settings.mode,
+        }
+
+    def _known_size(self, trainer: Trainer, fingerprint: Mapping[str, Any]) -> int | None:
+        if not self.settings.reuse or trainer.ckpt_path is None:
+            return None
+        communicator = current_communicator()
+        known = None
+        if communicator.is_main:
+            if self._found.get("fingerprint") == dict(fingerprint):
+                known = int(self._found["size"])
+            else:
+                known = read_result(trainer.default_root_dir, fingerprint)
+        answer: int | None = communicator.broadcast(known)
+        return answer
+
+    def _guard(self, trainer: Trainer, module: LightningModule) -> None:
+        refuse_sharded(trainer)
+        reason = why_not_resumable(trainer.strategy.model)
+        if not module.automatic_optimization:
+            reason = "the module uses manual optimization, so the step is its own business"
+        if reason:
+            raise BatchSizeError(f"on_oom={self.settings.on_oom!r} is not possible here: {reason}")
+        self._recovery = Recovery(
+            trainer,
+            module,
+            mode="skip" if self.settings.on_oom == "skip" else "split",
+            loss_reduction=self.settings.loss_reduction,
+            communicator=current_communicator(),
+            on_count=self._counted,
+        )
+        loop = trainer.fit_loop.epoch_loop
+        loop.automatic_optimization = GuardedOptimization(
+            trainer, loop.automatic_optimization, self._recovery
+        )
+
+    def _counted(self, rank: int, text: str) -> None:
+        self.batches_split += 1
+        self._unlogged = True
+        # Every batch of a run may be split from some point on; the number is logged, a few lines are enough.
+        if self.batches_split <= 3 or str(self.batches_split).strip("0") in ("1", "3"):
+            say(f"AutoBatchSize: rank {rank} {text} ({self.batches_split} so far)")
+
+
+def refuse_sharded(trainer: Trainer) -> None:
+    """Raise where a trial on one rank alone is not possible, with the reason.
+
+    Ranks: all, alike; nothing is sent.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)):
+        return
+    raise BatchSizeError(
+        f"{type(strategy).__name__} divides the model or its optimizer among the ranks, or runs the step itself, so a"
+        " trial on one rank alone would not be the step of the run. Search with strategy='lockstep_ddp' or on a"
+        " single device and set the batch size, or use find_executable_batch_size around the whole run."
+    )

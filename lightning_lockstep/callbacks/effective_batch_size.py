@@ -1,0 +1,169 @@
+"""EffectiveBatchSize: the same global batch on any number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep.callbacks._batch_place import BatchPlace
+from lightning_lockstep.callbacks._batch_report import say
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+from lightning_lockstep.memory.effective_batch import (
+    EffectiveBatch,
+    LearningRateScaling,
+    plan_effective_batch,
+    scaled_learning_rate,
+)
+
+__all__ = ["EffectiveBatchSize"]
+
+
+class EffectiveBatchSize(Callback):  # type: ignore[misc]
+    """Fixes the global batch: micro-batch x accumulation x ranks, whatever the number of ranks.
+
+    The configured batch size is the largest micro-batch; it is kept or made smaller, and
+    ``accumulate_grad_batches`` is set, so that the product is the global batch exactly. Where it cannot be,
+    the nearest is taken, with one warning that shows the numbers.
+
+    Args:
+        global_batch_size: Samples of all ranks in one optimizer step.
+        batch_arg_name: Attribute that holds the batch size, where no DataLoader is passed to ``fit()``.
+        lr_scaling: ``linear`` or ``sqrt``: scale every learning rate when the global batch differs from
+            ``reference_batch_size``. ``None`` leaves them.
+        reference_batch_size: Global batch that the learning rate was chosen for; by default
+            ``global_batch_size``, so that only a batch that could not be exact changes anything.
+
+    Attributes:
+        plan: How the batch is divided, once the fit has begun.
+
+    Raises:
+        ConfigurationError: An argument cannot be used; all faults at once.
+        BatchSizeError: The batch size cannot be changed here. (On every rank, when the fit begins.)
+
+    Ranks: add it on every rank alike; nothing is sent. Costs nothing a step.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        *,
+        batch_arg_name: str = "batch_size",
+        lr_scaling: LearningRateScaling | None = None,
+        reference_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        faults = []
+        for name, value in (
+            ("global_batch_size", global_batch_size),
+            ("reference_batch_size", reference_batch_size),
+        ):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                faults.append(
+                    f"{name}={value!r} must be a whole number from 1 (samples in one optimizer step)."
+                )
+        if lr_scaling not in (None, "linear", "sqrt"):
+            faults.append(f"lr_scaling={lr_scaling!r} must be 'linear', 'sqrt' or None.")
+        if faults:
+            raise ConfigurationError(faults)
+        self.global_batch_size = global_batch_size
+        self.batch_arg_name = batch_arg_name
+        self.lr_scaling = lr_scaling
+        self.reference_batch_size = reference_batch_size or global_batch_size
+        self.plan: EffectiveBatch | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Divide the global batch. Ranks: all, alike; nothing is sent."""
+        place = BatchPlace(trainer, pl_module, self.batch_arg_name)
+        speaks = current_communicator().is_main
+        self.plan = keep_effective_batch(
+            trainer, place, self.global_batch_size, largest=place.size, speaks=speaks
+        )
+        scale_learning_rates(
+            trainer,
+            total=self.plan.total,
+            reference=self.reference_batch_size,
+            scaling=self.lr_scaling,
+            say=say if speaks else lambda text: None,
+        )
+
+
+def keep_effective_batch(
+    trainer: Trainer, place: BatchPlace, requested: int, *, largest: int, speaks: bool
+) -> EffectiveBatch:
+    """Set micro-batch and accumulation of a fit so that the global batch is ``requested``, or the nearest.
+
+    Args:
+        trainer: The Trainer, before its first batch.
+        place: Where the batch size lives.
+        requested: Samples of all ranks in one optimizer step.
+        largest: Largest micro-batch.
+        speaks: Whether this rank warns.
+
+    Raises:
+        BatchSizeError: One sample per rank is more than was asked for.
+
+    Ranks: all, alike; nothing is sent.
+    """
+    if requested < trainer.world_size:
+        raise BatchSizeError(
+            f"a global batch of {requested} cannot be divided among {trainer.world_size} ranks:"
+            " every rank needs at least one sample"
+        )
+    if not trainer.lightning_module.automatic_optimization:
+        raise BatchSizeError(
+            "the module uses manual optimization, so accumulation is its own business: a global batch cannot be"
+            " kept from outside"
+        )
+    plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=min(largest, place.samples))
+    if not plan.exact and speaks:
+        warnings.warn(
+            f"a global batch of {requested} is not possible here; the nearest is used: {plan}.", stacklevel=2
+        )
+    trainer.accumulate_grad_batches = plan.accumulate
+    place.apply(plan.micro_batch)
+    return plan
+
+
+def scale_learning_rates(
+    trainer: Trainer,
+    *,
+    total: int,
+    reference: int,
+    scaling: LearningRateScaling | None,
+    say: Callable[[str], Any],
+) -> None:
+    """Scale the learning rate of every parameter group, and what its schedulers start from.
+
+    Args:
+        trainer: The Trainer, before its first batch and before a checkpoint's optimizer state is loaded.
+        total: Samples in one optimizer step now.
+        reference: Samples in one optimizer step when the learning rate was chosen.
+        scaling: The rule.
+        say: Takes a line for people.
+
+    Ranks: all, alike; nothing is sent.
+    """
+    if scaling is None or total == reference:
+        return
+    for optimizer in trainer.strategy.optimizers:
+        for group in optimizer.param_groups:
+            before = float(group["lr"])
+            group["lr"] = scaled_learning_rate(before, total=total, reference=reference, scaling=scaling)
+            if "initial_lr" in group:
+                initial = float(group["initial_lr"])
+                group["initial_lr"] = scaled_learning_rate(
+                    initial, total=total, reference=reference, scaling=scaling
+                )
+            say(
+                f"learning rate {before:g} -> {group['lr']:g} ({scaling} scaling: global batch {reference} -> {total})"
+            )
+    for config in trainer.lr_scheduler_configs:
+        scheduler: Any = config.scheduler
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [
+                scaled_learning_rate(float(rate), total=total, reference=reference, scaling=scaling)
+                for rate in scheduler.base_lrs
+            ]

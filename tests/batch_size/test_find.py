@@ -1,0 +1,307 @@
+"""AutoBatchSize and EffectiveBatchSize in one process: real fits."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from lightning_lockstep import AutoBatchSize, EffectiveBatchSize
+from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+from tests.batch_size.models import FromLoader, PassedIn, Walled, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.allow_leaks("env:POPULATE", "env"),
+]
+
+
+@pytest.mark.parametrize(("mode", "low", "high"), [("power", 512, 512), ("binsearch", 570 * 0.96, 600)])
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "collate"])
+def test_an_attribute_of_the_module_gets_the_size(tmp_path, mode, low, high, where):
+    module = Walled(600, where=where)
+    callback = AutoBatchSize(mode)
+    trainer(tmp_path, callback).fit(module)
+    assert low <= module.batch_size <= high and callback.result.size == module.batch_size
+    assert callback.result.largest >= 588 or mode == "power"
+    assert module.sizes == [module.batch_size] * 2
+    written = json.loads((tmp_path / "batch_size.json").read_text())
+    assert written["size"] == module.batch_size and len(written["trials"]) == len(callback.result.trials)
+    assert any(t["size"] == module.batch_size and t["fits"] for t in written["trials"])
+
+
+def test_never_a_size_that_was_not_run(tmp_path):
+    module = Walled(rows=500)
+    callback = AutoBatchSize("power")
+    trainer(tmp_path, callback, max_steps=1).fit(module)
+    assert module.batch_size == 500 and 500 in [t.size for t in callback.result.trials]
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"batch_size": 8})
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(3000, 20)), batch_size=self.hparams.batch_size)
+
+
+def test_hparams_of_a_data_module_and_a_loader_passed_to_fit(tmp_path):
+    module, data = PassedIn(600), Data()
+    del module.batch_size
+    trainer(tmp_path, AutoBatchSize("binsearch", margin=0)).fit(module, data)
+    assert 588 <= data.hparams.batch_size <= 600
+
+    module, sampler = PassedIn(600), RandomSampler(range(2500))
+    loader = DataLoader(TensorDataset(torch.randn(2500, 20)), batch_size=8, sampler=sampler, drop_last=True)
+    run = trainer(tmp_path, AutoBatchSize("binsearch", margin=0))
+    run.fit(module, loader)
+    used = run.train_dataloader
+    assert (
+        588 <= used.batch_size <= 600
+        and used.sampler is sampler
+        and used.drop_last
+        and loader.batch_size == 8
+    )
+    assert module.sizes == [used.batch_size] * 2
+
+
+@pytest.mark.parametrize("fn", ["validate", "test", "predict"])
+def test_evaluation_loops(tmp_path, fn):
+    module = Walled(600)
+    getattr(trainer(tmp_path, AutoBatchSize("binsearch", margin=0), limit_val_batches=1.0), fn)(module)
+    assert (
+        588 <= module.batch_size <= 600 and module.sizes[0] == module.batch_size and sum(module.sizes) == 4000
+    )
+    module = PassedIn(600)
+    loader = DataLoader(TensorDataset(torch.randn(2500, 20)), batch_size=8)
+    getattr(trainer(tmp_path, AutoBatchSize("binsearch", margin=0), limit_val_batches=1.0), fn)(
+        module, loader
+    )
+    assert 588 <= module.sizes[0] <= 600 and sum(module.sizes) == 2500
+
+
+class Stateful(Walled):
+    """Keeps all kinds of state that a step changes."""
+
+    def __init__(self, **kwargs):
+        super().__init__(600, **kwargs)
+        self.dropout = nn.Dropout(0.3)
+        self.steps, self.outputs, self.total = 0, [], torch.zeros(3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.before = self.after = None
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        self.outputs.append(batch_idx)
+        self.total += 1
+        self.seen += len(batch[0])
+        random.random(), np.random.rand()
+        return super().training_step((self.dropout(batch[0]),), batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def everything(run: pl.Trainer, module: Stateful) -> dict:
+    optimizer = run.strategy.optimizers[0]
+    return {
+        "model": {k: v.clone() for k, v in module.state_dict().items()},
+        "grads": [p.grad for p in module.parameters()],
+        "modes": [m.training for m in module.modules()],
+        "optimizer": optimizer.state_dict(),
+        "optimizer_attributes": {
+            k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str))
+        },
+        "schedulers": [c.scheduler.state_dict() for c in run.lr_scheduler_configs],
+        "plain": (module.steps, list(module.outputs), module.total.clone(), list(module.losses)),
+        "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),
+        "progress": json.dumps(run.fit_loop.state_dict()["epoch_loop.batch_progress"], default=str),
+        "step": run.global_step,
+        "callbacks": len(run.callbacks),
+        "attributes": sorted(vars(module)),
+    }
+
+
+class Compare(AutoBatchSize):
+    def on_fit_start(self, run, module):
+        self.before = everything(run, module)
+        super().on_fit_start(run, module)
+        self.after = everything(run, module)
+
+
+def equal(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def test_everything_is_as_before_bit_for_bit(tmp_path):
+    callback, module = Compare("binsearch"), Stateful()
+    trainer(tmp_path, callback).fit(module)
+    assert len(callback.result.trials) > 5
+    for part, before in callback.before.items():
+        assert equal(before, callback.after[part]), part
+
+    weights = []
+    for with_search in (True, False):
+        pl.seed_everything(7)
+        module = Stateful(batch_size=16)
+        loops = AutoBatchSize("binsearch", effective_batch_size=16, init_val=16, max_val=16)
+        trainer(tmp_path, *([loops] if with_search else []), max_steps=6).fit(module)
+        weights.append(torch.cat([p.flatten() for p in module.parameters()]).detach().clone())
+    assert torch.equal(*weights), "the run after a search is not the run without one"
+
+
+def test_an_optimizer_that_already_has_state_is_restored():
+    from lightning_lockstep.callbacks._preserved_state import PreservedState
+
+    net = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def step():
+        net(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = json.dumps([[t.tolist() for t in s.values()] for s in optimizer.state.values()])
+    kept = PreservedState(net, [optimizer])
+    step()
+    optimizer.param_groups[0]["lr"] = 5.0
+    kept.restore()
+    assert json.dumps([[t.tolist() for t in s.values()] for s in optimizer.state.values()]) == before
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_a_resumed_run_does_not_search_again(tmp_path, capfd):
+    settings = {"enable_checkpointing": True, "max_steps": 3}
+    first = trainer(tmp_path, AutoBatchSize("binsearch"), **settings)
+    first.fit(Walled(600))
+    path = tmp_path / "last.ckpt"
+    first.save_checkpoint(path)
+    module, callback = Walled(600), AutoBatchSize("binsearch")
+    trainer(tmp_path, callback, **{**settings, "max_steps": 5}).fit(
+        module, ckpt_path=path, weights_only=False
+    )
+    assert callback.result is None and module.batch_size == first.lightning_module.batch_size
+    assert "as found earlier" in capfd.readouterr().err
+    module, callback = Walled(600), AutoBatchSize("binsearch", reuse=False)
+    trainer(tmp_path, callback, **{**settings, "max_steps": 7}).fit(
+        module, ckpt_path=path, weights_only=False
+    )
+    assert callback.result is not None
+
+
+def test_a_global_batch_is_kept_and_learning_rates_scale(tmp_path):
+    module = Walled(100)
+    run = trainer(tmp_path, AutoBatchSize("binsearch", effective_batch_size=960), max_steps=2)
+    run.fit(module)
+    assert module.batch_size * run.accumulate_grad_batches == 960 and module.batch_size <= 100
+
+    module = Walled(batch_size=64)
+    callback = EffectiveBatchSize(256, lr_scaling="sqrt", reference_batch_size=64)
+    run = trainer(tmp_path, callback)
+    run.fit(module)
+    assert (module.batch_size, run.accumulate_grad_batches, callback.plan.exact) == (64, 4, True)
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.02)
+    with pytest.warns(
+        UserWarning, match=r"global batch of 127 is not possible here; the nearest is used: \d+"
+    ):
+        module = Walled(batch_size=30)
+        run = trainer(tmp_path, EffectiveBatchSize(127))
+        import warnings
+
+        warnings.simplefilter("always")
+        run.fit(module)
+
+
+def test_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    module = Walled(600)
+    trainer(tmp_path, AutoBatchSize("binsearch", plot=True)).fit(module)
+    assert (tmp_path / "batch_size.png").read_bytes()[:4] == b"\x89PNG"
+
+
+class NoUse(Walled):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(100, 20)), batch_size=7)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+def bad(case: str):
+    data = TensorDataset(torch.randn(64, 20))
+    loader = DataLoader(data, batch_size=4)
+    if case == "attribute":
+        return AutoBatchSize(batch_arg_name="micro"), Walled(), None, "no attribute 'micro'"
+    if case == "unused":
+        return AutoBatchSize(), NoUse(), None, "was made with batch_size=7"
+    if case == "iterable":
+        return AutoBatchSize(), PassedIn(), DataLoader(Endless()), "IterableDataset"
+    if case == "batch sampler":
+        own = DataLoader(data, batch_sampler=type("Own", (BatchSampler,), {})(range(64), 4, False))
+        return AutoBatchSize(), PassedIn(), own, "batch sampler of its own"
+    if case == "not a loader":
+        return AutoBatchSize(), PassedIn(), [torch.randn(2, 20)], "Tensor cannot be changed"
+    if case == "nothing fits":
+        return (
+            AutoBatchSize("binsearch", init_val=64),
+            Walled(0),
+            None,
+            "1 does not fit: model and optimizer alone",
+        )
+    if case == "batch norm":
+        return AutoBatchSize(init_val=1), Walled(), None, "cannot be trained with batch norm"
+    if case == "shape":
+        return AutoBatchSize(), Walled(where="shape"), None, "shapes cannot be multiplied"
+    return AutoBatchSize(), FromLoader(), loader, ""
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["attribute", "unused", "iterable", "batch sampler", "not a loader", "nothing fits", "batch norm"],
+)
+def test_bad_input_is_one_clear_error(tmp_path, case):
+    callback, module, loader, text = bad(case)
+    with pytest.raises(BatchSizeError, match=text):
+        trainer(tmp_path, callback).fit(module, loader)
+
+
+def test_a_bug_surfaces_at_once_and_a_module_without_size_is_fine(tmp_path):
+    class Wrong(Walled):
+        def training_step(self, batch, batch_idx):
+            return self.last(batch[0]).mean()
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        trainer(tmp_path, AutoBatchSize()).fit(Wrong())
+    callback, module, loader, _ = bad("fine")
+    trainer(tmp_path, callback).fit(module, loader)
+    assert callback.result.size == 64
+
+
+def test_bad_arguments_are_told_all_at_once():
+    with pytest.raises(ConfigurationError) as raised:
+        AutoBatchSize(
+            "fast", margin=1.5, init_val=0, on_oom="pray", memory_limit="much", steps_per_trial=True
+        )
+    assert len(raised.value.faults) == 6
+    with pytest.raises(ConfigurationError, match="does not know 'margn'"):
+        AutoBatchSize(margn=0.1)
+    with pytest.raises(ConfigurationError) as raised:
+        EffectiveBatchSize(0, lr_scaling="cubic")
+    assert len(raised.value.faults) == 2

@@ -1,0 +1,138 @@
+"""Pure parts: dividing a global batch, cutting a batch, the decorator."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lightning_lockstep import find_executable_batch_size
+from lightning_lockstep.callbacks._micro_batches import LogRecord, merged_extra, samples_in, split, volume
+from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+from lightning_lockstep.memory import plan_effective_batch, scaled_learning_rate
+from tests.helpers import run_ranks, world_size
+
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("requested", "ranks", "largest", "expected"),
+    [
+        (1024, 2, 600, (512, 1, True)),
+        (1024, 4, 100, (64, 4, True)),
+        (1024, 1, 1024, (1024, 1, True)),
+        (96, 2, 7, (6, 8, True)),
+        (1000, 3, 50, (37, 9, False)),
+        (1009, 1, 100, (84, 12, False)),
+    ],
+)
+def test_a_global_batch_is_kept_or_nearly(requested, ranks, largest, expected):
+    plan = plan_effective_batch(requested, ranks=ranks, largest=largest)
+    assert (plan.micro_batch, plan.accumulate, plan.exact) == expected
+    assert plan.micro_batch <= largest and abs(plan.total - requested) <= requested * 0.02
+
+
+def test_learning_rates_scale():
+    assert scaled_learning_rate(0.1, total=512, reference=128, scaling="linear") == pytest.approx(0.4)
+    assert scaled_learning_rate(0.1, total=512, reference=128, scaling="sqrt") == pytest.approx(0.2)
+    assert scaled_learning_rate(0.1, total=512, reference=128, scaling=None) == 0.1
+
+
+Pair = namedtuple("Pair", "x name")
+
+
+@dataclass
+class Example:
+    x: torch.Tensor
+    flag: bool
+
+
+def test_batches_of_any_structure_are_cut():
+    x = torch.arange(10).reshape(5, 2)
+    batch = {
+        "x": x,
+        "scale": torch.tensor(2.0),
+        "names": list("abcde"),
+        "pair": Pair(x, "n"),
+        "e": Example(x, True),
+    }
+    batch["user"] = UserDict({"x": x})
+    parts = split(batch, 2)
+    assert [samples_in(part) for part in parts] == [2, 3]
+    assert torch.equal(torch.cat([part["x"] for part in parts]), x)
+    assert parts[1]["names"] == ["c", "d", "e"] and parts[0]["pair"].name == "n"
+    assert parts[1]["e"].x.shape == (3, 2) and parts[1]["user"]["x"].shape == (3, 2)
+    assert parts[0]["scale"] == 2.0 and volume((x, [x])) == 20
+    assert isinstance(parts[0]["user"], UserDict)
+
+
+def test_outputs_and_logs_of_parts_are_put_together():
+    weights = [0.4, 0.6]
+    extra = merged_extra(
+        [{"y": torch.zeros(2), "n": 1.0, "s": "a"}, {"y": torch.ones(3), "n": 2.0, "s": "b"}], weights
+    )
+    assert extra["y"].tolist() == [0, 0, 1, 1, 1] and extra["n"] == pytest.approx(1.6) and extra["s"] == "a"
+    record, said = LogRecord(), []
+    for size, value in ((2, 1.0), (3, 2.0)):
+        record.begin_part()
+        record("first", 0.0)
+        record("loss", torch.tensor(value), batch_size=size)
+    record.replay(lambda name, value, **kw: said.append((name, float(value), kw)), weights, skip=1)
+    assert said == [("loss", pytest.approx(1.6), {"batch_size": 5})]
+
+
+def halved(start: int, on_rank: int | None) -> tuple[list[int], str, str]:
+    from lightning_lockstep.distributed import current_communicator
+
+    rank, tried = current_communicator().rank, []
+
+    @find_executable_batch_size(starting_batch_size=start)
+    def train(batch_size: int, name: str, *, fail: bool = False) -> str:
+        tried.append(batch_size)
+        if fail:
+            raise KeyError("a bug on one rank") if rank == 0 else RuntimeError(FULL)
+        if batch_size > 100 and (on_rank is None or on_rank == rank):
+            raise RuntimeError(FULL)
+        return f"{name}{batch_size}"
+
+    first = train("size ")
+    assert train("again ") == f"again {tried[-1]}", "a later call starts where the last ended"
+    try:
+        train("x", fail=True)
+    except (KeyError, BatchSizeError) as error:
+        return tried, first, f"{type(error).__name__}: {error}"
+    return tried, first, "no error"
+
+
+@world_size(1, 2)
+def test_the_decorator_tries_the_same_sizes_on_every_rank(world_size):
+    answers = run_ranks(world_size, halved, 512, world_size - 1)
+    for tried, first, _ in answers:
+        assert tried[:5] == [512, 256, 128, 64, 64] and first == "size 64"
+    assert answers[0][2].startswith("KeyError")
+    assert all("failed on rank 0" in answer[2] for answer in answers[1:])
+
+
+def test_the_decorator_takes_a_reduction_and_refuses_a_batch_size():
+    sizes = iter([300, 90])
+
+    @find_executable_batch_size(starting_batch_size=500, reduce_batch_size_fn=lambda: next(sizes))
+    def train(batch_size):
+        if batch_size > 100:
+            raise MemoryError
+        return batch_size
+
+    assert train() == 90
+    with pytest.raises(TypeError, match="beside the batch size"):
+        train(64)
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def never(batch_size):
+        raise MemoryError
+
+    with pytest.raises(BatchSizeError, match="no batch size fits"):
+        never()
+    with pytest.raises(ConfigurationError, match="starting_batch_size"):
+        find_executable_batch_size(starting_batch_size=0)(train)

@@ -1,0 +1,285 @@
+"""AutoBatchSize on several ranks: the search, recovery in mid-run, and the same run on any set-up."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lockstep.errors import BatchSizeError
+from tests.batch_size.models import Walled, trainer
+from tests.helpers import run_ranks, world_size
+
+
+def strategy_for(ranks: int, **options: Any) -> Any:
+    from lightning_lockstep import LockstepDDPStrategy
+
+    return LockstepDDPStrategy(**options) if ranks > 1 else "auto"
+
+
+def searches(ranks: int, folder: str) -> list[Any]:
+    """One process group, many searches: what runs out on the last rank only."""
+    from lightning_lockstep import AutoBatchSize
+
+    found = []
+    for where in ("forward", "backward", "optimizer", "collate"):
+        module = Walled(300, where=where, on_rank=ranks - 1)
+        callback = AutoBatchSize("binsearch", margin=0)
+        trainer(folder, callback, devices=ranks, strategy=strategy_for(ranks)).fit(module)
+        found.append((module.batch_size, callback.result.largest, module.sizes))
+    for settings, module in (
+        ({"init_val": 64}, Mid(fits=0, on_rank=ranks - 1)),
+        ({"batch_arg_name": "micro"}, Walled()),
+        ({"init_val": 1}, Walled()),
+    ):
+        try:
+            trainer(folder, AutoBatchSize(**settings), devices=ranks, strategy=strategy_for(ranks)).fit(
+                module
+            )
+        except BatchSizeError as error:  # noqa: PERF203
+            found.append(str(error))
+    return found
+
+
+@world_size(2, 4)
+def test_all_ranks_find_the_same_size_whoever_runs_out_and_wherever(world_size, tmp_path):
+    answers = run_ranks(world_size, searches, world_size, str(tmp_path), backend=None, timeout=170)
+    for answer in answers:
+        for size, largest, sizes in answer[:4]:
+            assert 294 <= size <= 300 and largest == size and sizes == [size] * 2
+    errors = [answer[4:] for answer in answers]
+    assert all(len(each) == 3 for each in errors)
+    assert all(each[1:] == errors[0][1:] for each in errors)
+    assert all("1 does not fit" in each[0] and "batch norm" in each[2] for each in errors)
+
+
+class Big(pl.LightningModule):
+    """About 0.5 MB of activations a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 2
+        self.layers = nn.Sequential(nn.Linear(256, 16000), nn.ReLU(), nn.Linear(16000, 16000 // 500))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = self.layers[1](self.layers[0](batch[0]))
+        return self.layers[2](hidden.sin().cos()).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(16000, 256)), batch_size=self.batch_size)
+
+
+def real_wall(ranks: int, folder: str, kind: str) -> tuple[int, int, str]:
+    import resource
+    from pathlib import Path
+
+    from lightning_lockstep import AutoBatchSize
+
+    if kind == "RLIMIT_AS":
+        pages = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (pages + 500 * 2**20, -1))
+        callback = AutoBatchSize("model")
+    else:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        callback = AutoBatchSize("model", memory_limit=resident + 450 * 2**20)
+    module = Big()
+    trainer(folder, callback, devices=ranks, strategy=strategy_for(ranks), max_steps=1).fit(module)
+    assert callback.result is not None
+    return module.batch_size, len(callback.result.trials), callback.result.limit_source
+
+
+@pytest.mark.parametrize("kind", ["RLIMIT_AS", "memory_limit"])
+def test_a_real_limit_on_cpu_is_found_and_not_hit_afterwards(tmp_path, kind):
+    ((size, trials, source),) = run_ranks(1, real_wall, 1, str(tmp_path), kind, backend=None, timeout=120)
+    assert source == kind and trials <= 12 and 100 < size < 6000
+
+
+@world_size(2, 4)
+def test_a_real_limit_on_several_ranks(world_size, tmp_path):
+    answers = run_ranks(
+        world_size, real_wall, world_size, str(tmp_path), "memory_limit", backend=None, timeout=170
+    )
+    assert len({size for size, _, _ in answers}) == 1 and answers[0][1] <= 14
+
+
+class Mid(Walled):
+    """Each micro-batch of more than ``fits`` samples runs out of memory in the batches of ``only``."""
+
+    def __init__(self, *, fits: int, use_norm: bool = False, **kwargs: Any) -> None:
+        super().__init__(fits, rows=16 * 24, batch_size=16, **kwargs)
+        if not use_norm:
+            self.norm = nn.Identity()
+
+
+def fit_mid(
+    ranks: int, folder: str, *, on_oom: str = "split", strategy: Any = None, accumulate: int = 1, **kw: Any
+):
+    from lightning_lockstep import AutoBatchSize
+
+    warnings.simplefilter("ignore")
+    pl.seed_everything(3)
+    module = Mid(**kw)
+    callback = AutoBatchSize("off", on_oom=on_oom)
+    run = trainer(
+        folder,
+        callback,
+        devices=ranks,
+        strategy=strategy or strategy_for(ranks),
+        max_steps=-1,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+    )
+    run.fit(module)
+    weights = torch.cat([t.detach().flatten().float() for t in module.state_dict().values()])
+    epoch_loss = float(run.callback_metrics["loss_epoch"])
+    return weights, module.losses, callback.batches_split, epoch_loss, len(module.losses)
+
+
+def recoveries(ranks: int, folder: str) -> dict[str, Any]:
+    last = ranks - 1
+    told: dict[str, Any] = {}
+    views = (
+        [None]
+        if ranks == 1
+        else [None, strategy_for(ranks, gradient_as_bucket_view=False, bucket_cap_mb=0.003)]
+    )
+    for accumulate, strategy in [(1, views[0]), (2, views[-1])]:
+        shared = {"accumulate": accumulate, "on_rank": last}
+        room = fit_mid(ranks, folder, fits=10**9, **shared)
+        for where in ("forward", "backward"):
+            options = {"fits": 4, "where": where, "only": (0, 3, 7), "strategy": strategy, **shared}
+            if ranks > 1 and strategy is not None:
+                options["strategy"] = strategy_for(ranks, gradient_as_bucket_view=False, bucket_cap_mb=0.003)
+            got = fit_mid(ranks, folder, **options)
+            told[f"split {where} {accumulate}"] = (
+                float((got[0] - room[0]).abs().max()),
+                max(abs(a - b) for a, b in zip(got[1], room[1], strict=True)),
+                got[2],
+                abs(got[3] - room[3]),
+            )
+    for where in ("forward", "backward"):
+        got = fit_mid(ranks, folder, fits=4, where=where, only=(3, 7), on_rank=last, on_oom="skip")
+        told[f"skip {where}"] = (float(got[0].sum()), got[2], got[4])
+    kept = fit_mid(ranks, folder, fits=4, where="backward", only=(3,), on_rank=last, use_norm=True)
+    told["norm"] = (kept[2], float(kept[0].sum()))
+    for where in ("forward", "backward"):
+        try:
+            fit_mid(ranks, folder, fits=0, where=where, only=(3,), on_rank=last)
+        except BatchSizeError as error:  # noqa: PERF203
+            told[f"hopeless {where}"] = str(error)
+    return told
+
+
+@world_size(1, 2)
+def test_a_batch_that_does_not_fit_in_mid_run(world_size, tmp_path):
+    answers = run_ranks(world_size, recoveries, world_size, str(tmp_path), backend=None, timeout=200)
+    last = world_size - 1
+    for told in answers:
+        for name in ("split forward 1", "split backward 1", "split forward 2", "split backward 2"):
+            weights, losses, count, epoch_loss = told[name]
+            assert weights < 1e-5 and losses < 1e-5 and epoch_loss < 1e-5 and count >= 3, name
+        for where in ("forward", "backward"):
+            assert told[f"skip {where}"][1:] == (2, 24 // world_size)
+            assert told[f"skip {where}"] == answers[0][f"skip {where}"], "ranks drifted apart"
+            text = told[f"hopeless {where}"]
+            assert (
+                f"rank {last} ran out of memory in batch 3 of epoch 0, and single samples do not fit" in text
+            )
+            assert text == answers[0][f"hopeless {where}"]
+        assert told["norm"][0] == 1
+
+
+class Growing(pl.LightningModule):
+    """Sequences grow by the step; more than ``wall`` values at once run out of memory."""
+
+    def __init__(self, wall: int) -> None:
+        super().__init__()
+        self.layer, self.wall, self.largest = nn.Linear(4, 4), wall, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch.numel() > self.wall:
+            raise MemoryError
+        self.largest = max(self.largest, batch.numel())
+        return self.layer(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def grow() -> tuple[int, int, int]:
+    from lightning_lockstep import AutoBatchSize
+
+    data = [torch.randn(1 + index // 8, 4) for index in range(8 * 30)]
+    loader = DataLoader(data, batch_size=8)
+    module, callback = Growing(400), AutoBatchSize("off", on_oom="split")
+    run = trainer("/tmp", callback, max_steps=-1, max_epochs=1)
+    run.fit(module, loader)
+    return run.global_step, callback.batches_split, module.largest
+
+
+def test_a_run_whose_sequences_grow_survives():
+    ((steps, recovered, largest),) = run_ranks(1, grow, backend=None, timeout=60)
+    assert steps == 30 and recovered == 18 and largest <= 400
+
+
+def curve(ranks: int, global_batch: int, largest: int | None, folder: str) -> list[float]:
+    """The loss curve (mean over ranks and micro-batches of each optimizer step) with a fixed global batch."""
+    from lightning_lockstep import AutoBatchSize
+    from lightning_lockstep.distributed import current_communicator
+    from lightning_lockstep.workloads.cnn import ConvNet
+    from lightning_lockstep.workloads.digits import DigitsData
+
+    warnings.simplefilter("ignore")
+    torch.use_deterministic_algorithms(True)
+
+    class Recorded(ConvNet):
+        def on_train_start(self) -> None:
+            self.curve: list[list[float]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.curve.append(float(loss.detach()))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            # Adam divides by the root of small numbers, which enlarges rounding (see docs/same-run.md).
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    pl.seed_everything(1)
+    module = Recorded(width=8, global_train_loss=False)
+    accumulate = 1 if largest is None else max(1, global_batch // ranks // largest)
+    data = DigitsData(global_batch_size=global_batch, seed=5)
+    callbacks = [AutoBatchSize("off", effective_batch_size=global_batch)] if largest is None else []
+    run = trainer(
+        folder,
+        *callbacks,
+        devices=ranks,
+        strategy=strategy_for(ranks),
+        max_steps=20,
+        accumulate_grad_batches=accumulate,
+    )
+    run.fit(module, data)
+    everyone = current_communicator().gather(module.curve)
+    micro = [sum(values) / len(values) for values in zip(*everyone, strict=True)]
+    return [sum(micro[i : i + accumulate]) / accumulate for i in range(0, len(micro), accumulate)]
+
+
+def test_the_same_run_on_one_two_and_four_ranks_with_and_without_accumulation(tmp_path):
+    curves = {}
+    for ranks, largest in ((1, 64), (1, 16), (2, 32), (2, 8), (4, 16), (4, 8)):
+        (curves[ranks, largest], *_) = run_ranks(
+            ranks, curve, ranks, 64, largest, str(tmp_path), backend=None, timeout=100
+        )
+    reference = curves[1, 64]
+    assert len(reference) == 20 and reference[-1] < reference[0]
+    for key, values in curves.items():
+        assert len(values) == 20
+        assert max(abs(a - b) for a, b in zip(values, reference, strict=True)) < 1e-5, key
