@@ -92,8 +92,8 @@ class GroupEngine:
         self.broken: BaseException | None = None
         self.number = 0
         self.collected: list[MPIWork] | None = None
-        self._queued = 0
-        self._lock = threading.Lock()
+        self.queued = 0
+        self.lock = threading.Lock()
 
     def run(self, call: Call, make: Make, options: Any, *, small: bool = False) -> Any:
         """Run a collective and return its handle.
@@ -107,26 +107,26 @@ class GroupEngine:
         Ranks: all of the group.
         """
         if self.broken is not None:
-            raise self._after(self.broken)
+            raise self.unusable()
         timeout = _seconds(options) or self.timeout
         waits = not getattr(options, "asyncOp", True)
-        with self._lock:
+        with self.lock:
             self.number += 1
             number = self.number
-            here = small and waits and not self._queued and self.runtime.anywhere and self.collected is None
+            here = small and waits and not self.queued and self.runtime.anywhere and self.collected is None
             if not here:
-                self._queued += 1
+                self.queued += 1
         written = [i >= call.reads for i in range(len(call.tensors))]
         inner, finish = staged(call.tensors, written, make, cuda_aware=self.settings.cuda_aware)
         site = "" if here or self.check is None else call_site()
         body = self._compared(call, number, site, inner, here)
-        stalled = self._stall(call.name, number)
+        stalled = self.stall(call.name, number)
         task = Task(body, timeout=timeout, stalled=stalled, lane=self)
         if here:
             try:
                 run_here(task, timeout)
             except BaseException as error:
-                raise self._failed(error, call.name) from error.__cause__
+                raise self.failed(error, call.name) from error.__cause__
             return _DONE
         work = MPIWork(task, call.result, timeout, finish)
         self.runtime.engine.submit(task)
@@ -167,9 +167,9 @@ class GroupEngine:
         Ranks: this one; the peer does its part when it likes.
         """
         if self.broken is not None:
-            raise self._after(self.broken)
+            raise self.unusable()
         inner, finish = staged([tensor], [written], make, cuda_aware=self.settings.cuda_aware)
-        task = Task(self._mapped(inner, name), timeout=self.timeout, stalled=self._stall(name, None))
+        task = Task(self._mapped(inner, name), timeout=self.timeout, stalled=self.stall(name, None))
         work = MPIWork(task, [tensor], self.timeout, finish)
         if self.runtime.anywhere and not tensor.is_cuda:
             for _ in range(20):
@@ -192,11 +192,11 @@ class GroupEngine:
         if self.check is not None and self.broken is None:
             call = Call(name, ("fault", name, str(error)), [], 0, [], [])
             meaning = Meaning(name, "", f"{type(error).__name__}: {error}", call_site())
-            with self._lock:
+            with self.lock:
                 self.number += 1
-                self._queued += 1
+                self.queued += 1
             body = self._compared(call, self.number, "", iter(()), False, meaning)  # type: ignore[arg-type]
-            task = Task(body, timeout=self.timeout, stalled=self._stall(name, self.number), lane=self)
+            task = Task(body, timeout=self.timeout, stalled=self.stall(name, self.number), lane=self)
             work = MPIWork(task, [], self.timeout)
             self.runtime.engine.submit(task)
             work.wait()
@@ -217,32 +217,46 @@ class GroupEngine:
                 yield [self.comm.Ibarrier()]
             yield from inner
         except BaseException as error:
-            raise self._failed(error, call.name) from error.__cause__
+            raise self.failed(error, call.name) from error.__cause__
         finally:
             if not here:
-                with self._lock:
-                    self._queued -= 1
+                with self.lock:
+                    self.queued -= 1
 
     def _mapped(self, inner: Body, name: str) -> Body:
         try:
             yield from inner
         except MPI.Exception as error:
-            raise self._failed(error, name) from error
+            raise self.failed(error, name) from error
 
-    def _failed(self, error: BaseException, name: str) -> BaseException:
+    def failed(self, error: BaseException, name: str) -> BaseException:
+        """Return the error to raise, and remember that the group cannot be used any more unless it still can.
+
+        Ranks: any rank, alone.
+        """
         if isinstance(error, MPI.Exception):
             error = dist.DistBackendError(f"MPI reported an error in {name}: {error}")
         if not isinstance(error, (CollectiveMismatchError, GeneratorExit)) and self.broken is None:
             self.broken = error
         return error
 
-    def _after(self, error: BaseException) -> BaseException:
+    def unusable(self) -> BaseException:
+        """Return the error for an operation after one that failed."""
         return dist.DistBackendError(
             f"Group {self.settings.name!r} of the backend 'mpi4py' cannot be used any more, since an earlier operation"
-            f" failed: {error}"
+            f" failed: {self.broken}"
         )
 
-    def _stall(self, name: str, number: int | None) -> Callable[[float], BaseException]:
+    def stall(self, name: str, number: int | None) -> Callable[[float], BaseException]:
+        """Return what makes the error for when other ranks don't come.
+
+        Args:
+            name: What the operation is called.
+            number: Which collective of the group it is; ``None`` for a message.
+
+        Ranks: any rank, alone.
+        """
+
         def stalled(seconds: float) -> BaseException:
             missing = "the other end did not answer"
             if number is not None:

@@ -26,6 +26,7 @@ from lightning_lockstep.distributed._mpi_arguments import (
 )
 from lightning_lockstep.distributed._mpi_engine import Call, GroupEngine, GroupSettings, Make
 from lightning_lockstep.distributed._mpi_point_to_point import Messages
+from lightning_lockstep.distributed._mpi_quick import QuickReductions
 from lightning_lockstep.distributed._mpi_runtime import MPIRuntime
 from lightning_lockstep.distributed._mpi_work import Body
 
@@ -84,6 +85,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._rank, self._size, self._name, self._desc = rank, size, settings.name, ""
         self.engine = GroupEngine(store, runtime, collectives, settings)
         self._comm, self._messages = collectives, Messages(messages, collectives)
+        self._quick = QuickReductions(self.engine)
 
     # -- who we are ------------------------------------------------------------------------------------
 
@@ -120,18 +122,22 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     # -- collectives -----------------------------------------------------------------------------------
 
-    @_collective
-    def allreduce(self, tensors: Any, opts: Any = None) -> Prepared:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce a tensor in place on every rank.
 
         Ranks: all of the group.
         """
+        return self._quick.run(tensors, opts) or self._all_reduce(tensors, opts)
+
+    @_collective
+    def _all_reduce(self, tensors: Any, opts: Any = None) -> Prepared:
         tensor, (op, shown) = one(tensors), reduction(opts)
         operations.check_reduction(tensor, op)
         comm, small = self._comm, _small(tensor)
-        call = Call(
-            f"all_reduce({shown})", ("all_reduce", op, tensor.dtype, tensor.shape), [tensor], 0, [tensor], [tensor]
-        )
+        signature = ("all_reduce", op, tensor.dtype, tensor.shape)
+        call = Call(f"all_reduce({shown})", signature, [tensor], 0, [tensor], [tensor])
+        if small and tensor.is_contiguous():
+            self._quick.remember(call, op)
         return call, lambda t: operations.all_reduce(comm, t[0], op, polled=small), opts, small
 
     @_collective

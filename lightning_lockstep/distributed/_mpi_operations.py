@@ -226,6 +226,13 @@ def all_to_all(comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -
     yield requests
 
 
+def plain_reduction(dtype: torch.dtype, op: Any) -> tuple[Any, Any] | None:
+    """Return (MPI datatype, MPI operation) where MPI itself reduces this and nothing is left to do, else ``None``."""
+    if dtype not in _TYPES or op == _R.AVG or op not in _OPERATIONS:
+        return None
+    return _TYPES[dtype], (_OF_TRUTHS if dtype is torch.bool else _OPERATIONS)[op]
+
+
 def _typed(flat: Tensor) -> list[Any]:
     memory = MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
     return [memory, flat.numel(), _TYPES[flat.dtype]]

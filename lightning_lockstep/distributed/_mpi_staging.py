@@ -52,7 +52,7 @@ def staged(
     if cuda is not None:
         return _on_cuda(cuda, tensors, written, make, cuda_aware)
     ready = [usable(tensor) for tensor in tensors]
-    if None not in ready:
+    if all(tensor is not None for tensor in ready):
         return make(ready), None  # type: ignore[arg-type]
     return _strided(tensors, written, make), None
 
