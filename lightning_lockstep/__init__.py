@@ -24,6 +24,7 @@ _EXPORTS: dict[str, str] = {
     "get_logger": "logs",
     "in_rank_order": "logs",
     "set_breakpoint": "callbacks.breakpoint",
+    "LockstepMPIStrategy": "strategies.mpi",
     # errors
     "BatchSizeError": "errors",
     "CollectiveError": "errors",

@@ -11,13 +11,15 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lightning_lockstep.distributed._mpi_work import Engine
+from lightning_lockstep.distributed.failure import leaving
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 
-__all__ = ["MPIRuntime", "end_job", "start_runtime"]
+__all__ = ["MPIRuntime", "abort_when_leaving", "start_runtime"]
 
 T = TypeVar("T")
 _runtime: MPIRuntime | None = None
@@ -104,21 +106,30 @@ def start_runtime() -> MPIRuntime:
         return _runtime
 
 
-def end_job(exit_code: int = 1) -> None:
-    """Let this process end the whole MPI job by ``MPI_Abort`` when it exits.
+def abort_when_leaving(delay: float) -> None:
+    """Set how long a rank waits, after a failure, before it ends the whole MPI job by ``MPI_Abort``.
 
     Args:
-        exit_code: Exit code of the job.
+        delay: Time that the rank which prints the report gets to do so [s]; 0 on that rank.
 
-    Ranks: a rank that has failed, alone; nothing is sent until it exits.
+    Ranks: every rank, for itself, at start-up.
     """
-    if _runtime is not None:
-        _runtime.failed = exit_code or 1
+    global _delay
+    _delay = delay
+
+
+_delay = 0.0
 
 
 def _at_exit() -> None:
-    if _runtime is not None:
-        _runtime.end()
+    if _runtime is None:
+        return
+    if leaving() and _runtime.failed is None:
+        _runtime.failed = 1
+    if _runtime.failed is not None:
+        _flush()
+        time.sleep(_delay)  # ended by mpirun meanwhile, once the rank that reports has gone
+    _runtime.end()
 
 
 def _abort_on_uncaught(runtime: MPIRuntime) -> None:
