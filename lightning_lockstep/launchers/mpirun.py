@@ -26,7 +26,7 @@ from lightning_lockstep.launchers.environment import LockstepEnvironment
 from lightning_lockstep.launchers.preflight import Host, check_hosts, read_hostfile
 from lightning_lockstep.launchers.scripts import current_job, rank_command
 
-__all__ = ["MPIRun", "MPIRunLauncher", "MPIRunSettings", "find_mpirun"]
+__all__ = ["MPIRun", "MPIRunLauncher", "MPIRunSettings", "find_mpirun", "ran_under_mpirun"]
 
 # Variables that ranks on other hosts need as they are here; mpirun passes the rest of its own.
 _PASSED_ON = ("PATH", "PYTHON", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_", "MKL_", "LOCKSTEP_", "HYDRA_", "HF_", "CUDA_")
@@ -90,6 +90,14 @@ def find_mpirun(settings: MPIRunSettings) -> MPIRun | None:
     return MPIRun(command, kind, next((line for line in said.splitlines() if line.strip()), ""))
 
 
+def ran_under_mpirun() -> bool:
+    """Return whether the ranks of the present Hydra job were started, and have ended, under an mpirun of ours.
+
+    Ranks: any process, alone.
+    """
+    return MPIRunLauncher._done is not None and MPIRunLauncher._done == current_job()
+
+
 class MPIRunLauncher(_SubprocessScriptLauncher):
     """Runs this program under mpirun and waits for it.
 
@@ -125,6 +133,8 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
             check_hosts(hosts, self.mpirun, self.settings.ssh_args, environ=self._environ())
         self._check_can_spawn_children()
         program, folder = rank_command()
+        if hosts:
+            program = _where_all_hosts_see_it(program)
         code = self._run([*self.command(hosts), *program], folder)
         if job is not None and code == 0:
             MPIRunLauncher._done = job
@@ -217,6 +227,19 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         for thread in threads:
             thread.join(5.0)
         return code if code >= 0 else 128 - code
+
+
+def _where_all_hosts_see_it(program: list[str]) -> list[str]:
+    """Put the configuration of a Hydra job into its run folder, which all hosts share; they don't share /tmp."""
+    if "--experimental-rerun" not in program:
+        return program
+    from hydra.core.hydra_config import HydraConfig
+
+    at = program.index("--experimental-rerun") + 1
+    copy = Path(HydraConfig.get().runtime.output_dir, ".ranks.pickle")
+    shutil.copy(program[at], copy)
+    atexit.register(copy.unlink, missing_ok=True)
+    return [*program[:at], str(copy), *program[at + 1 :]]
 
 
 def _label(source: IO[bytes], target: TextIO) -> None:
