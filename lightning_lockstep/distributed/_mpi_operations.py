@@ -173,7 +173,8 @@ def reduce_scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], op: Any)
     mpi_op, target = _mpi_op(works[0], op), _summable(output)
     whole = _as_one(works)
     if whole is not None and whole.nbytes <= LIMITS.piece:
-        comm.Reduce_scatter_block(_typed(whole), _typed(target.view(-1)), mpi_op)
+        memory, _, datatype = _typed(whole)
+        comm.Reduce_scatter_block([memory, target.numel(), datatype], _typed(target.view(-1)), mpi_op)
     else:
         for root, work in enumerate(works):
             pieces = _pieces(work.view(-1), LIMITS.piece // work.element_size())
