@@ -65,7 +65,9 @@ def main() -> None:
     options = MPIBackendOptions(check=engine != "mpi4py, no check") if engine.startswith("mpi4py") else None
     backend = "gloo" if engine == "gloo" else "mpi4py"
     limit = timedelta(seconds=60)
-    dist.init_process_group(backend, rank=rank, world_size=size, store=store, timeout=limit, pg_options=options)
+    dist.init_process_group(
+        backend, rank=rank, world_size=size, store=store, timeout=limit, pg_options=options
+    )
     found = {}
     for name, count in SIZES.items():
         tensor = torch.zeros(count // 4)

@@ -1,4 +1,4 @@
-"""MPI collectives and DDP steps over mpi4py against gloo, 2 and 4 ranks, Open MPI and MPICH, and two hosts."""
+"""Collectives and DDP steps over mpi4py against gloo: 2 and 4 ranks, Open MPI and MPICH, two hosts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def measure(title: str, start: Start, rounds: int, goals: dict[str, float]) -> l
                 for row, seconds in json.loads(out.read_text()).items():
                     taken.setdefault(row, {}).setdefault(engine, []).append(seconds)
     return [
-        Comparison(f"{title}: {row}", samples, peer=PEER, at_most={"mpi4py": goals[row]} if row in goals else {})
+        Comparison(
+            f"{title}: {row}", samples, peer=PEER, at_most={"mpi4py": goals[row]} if row in goals else {}
+        )
         for row, samples in taken.items()
     ]
 
@@ -93,10 +95,13 @@ def run(quick: bool) -> Report:
         with Cluster() as cluster:
             tables += measure("Open MPI, two hosts of 2 ranks", on_two_hosts(cluster), 1, {})
     notes += [
-        "DDP steps: an MLP of 10 layers of 1024 x 1024 (10.5 M parameters), 1 thread a rank, gradients as bucket views.",
-        "`bare mpi4py` is one `Allreduce` of the whole buffer, without torch; what our group adds to it at 4 KB is the"
+        "DDP steps: an MLP of 10 layers of 1024 x 1024 (10.5 M parameters), 1 thread a rank, gradients as"
+        " bucket views.",
+        "`bare mpi4py` is one `Allreduce` of the whole buffer, without torch; what our group adds to it at"
+        " 4 KB is the"
         " difference of the two rows.",
-        "Large reductions go in pieces of 8 MB, which stay in the cache: on one host the limit is copying memory.",
+        "Large reductions go in pieces of 8 MB, which stay in the cache: on one host the limit is copying"
+        " memory.",
         "The two hosts are network namespaces of this machine with a virtual cable between them.",
     ]
     return Report("MPI collectives over mpi4py against gloo", tables, notes)

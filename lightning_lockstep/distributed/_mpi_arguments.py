@@ -59,7 +59,9 @@ def dense(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     for tensor in tensors:
         if tensor.layout is not torch.strided:
-            raise ValueError(f"The backend 'mpi4py' cannot send a {tensor.layout} tensor: call to_dense() first.")
+            raise ValueError(
+                f"The backend 'mpi4py' cannot send a {tensor.layout} tensor: call to_dense() first."
+            )
         if not (tensor.is_cpu or tensor.is_cuda):
             raise ValueError(
                 f"The backend 'mpi4py' cannot send a tensor on device {tensor.device}: expected cpu or cuda."
@@ -97,7 +99,9 @@ def same(name: str, parts: Sequence[Tensor], tensor: Tensor, *, count: int, own:
         ValueError: There are too few or too many, or they don't fit.
     """
     if len(parts) != count:
-        raise ValueError(f"{name} was given a list of {len(parts)} tensors: expected {count}, one for each rank.")
+        raise ValueError(
+            f"{name} was given a list of {len(parts)} tensors: expected {count}, one for each rank."
+        )
     for rank in range(count) if own is None else (own,):
         if parts[rank].numel() != tensor.numel() or parts[rank].dtype != tensor.dtype:
             raise ValueError(
@@ -105,7 +109,9 @@ def same(name: str, parts: Sequence[Tensor], tensor: Tensor, *, count: int, own:
                 f" {tuple(parts[rank].shape)}: expected {tensor.dtype} of shape {tuple(tensor.shape)}."
             )
     if parts[0].device != tensor.device:
-        raise ValueError(f"{name} was given tensors on {parts[0].device} and on {tensor.device}: expected one device.")
+        raise ValueError(
+            f"{name} was given tensors on {parts[0].device} and on {tensor.device}: expected one device."
+        )
 
 
 def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> None:
@@ -116,8 +122,10 @@ def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> None:
     """
     if whole.numel() != part.numel() * size or whole.dtype != part.dtype or whole.device != part.device:
         raise ValueError(
-            f"{name} was given {whole.dtype} of shape {tuple(whole.shape)} on {whole.device} for the whole and"
-            f" {part.dtype} of shape {tuple(part.shape)} on {part.device} for one rank's part: the whole must hold"
+            f"{name} was given {whole.dtype} of shape {tuple(whole.shape)} on {whole.device} for the whole"
+            f" and"
+            f" {part.dtype} of shape {tuple(part.shape)} on {part.device} for one rank's part: the whole"
+            f" must hold"
             f" {size} parts of the same dtype on the same device."
         )
 
@@ -132,11 +140,14 @@ def parts_by_sizes(name: str, whole: Tensor, sizes: Sequence[int], count: int) -
     rows = whole.shape[0] if whole.dim() else 0
     if not sizes:
         if rows % count:
-            raise ValueError(f"{name} was given {rows} rows for {count} ranks: expected a multiple, or split sizes.")
+            raise ValueError(
+                f"{name} was given {rows} rows for {count} ranks: expected a multiple, or split sizes."
+            )
         sizes = [rows // count] * count
     if len(sizes) != count or sum(sizes) != rows:
         raise ValueError(
-            f"{name} was given the split sizes {list(sizes)} for {rows} rows and {count} ranks: expected {count} sizes"
+            f"{name} was given the split sizes {list(sizes)} for {rows} rows and {count} ranks: expected"
+            f" {count} sizes"
             f" with the sum {rows}."
         )
     return list(whole.split(list(sizes)))

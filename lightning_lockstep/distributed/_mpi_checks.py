@@ -1,6 +1,7 @@
 """Do all ranks mean the same operation? Asked before each one, for a few microseconds.
 
-MPI itself does not ask: with different shapes it truncates on one rank and hands out wrong numbers on another.
+MPI itself does not ask: with different shapes it truncates on one rank and hands out wrong numbers on
+another.
 Each rank turns what it is about to do into a number; one all-reduce of 16 bytes tells whether the numbers are
 equal. Only when they are not do the ranks tell each other what they meant, so that all raise the same error.
 """
@@ -58,7 +59,9 @@ def mismatch_message(group: str, number: int, meanings: Sequence[Meaning]) -> st
         for rank, m in enumerate(meanings)
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    lines = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    ]
     table = "\n".join(line.rstrip() for line in lines)
     return (
         f"ranks disagree on collective #{number} of group {group!r}\n\n{table}\n\n"
@@ -122,7 +125,9 @@ class RankCheck:
             meanings = self._comm.allgather(describe())
             raise CollectiveMismatchError(mismatch_message(self._group, number, meanings))
 
-    def agree_on_sizes(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], number: int, name: str) -> Body:
+    def agree_on_sizes(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], number: int, name: str
+    ) -> Body:
         """Compare what each rank sends with what the others expect from it.
 
         Raises:
@@ -150,7 +155,7 @@ class RankCheck:
         return value
 
 
-_INSIDE = (os.sep + os.path.join("torch", ""), os.sep + os.path.join("lightning_lockstep", "distributed", ""))
+_INSIDE = (f"{os.sep}torch{os.sep}", f"{os.sep}lightning_lockstep{os.sep}distributed{os.sep}")
 
 
 def call_site() -> str:
@@ -162,7 +167,7 @@ def call_site() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if not any(part in name for part in _INSIDE):
-            return f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return f"{name.rpartition(os.sep)[2]}:{frame.f_lineno} in {frame.f_code.co_name}"
         if frame.f_back is None:
             break
         frame = frame.f_back

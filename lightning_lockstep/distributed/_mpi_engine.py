@@ -21,8 +21,8 @@ from lightning_lockstep.distributed._mpi_checks import Meaning, RankCheck, call_
 from lightning_lockstep.distributed._mpi_runtime import MPIRuntime
 from lightning_lockstep.distributed._mpi_staging import staged
 from lightning_lockstep.distributed._mpi_work import (
-    Body,
     AllWork,
+    Body,
     FinishedWork,
     MPIWork,
     Task,
@@ -243,7 +243,8 @@ class GroupEngine:
     def unusable(self) -> BaseException:
         """Return the error for an operation after one that failed."""
         return dist.DistBackendError(
-            f"Group {self.settings.name!r} of the backend 'mpi4py' cannot be used any more, since an earlier operation"
+            f"Group {self.settings.name!r} of the backend 'mpi4py' cannot be used any more, since an"
+            f" earlier operation"
             f" failed: {self.broken}"
         )
 

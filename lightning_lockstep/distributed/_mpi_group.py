@@ -215,7 +215,9 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         def make(tensors: list[Tensor]) -> Body:
             for source, output in zip(tensors[:count], tensors[count:], strict=True):
-                yield from operations.all_gather(comm, output.view(-1).chunk(size) if output.numel() else [output] * size, source)
+                yield from operations.all_gather(
+                    comm, output.view(-1).chunk(size) if output.numel() else [output] * size, source
+                )
 
         return call, make, opts, count == 1 and _small(inputs[0])
 
@@ -231,7 +233,14 @@ class MPIProcessGroup(dist.ProcessGroup):
             same("all_gather_coalesced", places, source, count=self._size, own=self._rank)
         signature = ("all_gather_coalesced", *((source.dtype, source.shape) for source in inputs))
         count, size = len(inputs), self._size
-        call = Call("all_gather_coalesced", signature, [*inputs, *sum(by_tensor, [])], count, inputs, outputs)
+        call = Call(
+            "all_gather_coalesced",
+            signature,
+            [*inputs, *(place for places in by_tensor for place in places)],
+            count,
+            inputs,
+            outputs,
+        )
 
         def make(tensors: list[Tensor]) -> Body:
             for i in range(count):
@@ -316,7 +325,12 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     @_collective
     def all_to_all_single(
-        self, output: Tensor, source: Tensor, output_sizes: Any = None, input_sizes: Any = None, opts: Any = None
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_sizes: Any = None,
+        input_sizes: Any = None,
+        opts: Any = None,
     ) -> Prepared:
         """Send a part of a tensor to each rank and put theirs together.
 
@@ -336,12 +350,15 @@ class MPIProcessGroup(dist.ProcessGroup):
         places, sources = dense(as_list(outputs)), dense(as_list(inputs))
         if len(places) != self._size or len(sources) != self._size:
             raise ValueError(
-                f"all_to_all was given {len(places)} output and {len(sources)} input tensors: expected {self._size} of"
+                f"all_to_all was given {len(places)} output and {len(sources)} input tensors: expected"
+                f" {self._size} of"
                 " each, one for each rank."
             )
         return self._exchange("all_to_all", places, sources, opts, outputs)
 
-    def _exchange(self, name: str, places: list[Tensor], sources: list[Tensor], opts: Any, result: Any) -> Prepared:
+    def _exchange(
+        self, name: str, places: list[Tensor], sources: list[Tensor], opts: Any, result: Any
+    ) -> Prepared:
         size, comm, checked = self._size, self._comm, self.engine.check
         call = Call(name, (name, places[0].dtype), [*sources, *places], size, sources, result)
 

@@ -1,6 +1,7 @@
-"""What each collective does with MPI, on contiguous tensors in host memory (or CUDA memory, where MPI takes it).
+"""What each collective does with MPI, on contiguous tensors in memory that MPI takes.
 
-Each operation is a generator as :mod:`_mpi_work` describes. All ranks are known to be there when it begins, so
+Each operation is a generator as :mod:`_mpi_work` describes. All ranks are known to be there when it begins,
+so
 that large transfers may block. Memory is handed to MPI by address: nothing is copied here.
 
 Two numbers steer large messages. A reduction goes in pieces that stay in the cache of the CPU, which on one
@@ -101,7 +102,9 @@ def check_reduction(tensor: Tensor, op: Any) -> None:
     Ranks: any rank, alone.
     """
     if op not in _OPERATIONS:
-        raise ValueError(f"The backend 'mpi4py' has no {op}: expected one of {', '.join(map(str, _OPERATIONS))}.")
+        raise ValueError(
+            f"The backend 'mpi4py' has no {op}: expected one of {', '.join(map(str, _OPERATIONS))}."
+        )
     dtype = tensor.dtype
     if dtype not in _TYPES and dtype not in _HALF and not (tensor.is_complex() and op in (_R.SUM, _R.AVG)):
         raise ValueError(f"The backend 'mpi4py' cannot reduce {dtype} with {op}: convert the tensor first.")
@@ -109,7 +112,9 @@ def check_reduction(tensor: Tensor, op: Any) -> None:
     if op in _BITWISE and floating:
         raise ValueError(f"{op} works on bits and cannot reduce {dtype}: expected an integer dtype.")
     if op == _R.AVG and not floating:
-        raise ValueError(f"{op} cannot reduce {dtype}: expected a floating dtype, or use ReduceOp.SUM and divide.")
+        raise ValueError(
+            f"{op} cannot reduce {dtype}: expected a floating dtype, or use ReduceOp.SUM and divide."
+        )
 
 
 def barrier(comm: Any) -> Body:
@@ -228,7 +233,7 @@ def all_to_all(comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -
 
 
 def plain_reduction(dtype: torch.dtype, op: Any) -> tuple[Any, Any] | None:
-    """Return (MPI datatype, MPI operation) where MPI itself reduces this and nothing is left to do, else ``None``."""
+    """Return (MPI datatype, MPI operation) where MPI alone reduces this, else ``None``."""
     if dtype not in _TYPES or op == _R.AVG or op not in _OPERATIONS:
         return None
     return _TYPES[dtype], (_OF_TRUTHS if dtype is torch.bool else _OPERATIONS)[op]

@@ -57,7 +57,9 @@ class Messages:
         """
         header = numpy.zeros(3, numpy.int64)
         status = MPI.Status()
-        request = self.headers.Irecv([header, 3, MPI.INT64_T], MPI.ANY_SOURCE if source is None else source, tag)
+        request = self.headers.Irecv(
+            [header, 3, MPI.INT64_T], MPI.ANY_SOURCE if source is None else source, tag
+        )
         yield [_WithStatus(request, status)]
         sender = status.Get_source()
         code, count, own_tag = (int(number) for number in header)
@@ -90,5 +92,3 @@ def _code(dtype: torch.dtype) -> int:
 
 def _dtype(code: int) -> torch.dtype:
     return _DTYPES[code] if code >= 0 else torch.uint8
-
-

@@ -1,7 +1,9 @@
 """The short way for small all-reduces that the caller waits for: losses, flags, counters.
 
-What is the same each time (the MPI datatype and operation, the number that stands for the call) is looked up by
-operation, dtype and shape. All else goes the general way of :mod:`_mpi_engine`; so does the first of each kind.
+What is the same each time (the MPI datatype and operation, the number that stands for the call) is looked up
+by
+operation, dtype and shape. All else goes the general way of :mod:`_mpi_engine`; so does the first of each
+kind.
 
 This module is imported once MPI is up, never before.
 """

@@ -50,16 +50,21 @@ class MPIRuntime:
             raise
         self._finalises = ours
         self.anywhere = self.MPI.Query_thread() >= self.MPI.THREAD_MULTIPLE
-        if self.MPI.Query_thread() < self.MPI.THREAD_SERIALIZED and not self.engine.call(self.MPI.Is_thread_main):
+        if self.MPI.Query_thread() < self.MPI.THREAD_SERIALIZED and not self.engine.call(
+            self.MPI.Is_thread_main
+        ):
             raise LaunchError(
                 "mpi4py was initialised by this program's main thread with the thread level"
-                f" {_LEVELS[self.MPI.Query_thread()]}, at which only that thread may use MPI: expected at least"
+                f" {_LEVELS[self.MPI.Query_thread()]}, at which only that thread may use MPI: expected at"
+                f" least"
                 " MPI_THREAD_SERIALIZED. Don't import mpi4py.MPI yourself, or leave mpi4py.rc.thread_level at"
                 " 'multiple'."
             )
         world = self.MPI.COMM_WORLD
         self.rank, self.size = self.call(world.Get_rank), self.call(world.Get_size)
-        self.library = self.MPI.Get_library_version().strip("\x00 \n").splitlines()[0].split(", package")[0].strip()
+        self.library = (
+            self.MPI.Get_library_version().strip("\x00 \n").splitlines()[0].split(", package")[0].strip()
+        )
         self.cuda_aware = _cuda_aware()
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
@@ -154,8 +159,10 @@ def _import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"mpi4py is installed, but it cannot load an MPI library: {str(error).splitlines()[0]}. Install one with"
-            " `pip install 'lightning-lockstep[mpi]'`, or set MPI4PY_LIBMPI to the path of your cluster's libmpi.so."
+            f"mpi4py is installed, but it cannot load an MPI library: {str(error).splitlines()[0]}."
+            f" Install one with"
+            " `pip install 'lightning-lockstep[mpi]'`, or set MPI4PY_LIBMPI to the path of your cluster's"
+            " libmpi.so."
         ) from error
     return MPI
 

@@ -33,7 +33,11 @@ def usable(tensor: Tensor) -> Tensor | None:
 
 
 def staged(
-    tensors: Sequence[Tensor], written: Sequence[bool], make: Callable[[list[Tensor]], Body], *, cuda_aware: bool
+    tensors: Sequence[Tensor],
+    written: Sequence[bool],
+    make: Callable[[list[Tensor]], Body],
+    *,
+    cuda_aware: bool,
 ) -> tuple[Body, Callable[[], None] | None]:
     """Return the operation with copies before and after it, and what a waiter must do at the end.
 

@@ -27,7 +27,17 @@ from torch.futures import Future
 
 from lightning_lockstep.errors import CollectiveStallError
 
-__all__ = ["AllWork", "Body", "Engine", "FinishedWork", "MPIWork", "Pause", "Task", "run_here", "set_interruption"]
+__all__ = [
+    "AllWork",
+    "Body",
+    "Engine",
+    "FinishedWork",
+    "MPIWork",
+    "Pause",
+    "Task",
+    "run_here",
+    "set_interruption",
+]
 
 #: Yields lists of requests (whatever has ``Test()``); returns nothing.
 Body = Generator[Iterable[Any], None, None]
@@ -344,7 +354,7 @@ class MPIWork(dist._Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Return a future that holds the tensors, or raises the error of the operation in C++ and Python alike."""
+        """Return a future that holds the tensors, or raises the operation's error, in C++ too."""
         with self._guard:
             if self._future is None:
                 trigger: Future[Any] = Future()
@@ -429,5 +439,6 @@ def stall_error(name: str, group: str, seconds: float, missing: str) -> Collecti
     """Return the error for an operation that other ranks did not come to."""
     return CollectiveStallError(
         f"{name} of group {group!r} timed out after {seconds:g} s over MPI: {missing}."
-        " Every rank must call the same collectives in the same order; raise the timeout if a rank is only slow."
+        " Every rank must call the same collectives in the same order; raise the timeout if a rank is only"
+        " slow."
     )

@@ -8,7 +8,8 @@ A group is an MPI communicator of its own. What its operations do is in :mod:`_m
 in :mod:`_mpi_work`, how ranks are compared in :mod:`_mpi_checks`. mpi4py is imported when the first group is
 made, not before.
 
-Torch 2.13 calls ``all_gather_single``, ``reduce_scatter_single`` and ``all_to_all_single`` where older releases
+Torch 2.13 calls ``all_gather_single``, ``reduce_scatter_single`` and ``all_to_all_single`` where older
+releases
 call ``_allgather_base``, ``_reduce_scatter_base`` and ``alltoall_base``; the group answers to both.
 """
 
@@ -89,13 +90,12 @@ def _meet(runtime: MPIRuntime, store: dist.Store, rank: int, size: int, timeout:
     said = [bytes(value).decode().split(" ", 2) for value in store.multi_get(keys)]
     members = [int(one[0]) for one in said]
     if len(set(members)) < size or len({(one[1], one[2]) for one in said}) > 1:
-        rows = "\n".join(
-            f"  {i:<5}{one[0]:<16}{one[1]:<16}{one[2]}" for i, one in enumerate(said)
-        )
+        rows = "\n".join(f"  {i:<5}{one[0]:<16}{one[1]:<16}{one[2]}" for i, one in enumerate(said))
         raise LaunchError(
             "The ranks were not started as one MPI job:\n\n"
             f"  {'rank':<5}{'rank in MPI':<16}{'size of MPI':<16}MPI library\n{rows}\n\n"
-            "Start all of them with one mpirun or mpiexec, the one that belongs to the MPI library which mpi4py"
+            "Start all of them with one mpirun or mpiexec, the one that belongs to the MPI library which"
+            " mpi4py"
             " loads. With `srun`, give --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
         )
     return members

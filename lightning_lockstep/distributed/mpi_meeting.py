@@ -133,9 +133,12 @@ def _meet_over_mpi(rank: int, size: int, local_rank: int, local_size: int, start
         raise LaunchError(
             "The environment variables and MPI disagree about the number of ranks:\n\n"
             f"  {started_by + ' (environment)':<40}{size} ranks, this is rank {rank}\n"
-            f"  {runtime.library + ' (COMM_WORLD)':<40}{runtime.size} rank(s), this is rank {runtime.rank}\n\n"
-            "The ranks were started by a launcher of another MPI than the one mpi4py loads, so each is alone. Use the"
-            " mpirun of that MPI (for the wheels: the one beside this Python), set MPI4PY_LIBMPI to the libmpi.so of"
+            f"  {runtime.library + ' (COMM_WORLD)':<40}{runtime.size} rank(s), this is rank"
+            f" {runtime.rank}\n\n"
+            "The ranks were started by a launcher of another MPI than the one mpi4py loads, so each is"
+            " alone. Use the"
+            " mpirun of that MPI (for the wheels: the one beside this Python), set MPI4PY_LIBMPI to the"
+            " libmpi.so of"
             " your launcher, or give `srun` --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
         )
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
@@ -155,8 +158,10 @@ def _meet_over_mpi(rank: int, size: int, local_rank: int, local_size: int, start
     address = next((address for address in addresses if address in by_all), None)
     if address is None:
         raise LaunchError(
-            f"Rank 0 runs on {everyone[0].host} and listens on port {port} at {', '.join(addresses)}, but no address of"
-            " these can be reached from every rank. Let the hosts of the job reach each other on all ports above 1024,"
+            f"Rank 0 runs on {everyone[0].host} and listens on port {port} at {', '.join(addresses)}, but"
+            f" no address of"
+            " these can be reached from every rank. Let the hosts of the job reach each other on all ports"
+            " above 1024,"
             " or set MASTER_ADDR and MASTER_PORT to an address and a port that they can reach."
         )
     if not one_host:
@@ -171,8 +176,10 @@ def _meet_without_mpi(size: int, local_size: int) -> Meeting:
     job = next((os.environ[name] for name in _JOB_NAMES if os.environ.get(name)), None)
     if local_size != size or job is None:
         raise LaunchError(
-            f"{size} ranks were started, of which {local_size} on this node, but mpi4py is not installed, over which they"
-            " would find each other. Install it with `pip install 'lightning-lockstep[mpi]'`, or set MASTER_ADDR and"
+            f"{size} ranks were started, of which {local_size} on this node, but mpi4py is not installed,"
+            f" over which they"
+            " would find each other. Install it with `pip install 'lightning-lockstep[mpi]'`, or set"
+            " MASTER_ADDR and"
             " MASTER_PORT to the host of rank 0 and a free port on it."
         )
     return Meeting("127.0.0.1", 20_000 + zlib.crc32(job.encode()) % 12_000)
@@ -202,7 +209,7 @@ def _reaches(address: str, port: int) -> bool:
 
 
 def _tell_gloo(address: str) -> None:
-    """Name the network interface that leads to rank 0; by itself gloo takes the one the host name resolves to."""
+    """Name the interface that leads to rank 0; gloo by itself takes the one its host name resolves to."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,11 +1,13 @@
 """Ranks that mpirun, mpiexec or srun has started, recognised by environment variables alone.
 
-| started by | rank, size | local rank, local size | alive if |
-| --- | --- | --- | --- |
-| Open MPI | `OMPI_COMM_WORLD_RANK`, `_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `_LOCAL_SIZE` | its session folder is there |
-| MVAPICH | `MV2_COMM_WORLD_RANK`, `_SIZE` | `MV2_COMM_WORLD_LOCAL_RANK`, `_LOCAL_SIZE` | |
-| Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` | with `PMI_*` or `PMIX_*` |
-| MPICH, Intel MPI | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` | the descriptor `PMI_FD` is open |
+=============== ====================================== =======================================
+started by      rank and size                          it is alive if
+=============== ====================================== =======================================
+Open MPI        ``OMPI_COMM_WORLD_RANK``, ``_SIZE``    its session folder is there
+MVAPICH         ``MV2_COMM_WORLD_RANK``, ``_SIZE``     (always)
+Slurm           ``SLURM_PROCID``, ``SLURM_STEP_...``   there are ``PMI_*`` or ``PMIX_*`` too
+MPICH, Intel    ``PMI_RANK``, ``PMI_SIZE``             the descriptor ``PMI_FD`` is open
+=============== ====================================== =======================================
 
 A shell that was started inside a job, or an `export` left behind, has such variables without being a rank;
 the last column tells. mpi4py is not imported here: that would start MPI.
@@ -82,7 +84,9 @@ def _slurm(environ: Mapping[str, str]) -> MPIRank | None:
     if "SLURM_PROCID" not in environ or not size.isdigit() or int(size) < 2 or not by_mpi:
         return None
     local = environ.get("SLURM_LOCALID", "0")
-    return MPIRank("srun", int(environ["SLURM_PROCID"]), int(size), int(local), _slurm_tasks(environ, int(size)))
+    return MPIRank(
+        "srun", int(environ["SLURM_PROCID"]), int(size), int(local), _slurm_tasks(environ, int(size))
+    )
 
 
 def _slurm_tasks(environ: Mapping[str, str], size: int) -> int:
@@ -135,7 +139,8 @@ class MPIEnvironment(ClusterEnvironment):
         found = rank or find_mpi_rank()
         if found is None:
             raise LaunchError(
-                "This process is no rank of an MPI job: expected to be started by mpirun, mpiexec or srun --mpi=..."
+                "This process is no rank of an MPI job: expected to be started by mpirun, mpiexec or srun"
+                " --mpi=..."
             )
         self.mpi_rank = found
 
@@ -207,6 +212,7 @@ class MPIEnvironment(ClusterEnvironment):
             f"  Trainer (devices x num_nodes)  {num_devices * num_nodes:<8}{num_devices:<21}{num_nodes}\n"
             f"  {rank.started_by:<31}{rank.size:<8}{rank.local_size:<21}"
             f"{rank.size / rank.local_size:g}\n\n"
-            "Leave out devices, or make devices x num_nodes equal to the number of ranks that are started, the same"
+            "Leave out devices, or make devices x num_nodes equal to the number of ranks that are started,"
+            " the same"
             " number on every node."
         )

@@ -29,7 +29,18 @@ from lightning_lockstep.launchers.scripts import current_job, rank_command
 __all__ = ["MPIRun", "MPIRunLauncher", "MPIRunSettings", "find_mpirun", "ran_under_mpirun"]
 
 # Variables that ranks on other hosts need as they are here; mpirun passes the rest of its own.
-_PASSED_ON = ("PATH", "PYTHON", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_", "MKL_", "LOCKSTEP_", "HYDRA_", "HF_", "CUDA_")
+_PASSED_ON = (
+    "PATH",
+    "PYTHON",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+    "OMP_",
+    "MKL_",
+    "LOCKSTEP_",
+    "HYDRA_",
+    "HF_",
+    "CUDA_",
+)
 _TAGGED = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<\w+>:)? ?(.*)$", re.DOTALL)
 
 
@@ -82,7 +93,9 @@ def find_mpirun(settings: MPIRunSettings) -> MPIRun | None:
     if command is None:
         return None
     try:
-        answer = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        answer = subprocess.run(
+            [command, "--version"], capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"mpirun={command!r} cannot be run: {error}") from error
     said = answer.stdout + answer.stderr
@@ -91,7 +104,7 @@ def find_mpirun(settings: MPIRunSettings) -> MPIRun | None:
 
 
 def ran_under_mpirun() -> bool:
-    """Return whether the ranks of the present Hydra job were started, and have ended, under an mpirun of ours.
+    """Return whether the ranks of this Hydra job have run, and ended, under an mpirun of ours.
 
     Ranks: any process, alone.
     """
@@ -110,7 +123,9 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
 
     _done: object = None
 
-    def __init__(self, settings: MPIRunSettings, mpirun: MPIRun, *, num_processes: int, num_nodes: int) -> None:
+    def __init__(
+        self, settings: MPIRunSettings, mpirun: MPIRun, *, num_processes: int, num_nodes: int
+    ) -> None:
         super().__init__(LockstepEnvironment(), num_processes, num_nodes)
         self.settings, self.mpirun = settings, mpirun
 
@@ -182,16 +197,20 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         if self.settings.hostfile is None:
             if self.num_nodes > 1:
                 raise LaunchError(
-                    f"num_nodes={self.num_nodes} was given, but no hostfile: expected hostfile=... with {self.num_nodes}"
+                    f"num_nodes={self.num_nodes} was given, but no hostfile: expected hostfile=... with"
+                    f" {self.num_nodes}"
                     f" hosts of {self.num_processes} slots each, or ranks that are started by mpirun or srun."
                 )
             return []
         hosts = read_hostfile(Path(self.settings.hostfile))[: self.num_nodes]
         short = [host for host in hosts if host.slots is not None and host.slots < self.num_processes]
         if len(hosts) < self.num_nodes or short:
-            rows = "\n".join(f"  {host.name:<24}{host.slots if host.slots is not None else 'not given'}" for host in hosts)
+            rows = "\n".join(
+                f"  {host.name:<24}{host.slots if host.slots is not None else 'not given'}" for host in hosts
+            )
             raise LaunchError(
-                f"The Trainer wants {self.num_nodes} node(s) with {self.num_processes} ranks each, but the hostfile"
+                f"The Trainer wants {self.num_nodes} node(s) with {self.num_processes} ranks each, but the"
+                f" hostfile"
                 f" {self.settings.hostfile} does not have them:\n\n  {'host':<24}slots\n{rows}\n\n"
                 "Add hosts or slots to it, or lower devices or num_nodes."
             )
@@ -229,8 +248,10 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
             thread.join(5.0)
         if lost.is_set():
             sys.stderr.write(
-                "\nlightning-lockstep: mpirun lost a host in the midst of the run (its name is above), so all ranks were"
-                " ended. The network between the hosts is down, or that host or its daemon is. Continue from the last"
+                "\nlightning-lockstep: mpirun lost a host in the midst of the run (its name is above), so"
+                " all ranks were"
+                " ended. The network between the hosts is down, or that host or its daemon is. Continue"
+                " from the last"
                 " checkpoint once it is back.\n"
             )
             return code or 1  # Open MPI 5 calls this a success
@@ -238,7 +259,7 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
 
 
 def _where_all_hosts_see_it(program: list[str]) -> list[str]:
-    """Put the configuration of a Hydra job into its run folder, which all hosts share; they don't share /tmp."""
+    """Put the configuration of a Hydra job into its run folder: hosts share that, but not /tmp."""
     if "--experimental-rerun" not in program:
         return program
     from hydra.core.hydra_config import HydraConfig
@@ -251,7 +272,7 @@ def _where_all_hosts_see_it(program: list[str]) -> list[str]:
 
 
 def _label(source: IO[bytes], target: TextIO, lost: threading.Event) -> None:
-    """Pass on what mpirun prints, each line with its rank, without mpirun's own remarks about an end by force."""
+    """Pass on what mpirun prints, each line with its rank, without its remarks about an end by force."""
     remark = False
     for line in source:
         text = line.decode(errors="replace")
@@ -269,7 +290,8 @@ def _label(source: IO[bytes], target: TextIO, lost: threading.Event) -> None:
 
 # The report of the rank that failed first comes last; what mpirun has to add says less.
 _REMARKS = re.compile(
-    r"MPI_ABORT was invoked|Proc: \[\[|Errorcode:|NOTE: invoking MPI_ABORT|You may or may not see|exactly when Open MPI"
+    r"MPI_ABORT was invoked|Proc: \[\[|Errorcode:|NOTE: invoking MPI_ABORT|You may or may not see|exactly
+    when"
     r"|prterun (has exited|detected)|job to be terminated|The first process to do so|Process name:|Exit code:"
     r'|"abort"\. This may|terminated by signals sent'
 )

@@ -79,7 +79,9 @@ def read_hostfile(path: Path) -> list[Host]:
     return hosts
 
 
-def check_hosts(hosts: Sequence[Host], mpirun: MPIRun, ssh_args: Sequence[str], *, environ: Mapping[str, str]) -> None:
+def check_hosts(
+    hosts: Sequence[Host], mpirun: MPIRun, ssh_args: Sequence[str], *, environ: Mapping[str, str]
+) -> None:
     """Make sure that ranks can be started on all hosts.
 
     Args:
@@ -129,7 +131,7 @@ def _advice(report: HostReport, here: HostReport) -> str:
         if "resolve" in said or "name or service" in said:
             return "its name does not resolve: correct the hostfile, or add the host to DNS or /etc/hosts"
         if "permission denied" in said:
-            return f"it wants a password: run `ssh-copy-id {report.host}`, and try `ssh -o BatchMode=yes {report.host} true`"
+            return f"it wants a password: run `ssh-copy-id {report.host}`, then try `ssh {report.host} true`"
         if "host key" in said:
             return f"its host key is not known: run `ssh {report.host} true` once and accept it"
         if "refused" in said:
@@ -140,7 +142,11 @@ def _advice(report: HostReport, here: HostReport) -> str:
     if report.python != here.python:
         return f"Python {report.python} there, {here.python} here: use the same environment on all hosts"
     theirs, ours = report.packages, here.packages or {}
-    different = [f"{name} {theirs.get(name)} there, {version} here" for name, version in ours.items() if theirs.get(name) != version]
+    different = [
+        f"{name} {theirs.get(name)} there, {version} here"
+        for name, version in ours.items()
+        if theirs.get(name) != version
+    ]
     return f"install the same versions: {'; '.join(different)}" if different else ""
 
 
@@ -173,17 +179,27 @@ def _ask(host: str, ssh_args: Sequence[str]) -> HostReport:
         return HostReport(host, "local", _here().python, _here().packages)
     path = os.environ.get("PYTHONPATH", "")
     probe = _PROBE.format(names=_PACKAGES)
-    remote = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; PYTHONPATH={shlex.quote(path)} {shlex.quote(sys.executable)} -c {shlex.quote(probe)}"
+    python = f"PYTHONPATH={shlex.quote(path)} {shlex.quote(sys.executable)} -c {shlex.quote(probe)}"
+    remote = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; {python}"
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}", *ssh_args, host, remote]
     try:
         answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_CONNECT + _ANSWER, stdin=subprocess.DEVNULL, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_CONNECT + _ANSWER,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
     except FileNotFoundError:
         return HostReport(host, "there is no ssh command on this host")
     except subprocess.TimeoutExpired:
         return HostReport(host, f"no answer within {_CONNECT + _ANSWER} s")
-    said = [line for line in answer.stderr.splitlines() if line.strip() and not line.startswith("Warning: Permanently")]
+    said = [
+        line
+        for line in answer.stderr.splitlines()
+        if line.strip() and not line.startswith("Warning: Permanently")
+    ]
     if answer.returncode == 255:
         return HostReport(host, said[-1] if said else "no connection")
     for line in answer.stdout.splitlines():
@@ -202,16 +218,33 @@ def _try_mpirun(
         command = [mpirun.command, "-hosts", names, "-ppn", "1", "-n", str(len(hosts)), "hostname"]
     else:
         prefix = str(Path(mpirun.command).resolve().parent.parent)
-        command = [mpirun.command, "-H", names, "--prefix", prefix, "-n", str(len(hosts)), "--map-by", "ppr:1:node"]
+        command = [
+            mpirun.command,
+            "-H",
+            names,
+            "--prefix",
+            prefix,
+            "-n",
+            str(len(hosts)),
+            "--map-by",
+            "ppr:1:node",
+        ]
         command += ["--prtemca", "plm_ssh_args", " ".join(ssh_args)] if ssh_args else []
         command += ["hostname"]
     try:
         answer = subprocess.run(
-            command, env=dict(environ), capture_output=True, text=True, timeout=_MPIRUN, stdin=subprocess.DEVNULL, check=False
+            command,
+            env=dict(environ),
+            capture_output=True,
+            text=True,
+            timeout=_MPIRUN,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return (
-            f"`{' '.join(command)}` gave no answer within {_MPIRUN} s, though ssh works: the hosts must reach each other"
+            f"`{' '.join(command)}` gave no answer within {_MPIRUN} s, though ssh works: the hosts must"
+            f" reach each other"
             " on all ports, not only ssh's. Open the firewall between them."
         )
     if answer.returncode or len(answer.stdout.split()) < len(hosts):

@@ -36,15 +36,19 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
 
     Args:
         backend: ``auto``: nccl on CUDA; on CPU ``mpi4py`` (collectives of the MPI library) where it is
-            installed, else gloo. Or one of ``mpi4py``, ``gloo``, ``nccl``, and ``mpi`` for a torch built with it.
-        check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before each
+            installed, else gloo. Or one of ``mpi4py``, ``gloo``, ``nccl``, and ``mpi`` for a torch built
+            with it.
+        check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before
+        each
             collective, for some microseconds.
         cuda_aware: Whether the MPI library takes CUDA memory; by default it is asked.
         hostfile: File with the hosts to start ranks on and their slots, in the form of the mpirun in use.
-        mpirun: The command that starts ranks; by default the one beside this Python, else the one in ``PATH``.
+        mpirun: The command that starts ranks; by default the one beside this Python, else the one in
+        ``PATH``.
         mpirun_args: Further arguments for it.
         ssh_args: Arguments for ssh to the other hosts, such as ``["-p", "2222"]``.
-        options: As for :class:`LockstepDDPStrategy`, such as ``grace_period``, ``uneven_inputs``, ``timeout``.
+        options: As for :class:`LockstepDDPStrategy`, such as ``grace_period``, ``uneven_inputs``,
+        ``timeout``.
 
     Raises:
         ConfigurationError: One message with everything that cannot be used.
@@ -89,7 +93,11 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
             self._take_the_ranks_there_are()
         super()._configure_launcher()
         ours = isinstance(self.cluster_environment, LockstepEnvironment)
-        if ours and self.num_processes * self.num_nodes > 1 and self.backend in ("auto", "mpi4py", "mpi", "gloo"):
+        if (
+            ours
+            and self.num_processes * self.num_nodes > 1
+            and self.backend in ("auto", "mpi4py", "mpi", "gloo")
+        ):
             command = find_mpirun(self.mpirun)
             if command is not None:
                 self._launcher = MPIRunLauncher(
@@ -100,7 +108,8 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
             else:
                 raise LaunchError(
                     "There is no mpirun beside this Python nor in PATH: install one with"
-                    " `pip install 'lightning-lockstep[mpi]'`, load your cluster's MPI module, or give mpirun=..."
+                    " `pip install 'lightning-lockstep[mpi]'`, load your cluster's MPI module, or give"
+                    " mpirun=..."
                 )
 
     def _take_the_ranks_there_are(self) -> None:
@@ -135,7 +144,8 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
                 return None
 
             set_interruption(failed_elsewhere)
-            # mpirun ends all ranks as soon as one has ended badly: let the one that prints the report go first.
+            # mpirun ends all ranks as soon as one has ended badly: let the one that prints the report go
+            # first.
             abort_when_leaving(0.0 if fan_out.shows_report else self.keeper.settings.grace_period + 2.0)
 
     def _choose_backend(self) -> str:
@@ -169,10 +179,13 @@ def _check_backend(backend: str, options: dict[str, Any]) -> None:
     if "process_group_backend" in options:
         faults.append("process_group_backend was given to LockstepMPIStrategy: expected backend=... instead.")
     if options.get("start_method", "popen") != "popen":
-        faults.append(f"start_method={options['start_method']!r}: ranks of this strategy are started by mpirun.")
+        faults.append(
+            f"start_method={options['start_method']!r}: ranks of this strategy are started by mpirun."
+        )
     if backend == "mpi" and not has_backend("mpi"):
         faults.append(
-            "backend='mpi': this torch was built without MPI, as all wheels are. Use 'mpi4py', which needs no such build."
+            "backend='mpi': this torch was built without MPI, as all wheels are. Use 'mpi4py', which needs"
+            " no such build."
         )
     if backend == "nccl" and not torch.cuda.is_available():
         faults.append("backend='nccl': there is no CUDA device here. Use 'auto', 'mpi4py' or 'gloo'.")

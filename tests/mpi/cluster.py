@@ -83,7 +83,9 @@ class Cluster:
             **options,  # type: ignore[call-overload]
         )
 
-    def run(self, host: int, command: Sequence[str], timeout: float = 60.0, **options: object) -> tuple[int, str]:
+    def run(
+        self, host: int, command: Sequence[str], timeout: float = 60.0, **options: object
+    ) -> tuple[int, str]:
         """Run a command on a host; return (exit code, output). It is ended when the time is up."""
         process = self.start(host, command, **options)
         try:
@@ -96,11 +98,15 @@ class Cluster:
 
     def cut(self, *, whole: bool = False) -> None:
         """Cut the cable: nothing arrives any more, and nobody is told."""
-        subprocess.run(["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self._cables[0], "down"], check=True)
+        subprocess.run(
+            ["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self._cables[0], "down"], check=True
+        )
 
     def mend(self) -> None:
         """Mend the cable."""
-        subprocess.run(["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self._cables[0], "up"], check=True)
+        subprocess.run(
+            ["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self._cables[0], "up"], check=True
+        )
 
     def stop_sshd(self) -> None:
         """End the ssh daemon of the second host, so that connections are refused."""
@@ -111,7 +117,8 @@ class Cluster:
         """Start the ssh daemon of a host."""
         config = self.folder / f"sshd{host}.conf"
         config.write_text(
-            f"Port {_SSH_PORT}\nHostKey {self.folder / 'hostkey'}\nAuthorizedKeysFile {self.folder / 'key.pub'}\n"
+            f"Port {_SSH_PORT}\nHostKey {self.folder / 'hostkey'}\nAuthorizedKeysFile"
+            f" {self.folder / 'key.pub'}\n"
             "StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nUsePAM no\nAcceptEnv *\n"
             f"PidFile {self.folder / f'sshd{host}.pid'}\nMaxStartups 100\n"
         )
@@ -126,7 +133,9 @@ class Cluster:
 
     def pids_on(self, host: int) -> list[int]:
         """Return the processes of a host but its ssh daemon."""
-        listed = subprocess.run(["ip", "netns", "pids", self._spaces[host]], capture_output=True, text=True, check=True)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self._spaces[host]], capture_output=True, text=True, check=True
+        )
         return [int(pid) for pid in listed.stdout.split() if int(pid) != self._daemons[host].pid]
 
     def kill(self, pids: Sequence[int]) -> None:
@@ -139,7 +148,9 @@ class Cluster:
     def close(self) -> None:
         """End everything that runs on the hosts, and take them down."""
         for host, space in enumerate(self._spaces):
-            listed = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False)
+            listed = subprocess.run(
+                ["ip", "netns", "pids", space], capture_output=True, text=True, check=False
+            )
             self.kill([int(pid) for pid in listed.stdout.split()])
             if host < len(self._daemons):
                 self._daemons[host].wait(10)
@@ -151,7 +162,9 @@ class Cluster:
             subprocess.run(["ip", *words], check=True, capture_output=True)
 
         for name in ("key", "hostkey"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True)
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True
+            )
         Path("/run/sshd").mkdir(exist_ok=True)
         for space in self._spaces:
             ip("netns", "add", space)
@@ -165,7 +178,9 @@ class Cluster:
             self.start_sshd(host)
         deadline = time.monotonic() + 15
         while time.monotonic() < deadline:
-            code, _ = self.run(0, ["ssh", *self.ssh_args, "-o", "BatchMode=yes", self.addresses[1], "true"], timeout=10)
+            code, _ = self.run(
+                0, ["ssh", *self.ssh_args, "-o", "BatchMode=yes", self.addresses[1], "true"], timeout=10
+            )
             if code == 0:
                 return
             time.sleep(0.2)

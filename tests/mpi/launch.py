@@ -31,9 +31,15 @@ def _mpich_prefix() -> Path | None:
 def why_no(kind: str) -> str | None:
     """Return why this machine cannot run ranks with an MPI, or ``None`` when it can."""
     if kind == "mpich":
-        return None if _mpich_prefix() else "no environment with the wheel of MPICH: see LOCKSTEP_TEST_MPICH in docs/mpi.md"
+        return (
+            None
+            if _mpich_prefix()
+            else "no environment with the wheel of MPICH: see LOCKSTEP_TEST_MPICH in docs/mpi.md"
+        )
     beside = Path(sys.prefix, "bin", "mpirun")
-    return None if beside.exists() or shutil.which("mpirun") else "there is no mpirun: install the extra [mpi]"
+    return (
+        None if beside.exists() or shutil.which("mpirun") else "there is no mpirun: install the extra [mpi]"
+    )
 
 
 def mpi_command(kind: str, ranks: int) -> list[str]:

@@ -178,7 +178,11 @@ def gradients(rank, size):
             losses.append(loss.item())
         found.append((losses, [p.grad.clone() for p in model.parameters()]))
     (a, of_mpi), (b, of_gloo) = found
-    return [a == b, all(torch.equal(x, y) for x, y in zip(of_mpi, of_gloo)), max((x - y).abs().max().item() for x, y in zip(of_mpi, of_gloo))]
+    return [
+        a == b,
+        all(torch.equal(x, y) for x, y in zip(of_mpi, of_gloo)),
+        max((x - y).abs().max().item() for x, y in zip(of_mpi, of_gloo)),
+    ]
 
 
 def error_in_backward(rank, size):
@@ -239,15 +243,33 @@ def impatient_wait(rank, size):
     if rank == 1:
         time.sleep(1.5)
     work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
-    answer = caught(work.wait, timedelta(milliseconds=300)) if rank != 1 else None
-    return answer
+    return caught(work.wait, timedelta(milliseconds=300)) if rank != 1 else None
 
 
 ASKED = [
-    future, overlap, messages, batch, wrong_message, functional, objects, coalesced, uneven_gather, wrong_shape,
-    wrong_dtype, wrong_operation, wrong_on_one_rank, wrong_everywhere, wrong_splits, gradients, unchecked,
-    many_groups, crosswise, too_late, impatient_wait, error_in_backward,
-]  # fmt: skip
+    future,
+    overlap,
+    messages,
+    batch,
+    wrong_message,
+    functional,
+    objects,
+    coalesced,
+    uneven_gather,
+    wrong_shape,
+    wrong_dtype,
+    wrong_operation,
+    wrong_on_one_rank,
+    wrong_everywhere,
+    wrong_splits,
+    gradients,
+    unchecked,
+    many_groups,
+    crosswise,
+    too_late,
+    impatient_wait,
+    error_in_backward,
+]
 
 
 def main():

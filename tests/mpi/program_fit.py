@@ -1,4 +1,4 @@
-"""A small fit with everything a user has: checkpoints, early stopping, precision; writes down what came of it."""
+"""A small fit with checkpoints, early stopping and precision; writes down what came of it."""
 
 import argparse
 import json
@@ -71,7 +71,10 @@ def main():
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ModelCheckpoint(Path(given.folder) / "ckpt", monitor="val_loss"), EarlyStopping("val_loss", patience=5)],
+        callbacks=[
+            ModelCheckpoint(Path(given.folder) / "ckpt", monitor="val_loss"),
+            EarlyStopping("val_loss", patience=5),
+        ],
     )
     data = torch.randn(96, 8, generator=torch.Generator().manual_seed(5))
     trainer.fit(model, DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))

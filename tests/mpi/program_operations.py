@@ -21,9 +21,19 @@ REDUCTIONS = [R.SUM, R.PRODUCT, R.MIN, R.MAX, R.AVG, R.BAND, R.BOR, R.BXOR]
 
 def tensor(shape, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
-    sizes = {"scalar": (), "empty": (0, 3), "vector": (7,), "strided": (6, 4), "large": (40_001,)}[shape]
+    sizes = {
+        "scalar": (),
+        "empty": (0, 3),
+        "vector": (7,),
+        "strided": (6, 4),
+        "large": (1_001 if "--cut" in sys.argv else 40_001,),
+    }[shape]
     whole = torch.randint(1, 5, sizes, generator=generator)
-    made = whole.to(dtype) / (4 if dtype.is_floating_point else 1) if dtype.is_floating_point else whole.to(dtype)
+    made = (
+        whole.to(dtype) / (4 if dtype.is_floating_point else 1)
+        if dtype.is_floating_point
+        else whole.to(dtype)
+    )
     return made.t() if shape == "strided" else made
 
 
@@ -100,7 +110,15 @@ class Side:
 
 
 REDUCING = ("reduce_all", "reduce", "reduce_scatter", "reduce_scatter_into", "coalesced")
-MOVING = ("broadcast", "all_gather", "all_gather_into", "gather", "scatter", "all_to_all_single", "all_to_all_uneven")
+MOVING = (
+    "broadcast",
+    "all_gather",
+    "all_gather_into",
+    "gather",
+    "scatter",
+    "all_to_all_single",
+    "all_to_all_uneven",
+)
 
 
 def cases():

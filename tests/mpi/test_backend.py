@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.mpi.launch import MPI_KINDS, run_program, why_no
+from tests.mpi.launch import run_program, why_no
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,9 @@ def needs(kind: str) -> None:
     ("kind", "ranks", "arguments"),
     [("open_mpi", 2, ()), ("open_mpi", 2, ("--cut",)), ("open_mpi", 4, ()), ("mpich", 2, ())],
 )
-def test_every_operation_gives_what_gloo_gives(kind: str, ranks: int, arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_operation_gives_what_gloo_gives(
+    kind: str, ranks: int, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
     needs(kind)
     outcome, found = run_program(kind, ranks, "program_operations.py", tmp_path, arguments=arguments)
     assert outcome.returncode == 0 and len(found) == ranks, outcome.output
@@ -62,7 +64,9 @@ def test_messages_keep_to_their_tags_and_come_from_any_rank(seen: list[dict[str,
 def test_a_message_of_another_dtype_is_refused_and_taken_off_the_wire(seen: list[dict[str, Any]]) -> None:
     error, after = seen[1]["wrong_message"]
     assert error[0] == "CollectiveMismatchError"
-    assert "received from rank 0 (tag 0) 3 elements of torch.float32, but expected 3 of torch.int32" in error[1]
+    assert (
+        "received from rank 0 (tag 0) 3 elements of torch.float32, but expected 3 of torch.int32" in error[1]
+    )
     assert after == [1.0] * 3
 
 
@@ -92,7 +96,15 @@ def test_after_a_mismatch_the_group_goes_on(seen: list[dict[str, Any]]) -> None:
 
 
 def test_wrong_arguments_on_every_rank_are_value_errors(seen: list[dict[str, Any]]) -> None:
-    texts = ["device meta", "to_dense", "list of 1 tensors", "works on bits", "must hold 2 parts", "one tensor", "split sizes"]
+    texts = [
+        "device meta",
+        "to_dense",
+        "list of 1 tensors",
+        "works on bits",
+        "must hold 2 parts",
+        "one tensor",
+        "split sizes",
+    ]
     for one in seen:
         assert [kind for kind, _ in one["wrong_everywhere"]] == ["ValueError"] * len(texts)
         assert all(text in said for text, (_, said) in zip(texts, one["wrong_everywhere"], strict=True))
@@ -105,7 +117,11 @@ def test_gradients_and_losses_equal_those_of_gloo_bit_for_bit(seen: list[dict[st
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(seen: list[dict[str, Any]]) -> None:
     first, seconds, second = seen[0]["too_late"]
-    assert first[0] == "CollectiveStallError" and "timed out after 1 s" in first[1] and "rank 1 did not come" in first[1]
+    assert (
+        first[0] == "CollectiveStallError"
+        and "timed out after 1 s" in first[1]
+        and "rank 1 did not come" in first[1]
+    )
     assert seconds < 30
     assert second[0] == "DistBackendError" and "cannot be used any more" in second[1]
     assert seen[0]["impatient_wait"][0] == "CollectiveStallError"

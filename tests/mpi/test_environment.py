@@ -32,7 +32,10 @@ def test_open_mpi(tmp_path: Path) -> None:
 def test_variables_left_behind_are_no_mpi(tmp_path: Path) -> None:
     assert find_mpi_rank({}) is None
     assert find_mpi_rank(OPEN_MPI) is None
-    assert find_mpi_rank({**OPEN_MPI, "PMIX_NAMESPACE": "job", "PMIX_SERVER_TMPDIR": str(tmp_path / "gone")}) is None
+    assert (
+        find_mpi_rank({**OPEN_MPI, "PMIX_NAMESPACE": "job", "PMIX_SERVER_TMPDIR": str(tmp_path / "gone")})
+        is None
+    )
     assert find_mpi_rank({"PMI_RANK": "0", "PMI_SIZE": "4", "PMI_FD": "9999"}) is None
 
 
@@ -41,7 +44,9 @@ def test_mpich_and_intel_mpi() -> None:
         found = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": str(stream.fileno())}
         local = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
         assert find_mpi_rank(found | local) == MPIRank("MPICH's mpiexec", 1, 2, 1, 2)
-        assert find_mpi_rank(found | local | {"I_MPI_ROOT": "/opt"}) == MPIRank("Intel MPI's mpiexec", 1, 2, 1, 2)
+        assert find_mpi_rank(found | local | {"I_MPI_ROOT": "/opt"}) == MPIRank(
+            "Intel MPI's mpiexec", 1, 2, 1, 2
+        )
 
 
 def test_mvapich() -> None:
@@ -99,8 +104,15 @@ def test_the_table_of_hosts_says_what_to_do() -> None:
     ]
     table = judge(reports, here)
     assert table is not None
-    for text in ("ready", "torch 2.9.0 there, 2.13.0 here", "Python 3.12.1 there", "ssh-copy-id closed", "does not resolve",
-                 "nothing listens for ssh", "does not run there"):  # fmt: skip
+    for text in (
+        "ready",
+        "torch 2.9.0 there, 2.13.0 here",
+        "Python 3.12.1 there",
+        "ssh-copy-id closed",
+        "does not resolve",
+        "nothing listens for ssh",
+        "does not run there",
+    ):
         assert text in table
     assert judge(reports[:1], here) is None
 
@@ -118,7 +130,8 @@ import sys
 import lightning
 import lightning_lockstep
 from lightning_lockstep import LockstepMPIStrategy
-trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1, strategy=LockstepMPIStrategy())
+trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1,
+strategy=LockstepMPIStrategy())
 assert "mpi4py" not in sys.modules, sorted(m for m in sys.modules if "mpi4py" in m)
 print("unaffected")
 from lightning_lockstep.distributed._mpi_runtime import start_runtime
@@ -137,4 +150,6 @@ def test_a_broken_mpi_library_affects_nobody_who_does_not_use_it(tmp_path: Path)
         [sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120, env=environ, check=False
     )
     assert "unaffected" in done.stdout, done.stderr
-    assert "LaunchError mpi4py is installed, but it cannot load an MPI library" in done.stdout, done.stdout + done.stderr
+    assert "LaunchError mpi4py is installed, but it cannot load an MPI library" in done.stdout, (
+        done.stdout + done.stderr
+    )

@@ -49,7 +49,9 @@ def test_the_loss_curve_is_that_of_gloo(tmp_path: Path) -> None:
     for backend in ("mpi4py", "gloo"):
         folder = tmp_path / backend
         folder.mkdir()
-        outcome, found = run_program("open_mpi", 2, "program_fit.py", folder, arguments=["--backend", backend])
+        outcome, found = run_program(
+            "open_mpi", 2, "program_fit.py", folder, arguments=["--backend", backend]
+        )
         assert outcome.returncode == 0, outcome.output
         assert found[0]["backend"] == backend
         curves.append([found[rank]["losses"] for rank in (0, 1)])
@@ -148,7 +150,9 @@ def test_a_host_without_the_package(cluster: Cluster, tmp_path: Path) -> None:
 
     report = preflight._ask("localhost", [])
     assert report.ssh == "local"
-    bare = preflight.HostReport(cluster.addresses[1], "ok", report.python, {**report.packages, "lightning_lockstep": None})
+    bare = preflight.HostReport(
+        cluster.addresses[1], "ok", report.python, {**report.packages, "lightning_lockstep": None}
+    )
     table = preflight.judge([report, bare], preflight._here())
     assert table is not None and "lightning_lockstep None there, installed here" in table, hidden
 
@@ -156,7 +160,9 @@ def test_a_host_without_the_package(cluster: Cluster, tmp_path: Path) -> None:
 def test_ssh_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     cluster.stop_sshd()
     try:
-        code, output = cluster.run(0, fit_command(cluster, tmp_path, hostfile(cluster)), timeout=100, env=ENVIRON)
+        code, output = cluster.run(
+            0, fit_command(cluster, tmp_path, hostfile(cluster)), timeout=100, env=ENVIRON
+        )
     finally:
         cluster.start_sshd(1)
         time.sleep(1)
@@ -183,6 +189,6 @@ def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tm
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
         cluster.mend()
-        cluster.kill([pid for pid in cluster.pids_on(1)])
+        cluster.kill(cluster.pids_on(1))
     assert process.returncode not in (0, None), output
     assert "lost" in output or "vanished" in output or "is gone" in output, output
