@@ -150,4 +150,4 @@ def parts_by_sizes(name: str, whole: Tensor, sizes: Sequence[int], count: int) -
             f" {count} sizes"
             f" with the sum {rows}."
         )
-    return list(whole.split(list(sizes)))
+    return list(torch.split(whole, list(sizes)))

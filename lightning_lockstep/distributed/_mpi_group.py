@@ -81,7 +81,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         messages: Any,
         settings: GroupSettings,
     ) -> None:
-        super().__init__(rank, size)  # torch 2.13 takes no store here from a Python subclass
+        # Torch 2.13 takes no store here from a subclass in Python.
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._rank, self._size, self._name, self._desc = rank, size, settings.name, ""
         self.engine = GroupEngine(store, runtime, collectives, settings)
         self._comm, self._messages = collectives, Messages(messages, collectives)
@@ -122,7 +123,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     # -- collectives -----------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """Reduce a tensor in place on every rank.
 
         Ranks: all of the group.

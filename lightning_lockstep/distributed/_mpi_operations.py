@@ -254,7 +254,7 @@ def _pieces(flat: Tensor, elements: int) -> Iterator[Tensor]:
     if flat.numel() <= elements:
         yield flat
     else:
-        yield from flat.split(elements)
+        yield from torch.split(flat, elements)
 
 
 def _counted(tensor: Tensor) -> Iterator[Tensor]:

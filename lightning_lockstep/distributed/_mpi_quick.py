@@ -31,7 +31,7 @@ _LOOKS = 400
 class _Known(NamedTuple):
     name: str
     value: int
-    count: int
+    elements: int
     nbytes: int
     datatype: Any
     operation: Any
@@ -102,7 +102,9 @@ class QuickReductions:
             number = self._engine.number
             self._check.judge(number, lambda: known.meaning._replace(site=call_site()))
         memory = MPI.buffer.fromaddress(tensor.data_ptr(), known.nbytes)
-        request = self._comm.Iallreduce(MPI.IN_PLACE, [memory, known.count, known.datatype], known.operation)
+        request = self._comm.Iallreduce(
+            MPI.IN_PLACE, [memory, known.elements, known.datatype], known.operation
+        )
         test = request.Test
         for _ in range(_LOOKS):
             if test():

@@ -8,11 +8,13 @@ process group of the backend is made, and never before. Where the MPI library al
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from lightning_lockstep.distributed._mpi_work import Engine
@@ -169,14 +171,10 @@ def _import_mpi() -> Any:
 
 def _cuda_aware() -> bool:
     """Return whether the loaded MPI library takes pointers to CUDA memory."""
-    import ctypes
-
     for name in ("libmpi.so.40", "libmpi.so.12", "libmpi.so"):
-        try:
+        with suppress(OSError, AttributeError):
             library = ctypes.CDLL(name, mode=getattr(os, "RTLD_NOLOAD", 4) | ctypes.RTLD_GLOBAL)
             return bool(library.MPIX_Query_cuda_support())
-        except (OSError, AttributeError):
-            continue
     return False
 
 

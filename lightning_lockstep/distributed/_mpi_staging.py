@@ -88,10 +88,10 @@ def _on_cuda(
     make: Callable[[list[Tensor]], Body],
     cuda_aware: bool,
 ) -> tuple[Body, Callable[[], None]]:
-    written_before = torch.cuda.Event()
+    written_before = torch.cuda.Event()  # type: ignore[no-untyped-call]
     written_before.record(torch.cuda.current_stream(device))
-    done = torch.cuda.Event()
-    stream = _streams.setdefault(device, torch.cuda.Stream(device))
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    stream = _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def body() -> Body:
         direct = cuda_aware and all(t.is_contiguous() and t.dtype not in _HALF for t in tensors)
@@ -103,7 +103,7 @@ def _on_cuda(
         with torch.cuda.stream(stream):
             stream.wait_event(written_before)
             hosts = [_to_host(tensor, stream) for tensor in tensors]
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(stream)
         yield [_Passed(copied)]
         yield from make(hosts)

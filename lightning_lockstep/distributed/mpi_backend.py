@@ -67,7 +67,8 @@ def register_mpi_backend() -> None:
 def _create(given: Any, options: MPIBackendOptions | None = None) -> dist.ProcessGroup:
     """Make a group; torch calls it on every rank of the group."""
     runtime = start_runtime()
-    from lightning_lockstep.distributed._mpi_group import GroupSettings, MPIProcessGroup
+    from lightning_lockstep.distributed._mpi_engine import GroupSettings
+    from lightning_lockstep.distributed._mpi_group import MPIProcessGroup
 
     chosen = options if isinstance(options, MPIBackendOptions) else _defaults
     rank, size, name = given.group_rank, given.group_size, str(given.group_id)

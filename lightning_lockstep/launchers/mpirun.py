@@ -290,8 +290,8 @@ def _label(source: IO[bytes], target: TextIO, lost: threading.Event) -> None:
 
 # The report of the rank that failed first comes last; what mpirun has to add says less.
 _REMARKS = re.compile(
-    r"MPI_ABORT was invoked|Proc: \[\[|Errorcode:|NOTE: invoking MPI_ABORT|You may or may not see|exactly
-    when"
+    r"MPI_ABORT was invoked|Proc: \[\[|Errorcode:|NOTE: invoking MPI_ABORT|You may or may not see"
+    r"|exactly when"
     r"|prterun (has exited|detected)|job to be terminated|The first process to do so|Process name:|Exit code:"
     r'|"abort"\. This may|terminated by signals sent'
 )

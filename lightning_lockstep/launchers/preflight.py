@@ -164,14 +164,17 @@ print("LOCKSTEP" + json.dumps([platform.python_version(), versions]))
 
 
 def _here() -> HostReport:
-    versions: dict[str, str] = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    versions["lightning_lockstep"] = "installed"
-    return HostReport("here", "local", sys.version.split()[0], versions)
+    versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
+    return HostReport(
+        "here", "local", sys.version.split()[0], {**versions, "lightning_lockstep": "installed"}
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _ask(host: str, ssh_args: Sequence[str]) -> HostReport:

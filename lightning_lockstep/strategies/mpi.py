@@ -82,11 +82,16 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         super().__init__(cluster_environment=cluster_environment or detect_environment(), **options)
         if self._under_mpi:
             # Lightning takes every rank for rank 0 until the ranks have met, and greets once on each.
-            rank_zero_only.rank = self.cluster_environment.global_rank()
+            rank_zero_only.rank = self._mpi.global_rank()  # type: ignore[attr-defined]
 
     @property
     def _under_mpi(self) -> bool:
         return isinstance(self.cluster_environment, MPIEnvironment)
+
+    @property
+    def _mpi(self) -> MPIEnvironment:
+        assert isinstance(self.cluster_environment, MPIEnvironment)
+        return self.cluster_environment
 
     def _configure_launcher(self) -> None:
         if self._under_mpi:
@@ -114,7 +119,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
 
     def _take_the_ranks_there_are(self) -> None:
         """With devices='auto', train on as many ranks as were started."""
-        rank = self.cluster_environment.mpi_rank
+        rank = self._mpi.mpi_rank
         if _given_to_trainer("devices") != "auto" or rank.size % rank.local_size:
             return
         devices = list(self.parallel_devices or [torch.device("cpu")])
@@ -164,11 +169,11 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         return chosen
 
     def _apply_threads(self) -> None:
-        if not self._under_mpi or self.cluster_environment.meeting.sharing is None:
+        meeting = self._mpi.meeting if self._under_mpi else None
+        if meeting is None or meeting.sharing is None:
             super()._apply_threads()
             return
         # mpirun may have bound each rank to cores of its own, which then need not be divided once more.
-        meeting = self.cluster_environment.meeting
         self.keeper.apply_threads(local_rank=meeting.place, local_world_size=meeting.sharing)
 
 

@@ -180,8 +180,8 @@ def gradients(rank, size):
     (a, of_mpi), (b, of_gloo) = found
     return [
         a == b,
-        all(torch.equal(x, y) for x, y in zip(of_mpi, of_gloo)),
-        max((x - y).abs().max().item() for x, y in zip(of_mpi, of_gloo)),
+        all(torch.equal(x, y) for x, y in zip(of_mpi, of_gloo, strict=True)),
+        max((x - y).abs().max().item() for x, y in zip(of_mpi, of_gloo, strict=True)),
     ]
 
 
