@@ -111,10 +111,8 @@ def check_reduction(tensor: Tensor, op: Any) -> None:
     floating = dtype.is_floating_point or tensor.is_complex()
     if op in _BITWISE and floating:
         raise ValueError(f"{op} works on bits and cannot reduce {dtype}: expected an integer dtype.")
-    if op == _R.AVG and not floating:
-        raise ValueError(
-            f"{op} cannot reduce {dtype}: expected a floating dtype, or use ReduceOp.SUM and divide."
-        )
+    if op == _R.AVG and dtype is torch.bool:
+        raise ValueError(f"{op} cannot reduce {dtype}: expected numbers; convert the tensor first.")
 
 
 def barrier(comm: Any) -> Body:
@@ -282,6 +280,7 @@ def _mpi_op(tensor: Tensor, op: Any) -> Any:
 
 def _finish(tensor: Tensor, work: Tensor, op: Any, size: int) -> None:
     if op == _R.AVG:
-        work.div_(size)
+        # Whole numbers are rounded towards zero, as nccl does; Lightning takes such means of flags.
+        work.div_(size, rounding_mode=None if work.is_floating_point() else "trunc")
     if tensor.dtype in _HALF:
         tensor.copy_(work)
