@@ -18,17 +18,10 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_lockstep.distributed._mpi_checks import Meaning, RankCheck, call_site, shapes_of
+from lightning_lockstep.distributed._mpi_handles import AllWork, FinishedWork, MPIWork, stall_error
 from lightning_lockstep.distributed._mpi_runtime import MPIRuntime
 from lightning_lockstep.distributed._mpi_staging import staged
-from lightning_lockstep.distributed._mpi_work import (
-    AllWork,
-    Body,
-    FinishedWork,
-    MPIWork,
-    Task,
-    run_here,
-    stall_error,
-)
+from lightning_lockstep.distributed._mpi_work import Body, Task, run_here
 from lightning_lockstep.errors import CollectiveMismatchError
 
 __all__ = ["Call", "GroupEngine", "GroupSettings"]

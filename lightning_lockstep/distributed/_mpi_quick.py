@@ -18,8 +18,9 @@ from mpi4py import MPI
 
 from lightning_lockstep.distributed._mpi_checks import Meaning, call_site
 from lightning_lockstep.distributed._mpi_engine import Call, GroupEngine
+from lightning_lockstep.distributed._mpi_handles import FinishedWork
 from lightning_lockstep.distributed._mpi_operations import plain_reduction
-from lightning_lockstep.distributed._mpi_work import FinishedWork, Pause
+from lightning_lockstep.distributed._mpi_work import Pause
 
 __all__ = ["QuickReductions"]
 
