@@ -78,7 +78,9 @@ def measure(title: str, start: Start, rounds: int, goals: dict[str, float]) -> l
 
 
 def run(quick: bool) -> Report:
-    rounds, tables, notes = (1 if quick else 3), [], []
+    rounds = 1 if quick else int(os.environ.get("BENCH_ROUNDS", "3"))
+    tables: list[Comparison] = []
+    notes: list[str] = []
     for kind, name in NAMES.items():
         reason = why_no(kind)
         if reason:

@@ -143,7 +143,7 @@ def _advice(report: HostReport, here: HostReport) -> str:
         return f"Python {report.python} there, {here.python} here: use the same environment on all hosts"
     theirs, ours = report.packages, here.packages or {}
     different = [
-        f"{name} {theirs.get(name)} there, {version} here"
+        f"{name} {theirs.get(name) or 'missing'} there, {version} here"
         for name, version in ours.items()
         if theirs.get(name) != version
     ]
@@ -158,7 +158,7 @@ for name in {names!r}:
     try: versions[name] = metadata.version(name)
     except metadata.PackageNotFoundError: versions[name] = None
 found = importlib.util.find_spec("lightning_lockstep")
-versions["lightning_lockstep"] = "installed" if found else None
+versions["lightning_lockstep"] = "installed" if found and found.origin else None
 print("LOCKSTEP" + json.dumps([platform.python_version(), versions]))
 """
 

@@ -96,7 +96,7 @@ class Cluster:
             return 124, output
         return process.returncode, output
 
-    def cut(self, *, whole: bool = False) -> None:
+    def cut(self) -> None:
         """Cut the cable: nothing arrives any more, and nobody is told."""
         subprocess.run(
             ["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self._cables[0], "down"], check=True
@@ -113,8 +113,8 @@ class Cluster:
         self._daemons[1].terminate()
         self._daemons[1].wait(10)
 
-    def start_sshd(self, host: int) -> None:
-        """Start the ssh daemon of a host."""
+    def start_sshd(self, host: int, *, hide: Path | None = None) -> None:
+        """Start the ssh daemon of a host; whoever comes through it finds the folder ``hide`` empty."""
         config = self.folder / f"sshd{host}.conf"
         config.write_text(
             f"Port {_SSH_PORT}\nHostKey {self.folder / 'hostkey'}\nAuthorizedKeysFile"
@@ -123,7 +123,8 @@ class Cluster:
             f"PidFile {self.folder / f'sshd{host}.pid'}\nMaxStartups 100\n"
         )
         inside = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c"]
-        command = f"hostname {('alpha', 'beta')[host]}; exec /usr/sbin/sshd -D -e -f {config}"
+        empty = f"mount -t tmpfs none {hide}; " if hide is not None else ""
+        command = f"{empty}hostname {('alpha', 'beta')[host]}; exec /usr/sbin/sshd -D -e -f {config}"
         log = (self.folder / f"sshd{host}.log").open("ab")
         daemon = subprocess.Popen([*inside, command], stdout=log, stderr=log, start_new_session=True)
         if len(self._daemons) > host:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers import run_script
 from tests.mpi.cluster import Cluster, why_not
-from tests.mpi.launch import HERE, MPI_KINDS, mpi_environ, run_program, why_no
+from tests.mpi.launch import HERE, MPI_KINDS, ROOT, mpi_environ, run_program, why_no
 
 pytestmark = pytest.mark.slow
 FIT = str(HERE / "program_fit.py")
@@ -144,17 +144,18 @@ def test_a_host_whose_name_does_not_resolve(cluster: Cluster, tmp_path: Path) ->
 
 
 def test_a_host_without_the_package(cluster: Cluster, tmp_path: Path) -> None:
-    """The second host's Python finds no lightning_lockstep: it is not where PYTHONPATH says."""
-    hidden = f"sys.path[:] = [p for p in sys.path if p not in {ENVIRON['PYTHONPATH'].split(':')!r}]"
-    from lightning_lockstep.launchers import preflight
-
-    report = preflight._ask("localhost", [])
-    assert report.ssh == "local"
-    bare = preflight.HostReport(
-        cluster.addresses[1], "ok", report.python, {**report.packages, "lightning_lockstep": None}
-    )
-    table = preflight.judge([report, bare], preflight._here())
-    assert table is not None and "lightning_lockstep None there, installed here" in table, hidden
+    cluster.stop_sshd()
+    cluster.start_sshd(1, hide=ROOT / "lightning_lockstep")
+    time.sleep(1)
+    try:
+        command = fit_command(cluster, tmp_path, hostfile(cluster))
+        code, output = cluster.run(0, command, timeout=100, env=ENVIRON)
+    finally:
+        cluster.stop_sshd()
+        cluster.start_sshd(1)
+        time.sleep(1)
+    assert code == 1
+    assert "install the same versions: lightning_lockstep missing there, installed here" in output
 
 
 def test_ssh_is_refused(cluster: Cluster, tmp_path: Path) -> None:
