@@ -57,13 +57,15 @@ def on_two_hosts(cluster: Cluster) -> Start:
     return start
 
 
-def measure(title: str, start: Start, rounds: int, goals: dict[str, float]) -> list[Comparison]:
+def measure(
+    title: str, start: Start, rounds: int, goals: dict[str, float], engines: tuple[str, ...] = ENGINES
+) -> list[Comparison]:
     """Each engine in runs of its own, in turn; one comparison for each row that was measured."""
     taken: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for round_number in range(rounds):
-            shift = round_number % len(ENGINES)
-            for engine in ENGINES[shift:] + ENGINES[:shift]:
+            shift = round_number % len(engines)
+            for engine in engines[shift:] + engines[:shift]:
                 print(f"{title}: {engine}, round {round_number + 1} of {rounds}", flush=True)
                 out = Path(folder, "out.json")
                 start(engine, out)
@@ -89,13 +91,13 @@ def run(quick: bool) -> Report:
         goals = {**GOALS, "DDP step, batch 32": 0.68 if kind == "open_mpi" else 0.62}
         tables += measure(f"{name}, 2 ranks, one host", on_one_host(kind, 2), rounds, goals)
         if not quick:
-            tables += measure(f"{name}, 4 ranks, one host", on_one_host(kind, 4), 1, {})
+            tables += measure(f"{name}, 4 ranks, one host", on_one_host(kind, 4), 1, {}, ENGINES[:2])
     reason = why_not()
     if reason:
         notes.append(f"Two hosts: {reason}.")
     elif not quick:
         with Cluster() as cluster:
-            tables += measure("Open MPI, two hosts of 2 ranks", on_two_hosts(cluster), 1, {})
+            tables += measure("Open MPI, two hosts of 2 ranks", on_two_hosts(cluster), 1, {}, ENGINES[:2])
     notes += [
         "DDP steps: an MLP of 10 layers of 1024 x 1024 (10.5 M parameters), 1 thread a rank, gradients as"
         " bucket views.",
