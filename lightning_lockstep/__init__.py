@@ -15,6 +15,7 @@ from lightning_lockstep._registry import register_strategies as _register_strate
 _EXPORTS: dict[str, str] = {
     # strategies
     "LockstepDDPStrategy": "strategies.ddp",
+    "LockstepMPIStrategy": "strategies.mpi",
     # callbacks
     "RankOrderedLogging": "callbacks.rank_logging",
     "StopTogether": "callbacks.breakpoint",
@@ -24,7 +25,6 @@ _EXPORTS: dict[str, str] = {
     "get_logger": "logs",
     "in_rank_order": "logs",
     "set_breakpoint": "callbacks.breakpoint",
-    "LockstepMPIStrategy": "strategies.mpi",
     # errors
     "BatchSizeError": "errors",
     "CollectiveError": "errors",
