@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from lightning_lockstep.distributed._mpi_work import Engine
-from lightning_lockstep.distributed.failure import leaving
+from lightning_lockstep.distributed.leaving import leaving
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 
 __all__ = ["MPIRuntime", "abort_when_leaving", "start_runtime"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from lightning_lockstep._lightning import _SubprocessScriptLauncher
-from lightning_lockstep.distributed.failure import flush_everything
+from lightning_lockstep.distributed.leaving import flush_everything
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.environment import LockstepEnvironment
 from lightning_lockstep.launchers.preflight import Host, check_hosts, read_hostfile
