@@ -224,6 +224,8 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         if self.settings.ssh_args:
             environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join(self.settings.ssh_args)
         environ.setdefault("PYTHONUNBUFFERED", "1")
+        # When rank 0 is gone, torch's store prints stacks in C++ on every other rank, below the report.
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         return environ
 
     def _run(self, command: list[str], folder: str | None) -> int:
@@ -273,19 +275,25 @@ def _where_all_hosts_see_it(program: list[str]) -> list[str]:
 
 def _label(source: IO[bytes], target: TextIO, lost: threading.Event) -> None:
     """Pass on what mpirun prints, each line with its rank, without its remarks about an end by force."""
-    remark = False
+    blocks: dict[str, list[str]] = {}  # by rank: lines since a line of dashes
     for line in source:
-        text = line.decode(errors="replace")
-        tagged = _TAGGED.match(text)
-        if tagged:
-            target.write(f"[rank {tagged[1]}] {tagged[2]}")
-        elif text.startswith("-----") and text.strip("-\n") == "":
-            remark = not remark
-        elif text.strip() and not (remark and _REMARKS.search(text)):
-            target.write(text)
+        tagged = _TAGGED.match(line.decode(errors="replace").replace("\0", ""))
+        mark, text = (f"[rank {tagged[1]}] ", tagged[2]) if tagged else ("", line.decode(errors="replace"))
         if not tagged and "lost communication with a remote daemon" in text:
             lost.set()
+        if len(text) > 40 and not text.strip("-\n"):
+            block = blocks.pop(mark, None)
+            if block is None:
+                blocks[mark] = []
+            elif not any(_REMARKS.search(one) for one in block):
+                target.write("".join(mark + one for one in block))
+        elif mark in blocks:
+            blocks[mark].append(text)
+        elif text.strip(" \n\0"):
+            target.write(mark + text)
         target.flush()
+    for mark, block in blocks.items():  # the last dashes never came
+        target.write("".join(mark + one for one in block))
 
 
 # The report of the rank that failed first comes last; what mpirun has to add says less.
