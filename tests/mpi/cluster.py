@@ -125,8 +125,8 @@ class Cluster:
         inside = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c"]
         empty = f"mount -t tmpfs none {hide}; " if hide is not None else ""
         command = f"{empty}hostname {('alpha', 'beta')[host]}; exec /usr/sbin/sshd -D -e -f {config}"
-        log = (self.folder / f"sshd{host}.log").open("ab")
-        daemon = subprocess.Popen([*inside, command], stdout=log, stderr=log, start_new_session=True)
+        with (self.folder / f"sshd{host}.log").open("ab") as log:
+            daemon = subprocess.Popen([*inside, command], stdout=log, stderr=log, start_new_session=True)
         if len(self._daemons) > host:
             self._daemons[host] = daemon
         else:
