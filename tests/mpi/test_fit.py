@@ -18,7 +18,8 @@ from tests.helpers import run_script
 from tests.mpi.cluster import Cluster, why_not
 from tests.mpi.launch import HERE, MPI_KINDS, ROOT, mpi_environ, run_program, why_no
 
-pytestmark = pytest.mark.slow
+# The hosts of the module's cluster, with their ssh daemons, live longer than one test.
+pytestmark = [pytest.mark.slow, pytest.mark.allow_leaks("processes", "files")]
 FIT = str(HERE / "program_fit.py")
 
 
