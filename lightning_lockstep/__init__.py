@@ -15,6 +15,7 @@ from lightning_lockstep._registry import register_strategies as _register_strate
 _EXPORTS: dict[str, str] = {
     # strategies
     "LockstepDDPStrategy": "strategies.ddp",
+    "LockstepMPIStrategy": "strategies.mpi",
     # callbacks
     "AutoBatchSize": "callbacks.auto_batch_size",
     "EffectiveBatchSize": "callbacks.effective_batch_size",

@@ -30,6 +30,7 @@ _STRATEGIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"start_method": "fork"},
         "lockstep_ddp for notebooks",
     ),
+    "lockstep_mpi": ("strategies.mpi", "LockstepMPIStrategy", {}, "DDP over MPI, started by mpirun or srun"),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_lockstep._application.components import Components, build
-from lightning_lockstep._application.summary import Summary, show, write
+from lightning_lockstep._application.summary import Summary, read_metrics, show, write
 from lightning_lockstep._lightning import (
     Callback,
     CSVLogger,
@@ -18,6 +18,7 @@ from lightning_lockstep._lightning import (
     _MultiProcessingLauncher,
     seed_everything,
 )
+from lightning_lockstep.launchers.mpirun import ran_under_mpirun
 
 
 def run(config: DictConfig) -> float | None:
@@ -41,7 +42,10 @@ def run(config: DictConfig) -> float | None:
     parts = build(config, own_callbacks=[record])
     loggers = list(parts.trainer.loggers)
     metrics = _loops(config, parts, record)
-    if parts.trainer.is_global_zero:
+    if ran_under_mpirun():
+        # The ranks have done it all, and rank 0 has reported it.
+        metrics = read_metrics(Path(parts.trainer.default_root_dir))
+    elif parts.trainer.is_global_zero:
         summary = Summary(
             metrics=metrics,
             steps=record.steps,

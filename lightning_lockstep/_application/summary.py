@@ -48,6 +48,15 @@ def write(summary: Summary, folder: Path) -> None:
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
 
 
+def read_metrics(folder: Path) -> dict[str, float]:
+    """Return the metrics that rank 0 has written into the run folder.
+
+    Ranks: the process that has started the ranks.
+    """
+    text = (folder / "summary.json").read_text(encoding="utf-8")
+    return {name: float(value) for name, value in json.loads(text)["metrics"].items()}
+
+
 def show(summary: Summary) -> None:
     """Print the result as a table.
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_lockstep.distributed.rendezvous import rendezvous_store
 from lightning_lockstep.errors import LaunchError
 
-__all__ = ["default_backend", "process_group_exists", "start_process_group"]
+__all__ = ["default_backend", "has_backend", "process_group_exists", "start_process_group"]
 
 
 def process_group_exists() -> bool:
@@ -28,6 +28,14 @@ def default_backend(device: torch.device) -> str:
     Ranks: any rank, alone.
     """
     return dist.Backend.default_device_backend_map.get(device.type, "gloo")
+
+
+def has_backend(name: str) -> bool:
+    """Return whether this torch was built with the backend ``name``: ``mpi``, ``nccl`` or ``gloo``.
+
+    Ranks: any rank, alone.
+    """
+    return bool(getattr(dist, f"is_{name}_available")())
 
 
 def start_process_group(

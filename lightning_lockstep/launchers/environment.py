@@ -16,6 +16,7 @@ from lightning_lockstep._lightning import (
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
 
 __all__ = ["LockstepEnvironment", "detect_environment"]
 
@@ -42,6 +43,8 @@ def detect_environment() -> ClusterEnvironment:
     """
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
+    if MPIEnvironment.detect():
+        return MPIEnvironment()
     if SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         return SLURMEnvironment()
     if LSFEnvironment.detect():

@@ -30,7 +30,7 @@ from lightning_lockstep.launchers.interrupts import watch_interrupts
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.keeper import RankKeeper
 
-__all__ = ["ScriptLauncher"]
+__all__ = ["ScriptLauncher", "current_job", "rank_command"]
 
 # How often the parent looks after its children [s]; a look is one system call a child.
 _LOOK_EVERY = 0.1
@@ -108,7 +108,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _start_ranks(self) -> None:
         global _started
-        job = _current_job()
+        job = current_job()
         if _started is not None and _started.job == job and _started.alive():
             # The children run this same script and will come to this Trainer too.
             self.procs = _started.processes
@@ -139,7 +139,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         }
 
     def _start_rank(self, local_rank: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        command, folder = _rank_command()
+        command, folder = rank_command()
         return subprocess.Popen(command, env={**environ, "LOCAL_RANK": str(local_rank)}, cwd=folder)
 
     def _watch(self, processes: list[subprocess.Popen[bytes]]) -> None:
@@ -198,7 +198,7 @@ def forget_earlier_job(patience: float) -> None:
     forget_rendezvous()
 
 
-def _rank_command() -> tuple[list[str], str | None]:
+def rank_command() -> tuple[list[str], str | None]:
     """Return (command, folder) that runs this program again."""
     if "hydra.core.hydra_config" in sys.modules:
         from lightning_lockstep.launchers.hydra_ranks import hydra_child_command
@@ -209,7 +209,7 @@ def _rank_command() -> tuple[list[str], str | None]:
     return list(_basic_subprocess_cmd()), None
 
 
-def _current_job() -> object:
+def current_job() -> object:
     """Return what tells one Hydra job of this process from the next; ``None`` without Hydra."""
     module = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():

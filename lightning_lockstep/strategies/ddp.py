@@ -147,7 +147,7 @@ class LockstepDDPStrategy(DDPStrategy):
         """
         reset_seed()
         self.set_world_ranks()
-        self.keeper.apply_threads(local_rank=self.local_rank, local_world_size=self.num_processes)
+        self._apply_threads()
         first_time = not process_group_exists()
         self._process_group_backend = self._process_group_backend or default_backend(self.root_device)
         start_process_group(
@@ -175,6 +175,9 @@ class LockstepDDPStrategy(DDPStrategy):
                 warning = mixed_cards_warning(placements)
                 if warning:
                     _log.warning(warning)
+
+    def _apply_threads(self) -> None:
+        self.keeper.apply_threads(local_rank=self.local_rank, local_world_size=self.num_processes)
 
     def _owns_a_terminal(self) -> bool:
         """Return whether this rank prints reports: rank 0, and the first rank of a node started by hand."""

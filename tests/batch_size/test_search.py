@@ -39,7 +39,7 @@ def test_every_search_ends_near_the_wall_within_its_trials(wall):
 def test_nothing_fits_a_start_too_high_and_a_cap(mode):
     make = lambda **kw: search_for(
         mode, **{"init_val": 2, "max_val": 8192, "max_trials": 25, "noise": 8e6, **kw}
-    )  # noqa: E731
+    )
     search = make(init_val=64)
     assert run(search, 0)[0] == 0 and search.propose().reason == "1 does not fit"
     assert 500 <= run(make(init_val=4096), 1000, read=True)[0] <= 1000

@@ -12,6 +12,7 @@ from tests.helpers import run_ranks
 SURFACE = [
     # strategies
     "LockstepDDPStrategy",
+    "LockstepMPIStrategy",
     # overflows
     "FP32Modules",
     "OverflowDetector",

@@ -1,0 +1,286 @@
+"""What each collective does with MPI, on contiguous tensors in memory that MPI takes.
+
+Each operation is a generator as :mod:`_mpi_work` describes. All ranks are known to be there when it begins,
+so
+that large transfers may block. Memory is handed to MPI by address: nothing is copied here.
+
+Two numbers steer large messages. A reduction goes in pieces that stay in the cache of the CPU, which on one
+host is up to three times as fast as one large call. Transfers go in pieces of at most 2^30 elements, because
+MPI counts elements with 32 bits.
+
+This module is imported once MPI is up, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from lightning_lockstep.distributed._mpi_work import Body
+
+__all__ = [
+    "LIMITS",
+    "Limits",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+
+class Limits:
+    """Sizes at which a transfer is cut; tests lower them to walk the same paths with small tensors.
+
+    Attributes:
+        piece: Bytes of one piece of a reduction.
+        count: Elements of one MPI call.
+        polled: Bytes up to which a reduction is a non-blocking one that is polled.
+    """
+
+    piece = 8 * 2**20
+    count = 2**30
+    polled = 2**16
+
+
+LIMITS = Limits()
+
+_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+    torch.bool: MPI.UINT8_T,
+}
+# Transfers without arithmetic need the size of an element only.
+_WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
+_HALF = (torch.float16, torch.bfloat16)
+
+_R = dist.ReduceOp
+_OPERATIONS = {
+    _R.SUM: MPI.SUM,
+    _R.AVG: MPI.SUM,
+    _R.PRODUCT: MPI.PROD,
+    _R.MIN: MPI.MIN,
+    _R.MAX: MPI.MAX,
+    _R.BAND: MPI.BAND,
+    _R.BOR: MPI.BOR,
+    _R.BXOR: MPI.BXOR,
+}
+# True and False are the bytes 1 and 0, and must stay so: a sum of truths is "any", a product is "all".
+_OF_TRUTHS = {**_OPERATIONS, _R.SUM: MPI.MAX, _R.PRODUCT: MPI.MIN}
+_BITWISE = (_R.BAND, _R.BOR, _R.BXOR)
+
+_TAG = 7  # of the messages inside gather, scatter and all-to-all; their group is used for nothing else
+
+
+def check_reduction(tensor: Tensor, op: Any) -> None:
+    """Raise if MPI cannot reduce this.
+
+    Args:
+        tensor: What is to be reduced.
+        op: Torch's operation, without parameters.
+
+    Raises:
+        ValueError: There is no such reduction for this dtype.
+
+    Ranks: any rank, alone.
+    """
+    if op not in _OPERATIONS:
+        raise ValueError(
+            f"The backend 'mpi4py' has no {op}: expected one of {', '.join(map(str, _OPERATIONS))}."
+        )
+    dtype = tensor.dtype
+    if dtype not in _TYPES and dtype not in _HALF and not (tensor.is_complex() and op in (_R.SUM, _R.AVG)):
+        raise ValueError(f"The backend 'mpi4py' cannot reduce {dtype} with {op}: convert the tensor first.")
+    floating = dtype.is_floating_point or tensor.is_complex()
+    if op in _BITWISE and floating:
+        raise ValueError(f"{op} works on bits and cannot reduce {dtype}: expected an integer dtype.")
+    if op == _R.AVG and dtype is torch.bool:
+        raise ValueError(f"{op} cannot reduce {dtype}: expected numbers; convert the tensor first.")
+
+
+def barrier(comm: Any) -> Body:
+    """All have come when all have said so, which the check before each operation does; else ask."""
+    yield [comm.Ibarrier()]
+
+
+def all_reduce(comm: Any, tensor: Tensor, op: Any, *, polled: bool = False) -> Body:
+    """Reduce in place on every rank."""
+    work = _summable(tensor)
+    mpi_op, flat = _mpi_op(work, op), work.view(-1)
+    if polled and flat.nbytes <= LIMITS.polled:
+        yield [comm.Iallreduce(MPI.IN_PLACE, _typed(flat), mpi_op)]
+    else:
+        for piece in _pieces(flat, LIMITS.piece // flat.element_size()):
+            comm.Allreduce(MPI.IN_PLACE, _typed(piece), mpi_op)
+    _finish(tensor, work, op, comm.size)
+    yield ()
+
+
+def reduce(comm: Any, tensor: Tensor, op: Any, root: int) -> Body:
+    """Reduce in place on ``root``; the others keep what they have."""
+    work = _summable(tensor)
+    mpi_op = _mpi_op(work, op)
+    for piece in _pieces(work.view(-1), LIMITS.piece // work.element_size()):
+        if comm.rank == root:
+            comm.Reduce(MPI.IN_PLACE, _typed(piece), mpi_op, root)
+        else:
+            comm.Reduce(_typed(piece), None, mpi_op, root)
+    if comm.rank == root:
+        _finish(tensor, work, op, comm.size)
+    yield ()
+
+
+def broadcast(comm: Any, tensor: Tensor, root: int) -> Body:
+    """Copy the tensor of ``root`` into everybody's."""
+    for piece in _pieces(tensor.view(-1), LIMITS.count):
+        comm.Bcast(_words(piece), root)
+    yield ()
+
+
+def all_gather(comm: Any, outputs: Sequence[Tensor], source: Tensor) -> Body:
+    """Put the input of rank ``i`` into ``outputs[i]`` of every rank.
+
+    Where the outputs are equal slices of one tensor, in order, one MPI call does it. Otherwise each rank's
+    input is sent straight into its place.
+    """
+    whole = _as_one(outputs)
+    if whole is not None and source.numel() <= LIMITS.count // comm.size:
+        comm.Allgather(_words(source), _words(whole, source.numel()))
+    else:
+        outputs[comm.rank].view(-1).copy_(source.view(-1))
+        for root, output in enumerate(outputs):
+            yield from broadcast(comm, output, root)
+    yield ()
+
+
+def reduce_scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], op: Any) -> Body:
+    """Reduce ``inputs[i]`` of all ranks into the output of rank ``i``."""
+    works = [_summable(part) for part in inputs]
+    mpi_op, target = _mpi_op(works[0], op), _summable(output)
+    whole = _as_one(works)
+    if whole is not None and whole.nbytes <= LIMITS.piece:
+        memory, _, datatype = _typed(whole)
+        comm.Reduce_scatter_block([memory, target.numel(), datatype], _typed(target.view(-1)), mpi_op)
+    else:
+        for root, work in enumerate(works):
+            pieces = _pieces(work.view(-1), LIMITS.piece // work.element_size())
+            places = _pieces(target.view(-1), LIMITS.piece // work.element_size())
+            for piece in pieces:
+                comm.Reduce(_typed(piece), _typed(next(places)) if comm.rank == root else None, mpi_op, root)
+    _finish(output, target, op, comm.size)
+    yield ()
+
+
+def gather(comm: Any, outputs: Sequence[Tensor], source: Tensor, root: int) -> Body:
+    """Put the input of rank ``i`` into ``outputs[i]`` of ``root``."""
+    if comm.rank != root:
+        yield [request for piece in _counted(source) for request in [comm.Isend(_words(piece), root, _TAG)]]
+        return
+    requests = []
+    for rank, output in enumerate(outputs):
+        if rank == root:
+            output.view(-1).copy_(source.view(-1))
+        else:
+            requests += [comm.Irecv(_words(piece), rank, _TAG) for piece in _counted(output)]
+    yield requests
+
+
+def scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], root: int) -> Body:
+    """Put ``inputs[i]`` of ``root`` into the output of rank ``i``."""
+    if comm.rank != root:
+        yield [comm.Irecv(_words(piece), root, _TAG) for piece in _counted(output)]
+        return
+    requests = []
+    for rank, source in enumerate(inputs):
+        if rank == root:
+            output.view(-1).copy_(source.view(-1))
+        else:
+            requests += [comm.Isend(_words(piece), rank, _TAG) for piece in _counted(source)]
+    yield requests
+
+
+def all_to_all(comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Body:
+    """Put ``inputs[j]`` of rank ``i`` into ``outputs[i]`` of rank ``j``."""
+    requests = []
+    for rank, output in enumerate(outputs):
+        if rank != comm.rank:
+            requests += [comm.Irecv(_words(piece), rank, _TAG) for piece in _counted(output)]
+    for rank, source in enumerate(inputs):
+        if rank == comm.rank:
+            outputs[rank].view(-1).copy_(source.view(-1))
+        else:
+            requests += [comm.Isend(_words(piece), rank, _TAG) for piece in _counted(source)]
+    yield requests
+
+
+def plain_reduction(dtype: torch.dtype, op: Any) -> tuple[Any, Any] | None:
+    """Return (MPI datatype, MPI operation) where MPI alone reduces this, else ``None``."""
+    if dtype not in _TYPES or op == _R.AVG or op not in _OPERATIONS:
+        return None
+    return _TYPES[dtype], (_OF_TRUTHS if dtype is torch.bool else _OPERATIONS)[op]
+
+
+def _typed(flat: Tensor) -> list[Any]:
+    memory = MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
+    return [memory, flat.numel(), _TYPES[flat.dtype]]
+
+
+def _words(flat: Tensor, count: int | None = None) -> list[Any]:
+    memory = MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
+    return [memory, flat.numel() if count is None else count, _WORDS[flat.element_size()]]
+
+
+def _pieces(flat: Tensor, elements: int) -> Iterator[Tensor]:
+    elements = max(1, min(elements, LIMITS.count))
+    if flat.numel() <= elements:
+        yield flat
+    else:
+        yield from torch.split(flat, elements)
+
+
+def _counted(tensor: Tensor) -> Iterator[Tensor]:
+    return _pieces(tensor.view(-1), LIMITS.count)
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return one flat tensor over the memory of all parts when they follow each other, else ``None``."""
+    first, each = parts[0], parts[0].nbytes
+    at = first.data_ptr()
+    if any(part.nbytes != each or part.data_ptr() != at + i * each for i, part in enumerate(parts)):
+        return None
+    return first.as_strided((first.numel() * len(parts),), (1,))
+
+
+def _summable(tensor: Tensor) -> Tensor:
+    if tensor.dtype in _HALF:
+        return tensor.float()  # MPI has no half precision; adding in float32 also loses less
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _mpi_op(tensor: Tensor, op: Any) -> Any:
+    return (_OF_TRUTHS if tensor.dtype is torch.bool else _OPERATIONS)[op]
+
+
+def _finish(tensor: Tensor, work: Tensor, op: Any, size: int) -> None:
+    if op == _R.AVG:
+        # Whole numbers are rounded towards zero, as nccl does; Lightning takes such means of flags.
+        work.div_(size, rounding_mode=None if work.is_floating_point() else "trunc")
+    if tensor.dtype in _HALF:
+        tensor.copy_(work)

@@ -1,0 +1,184 @@
+"""MPI in this process: brought up once, looked after by one communication thread, ended in order.
+
+MPI is initialised by importing ``mpi4py.MPI``. That happens here, in the communication thread, when the first
+process group of the backend is made, and never before. Where the MPI library allows calls from any thread
+(``MPI_THREAD_MULTIPLE``), callers talk to it directly as well; otherwise every call goes through that thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from lightning_lockstep.distributed._mpi_work import Engine
+from lightning_lockstep.distributed.leaving import leaving
+from lightning_lockstep.errors import LaunchError, MissingExtraError
+
+__all__ = ["MPIRuntime", "abort_when_leaving", "start_runtime"]
+
+T = TypeVar("T")
+_runtime: MPIRuntime | None = None
+_lock = threading.Lock()
+
+
+class MPIRuntime:
+    """MPI as this process has it.
+
+    Attributes:
+        MPI: The module ``mpi4py.MPI``.
+        engine: The communication thread.
+        anywhere: Whether any thread may call MPI.
+        rank: Number of this process in ``COMM_WORLD``.
+        size: Number of processes in ``COMM_WORLD``.
+        library: One line that names the MPI library.
+        failed: Exit code with which the job shall end by ``MPI_Abort``, or ``None``.
+    """
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.failed: int | None = None
+        ours = "mpi4py.MPI" not in sys.modules
+        try:
+            self.MPI = self.engine.call(_import_mpi)
+        except BaseException:
+            self.engine.stop()
+            raise
+        self._finalises = ours
+        self.anywhere = self.MPI.Query_thread() >= self.MPI.THREAD_MULTIPLE
+        if self.MPI.Query_thread() < self.MPI.THREAD_SERIALIZED and not self.engine.call(
+            self.MPI.Is_thread_main
+        ):
+            raise LaunchError(
+                "mpi4py was initialised by this program's main thread with the thread level"
+                f" {_LEVELS[self.MPI.Query_thread()]}, at which only that thread may use MPI: expected at"
+                f" least"
+                " MPI_THREAD_SERIALIZED. Don't import mpi4py.MPI yourself, or leave mpi4py.rc.thread_level at"
+                " 'multiple'."
+            )
+        world = self.MPI.COMM_WORLD
+        self.rank, self.size = self.call(world.Get_rank), self.call(world.Get_size)
+        self.library = (
+            self.MPI.Get_library_version().strip("\x00 \n").splitlines()[0].split(", package")[0].strip()
+        )
+        self.cuda_aware = _cuda_aware()
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call ``function`` where MPI may be called.
+
+        Ranks: as ``function``.
+        """
+        return function(*args) if self.anywhere else self.engine.call(function, *args)
+
+    def end(self) -> None:
+        """Finalise MPI, or abort the job if this process has failed.
+
+        Ranks: every rank at its own end; finalisation waits for the others, an abort ends them.
+        """
+        if self.failed is not None:
+            _flush()
+            self.MPI.COMM_WORLD.Abort(self.failed)
+        if self._finalises and not self.MPI.Is_finalized():
+            self.engine.call(self.MPI.Finalize)
+        self.engine.stop()
+
+
+_LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
+
+
+def start_runtime() -> MPIRuntime:
+    """Return MPI as this process has it, brought up when first asked for.
+
+    Returns:
+        The one runtime of this process.
+
+    Raises:
+        MissingExtraError: mpi4py is not installed.
+        LaunchError: It is, but no MPI library can be loaded, or not at a thread level that can be used.
+
+    Ranks: all, together, the first time (``MPI_Init``); then free.
+    """
+    global _runtime
+    with _lock:
+        if _runtime is None:
+            _runtime = MPIRuntime()
+            atexit.register(_at_exit)
+            _abort_on_uncaught(_runtime)
+        return _runtime
+
+
+def abort_when_leaving(delay: float) -> None:
+    """Set how long a rank waits, after a failure, before it ends the whole MPI job by ``MPI_Abort``.
+
+    Args:
+        delay: Time that the rank which prints the report gets to do so [s]; 0 on that rank.
+
+    Ranks: every rank, for itself, at start-up.
+    """
+    global _delay
+    _delay = delay
+
+
+_delay = 0.0
+
+
+def _at_exit() -> None:
+    if _runtime is None:
+        return
+    if leaving() and _runtime.failed is None:
+        _runtime.failed = 1
+    if _runtime.failed is not None:
+        _flush()
+        time.sleep(_delay)  # ended by mpirun meanwhile, once the rank that reports has gone
+    _runtime.end()
+
+
+def _abort_on_uncaught(runtime: MPIRuntime) -> None:
+    """An exception that nobody catches on one rank must not leave the others waiting in MPI."""
+    usual = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        usual(kind, value, trace)
+        runtime.failed = runtime.failed or 1
+
+    sys.excepthook = hook
+
+
+def _import_mpi() -> Any:
+    try:
+        import mpi4py
+    except ImportError as error:
+        raise MissingExtraError("mpi4py", extra="mpi", needed_for="The backend 'mpi4py'") from error
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.finalize = False  # we finalise, in the thread that initialised
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"mpi4py is installed, but it cannot load an MPI library: {str(error).splitlines()[0]}."
+            f" Install one with"
+            " `pip install 'lightning-lockstep[mpi]'`, or set MPI4PY_LIBMPI to the path of your cluster's"
+            " libmpi.so."
+        ) from error
+    return MPI
+
+
+def _cuda_aware() -> bool:
+    """Return whether the loaded MPI library takes pointers to CUDA memory."""
+    for name in ("libmpi.so.40", "libmpi.so.12", "libmpi.so"):
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name, mode=getattr(os, "RTLD_NOLOAD", 4) | ctypes.RTLD_GLOBAL)
+            return bool(library.MPIX_Query_cuda_support())
+    return False
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()

@@ -1,0 +1,257 @@
+"""How an operation of the ``mpi4py`` backend runs: a task that is stepped until it is done.
+
+An operation is a generator. It yields the MPI requests it waits for, and goes on when they are complete; it
+may also call MPI and block where all ranks are known to be there. Whoever steps a task never blocks on a rank
+that has not come, so that a deadline, news of a failure elsewhere, and other tasks get their turn.
+
+Small operations that a caller waits for are stepped by the caller itself. All others are stepped by the one
+communication thread: the collectives of a group one after another, everything else side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+__all__ = [
+    "Body",
+    "Engine",
+    "Pause",
+    "Task",
+    "run_here",
+    "set_interruption",
+]
+
+#: Yields lists of requests (whatever has ``Test()``); returns nothing.
+Body = Generator[Iterable[Any], None, None]
+
+_interruption: Callable[[], BaseException | None] | None = None
+_given_up: list[Any] = []
+
+
+def set_interruption(question: Callable[[], BaseException | None] | None) -> None:
+    """Let every wait for another rank ask now and then whether it still makes sense.
+
+    Args:
+        question: Returns the error to end the wait with, or ``None``; asked every few milliseconds.
+
+    Ranks: any rank, alone; a strategy does it at start-up.
+    """
+    global _interruption
+    _interruption = question
+
+
+class Pause:
+    """What one does between two looks at a request: spin at first, then give the core away, then sleep.
+
+    Args:
+        limit: Moment at which waiting ends [s, of time.monotonic].
+    """
+
+    __slots__ = ("_asked", "_looks", "_since", "limit")
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self._looks, self._since, self._asked = limit, 0, 0.0, 0.0
+
+    def __call__(self) -> bool:
+        """Pause; return ``False`` once the limit is reached.
+
+        Raises:
+            BaseException: What the interruption of :func:`set_interruption` said.
+        """
+        self._looks += 1
+        if self._looks < 100:
+            return True
+        now = time.monotonic()
+        if self._looks == 100:
+            self._since = self._asked = now
+        waited = now - self._since
+        if waited > 0.002:
+            time.sleep(0.00005 if waited < 0.5 else 0.0005)
+        else:
+            os.sched_yield()
+        if now - self._asked > 0.02 and _interruption is not None:
+            self._asked = now
+            error = _interruption()
+            if error is not None:
+                raise error
+        return now < self.limit
+
+    def rest(self) -> None:
+        """Forget how long one has waited: something moved."""
+        self._looks = 0
+
+
+class Task:
+    """One operation on its way.
+
+    Args:
+        body: The generator.
+        timeout: Longest wait for the other ranks [s].
+        stalled: Makes the error for when they don't come.
+        lane: Tasks of one lane run one after another; ``None`` beside all others.
+    """
+
+    __slots__ = ("_body", "_requests", "done", "error", "lane", "limit", "on_done", "stalled")
+
+    def __init__(
+        self, body: Body, *, timeout: float, stalled: Callable[[float], BaseException], lane: Any = None
+    ) -> None:
+        self._body, self._requests, self.lane, self.stalled = body, (), lane, stalled
+        self.limit = time.monotonic() + timeout
+        self.done, self.error = False, None
+        self.on_done: Callable[[], None] | None = None
+
+    _requests: Iterable[Any]
+    error: BaseException | None
+
+    def step(self) -> bool:
+        """Go on as far as possible without waiting; return whether the operation is over."""
+        for request in self._requests:
+            if not request.Test():
+                return False
+        try:
+            self._requests = next(self._body)
+        except StopIteration:
+            self.done = True
+            return True
+        return False
+
+    def fail(self, error: BaseException) -> None:
+        """End the operation with an error.
+
+        MPI may still write to the memory of a request that was given up, so all of it is kept.
+        """
+        self.error, self.done = error, True
+        if self._requests:
+            _given_up.append((self._body, self._requests))
+
+
+def run_here(task: Task, timeout: float) -> None:
+    """Step a task in the calling thread until it is over.
+
+    Raises:
+        BaseException: What the operation ended with.
+
+    Ranks: as the operation.
+    """
+    pause = Pause(task.limit)
+    while not task.step():
+        if not pause():
+            error = task.stalled(timeout)
+            task.fail(error)
+            raise error
+
+
+class Engine:
+    """The communication thread: takes tasks and steps them until they are over."""
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._running: list[Task] = []
+        self._lanes: dict[Any, deque[Task]] = {}
+        self._thread = threading.Thread(target=self._loop, name="lockstep-mpi", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task) -> None:
+        """Hand over a task.
+
+        Ranks: any rank; returns at once.
+        """
+        self._inbox.put(task)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function`` in the communication thread and return what it returns.
+
+        Ranks: as ``function``.
+        """
+        if threading.current_thread() is self._thread:
+            return function(*args)
+        box: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def called() -> None:
+            try:
+                box.put((function(*args), None))
+            except BaseException as error:  # handed to the caller, whole
+                box.put((None, error))
+
+        self._inbox.put(called)
+        value, error = box.get()
+        if error is not None:
+            raise error
+        return value
+
+    def stop(self) -> None:
+        """End the thread, once nothing is queued before this call; waits 2 s at most."""
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2.0)
+
+    def _loop(self) -> None:
+        pause = Pause(float("inf"))
+        while True:
+            try:
+                item = self._inbox.get(block=not self._running)
+            except queue.Empty:
+                item = ()
+            if item is None:
+                return
+            if isinstance(item, Task):
+                self._admit(item)
+                pause.rest()
+            elif callable(item):
+                item()
+            if self._step_all():
+                pause.rest()
+            else:
+                self._wait(pause)
+
+    def _wait(self, pause: Pause) -> None:
+        try:
+            pause()
+        except BaseException as error:  # news of a failure elsewhere ends every task that waits
+            for task in list(self._running):
+                task.fail(error)
+                self._over(task)
+
+    def _admit(self, task: Task) -> None:
+        if task.lane is None:
+            self._running.append(task)
+            return
+        waiting = self._lanes.setdefault(task.lane, deque())
+        waiting.append(task)
+        if len(waiting) == 1:
+            self._running.append(task)
+
+    def _step_all(self) -> bool:
+        moved = False
+        for task in list(self._running):
+            try:
+                over = task.step()
+                if not over and time.monotonic() > task.limit:
+                    task.fail(task.stalled(0.0))
+                    over = True
+            except BaseException as error:  # belongs to whoever waits for the operation
+                task.fail(error)
+                over = True
+            if over:
+                moved = True
+                self._over(task)
+        return moved
+
+    def _over(self, task: Task) -> None:
+        self._running.remove(task)
+        if task.lane is not None:
+            waiting = self._lanes[task.lane]
+            waiting.popleft()
+            if waiting:
+                self._running.append(waiting[0])
+            else:
+                del self._lanes[task.lane]
+        if task.on_done is not None:
+            task.on_done()

@@ -1,0 +1,211 @@
+"""DDP over MPI: collectives of the cluster's MPI library for an ordinary build of torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lightning_lockstep._lightning import _AcceleratorConnector, rank_zero_only
+from lightning_lockstep.distributed import mpi_backend
+from lightning_lockstep.distributed._mpi_runtime import abort_when_leaving
+from lightning_lockstep.distributed._mpi_work import set_interruption
+from lightning_lockstep.distributed.process_group import has_backend
+from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError, RankFailedError
+from lightning_lockstep.launchers.environment import LockstepEnvironment, detect_environment
+from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
+from lightning_lockstep.launchers.mpirun import MPIRunLauncher, MPIRunSettings, find_mpirun
+from lightning_lockstep.strategies.ddp import LockstepDDPStrategy
+
+__all__ = ["LockstepMPIStrategy"]
+
+_log = logging.getLogger(__name__)
+_BACKENDS = ("auto", "mpi4py", "gloo", "nccl", "mpi")
+
+
+class LockstepMPIStrategy(LockstepDDPStrategy):
+    """DDP for ranks that mpirun, mpiexec or srun has started, or that it starts itself with mpirun.
+
+    Everything of :class:`LockstepDDPStrategy` holds here too: crash fan-out, honest precision, the table of
+    who runs where, uneven inputs, gradient compression.
+
+    Args:
+        backend: ``auto``: nccl on CUDA; on CPU ``mpi4py`` (collectives of the MPI library) where it is
+            installed, else gloo. Or one of ``mpi4py``, ``gloo``, ``nccl``, and ``mpi`` for a torch built
+            with it.
+        check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before
+        each
+            collective, for some microseconds.
+        cuda_aware: Whether the MPI library takes CUDA memory; by default it is asked.
+        hostfile: File with the hosts to start ranks on and their slots, in the form of the mpirun in use.
+        mpirun: The command that starts ranks; by default the one beside this Python, else the one in
+        ``PATH``.
+        mpirun_args: Further arguments for it.
+        ssh_args: Arguments for ssh to the other hosts, such as ``["-p", "2222"]``.
+        options: As for :class:`LockstepDDPStrategy`, such as ``grace_period``, ``uneven_inputs``,
+        ``timeout``.
+
+    Raises:
+        ConfigurationError: One message with everything that cannot be used.
+        MissingExtraError: ``backend="mpi4py"``, and it is not installed.
+
+    Ranks: construct it alike in every process. Detection reads environment variables; MPI is started when the
+        ranks meet, not before.
+    """
+
+    strategy_name = "lockstep_mpi"
+
+    def __init__(
+        self,
+        *,
+        backend: Literal["auto", "mpi4py", "gloo", "nccl", "mpi"] = "auto",
+        check: bool = True,
+        cuda_aware: bool | None = None,
+        hostfile: str | Path | None = None,
+        mpirun: str | None = None,
+        mpirun_args: Sequence[str] = (),
+        ssh_args: Sequence[str] = (),
+        cluster_environment: Any | None = None,
+        **options: Any,
+    ) -> None:
+        _check_backend(backend, options)
+        self.backend = backend
+        self._backend_options = mpi_backend.MPIBackendOptions(check=check, cuda_aware=cuda_aware)
+        self.mpirun = MPIRunSettings(
+            hostfile=hostfile, mpirun=mpirun, mpirun_args=tuple(mpirun_args), ssh_args=tuple(ssh_args)
+        )
+        super().__init__(cluster_environment=cluster_environment or detect_environment(), **options)
+        if self._under_mpi:
+            # Lightning takes every rank for rank 0 until the ranks have met, and greets once on each.
+            rank_zero_only.rank = self._mpi.global_rank()  # type: ignore[attr-defined]
+
+    @property
+    def _under_mpi(self) -> bool:
+        return isinstance(self.cluster_environment, MPIEnvironment)
+
+    @property
+    def _mpi(self) -> MPIEnvironment:
+        assert isinstance(self.cluster_environment, MPIEnvironment)
+        return self.cluster_environment
+
+    def _configure_launcher(self) -> None:
+        if self._under_mpi:
+            self._take_the_ranks_there_are()
+        super()._configure_launcher()
+        ours = isinstance(self.cluster_environment, LockstepEnvironment)
+        if (
+            ours
+            and self.num_processes * self.num_nodes > 1
+            and self.backend in ("auto", "mpi4py", "mpi", "gloo")
+        ):
+            command = find_mpirun(self.mpirun)
+            if command is not None:
+                self._launcher = MPIRunLauncher(
+                    self.mpirun, command, num_processes=self.num_processes, num_nodes=self.num_nodes
+                )
+            elif self.backend == "auto" and self.mpirun.hostfile is None:
+                _log.warning("There is no mpirun here, so the ranks are started as lockstep_ddp starts them.")
+            else:
+                raise LaunchError(
+                    "There is no mpirun beside this Python nor in PATH: install one with"
+                    " `pip install 'lightning-lockstep[mpi]'`, load your cluster's MPI module, or give"
+                    " mpirun=..."
+                )
+
+    def _take_the_ranks_there_are(self) -> None:
+        """With devices='auto', train on as many ranks as were started."""
+        rank = self._mpi.mpi_rank
+        if _given_to_trainer("devices") != "auto" or rank.size % rank.local_size:
+            return
+        devices = list(self.parallel_devices or [torch.device("cpu")])
+        self.parallel_devices = (devices * rank.local_size)[: rank.local_size]
+        if self.num_nodes == 1:
+            self.num_nodes = rank.size // rank.local_size
+
+    def setup_distributed(self) -> None:
+        """Find the other ranks over MPI, make the process group and open the side channel.
+
+        Raises:
+            LaunchError: The environment variables, MPI and the Trainer disagree about the ranks.
+
+        Ranks: all, together.
+        """
+        self._process_group_backend = self._choose_backend()
+        mpi_backend.default_options(self._backend_options)
+        super().setup_distributed()
+        fan_out = self.keeper.fan_out
+        if fan_out is not None:
+
+            def failed_elsewhere() -> BaseException | None:
+                try:
+                    fan_out.check()
+                except RankFailedError as error:
+                    return error
+                return None
+
+            set_interruption(failed_elsewhere)
+            # mpirun ends all ranks as soon as one has ended badly: let the one that prints the report go
+            # first.
+            abort_when_leaving(0.0 if fan_out.shows_report else self.keeper.settings.grace_period + 2.0)
+
+    def _choose_backend(self) -> str:
+        device = self.root_device.type
+        if self.backend == "auto":
+            installed = importlib.util.find_spec("mpi4py") is not None
+            by_mpi = self._under_mpi and installed
+            chosen = "nccl" if device == "cuda" else "mpi4py" if by_mpi else "gloo"
+            if self.global_rank == 0 and chosen == "gloo":
+                why = "mpi4py is not installed" if not installed else "no mpirun has started the ranks"
+                _log.warning("The ranks talk over gloo, since %s.", why)
+        else:
+            chosen = self.backend
+        if chosen == "mpi4py":
+            mpi_backend.register_mpi_backend()
+        return chosen
+
+    def _apply_threads(self) -> None:
+        meeting = self._mpi.meeting if self._under_mpi else None
+        if meeting is None or meeting.sharing is None:
+            super()._apply_threads()
+            return
+        # mpirun may have bound each rank to cores of its own, which then need not be divided once more.
+        self.keeper.apply_threads(local_rank=meeting.place, local_world_size=meeting.sharing)
+
+
+def _check_backend(backend: str, options: dict[str, Any]) -> None:
+    faults = []
+    if backend not in _BACKENDS:
+        faults.append(f"backend={backend!r}: expected one of {', '.join(map(repr, _BACKENDS))}.")
+    if "process_group_backend" in options:
+        faults.append("process_group_backend was given to LockstepMPIStrategy: expected backend=... instead.")
+    if options.get("start_method", "popen") != "popen":
+        faults.append(
+            f"start_method={options['start_method']!r}: ranks of this strategy are started by mpirun."
+        )
+    if backend == "mpi" and not has_backend("mpi"):
+        faults.append(
+            "backend='mpi': this torch was built without MPI, as all wheels are. Use 'mpi4py', which needs"
+            " no such build."
+        )
+    if backend == "nccl" and not torch.cuda.is_available():
+        faults.append("backend='nccl': there is no CUDA device here. Use 'auto', 'mpi4py' or 'gloo'.")
+    if faults:
+        raise ConfigurationError(faults)
+    if backend == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
+        raise MissingExtraError("mpi4py", extra="mpi", needed_for="backend='mpi4py'")
+
+
+def _given_to_trainer(name: str) -> Any:
+    """Return an argument of the Trainer under construction, as the user gave it."""
+    code = _AcceleratorConnector.__init__.__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return frame.f_locals.get(name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
