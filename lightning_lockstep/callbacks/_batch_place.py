@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
 import torch
@@ -198,7 +198,7 @@ def _samples_per_rank(loader: DataLoader[Any], world_size: int) -> int:
     samples = len(loader.dataset)  # type: ignore[arg-type]
     if isinstance(loader.sampler, DistributedSampler):
         return samples // loader.sampler.num_replicas
-    given = len(loader.sampler) if hasattr(loader.sampler, "__len__") else samples
+    given = len(loader.sampler) if isinstance(loader.sampler, Sized) else samples
     return max(1, min(samples, given) // world_size)
 
 

@@ -25,7 +25,7 @@ class TooLargeError(MemoryError):
     """Raised in place of a step that is known not to fit."""
 
 
-class GuardedOptimization(_AutomaticOptimization):  # type: ignore[misc]
+class GuardedOptimization(_AutomaticOptimization):
     """The loop's optimization, whose step survives running out of memory.
 
     Args:
@@ -54,7 +54,7 @@ class GuardedOptimization(_AutomaticOptimization):  # type: ignore[misc]
         )
 
 
-class GuardedClosure(_Closure):  # type: ignore[misc]
+class GuardedClosure(_Closure):
     """One forward and backward; remembers how far it came."""
 
     def __init__(self, recovery: Recovery, kwargs: Any, optimizer: Any, **functions: Any) -> None:

@@ -117,7 +117,7 @@ class Recovery:
         if self._trainer.fit_loop._should_accumulate():
             return result
         if self._mode == "skip" and self._module.device.type != "cpu":
-            torch.accelerator.synchronize()  # type: ignore[attr-defined]
+            torch.accelerator.synchronize()
         notice = self.notices.at(self._step)
         self._step += 1
         if notice is None:

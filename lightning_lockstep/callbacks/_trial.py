@@ -240,7 +240,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _cut_off(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+def _cut_off(trainer: Any, module: LightningModule) -> Iterator[None]:
     """Keep trials from loggers, callbacks and other ranks."""
     strategy, world_size = trainer.strategy, trainer.world_size
     callbacks, loggers = trainer.callbacks, trainer.loggers

@@ -39,7 +39,7 @@ from lightning_lockstep.memory import SizeSearch, meter_for, parse_bytes, search
 __all__ = ["AutoBatchSize"]
 
 
-class AutoBatchSize(Callback):  # type: ignore[misc]
+class AutoBatchSize(Callback):
     """Finds the largest batch size that fits on every rank, before a fit, validate, test or predict.
 
     All ranks try the same size at the same time, each by itself; a size fits when it fits on all of them. The
@@ -184,7 +184,7 @@ class AutoBatchSize(Callback):  # type: ignore[misc]
         """
         communicator, settings = current_communicator(), self.settings
         tell: Callable[[str], None] = say if communicator.is_main else lambda text: None
-        if trainer.fast_dev_run:
+        if getattr(trainer, "fast_dev_run", False):
             tell("AutoBatchSize: no search under fast_dev_run")
             return None
         refuse_sharded(trainer)

@@ -21,7 +21,7 @@ from lightning_lockstep.memory.effective_batch import (
 __all__ = ["EffectiveBatchSize"]
 
 
-class EffectiveBatchSize(Callback):  # type: ignore[misc]
+class EffectiveBatchSize(Callback):
     """Fixes the global batch: micro-batch x accumulation x ranks, whatever the number of ranks.
 
     The configured batch size is the largest micro-batch; it is kept or made smaller, and

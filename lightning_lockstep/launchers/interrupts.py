@@ -41,7 +41,8 @@ def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callab
         return lambda: None
     ended = threading.Event()
 
-    def watch() -> None:
+    def watch(keep_open: socket.socket) -> None:
+        # The signal handler knows the writer by number only: somebody has to hold the socket itself.
         while not ended.is_set():
             try:
                 numbers = reader.recv(16)
@@ -54,7 +55,7 @@ def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callab
                     on_stuck()
                 return
 
-    threading.Thread(target=watch, name="lockstep-interrupt", daemon=True).start()
+    threading.Thread(target=watch, args=(writer,), name="lockstep-interrupt", daemon=True).start()
 
     def end() -> None:
         ended.set()

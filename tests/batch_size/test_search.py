@@ -37,9 +37,9 @@ def test_every_search_ends_near_the_wall_within_its_trials(wall):
 
 @pytest.mark.parametrize("mode", ["power", "binsearch", "model"])
 def test_nothing_fits_a_start_too_high_and_a_cap(mode):
-    make = lambda **kw: search_for(
-        mode, **{"init_val": 2, "max_val": 8192, "max_trials": 25, "noise": 8e6, **kw}
-    )
+    def make(**kw):
+        return search_for(mode, **{"init_val": 2, "max_val": 8192, "max_trials": 25, "noise": 8e6, **kw})
+
     search = make(init_val=64)
     assert run(search, 0)[0] == 0 and search.propose().reason == "1 does not fit"
     assert 500 <= run(make(init_val=4096), 1000, read=True)[0] <= 1000
@@ -52,7 +52,8 @@ def test_a_wrong_line_does_not_lead_beyond_the_wall():
     while not (proposal := search.propose()).stop:
         fits = proposal.size <= 700  # memory grows faster than the line says
         search.record(proposal.size, fits, peak=BASE + SLOPE * proposal.size, limit=BASE + SLOPE * 1000)
-    assert 0.98 * 700 <= proposal.size <= 700 and len(search.trials) <= 12
+    # Where the line is wrong throughout, halving takes over: a few trials more than the 6 of a good line.
+    assert 0.98 * 700 <= proposal.size <= 700 and len(search.trials) <= 15
 
 
 def test_memory_that_comes_and_goes_takes_the_last_word():

@@ -111,11 +111,13 @@ def test_torchrun_makes_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_wrong_command_line_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
-    outcome = lockstep_train("strategy=dpp", "trainer.max_epochz=3", "data.batch_size=-1", cwd=tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    outcome = lockstep_train("strategy=dpp", "trainer.max_epochz=3", "data.batch_size=-1", cwd=run)
     assert outcome.returncode == 2
     assert outcome.stderr.startswith("lockstep-train: 3 faults in the configuration; nothing was started.")
     assert "Traceback" not in outcome.output
-    assert list(tmp_path.iterdir()) == []
+    assert list(run.iterdir()) == []
 
 
 def test_what_a_users_own_constructor_objects_to_is_a_message_too(tmp_path: Path) -> None:

@@ -87,12 +87,14 @@ def test_a_sweep_of_ranks_that_torchrun_starts(tmp_path: Path) -> None:
 
 
 def test_a_wrong_command_line_ends_all_ranks_of_torchrun_with_one_message(tmp_path: Path) -> None:
-    outcome = torchrun(str(ECHO), "part=frist", "txet=1", env={"ECHO_TO": str(tmp_path)}, cwd=tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    outcome = torchrun(str(ECHO), "part=frist", "txet=1", env={"ECHO_TO": str(run)}, cwd=run)
     assert outcome.returncode != 0
     assert outcome.output.count("2 faults in the configuration; nothing was started.") == 1, outcome.output
     assert "exitcode  : 2" in outcome.output
     assert "hydra/_internal" not in outcome.output
-    assert list(tmp_path.iterdir()) == []
+    assert list(run.iterdir()) == []
 
 
 def test_ranks_that_srun_starts(tmp_path: Path) -> None:

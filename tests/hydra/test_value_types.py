@@ -19,10 +19,10 @@ from lightning_lockstep._application.value_types import mismatch
         (1, int),
         (1, float),
         (0.5, float),
-        (None, Optional[int]),
+        (None, Optional[int]),  # noqa: UP045  the older spelling is what is tested
         (None, int | None),
         ("auto", int | Literal["auto"]),
-        ("00:01:00:00", Union[str, timedelta, dict, None]),
+        ("00:01:00:00", Union[str, timedelta, dict, None]),  # noqa: UP007  likewise
         ("x", Callable[[], int]),
         (3, Any),
         ({}, int),
@@ -46,7 +46,7 @@ def test_these_fit_or_cannot_be_judged(value: Any, hint: Any) -> None:
         ("a", int | float | None, "a number or null"),
         ("b", Literal["popen", "spawn"], "'popen' or 'spawn'"),
         (1, str | None, "text or null"),
-        (2.5, Union[list[int], str, int], "a list, text or a whole number"),
+        (2.5, Union[list[int], str, int], "a list, text or a whole number"),  # noqa: UP007
     ],
 )
 def test_these_do_not_and_the_expectation_is_in_words(value: Any, hint: Any, expected: str) -> None:
