@@ -5,29 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 from lightning_lockstep.memory.out_of_memory import Failure, release_memory
 
 __all__ = ["find_executable_batch_size"]
-
-
-@overload
-def find_executable_batch_size(
-    function: Callable[..., Any],
-    starting_batch_size: int = ...,
-    reduce_batch_size_fn: Callable[[], int] | None = ...,
-) -> Callable[..., Any]: ...
-
-
-@overload
-def find_executable_batch_size(
-    function: None = ...,
-    starting_batch_size: int = ...,
-    reduce_batch_size_fn: Callable[[], int] | None = ...,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 
 
 def find_executable_batch_size(

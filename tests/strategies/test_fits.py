@@ -225,7 +225,9 @@ def test_gradient_compression_works_on_cpu() -> None:
         assert first[name] == second[name], name
     assert first["fp16_compress"] == pytest.approx(first["None"], rel=1e-3)
     assert first["bf16_compress"] == pytest.approx(first["None"], rel=1e-2)
-    assert len(set(first.values())) == 5, "every hook leaves its own trace"
+    # Torch's PowerSGD begins to compress after 1,000 steps; until then it reduces as without a hook.
+    assert first["power_sgd"] == first["None"]
+    assert len({first[name] for name in ("None", "fp16_compress", "bf16_compress", "doubled")}) == 4
     assert first["doubled"] != second["doubled"], "a hook of the user's is really used"
 
 
