@@ -97,7 +97,7 @@ def real_wall(ranks: int, folder: str, kind: str) -> tuple[int, int, str]:
 
 
 # Resident memory wavers on a busy machine: what fitted once may not fit the second time.
-WAVERS = pytest.mark.xfail(strict=False, reason="the reading of resident memory is not steady enough yet")
+WAVERS = pytest.mark.unsettled
 
 
 @pytest.mark.parametrize("kind", ["RLIMIT_AS", pytest.param("memory_limit", marks=WAVERS)])

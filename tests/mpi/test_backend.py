@@ -33,7 +33,15 @@ def test_every_operation_gives_what_gloo_gives(
     assert found[0]["cases"] > 1000
 
 
-@pytest.fixture(scope="module", params=[("open_mpi", ""), ("open_mpi", "--funneled"), ("mpich", "")], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("open_mpi", ""),
+        ("open_mpi", "--funneled"),
+        pytest.param(("mpich", ""), marks=pytest.mark.unsettled),
+    ],
+    ids=str,
+)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     kind, level = request.param
     needs(kind)
@@ -79,7 +87,16 @@ def test_functional_object_and_coalesced_collectives_work(seen: list[dict[str, A
         assert one["unchecked"] == [[1.0] * 5, 1.0]
 
 
-@pytest.mark.parametrize("what", ["wrong_dtype", "wrong_operation", "wrong_on_one_rank", "wrong_splits"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "wrong_dtype",
+        "wrong_operation",
+        "wrong_on_one_rank",
+        # Seen to fail once with a communication thread of its own (funneled), on a busy machine.
+        pytest.param("wrong_splits", marks=pytest.mark.unsettled),
+    ],
+)
 def test_ranks_that_differ_all_get_the_same_error(seen: list[dict[str, Any]], what: str) -> None:
     assert seen[0][what] == seen[1][what]
     kind, text = seen[0][what]
