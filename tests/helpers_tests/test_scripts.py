@@ -93,10 +93,15 @@ def test_waiting_for_output_that_never_comes_says_why(tmp_path: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
+    """Whether a process is still there; a killed one may take a moment to be gone."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        process.wait(timeout=10)
     except psutil.NoSuchProcess:
         return False
+    except psutil.TimeoutExpired:
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def test_descendants_are_seen(tmp_path: Path) -> None:
