@@ -12,9 +12,6 @@ from lightning_lockstep.distributed.communicator import (
     Communicator,
     PendingReduction,
     SingleProcessCommunicator,
-    TorchCommunicator,
-    current_communicator,
-    shut_down,
 )
 from lightning_lockstep.distributed.exchange import exchange
 from lightning_lockstep.distributed.failure import FailureRecord
@@ -24,7 +21,12 @@ from lightning_lockstep.distributed.side_channel import (
     LocalSideChannel,
     Message,
     SideChannel,
-    StoreSideChannel,
+)
+from lightning_lockstep.distributed.store_side_channel import StoreSideChannel
+from lightning_lockstep.distributed.torch_communicator import (
+    TorchCommunicator,
+    current_communicator,
+    shut_down,
 )
 
 __all__ = [

@@ -19,7 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_lockstep.distributed.flushing import at_process_end
-from lightning_lockstep.distributed.side_channel import SideChannel, StoreSideChannel
+from lightning_lockstep.distributed.side_channel import SideChannel
+from lightning_lockstep.distributed.store_side_channel import StoreSideChannel
 
 __all__ = ["close_side_channel", "current_group", "known_rank", "open_side_channel", "side_channel_if_open"]
 

@@ -38,7 +38,8 @@ from lightning_lockstep.distributed.leaving import (
     show_plainly,
     tell_torchelastic,
 )
-from lightning_lockstep.distributed.side_channel import Message, SideChannel, StoreSideChannel
+from lightning_lockstep.distributed.side_channel import Message, SideChannel
+from lightning_lockstep.distributed.store_side_channel import StoreSideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
 
 __all__ = ["CrashFanOut", "fan_out_on"]

@@ -1,0 +1,218 @@
+"""The side channel over a TCP store that rank 0 hosts.
+
+Every rank has a mailbox: a queue in the store. A rank posts by handing the message to its sending thread,
+which pushes it into the mailboxes of the receivers over a connection of its own. The receiving thread of each
+rank sleeps in the store, on a second connection, until something arrives. Nobody polls, a post returns at
+once, and all of it goes on while the main thread sits in a collective.
+
+A rank that ends says goodbye first, so that a connection which breaks without one means that rank 0, where
+the store lives, is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch.distributed import DistError, TCPStore
+
+from lightning_lockstep.distributed.side_channel import Message, SideChannel, receivers_of
+
+__all__ = ["StoreSideChannel"]
+
+# A receiving thread sleeps in the store for this long before it asks again; a message wakes it at once.
+_SLEEP = timedelta(days=1)
+_CLOSING = "lockstep/closing"
+_WAKE = "lockstep/wake"
+
+
+class StoreSideChannel(SideChannel):
+    """The side channel of a run with several ranks, over a TCP store.
+
+    Args:
+        host: Host name or address of rank 0.
+        port: Port of the store on that host.
+        rank: This rank.
+        world_size: Number of ranks.
+        server: The store itself, on rank 0, kept alive for as long as the channel.
+        on_lost: Called once, with the reason, when the store is gone though nobody said goodbye.
+        on_silent: Called on rank 0 with (rank, seconds) when a rank's heartbeat has stopped for longer than
+            ``silence_limit``.
+        heartbeat_interval: Time between two heartbeats of a rank [s].
+        silence_limit: Age of the last heartbeat at which a rank counts as gone [s].
+        connect_timeout: Longest wait for the store to answer [s].
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        server: TCPStore | None = None,
+        on_lost: Callable[[str], None] | None = None,
+        on_silent: Callable[[int, float], None] | None = None,
+        heartbeat_interval: float = 5.0,
+        silence_limit: float = 120.0,
+        connect_timeout: float = 60.0,
+    ) -> None:
+        super().__init__(rank, world_size)
+        self.host, self.port = host, port
+        self.on_lost, self.on_silent = on_lost, on_silent
+        self._server = server
+        self._heartbeat_interval, self._silence_limit = heartbeat_interval, silence_limit
+        self._outbox: queue.SimpleQueue[tuple[str, Any, tuple[int, ...]] | threading.Event | None] = (
+            queue.SimpleQueue()
+        )
+        self._closing = threading.Event()
+        self._lost = threading.Event()
+        self._goodbyes: set[int] = set()
+        self._all_said_goodbye = threading.Event()
+        self._send_store = _connect(host, port, connect_timeout)
+        self._receive_store = _connect(host, port, connect_timeout)
+        self._receive_store.set_timeout(_SLEEP)
+        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._send_store.set(_beat(rank), "0")
+        self._sender = threading.Thread(target=self._send_loop, name="lockstep-send", daemon=True)
+        self._receiver = threading.Thread(target=self._receive_loop, name="lockstep-receive", daemon=True)
+        self._sender.start()
+        self._receiver.start()
+
+    @property
+    def usable(self) -> bool:
+        """See :attr:`SideChannel.usable`."""
+        return not self._lost.is_set() and not self._closing.is_set()
+
+    @property
+    def lost(self) -> bool:
+        """See :attr:`SideChannel.lost`."""
+        return self._lost.is_set() and not self._closing.is_set()
+
+    def post(self, topic: str, body: Any = None, *, to: int | Iterable[int] | None = None) -> None:
+        """See :meth:`SideChannel.post`."""
+        self._outbox.put((topic, body, receivers_of(to, self.rank, self.world_size)))
+
+    def claim(self, key: str, value: str) -> str:
+        """See :meth:`SideChannel.claim`; when the store is gone, the caller's own value stands."""
+        try:
+            return bytes(self._send_store.compare_set(f"claim/{key}", "", value)).decode()
+        except DistError:
+            return value
+
+    def flush(self, timeout: float = 5.0) -> bool:
+        """See :meth:`SideChannel.flush`."""
+        if self._lost.is_set() or not self._sender.is_alive():
+            return False
+        sent = threading.Event()
+        self._outbox.put(sent)
+        return sent.wait(timeout)
+
+    def close(self, timeout: float = 2.0) -> None:
+        """See :meth:`SideChannel.close`."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if not self._lost.is_set():
+            self.post(_CLOSING)
+        if self._server is not None and not self._lost.is_set():
+            # The store dies with this process; let those who still talk to it hear that we leave.
+            self.flush(timeout)
+            self._all_said_goodbye.wait(timeout)
+        self.post(_WAKE, to=self.rank)
+        self._outbox.put(None)
+        self._sender.join(max(timeout, 0.5))
+        self._receiver.join(max(timeout, 0.5))
+        self._closed()
+
+    def _send_loop(self) -> None:
+        due = time.monotonic() + self._heartbeat_interval
+        while True:
+            try:
+                item = self._outbox.get(timeout=max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                due = time.monotonic() + self._heartbeat_interval
+                if self._lost.is_set() or not self._guarded(self._beat):
+                    return
+                continue
+            if item is None or self._lost.is_set():
+                return
+            if isinstance(item, threading.Event):
+                item.set()
+            elif not self._guarded(partial(self._push, *item)):
+                return
+
+    def _push(self, topic: str, body: Any, receivers: tuple[int, ...]) -> None:
+        data = json.dumps([topic, self.rank, body], default=str)
+        for receiver in receivers:
+            self._send_store.queue_push(_mailbox(receiver), data)
+
+    def _receive_loop(self) -> None:
+        def receive() -> None:
+            topic, sender, body = json.loads(bytes(self._receive_store.queue_pop(_mailbox(self.rank))))
+            self._take(Message(topic, sender, body))
+
+        while self._guarded(receive):
+            if self._closing.is_set() and self._woken:
+                return
+
+    _woken = False
+
+    def _take(self, message: Message) -> None:
+        if message.topic == _WAKE:
+            self._woken = True
+        elif message.topic == _CLOSING:
+            self._goodbyes.add(message.sender)
+            if len(self._goodbyes) >= self.world_size - 1:
+                self._all_said_goodbye.set()
+        else:
+            self._deliver(message)
+
+    def _guarded(self, talk: Callable[[], None]) -> bool:
+        """Talk to the store; return whether the channel lives on."""
+        try:
+            talk()
+        except DistError as error:
+            orderly = self._closing.is_set() or 0 in self._goodbyes
+            if not self._lost.is_set() and not orderly:
+                self._lost.set()
+                if self.on_lost is not None:
+                    self.on_lost(str(error).splitlines()[0])
+            self._lost.set()
+            return False
+        return True
+
+    def _beat(self) -> None:
+        self._send_store.set(_beat(self.rank), str(time.monotonic_ns()))
+        if self.rank == 0 and self.on_silent is not None:
+            self._listen_for_beats(self.on_silent)
+
+    def _listen_for_beats(self, on_silent: Callable[[int, float], None]) -> None:
+        others = [r for r in range(1, self.world_size) if r not in self._goodbyes]
+        if not others or not self._send_store.check([_beat(r) for r in others]):
+            return
+        now = time.monotonic()
+        for rank, beat in zip(others, self._send_store.multi_get([_beat(r) for r in others]), strict=True):
+            seen, since = self._beats.get(rank, (b"", now))
+            self._beats[rank] = (bytes(beat), since if bytes(beat) == seen else now)
+            silent = now - self._beats[rank][1]
+            if silent > self._silence_limit:
+                on_silent(rank, silent)
+
+
+def _mailbox(rank: int) -> str:
+    return f"mail/{rank}"
+
+
+def _beat(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _connect(host: str, port: int, timeout: float) -> TCPStore:
+    return TCPStore(host, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
