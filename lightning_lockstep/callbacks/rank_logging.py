@@ -79,7 +79,7 @@ class RankOrderedLogging(Callback):
             self._merge_on_node(communicator, self._sender, trainer)
         handlers: list[logging.Handler] = [self._console(communicator)]
         if self.warnings_once and communicator.world_size > 1:
-            handlers.append(WarningHandler(communicator.rank, communicator.host, lambda: self._sender))
+            handlers.append(WarningHandler(communicator.rank, lambda: self._sender))
         if self.files is not None:
             folder = communicator.broadcast(str(self.folder or Path(_run_folder(trainer), "logs")))
             self._file = RankFile(Path(folder), communicator.rank, style=self.files)

@@ -100,7 +100,14 @@ class SideChannel(ABC):
         return remove
 
     @abstractmethod
-    def post(self, topic: str, body: Any = None, *, to: int | Iterable[int] | None = None) -> None:
+    def post(
+        self,
+        topic: str,
+        body: Any = None,
+        *,
+        to: int | Iterable[int] | None = None,
+        make: Callable[[Any], Any] | None = None,
+    ) -> None:
         """Send a message and return at once.
 
         Args:
@@ -108,6 +115,7 @@ class SideChannel(ABC):
             body: Anything that JSON can hold.
             to: Rank or ranks that shall get it; ``None`` means every rank but this one. Posting to oneself
                 is allowed.
+            make: Makes what is sent out of ``body``, off the caller's thread and in the order of the posts.
 
         Ranks: any rank, alone. Costs the caller a few microseconds and waits for nobody; a message to a
         rank that is gone is lost.
@@ -167,11 +175,18 @@ class LocalSideChannel(SideChannel):
         super().__init__(0, 1)
         self._claims: dict[str, str] = {}
 
-    def post(self, topic: str, body: Any = None, *, to: int | Iterable[int] | None = None) -> None:
+    def post(
+        self,
+        topic: str,
+        body: Any = None,
+        *,
+        to: int | Iterable[int] | None = None,
+        make: Callable[[Any], Any] | None = None,
+    ) -> None:
         """See :meth:`SideChannel.post`."""
-        receivers = receivers_of(to, self.rank, self.world_size)
-        for _ in receivers:
-            self._deliver(Message(topic, 0, json.loads(json.dumps(body))))
+        made = body if make is None else make(body)
+        for _ in receivers_of(to, self.rank, self.world_size):
+            self._deliver(Message(topic, 0, json.loads(json.dumps(made, default=str))))
 
     def claim(self, key: str, value: str) -> str:
         """See :meth:`SideChannel.claim`."""

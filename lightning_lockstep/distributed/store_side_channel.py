@@ -12,6 +12,7 @@ the store lives, is gone.
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import threading
 import time
@@ -30,6 +31,9 @@ __all__ = ["StoreSideChannel"]
 _SLEEP = timedelta(days=1)
 _CLOSING = "lockstep/closing"
 _WAKE = "lockstep/wake"
+
+_log = logging.getLogger(__name__)
+_Post = tuple[str, Any, int | tuple[int, ...] | None, Callable[[Any], Any] | None]
 
 
 class StoreSideChannel(SideChannel):
@@ -68,11 +72,8 @@ class StoreSideChannel(SideChannel):
         self.on_lost, self.on_silent = on_lost, on_silent
         self._server = server
         self._heartbeat_interval, self._silence_limit = heartbeat_interval, silence_limit
-        self._outbox: queue.SimpleQueue[tuple[str, Any, tuple[int, ...]] | threading.Event | None] = (
-            queue.SimpleQueue()
-        )
-        self._closing = threading.Event()
-        self._lost = threading.Event()
+        self._outbox: queue.SimpleQueue[_Post | threading.Event | None] = queue.SimpleQueue()
+        self._closing = self._gone = False
         self._goodbyes: set[int] = set()
         self._all_said_goodbye = threading.Event()
         self._send_store = _connect(host, port, connect_timeout)
@@ -88,16 +89,23 @@ class StoreSideChannel(SideChannel):
     @property
     def usable(self) -> bool:
         """See :attr:`SideChannel.usable`."""
-        return not self._lost.is_set() and not self._closing.is_set()
+        return not (self._gone or self._closing)
 
     @property
     def lost(self) -> bool:
         """See :attr:`SideChannel.lost`."""
-        return self._lost.is_set() and not self._closing.is_set()
+        return self._gone and not self._closing
 
-    def post(self, topic: str, body: Any = None, *, to: int | Iterable[int] | None = None) -> None:
+    def post(
+        self,
+        topic: str,
+        body: Any = None,
+        *,
+        to: int | Iterable[int] | None = None,
+        make: Callable[[Any], Any] | None = None,
+    ) -> None:
         """See :meth:`SideChannel.post`."""
-        self._outbox.put((topic, body, receivers_of(to, self.rank, self.world_size)))
+        self._outbox.put((topic, body, to if to is None or isinstance(to, int) else tuple(to), make))
 
     def claim(self, key: str, value: str) -> str:
         """See :meth:`SideChannel.claim`; when the store is gone, the caller's own value stands."""
@@ -108,7 +116,7 @@ class StoreSideChannel(SideChannel):
 
     def flush(self, timeout: float = 5.0) -> bool:
         """See :meth:`SideChannel.flush`."""
-        if self._lost.is_set() or not self._sender.is_alive():
+        if self._gone or not self._sender.is_alive():
             return False
         sent = threading.Event()
         self._outbox.put(sent)
@@ -116,12 +124,12 @@ class StoreSideChannel(SideChannel):
 
     def close(self, timeout: float = 2.0) -> None:
         """See :meth:`SideChannel.close`."""
-        if self._closing.is_set():
+        if self._closing:
             return
-        self._closing.set()
-        if not self._lost.is_set():
+        self._closing = True
+        if not self._gone:
             self.post(_CLOSING)
-        if self._server is not None and not self._lost.is_set():
+        if self._server is not None and not self._gone:
             # The store dies with this process; let those who still talk to it hear that we leave.
             self.flush(timeout)
             self._all_said_goodbye.wait(timeout)
@@ -138,19 +146,26 @@ class StoreSideChannel(SideChannel):
                 item = self._outbox.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
                 due = time.monotonic() + self._heartbeat_interval
-                if self._lost.is_set() or not self._guarded(self._beat):
+                if self._gone or not self._guarded(self._beat):
                     return
                 continue
-            if item is None or self._lost.is_set():
+            if item is None or self._gone:
                 return
             if isinstance(item, threading.Event):
                 item.set()
             elif not self._guarded(partial(self._push, *item)):
                 return
 
-    def _push(self, topic: str, body: Any, receivers: tuple[int, ...]) -> None:
-        data = json.dumps([topic, self.rank, body], default=str)
-        for receiver in receivers:
+    def _push(
+        self, topic: str, body: Any, to: int | Iterable[int] | None, make: Callable[[Any], Any] | None
+    ) -> None:
+        try:
+            data = json.dumps([topic, self.rank, body if make is None else make(body)], default=str)
+        except Exception:
+            # One message that cannot be sent must not silence the channel for all others.
+            _log.exception("a message of the side channel topic %r cannot be sent", topic)
+            return
+        for receiver in receivers_of(to, self.rank, self.world_size):
             self._send_store.queue_push(_mailbox(receiver), data)
 
     def _receive_loop(self) -> None:
@@ -159,7 +174,7 @@ class StoreSideChannel(SideChannel):
             self._take(Message(topic, sender, body))
 
         while self._guarded(receive):
-            if self._closing.is_set() and self._woken:
+            if self._closing and self._woken:
                 return
 
     _woken = False
@@ -179,12 +194,12 @@ class StoreSideChannel(SideChannel):
         try:
             talk()
         except DistError as error:
-            orderly = self._closing.is_set() or 0 in self._goodbyes
-            if not self._lost.is_set() and not orderly:
-                self._lost.set()
+            orderly = self._closing or 0 in self._goodbyes
+            if not self._gone and not orderly:
+                self._gone = True
                 if self.on_lost is not None:
                     self.on_lost(str(error).splitlines()[0])
-            self._lost.set()
+            self._gone = True
             return False
         return True
 

@@ -21,13 +21,7 @@ from lightning_lockstep.distributed.communicator import (
 )
 from lightning_lockstep.distributed.side_channel import SideChannel
 
-__all__ = [
-    "TorchCommunicator",
-    "adopt_communicator",
-    "communicator_if_made",
-    "current_communicator",
-    "shut_down",
-]
+__all__ = ["TorchCommunicator", "current_communicator", "shut_down"]
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -126,24 +120,6 @@ def current_communicator() -> Communicator:
         many = group is not None and dist.get_world_size() > 1
         _current = (group, TorchCommunicator() if many else SingleProcessCommunicator())
     return _current[1]
-
-
-def communicator_if_made() -> Communicator | None:
-    """Return the communicator of the current process group if somebody has asked for it before.
-
-    Ranks: any rank, alone; nothing is made and nothing is sent.
-    """
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return _current[1] if _current is not None and _current[0] is group else None
-
-
-def adopt_communicator(communicator: Communicator) -> None:
-    """Make ``communicator`` the current one of the process group that exists now.
-
-    Ranks: a strategy, on every rank, at start-up.
-    """
-    global _current
-    _current = (dist.group.WORLD if dist.is_initialized() else None, communicator)
 
 
 def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> None:

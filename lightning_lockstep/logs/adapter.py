@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 from lightning_lockstep import _environment
 from lightning_lockstep._lightning import rank_zero_only
-from lightning_lockstep.distributed.channel_opening import current_group, known_rank, side_channel_if_open
-from lightning_lockstep.distributed.flushing import on_flush
+from lightning_lockstep.distributed.channel_opening import known_rank
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.logs.collector import LineSender, sender_on
-from lightning_lockstep.logs.lines import Line, line_of, record_of
+from lightning_lockstep.logs.connection import connected, hand_over, tell_level
+from lightning_lockstep.logs.lines import filled_in, said_of
 
 __all__ = ["RankLogger", "get_logger"]
 
@@ -75,25 +70,52 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger, {})
 
-    def log(  # type: ignore[override]
-        self,
-        level: int,
-        msg: object,
-        *args: object,
-        main_process_only: bool = True,
-        in_order: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    def debug(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` at level DEBUG; see the class for the keywords."""
+        self._say(logging.DEBUG, msg, args, kwargs)
+
+    def info(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` at level INFO; see the class for the keywords."""
+        self._say(logging.INFO, msg, args, kwargs)
+
+    def warning(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` at level WARNING; see the class for the keywords."""
+        self._say(logging.WARNING, msg, args, kwargs)
+
+    def error(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` at level ERROR; see the class for the keywords."""
+        self._say(logging.ERROR, msg, args, kwargs)
+
+    def critical(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` at level CRITICAL; see the class for the keywords."""
+        self._say(logging.CRITICAL, msg, args, kwargs)
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log ``msg % args`` at ``level``; see the class for the keywords."""
-        if not self.logger.isEnabledFor(level):
-            if in_order:
-                _tell_level(self.logger)
+        self._say(level, msg, args, kwargs)
+
+    def _say(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
+        logger = self.logger
+        if not logger.isEnabledFor(level):
+            if kwargs.get("in_order"):
+                tell_level(logger)
             return
-        if in_order and not kwargs and not local_handlers and not self.logger.filters:
-            connected = _connected()
-            if connected is not None:
-                self._post(connected, level, msg, args)
+        # The common case first: what a caller waits for is counted in microseconds.
+        if len(kwargs) == 1 and kwargs.get("in_order") and not local_handlers and not logger.filters:
+            sender = connected()
+            if sender is not None:
+                frame = sys._getframe(2)
+                code = frame.f_code
+                if code.co_filename in _SKIPPED_FILES:
+                    frame = _caller(1)
+                    code = frame.f_code
+                place = (logger.name, level, code.co_filename, frame.f_lineno)
+                sender.send((place, filled_in(msg, args), time.time(), code.co_name, "", {}))
                 return
+        self._log_record(level, msg, args, kwargs)
+
+    def _log_record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
+        main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         rank, world_size = _who_am_i()
         if main_process_only and not in_order:
             if rank == 0:
@@ -113,7 +135,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         With ``main_process_only=False`` the ranks share the answer as soon as they are connected: of all
         ranks' equal warnings one is printed.
         """
-        text = str(msg) % args if args else str(msg)
+        text = filled_in(msg, args)
         with _once_lock:
             if (self.logger.name, text) in _said_once:
                 return
@@ -126,8 +148,8 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         kwargs.pop("main_process_only")
         record = self._record(logging.WARNING, msg, args, kwargs)
         to_local_files(record)
-        line = line_of(record, rank=rank, host=_host, turn=0)
-        if not _hand_over(lambda sender: sender.send_once(line)):
+        said = said_of(record)
+        if not hand_over(lambda sender: sender.send_once(said)):
             self._say_here(rank, record)
 
     def _record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> logging.LogRecord:
@@ -159,29 +181,14 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     def _handle(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
         self.logger.handle(self._record(level, msg, args, kwargs))
 
-    def _post(self, sender: LineSender, level: int, msg: object, args: Any) -> None:
-        """Send a line without a LogRecord, whose making costs more than all the rest."""
-        frame = _caller(1)
-        code = frame.f_code
-        place = (self.logger.name, level, code.co_filename, frame.f_lineno)
-        turn = _turns.get(place, 0)
-        _turns[place] = turn + 1
-        text = str(msg)
-        if args:
-            one_mapping = len(args) == 1 and isinstance(args[0], Mapping) and args[0]
-            text = text % (args[0] if one_mapping else args)
-        ranks = (sender.channel.rank,)
-        sender.send(((*place, turn), ranks, (_host,), text, time.time(), code.co_name, "", {}))
-
     def _in_order(self, rank: int, record: logging.LogRecord) -> None:
-        if not self.logger.filter(record):
+        passed = self.logger.filter(record)
+        if not passed:
             return
+        record = passed if isinstance(passed, logging.LogRecord) else record
         to_local_files(record)
-        place = (record.name, record.levelno, record.pathname, record.lineno)
-        turn = _turns.get(place, 0)
-        _turns[place] = turn + 1
-        packed = line_of(record, rank=rank, host=_host, turn=turn).pack()
-        if not _hand_over(lambda sender: sender.send(packed)):
+        said = said_of(record)
+        if not hand_over(lambda sender: sender.send(said)):
             self._say_here(rank, record)
 
     def _say_here(self, rank: int, record: logging.LogRecord) -> None:
@@ -237,97 +244,6 @@ def _stack(frame: FrameType) -> str:
     return "Stack (most recent call last):\n" + "".join(traceback.format_stack(frame)).rstrip()
 
 
-def _tell_level(logger: logging.Logger) -> None:
-    known = known_rank()
-    if known is not None and known[1] > 1:
-        level = logger.getEffectiveLevel()
-        _hand_over(lambda sender: sender.tell_level(logger.name, level), open_if_easy=False)
-
-
 _SKIPPED_FILES = (logging.info.__code__.co_filename, _caller.__code__.co_filename)
-
-
-def _connected() -> LineSender | None:
-    """Return the sender of the process group that exists now, as fast as can be."""
-    global _cached
-    group = current_group()
-    if group is None:
-        return None
-    if _cached is not None and _cached[0] is group:
-        sender = _cached[1]
-        if sender.channel.usable and sender.process == os.getpid():
-            return sender
-    found = _sender()
-    _cached = None if found is None else (group, found)
-    return found
-
-
-def _sender(*, open_if_easy: bool = True) -> LineSender | None:
-    """Return what takes this rank's lines, or ``None`` while the ranks are not connected."""
-    known = known_rank()
-    if known is None:
-        return None
-    # Rank 0 can open the channel by itself; another rank would have to ask the store first.
-    channel = side_channel_if_open(open_if_easy=open_if_easy and known[0] == 0)
-    if channel is None or not channel.usable:
-        return None
-    sender = sender_on(channel)
-    if sender.process != os.getpid():
-        return None  # a forked worker has the object but not its threads
-    while _kept_back:
-        _kept_back.popleft()(sender)
-    return sender
-
-
-def _hand_over(work: Callable[[LineSender], None], *, open_if_easy: bool = True) -> bool:
-    """Give ``work`` the sender now, or when rank 0 has opened the channel; return whether that can happen."""
-    global _waiter
-    sender = _sender(open_if_easy=open_if_easy)
-    if sender is not None:
-        work(sender)
-        return True
-    known = known_rank()
-    if known is None or known[1] == 1 or side_channel_if_open() is not None:
-        return False
-    _kept_back.append(work)
-    if known[0] != 0 and (_waiter is None or not _waiter.is_alive()):
-        _waiter = threading.Thread(target=_look_for_channel, name="lockstep-log-open", daemon=True)
-        _waiter.start()
-    return True
-
-
-def _look_for_channel() -> None:
-    while known_rank() is not None and side_channel_if_open(open_if_easy=True) is None:
-        time.sleep(0.05)
-    _sender()
-
-
-class _SayHere:
-    """Stands in for the sender of a run whose rank 0 never opened the channel."""
-
-    def send(self, packed: Sequence[Any]) -> None:
-        self.send_once(Line.unpack(packed))
-
-    def send_once(self, line: Line) -> None:
-        logging.getLogger(line.place.logger).handle(record_of(line))
-
-    def tell_level(self, logger: str, level: int) -> None:
-        """Nobody is there to be told."""
-
-
-def _say_kept_lines() -> None:
-    if known_rank() is not None and side_channel_if_open() is not None:
-        _sender()
-    while _kept_back:
-        _kept_back.popleft()(_SayHere())  # type: ignore[arg-type]
-
-
-# Lines said while rank 0 had not opened the channel yet; they go out with the first one after that.
-_kept_back: deque[Callable[[LineSender], None]] = deque(maxlen=10_000)
-_waiter: threading.Thread | None = None
-_turns: dict[tuple[str, int, str, int], int] = {}
-_cached: tuple[object, LineSender] | None = None
 _said_once: set[tuple[str, str]] = set()
 _once_lock = threading.Lock()
-on_flush(_say_kept_lines)
-atexit.register(_say_kept_lines)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from lightning_lockstep.logs.order_book import Batch, OnceBook, OrderBook
 
@@ -40,17 +42,19 @@ class Bookkeeper:
         self._ready: deque[Batch] = deque()
         self._at_book = threading.Lock()
         self._printing = threading.RLock()
-        self._wake = threading.Event()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended = False
         self._name = name
         self._thread: threading.Thread | None = None
 
-    def do(self, work: Work, *, print_here: bool) -> None:
+    def do(self, work: Work, *, print_here: bool, can_wait: bool = False) -> None:
         """Have ``work`` done soon; returns at once.
 
         Args:
             work: Changes the book and returns what can be printed.
             print_here: Whether this thread may do it and print, or another one must.
+            can_wait: Whether nothing can come of it as long as the book is empty. Then nobody is woken for
+                it: whoever comes to the book next does it, the thread of this object at the latest.
         """
         self._inbox.append(work)
         if self._thread is None and not self._ended:
@@ -58,19 +62,25 @@ class Bookkeeper:
         if print_here:
             self._work_off()
             self._print_ready()
-        else:
-            self._wake.set()
+        elif not (can_wait and self.book.empty):
+            # The order matters: the work was brought before the look at the book. So either whoever fills
+            # the book now finds the work there, too, or this look finds the book filled.
+            self._bell.put(None)
 
     def flush(self) -> None:
-        """Print all that is held back, here."""
+        """Print all that is held back, here, and wait for a thread that is just printing."""
         self._inbox.append(lambda: self.book.flush(time.monotonic()))
+        # Another thread may be at the book, with lines in hand that it has not laid out for printing yet.
+        # The limit is for a signal handler that has interrupted its own thread there.
+        if self._at_book.acquire(timeout=1.0):
+            self._at_book.release()
         self._work_off()
         self._print_ready()
 
     def stop(self) -> None:
         """End the thread."""
         self._ended = True
-        self._wake.set()
+        self._bell.put(None)
 
     def _work_off(self) -> None:
         while self._inbox and self._at_book.acquire(blocking=False):
@@ -99,5 +109,5 @@ class Bookkeeper:
             if self._inbox:
                 continue  # somebody came while this thread was at the book, and has left work here
             patience = self._look_every if due is None else max(0.0, due - time.monotonic())
-            self._wake.wait(min(patience, self._look_every))
-            self._wake.clear()
+            with suppress(queue.Empty):
+                self._bell.get(timeout=min(patience, self._look_every))

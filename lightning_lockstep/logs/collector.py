@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 import weakref
@@ -18,7 +19,7 @@ from typing import Any
 from lightning_lockstep.distributed import SideChannel
 from lightning_lockstep.distributed.flushing import on_flush
 from lightning_lockstep.logs.bookkeeper import Bookkeeper
-from lightning_lockstep.logs.lines import Line, rank_list, record_of
+from lightning_lockstep.logs.lines import Line, Said, line_of, pack_said, rank_list, record_of
 from lightning_lockstep.logs.order_book import Batch, OnceBook, OrderBook
 
 __all__ = ["Collector", "LineSender", "NodeMerger"]
@@ -54,7 +55,7 @@ class Collector:
         self._once = OnceBook()
         self._once_keeper = Bookkeeper(self._once, self._print, name="lockstep-log-once", look_every=0.1)
         self._remove = [
-            channel.on(LINES, lambda message: self.add(message.body, print_here=True)),
+            channel.on(LINES, lambda message: self.add(message.body)),
             channel.on(LEVEL, lambda message: self.hear_level(message.sender, *message.body)),
             channel.on(ONCE, lambda message: self.add_once(Line.unpack(message.body))),
             on_flush(self.flush),
@@ -70,18 +71,26 @@ class Collector:
 
         self._keeper.do(change, print_here=True)
 
-    def add(self, packed: Sequence[Sequence[Any]], *, print_here: bool = False) -> None:
-        """Take lines of any rank; returns at once.
+    def add(self, packed: Sequence[Sequence[Any]]) -> None:
+        """Take lines of other ranks and print what is ready, here.
 
         Args:
             packed: The lines, packed.
-            print_here: Whether this thread may print.
         """
         now = time.monotonic()
         self._keeper.do(
-            lambda: [batch for p in packed for batch in self._book.add(Line.unpack(p), now)],
-            print_here=print_here,
+            lambda: [batch for p in packed for batch in self._book.add(Line.unpack(p), now)], print_here=True
         )
+
+    def add_own(self, said: Said, make: Callable[[Said], Line]) -> None:
+        """Take what rank 0 says; returns at once.
+
+        Args:
+            said: What it says.
+            make: Makes the line of it, on another thread, in the order of the calls.
+        """
+        now = time.monotonic()
+        self._keeper.do(lambda: self._book.add(make(said), now), print_here=False, can_wait=True)
 
     def hear_level(self, rank: int, logger: str, level: int) -> None:
         """Note that a rank says nothing below ``level`` in a logger; returns at once."""
@@ -147,6 +156,11 @@ class NodeMerger:
             lambda: [batch for p in packed for batch in self._book.add(Line.unpack(p), now)], print_here=True
         )
 
+    def add_own(self, said: Said, make: Callable[[Said], Line]) -> None:
+        """Take what this rank says; see :meth:`Collector.add_own`."""
+        now = time.monotonic()
+        self._keeper.do(lambda: self._book.add(make(said), now), print_here=False, can_wait=True)
+
     def flush(self) -> None:
         """Pass on all that is held back."""
         self._keeper.flush()
@@ -179,34 +193,55 @@ class LineSender:
         self.merger: NodeMerger | None = None
         self.node_leader: int | None = None
         self.process = os.getpid()
+        self._host = socket.gethostname()
         self._keep_for = keep_for + _MARGIN
-        self._kept: deque[Sequence[Any]] = deque(maxlen=10_000)
+        self._kept: deque[Said] = deque(maxlen=10_000)
         self._told: dict[str, int] = {}
+        # Touched by one thread at a time: the one that makes lines, in the order of the calls.
+        self._turns: dict[tuple[str, int, str, int], int] = {}
         if collector is None:
             on_flush(self.flush)
             channel.at_close(self.flush)
 
-    def send(self, packed: Sequence[Any]) -> None:
-        """Send a packed line; returns at once."""
-        if self._told and packed[0][1] < self._told.get(packed[0][0], 0):
-            del self._told[packed[0][0]]
+    def send(self, said: Said) -> None:
+        """Send what this rank says; returns at once, and leaves all that can wait to other threads."""
+        if self._told and said[0][1] < self._told.get(said[0][0], 0):
+            del self._told[said[0][0]]
         if self.collector is not None:
-            self.collector.add((packed,))
+            self.collector.add_own(said, self._line)
             return
-        self._kept.append(packed)
+        self._kept.append(said)
         if self.merger is not None:
-            self.merger.add((packed,))
+            self.merger.add_own(said, self._line)
         elif self.node_leader is not None:
-            self.channel.post(NODE, (packed,), to=self.node_leader)
+            self.channel.post(NODE, said, to=self.node_leader, make=self._packed)
         else:
-            self.channel.post(LINES, (packed,), to=0)
+            self.channel.post(LINES, said, to=0, make=self._packed)
 
-    def send_once(self, line: Line, *, printed: bool = False) -> None:
-        """Send a line of which one is enough for all ranks; returns at once."""
+    def _turn(self, said: Said) -> int:
+        turn = self._turns.get(said[0], 0)
+        self._turns[said[0]] = turn + 1
+        return turn
+
+    def _line(self, said: Said) -> Line:
+        return line_of(said, rank=self.channel.rank, host=self._host, turn=self._turn(said))
+
+    def _packed(self, said: Said) -> list[list[Any]]:
+        return [pack_said(said, rank=self.channel.rank, host=self._host, turn=self._turn(said))]
+
+    def send_once(self, said: Said, *, turn: int = 0, printed: bool = False) -> None:
+        """Send a line of which one is enough for all ranks; returns at once.
+
+        Args:
+            said: What this rank says.
+            turn: How often it has said the same before.
+            printed: Whether the line stands on this rank's console already.
+        """
+        line = line_of(said, rank=self.channel.rank, host=self._host, turn=turn)
         if self.collector is not None:
             self.collector.add_once(line, printed=printed)
         else:
-            self._kept.append(line.pack())
+            self._kept.append(said)
             self.channel.post(ONCE, line.pack(), to=0)
 
     def tell_level(self, logger: str, level: int) -> None:
@@ -227,7 +262,7 @@ class LineSender:
             return
         oldest = time.time() - self._keep_for
         while self._kept:
-            line = Line.unpack(self._kept.popleft())
+            line = line_of(self._kept.popleft(), rank=self.channel.rank, host=self._host, turn=0)
             if line.created >= oldest:
                 logging.getLogger(line.place.logger).handle(record_of(line, prefix=_orphan_prefix(line)))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightning_lockstep.logs.collector import LineSender
 from lightning_lockstep.logs.formats import ConsoleFormat, JsonFormat, TextFormat
-from lightning_lockstep.logs.lines import Line, line_of
+from lightning_lockstep.logs.lines import said_of
 
 __all__ = ["ConsoleHandler", "RankFile", "Takeover", "WarningHandler"]
 
@@ -83,13 +83,12 @@ class WarningHandler(logging.Handler):
 
     Args:
         rank: This rank.
-        host: Its host.
         sender: Returns what takes lines to rank 0, or ``None`` while there is nothing.
     """
 
-    def __init__(self, rank: int, host: str, sender: Callable[[], LineSender | None]) -> None:
+    def __init__(self, rank: int, sender: Callable[[], LineSender | None]) -> None:
         super().__init__(logging.WARNING)
-        self._rank, self._host, self._sender = rank, host, sender
+        self._rank, self._sender = rank, sender
         self._said: Counter[tuple[str, int, str]] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -99,13 +98,10 @@ class WarningHandler(logging.Handler):
         sender = self._sender()
         if sender is None:
             return
-        sender.send_once(self._numbered(record), printed=self._rank == 0)
-
-    def _numbered(self, record: logging.LogRecord) -> Line:
-        key = (record.name, record.levelno, record.getMessage())
-        turn = self._said[key]
+        said = said_of(record)
+        key = (record.name, record.levelno, said[1])
+        sender.send_once(said, turn=self._said[key], printed=self._rank == 0)
         self._said[key] += 1
-        return line_of(record, rank=self._rank, host=self._host, turn=turn)
 
 
 class Takeover:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["Line", "Place", "fold", "line_of", "rank_list", "record_of"]
+__all__ = ["Line", "Place", "Said", "fold", "line_of", "pack_said", "rank_list", "record_of", "said_of"]
 
 # Attributes that every LogRecord has; whatever else a record carries came with `extra`.
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+#: What one call of a logger says, as its caller hands it over: ((logger, level, path, line), text, created,
+#: function, trace, extra). A plain tuple, since the caller waits while it is made.
+Said = tuple[tuple[str, int, str, int], str, float, str, str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -65,31 +70,52 @@ class Line:
         return cls(Place(*where), tuple(ranks), tuple(hosts), *rest)
 
 
-def line_of(record: logging.LogRecord, *, rank: int, host: str, turn: int) -> Line:
-    """Return the line that a log record of this rank makes.
+def filled_in(msg: object, args: Any) -> str:
+    """Return the text as :meth:`logging.LogRecord.getMessage` would, and a text even if the arguments do not fit."""
+    try:
+        text = str(msg)
+        if args:
+            one_mapping = len(args) == 1 and isinstance(args[0], Mapping) and args[0]
+            text = text % (args[0] if one_mapping else args)
+    except Exception as error:  # as in `logging`, a faulty line must not end the program
+        return f"{msg!r} with {args!r}, which cannot be filled in: {type(error).__name__}: {error}"
+    return text
 
-    Args:
-        record: The record.
-        rank: This rank.
-        host: Its host.
-        turn: How often the same call was made before.
-    """
+
+def said_of(record: logging.LogRecord) -> Said:
+    """Return what a log record of this rank says, with its arguments filled in."""
     trace = ""
     if record.exc_info:
         trace = logging.Formatter().formatException(record.exc_info)
     if record.stack_info:
         trace = f"{trace}\n{record.stack_info}".strip()
-    place = Place(record.name, record.levelno, record.pathname, record.lineno, turn)
-    return Line(
+    place = (record.name, record.levelno, record.pathname, record.lineno)
+    return (
         place,
-        (rank,),
-        (host,),
-        record.getMessage(),
+        filled_in(record.msg, record.args),
         record.created,
         record.funcName or "",
         trace,
         _extra(record),
     )
+
+
+def line_of(said: Said, *, rank: int, host: str, turn: int) -> Line:
+    """Return the line of one rank.
+
+    Args:
+        said: What it said.
+        rank: The rank.
+        host: Its host.
+        turn: How often the same call was made before.
+    """
+    return Line.unpack(pack_said(said, rank=rank, host=host, turn=turn))
+
+
+def pack_said(said: Said, *, rank: int, host: str, turn: int) -> list[Any]:
+    """Return what :meth:`Line.pack` would; see :func:`line_of`."""
+    place, *rest = said
+    return [(*place, turn), (rank,), (host,), *rest]
 
 
 def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
@@ -161,4 +187,10 @@ def _merged(group: list[Line]) -> Line:
 
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
     own = {k: v for k, v in vars(record).items() if k not in _OWN and not k.startswith("lockstep_")}
-    return json.loads(json.dumps(own, default=str)) if own else own
+    if not own:
+        return own
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(own, default=str))
+    except (TypeError, ValueError):  # keys that JSON cannot hold, a list that holds itself
+        copy = {name: str(value) for name, value in own.items()}
+    return copy

@@ -58,6 +58,11 @@ class OrderBook:
         self._still_to_come: OrderedDict[Place, set[int]] = OrderedDict()
         self._levels: dict[tuple[int, str], int] = {}
 
+    @property
+    def empty(self) -> bool:
+        """Whether a line of one rank would wait for the other ranks, whatever it says."""
+        return not (self._waiting or self._levels or self._still_to_come)
+
     def add(self, line: Line, now: float) -> list[Batch]:
         """Take a line and return what can be printed now.
 
@@ -113,7 +118,8 @@ class OrderBook:
             self._still_to_come[place] = set(missing)
             while len(self._still_to_come) > _REMEMBERED:
                 self._still_to_come.popitem(last=False)
-        lines = fold(waiting.lines) if self.folding else sorted(waiting.lines, key=lambda line: line.ranks)
+        folds = self.folding and len(waiting.lines) > 1
+        lines = fold(waiting.lines) if folds else sorted(waiting.lines, key=lambda line: line.ranks)
         return Batch(tuple(lines), tuple(sorted(missing)), waited=now - waiting.since)
 
 
@@ -131,6 +137,11 @@ class OnceBook:
         self.gather_for = gather_for
         self._waiting: OrderedDict[tuple[str, int, str, int], _Waiting] = OrderedDict()
         self._printed: OrderedDict[tuple[str, int, str, int], None] = OrderedDict()
+
+    @property
+    def empty(self) -> bool:
+        """Whether no line waits."""
+        return not self._waiting
 
     def add(self, line: Line, now: float, *, printed: bool = False) -> list[Batch]:
         """Take a line.

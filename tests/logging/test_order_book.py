@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 
-from lightning_lockstep.logs.lines import Line, Place, fold, line_of, rank_list, record_of
+from lightning_lockstep.logs.lines import Line, Place, fold, line_of, rank_list, record_of, said_of
 from lightning_lockstep.logs.order_book import OnceBook, OrderBook
 
 
@@ -151,7 +151,7 @@ def test_a_record_survives_the_way_to_rank_0():
         record = logging.getLogger("a.b").makeRecord(
             "a.b", 40, "/x/y.py", 12, "got %d", (5,), sys.exc_info(), "f", {"batch": 3, "odd": object()}
         )
-    there = record_of(Line.unpack(line_of(record, rank=4, host="h", turn=2).pack()))
+    there = record_of(Line.unpack(line_of(said_of(record), rank=4, host="h", turn=2).pack()))
     assert there.getMessage() == "[rank 4] got 5" and there.levelname == "ERROR" and there.batch == 3
     assert (there.name, there.filename, there.module, there.lineno, there.funcName) == (
         "a.b",
@@ -161,3 +161,14 @@ def test_a_record_survives_the_way_to_rank_0():
         "f",
     )
     assert "ZeroDivisionError" in there.exc_text and "object" in there.odd
+
+
+def test_a_line_that_cannot_be_made_as_asked_is_said_all_the_same():
+    knot: list = []
+    knot.append(knot)
+    record = logging.getLogger("a").makeRecord(
+        "a", 20, "/x.py", 1, "%d of %d", ("one",), None, "f", {"knot": knot, "pair": {(1, 2): 3}}
+    )
+    line = line_of(said_of(record), rank=0, host="h", turn=0)
+    assert line.text.startswith("'%d of %d' with ('one',), which cannot be filled in: TypeError")
+    assert line.extra["knot"] == "[[...]]" and line.extra["pair"] == "{(1, 2): 3}"
