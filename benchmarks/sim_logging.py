@@ -54,7 +54,7 @@ def simulate(
                     ready = merger.add(line, 0.0)
                 batches = [list(batch.lines) for batch in ready]
             for batch in batches:
-                store.queue_push("mail/0", json.dumps(["log/lines", start, [line.pack() for line in batch]]))
+                store.queue_push("mail/0", json.dumps(["log/lines", start, batch]))
                 messages += 1
         began = time.perf_counter()
         while store.queue_len("mail/0"):

@@ -8,9 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["LocalSideChannel", "Message", "SideChannel", "receivers_of"]
 
@@ -22,8 +20,7 @@ _KEPT_UNREAD = 10_000
 Handler = Callable[["Message"], None]
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One message of the side channel.
 
     Attributes:
@@ -45,7 +42,7 @@ class SideChannel(ABC):
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._handlers: dict[str, list[Handler]] = defaultdict(list)
+        self._handlers: dict[str, tuple[Handler, ...]] = {}
         self._unread: dict[str, deque[Message]] = defaultdict(lambda: deque(maxlen=_KEPT_UNREAD))
         self._lock = threading.RLock()
         self._at_close: list[Callable[[], None]] = []
@@ -88,14 +85,14 @@ class SideChannel(ABC):
         Ranks: any rank, alone; nothing is sent.
         """
         with self._lock:
-            self._handlers[topic].append(handler)
-            waiting = list(self._unread.pop(topic, ()))
-            for message in waiting:
+            for message in self._unread.pop(topic, ()):
                 self._call(handler, message)
+            # Only now, so that what arrives meanwhile waits its turn at the lock in `_deliver`.
+            self._handlers[topic] = (*self._handlers.get(topic, ()), handler)
 
         def remove() -> None:
-            with self._lock, suppress(ValueError):
-                self._handlers[topic].remove(handler)
+            with self._lock:
+                self._handlers[topic] = tuple(h for h in self._handlers[topic] if h is not handler)
 
         return remove
 
@@ -153,10 +150,13 @@ class SideChannel(ABC):
         """
 
     def _deliver(self, message: Message) -> None:
-        with self._lock:
-            handlers = list(self._handlers.get(message.topic, ()))
-            if not handlers:
-                self._unread[message.topic].append(message)
+        handlers = self._handlers.get(message.topic)
+        if not handlers:
+            with self._lock:
+                handlers = self._handlers.get(message.topic)
+                if not handlers:
+                    self._unread[message.topic].append(message)
+                    return
         for handler in handlers:
             self._call(handler, message)
 

@@ -19,7 +19,7 @@ from typing import Any
 from lightning_lockstep.distributed import SideChannel
 from lightning_lockstep.distributed.flushing import on_flush
 from lightning_lockstep.logs.bookkeeper import Bookkeeper
-from lightning_lockstep.logs.lines import Line, Said, line_of, pack_said, rank_list, record_of
+from lightning_lockstep.logs.lines import Line, Said, line_of, rank_list, record_of
 from lightning_lockstep.logs.order_book import Batch, OnceBook, OrderBook
 
 __all__ = ["Collector", "LineSender", "NodeMerger"]
@@ -174,9 +174,9 @@ class NodeMerger:
         self._keeper.stop()
 
     def _pass_on(self, batches: list[Batch]) -> None:
-        packed = [line.pack() for batch in batches for line in batch.lines]
-        if packed:
-            self._channel.post(LINES, packed, to=0)
+        lines = [line for batch in batches for line in batch.lines]
+        if lines:
+            self._channel.post(LINES, lines, to=0)
 
 
 class LineSender:
@@ -214,9 +214,9 @@ class LineSender:
         if self.merger is not None:
             self.merger.add_own(said, self._line)
         elif self.node_leader is not None:
-            self.channel.post(NODE, said, to=self.node_leader, make=self._packed)
+            self.channel.post(NODE, said, to=self.node_leader, make=self._lines)
         else:
-            self.channel.post(LINES, said, to=0, make=self._packed)
+            self.channel.post(LINES, said, to=0, make=self._lines)
 
     def _turn(self, said: Said) -> int:
         turn = self._turns.get(said[0], 0)
@@ -226,8 +226,8 @@ class LineSender:
     def _line(self, said: Said) -> Line:
         return line_of(said, rank=self.channel.rank, host=self._host, turn=self._turn(said))
 
-    def _packed(self, said: Said) -> list[list[Any]]:
-        return [pack_said(said, rank=self.channel.rank, host=self._host, turn=self._turn(said))]
+    def _lines(self, said: Said) -> tuple[Line]:
+        return (self._line(said),)
 
     def send_once(self, said: Said, *, turn: int = 0, printed: bool = False) -> None:
         """Send a line of which one is enough for all ranks; returns at once.
@@ -242,7 +242,7 @@ class LineSender:
             self.collector.add_once(line, printed=printed)
         else:
             self._kept.append(said)
-            self.channel.post(ONCE, line.pack(), to=0)
+            self.channel.post(ONCE, line, to=0)
 
     def tell_level(self, logger: str, level: int) -> None:
         """Tell rank 0, once, that this rank says nothing below ``level`` in a logger; returns at once."""

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Line", "Place", "Said", "fold", "line_of", "pack_said", "rank_list", "record_of", "said_of"]
+__all__ = [
+    "Line",
+    "Place",
+    "Said",
+    "by_rank",
+    "filled_in",
+    "fold",
+    "line_of",
+    "rank_list",
+    "record_of",
+    "said_of",
+]
 
 # Attributes that every LogRecord has; whatever else a record carries came with `extra`.
-_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_BLANK = vars(logging.makeLogRecord({}))
+_OWN = frozenset(_BLANK) | {"message", "asctime", "taskName"}
 
 
 #: What one call of a logger says, as its caller hands it over: ((logger, level, path, line), text, created,
@@ -19,8 +31,10 @@ _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "task
 Said = tuple[tuple[str, int, str, int], str, float, str, str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Place:
+_NOTHING: Mapping[str, Any] = {}
+
+
+class Place(NamedTuple):
     """Which call of a program a line comes from, and the how-manieth time that call was made.
 
     Ranks that run the same program make the same call at the same place; that is how their lines are matched.
@@ -33,8 +47,7 @@ class Place:
     turn: int
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One message of one or several ranks.
 
     Attributes:
@@ -55,17 +68,11 @@ class Line:
     created: float
     function: str = ""
     trace: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def pack(self) -> list[Any]:
-        """Return the line as something JSON can hold."""
-        p = self.place
-        where = [p.logger, p.level, p.path, p.line, p.turn]
-        return [where, self.ranks, self.hosts, self.text, self.created, self.function, self.trace, self.extra]
+    extra: Mapping[str, Any] = _NOTHING
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> Line:
-        """Return the line that :meth:`pack` packed."""
+        """Return the line that JSON has made a list of."""
         where, ranks, hosts, *rest = packed
         return cls(Place(*where), tuple(ranks), tuple(hosts), *rest)
 
@@ -109,13 +116,8 @@ def line_of(said: Said, *, rank: int, host: str, turn: int) -> Line:
         host: Its host.
         turn: How often the same call was made before.
     """
-    return Line.unpack(pack_said(said, rank=rank, host=host, turn=turn))
-
-
-def pack_said(said: Said, *, rank: int, host: str, turn: int) -> list[Any]:
-    """Return what :meth:`Line.pack` would; see :func:`line_of`."""
-    place, *rest = said
-    return [(*place, turn), (rank,), (host,), *rest]
+    place, text, created, function, trace, extra = said
+    return Line(Place(*place, turn), (rank,), (host,), text, created, function, trace, extra)
 
 
 def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
@@ -127,27 +129,28 @@ def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
     """
     p = line.place
     prefix = f"[{rank_list(line.ranks)}] " if prefix is None else prefix
-    return logging.makeLogRecord(
-        {
-            **line.extra,
-            "name": p.logger,
-            "levelno": p.level,
-            "levelname": logging.getLevelName(p.level),
-            "pathname": p.path,
-            "filename": p.path.rpartition("/")[2],
-            "module": p.path.rpartition("/")[2].rpartition(".")[0],
-            "lineno": p.line,
-            "funcName": line.function,
-            "msg": prefix + line.text,
-            "created": line.created,
-            "msecs": (line.created - int(line.created)) * 1000.0,
-            "exc_text": line.trace or None,
-            "lockstep_prefix": prefix,
-            "lockstep_ranks": line.ranks,
-            "lockstep_hosts": line.hosts,
-            "lockstep_collected": True,
-        }
-    )
+    filename = p.path.rpartition("/")[2]
+    own = {
+        "name": p.logger,
+        "levelno": p.level,
+        "levelname": logging.getLevelName(p.level),
+        "pathname": p.path,
+        "filename": filename,
+        "module": filename.rpartition(".")[0] or filename,
+        "lineno": p.line,
+        "funcName": line.function,
+        "msg": prefix + line.text,
+        "created": line.created,
+        "msecs": (line.created - int(line.created)) * 1000.0,
+        "exc_text": line.trace or None,
+        "lockstep_prefix": prefix,
+        "lockstep_ranks": line.ranks,
+        "lockstep_hosts": line.hosts,
+        "lockstep_collected": True,
+    }
+    record = _blank_record()
+    record.__dict__.update({**line.extra, **own})
+    return record
 
 
 def fold(lines: Iterable[Line]) -> list[Line]:
@@ -159,11 +162,29 @@ def fold(lines: Iterable[Line]) -> list[Line]:
     same: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         same.setdefault((line.text, line.trace), []).append(line)
-    return sorted((_merged(group) for group in same.values()), key=lambda line: line.ranks)
+    folded = [group[0] if len(group) == 1 else _merged(group) for group in same.values()]
+    return sorted(folded, key=by_rank)
 
 
-def rank_list(ranks: Iterable[int]) -> str:
+def _blank_record() -> logging.LogRecord:
+    if logging.getLogRecordFactory() is not logging.LogRecord:
+        return logging.makeLogRecord({})
+    # What the constructor finds out about the thread and the caller is about to be replaced.
+    record = logging.LogRecord.__new__(logging.LogRecord)
+    record.__dict__.update(_BLANK)
+    record.process = os.getpid()
+    return record
+
+
+def by_rank(line: Line) -> tuple[int, ...]:
+    """Return what lines of one place are sorted by."""
+    return line.ranks
+
+
+def rank_list(ranks: Sequence[int]) -> str:
     """Return ranks in words: ``rank 3``, ``ranks 0-7``, ``ranks 0-2,5``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -177,8 +198,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 def _merged(group: list[Line]) -> Line:
     hosts = {rank: host for line in group for rank, host in zip(line.ranks, line.hosts, strict=True)}
     ranks = tuple(sorted(hosts))
-    return replace(
-        group[0],
+    return group[0]._replace(
         ranks=ranks,
         hosts=tuple(hosts[rank] for rank in ranks),
         created=min(line.created for line in group),

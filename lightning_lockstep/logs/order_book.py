@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_lockstep.logs.lines import Line, Place, fold
+from lightning_lockstep.logs.lines import Line, Place, by_rank, fold
 
 __all__ = ["Batch", "OnceBook", "OrderBook"]
 
@@ -119,7 +119,7 @@ class OrderBook:
             while len(self._still_to_come) > _REMEMBERED:
                 self._still_to_come.popitem(last=False)
         folds = self.folding and len(waiting.lines) > 1
-        lines = fold(waiting.lines) if folds else sorted(waiting.lines, key=lambda line: line.ranks)
+        lines = fold(waiting.lines) if folds else sorted(waiting.lines, key=by_rank)
         return Batch(tuple(lines), tuple(sorted(missing)), waited=now - waiting.since)
 
 

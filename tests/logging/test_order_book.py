@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 
@@ -151,7 +152,7 @@ def test_a_record_survives_the_way_to_rank_0():
         record = logging.getLogger("a.b").makeRecord(
             "a.b", 40, "/x/y.py", 12, "got %d", (5,), sys.exc_info(), "f", {"batch": 3, "odd": object()}
         )
-    there = record_of(Line.unpack(line_of(said_of(record), rank=4, host="h", turn=2).pack()))
+    there = record_of(Line.unpack(json.loads(json.dumps(line_of(said_of(record), rank=4, host="h", turn=2)))))
     assert there.getMessage() == "[rank 4] got 5" and there.levelname == "ERROR" and there.batch == 3
     assert (there.name, there.filename, there.module, there.lineno, there.funcName) == (
         "a.b",
