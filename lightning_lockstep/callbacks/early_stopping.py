@@ -191,7 +191,9 @@ class SyncedEarlyStopping(EarlyStopping):
     def _look(self, trainer: Any) -> tuple[Tensor | None, list[str]]:
         metrics = trainer.callback_metrics
         metric = metrics.get(self.monitor)
-        return (metric.squeeze(), []) if metric is not None else (None, list(metrics))
+        if metric is None:
+            return None, list(metrics)
+        return metric.squeeze() if metric.dim() else metric, []
 
     def _check(self, trainer: Any, entries: Sequence[Entry]) -> None:
         """Decide from what all ranks have; all of them are here with the same entries."""
@@ -202,7 +204,7 @@ class SyncedEarlyStopping(EarlyStopping):
             return
         if len(absent) == len(entries) or (absent and self.missing == "error"):
             raise MetricMissingError(missing_message(self.monitor, entries))
-        verdict = self._decide(reduce_entries(entries, self.reduce))
+        verdict = self._decide(reduce_entries(entries, self.reduce), tells=self.verbose)
         if verdict.stop:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
@@ -211,20 +213,21 @@ class SyncedEarlyStopping(EarlyStopping):
             self._log_info(trainer, verdict.message, self.log_rank_zero_only)
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        verdict = self._decide(Reduced(current))
+        verdict = self._decide(Reduced(float(current), current.dtype))
         return verdict.stop, verdict.message
 
-    def _decide(self, reduced: Reduced) -> Verdict:
+    def _decide(self, reduced: Reduced, *, tells: bool = True) -> Verdict:
+        # Made anew each time, since Lightning's attributes may be set at any time.
         rule = StopRule(
-            monitor=self.monitor,
-            mode=self.mode,
-            min_delta=self.min_delta,
-            patience=self.patience,
-            check_finite=self.check_finite,
-            stopping_threshold=self.stopping_threshold,
-            divergence_threshold=self.divergence_threshold,
+            self.monitor,
+            self.mode,
+            self.min_delta,
+            self.patience,
+            self.check_finite,
+            self.stopping_threshold,
+            self.divergence_threshold,
         )
-        verdict = rule.decide(Progress(self.best_score, self.wait_count), reduced)
+        verdict = rule.decide(Progress(self.best_score, self.wait_count), reduced, tells=tells)
         self.best_score, self.wait_count = verdict.progress.best_score, verdict.progress.wait_count
         if verdict.stop:
             self.stopping_reason = verdict.reason
