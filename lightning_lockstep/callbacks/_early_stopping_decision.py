@@ -82,11 +82,11 @@ class Progress(NamedTuple):
     """How far the search for a better value has come.
 
     Attributes:
-        best_score: Best value so far.
+        best_score: Best value so far; a tensor is made of it when somebody asks.
         wait_count: Checks since then without an improvement.
     """
 
-    best_score: Tensor
+    best_score: Tensor | Reduced
     wait_count: int = 0
 
 
@@ -141,31 +141,32 @@ class StopRule(NamedTuple):
             reason, told = stop
             return Verdict(True, reason, f"{told} Signaling Trainer to stop.", progress)
         if self._improves(reduced, progress.best_score):
-            current = reduced.value
-            message = self._improvement(current, progress.best_score) if tells else None
-            return Verdict(False, _NOT_STOPPED, message, Progress(current, 0))
+            message = self._improvement(reduced.value, _tensor(progress.best_score)) if tells else None
+            return Verdict(False, _NOT_STOPPED, message, Progress(reduced, 0))
         waited = Progress(progress.best_score, progress.wait_count + 1)
         if waited.wait_count < self.patience:
             return Verdict(False, _NOT_STOPPED, None, waited)
         message = (
             f"Monitored metric {self.monitor} did not improve in the last {waited.wait_count} records."
-            f" Best score: {progress.best_score:.3f}. Signaling Trainer to stop."
+            f" Best score: {_tensor(progress.best_score):.3f}. Signaling Trainer to stop."
         )
         return Verdict(True, EarlyStoppingReason.PATIENCE_EXHAUSTED, message, waited)
 
-    def _improves(self, reduced: Reduced, best: Tensor) -> bool:
+    def _improves(self, reduced: Reduced, best: Tensor | Reduced) -> bool:
         if not self.min_delta and reduced.dtype in (torch.float32, torch.float64):
             # Python compares numbers of these as torch does, in a tenth of the time.
-            number, other = reduced.number, float(best)
+            number, other = reduced.number, best.number if isinstance(best, Reduced) else float(best)
             return number < other if self.mode == "min" else number > other
-        return bool(MODES[self.mode][0](reduced.value - self.min_delta, best.cpu()))
+        return bool(MODES[self.mode][0](reduced.value - self.min_delta, _tensor(best).cpu()))
 
-    def _stops_at_once(self, reduced: Reduced, best: Tensor) -> tuple[EarlyStoppingReason, str] | None:
+    def _stops_at_once(
+        self, reduced: Reduced, best: Tensor | Reduced
+    ) -> tuple[EarlyStoppingReason, str] | None:
         if self.check_finite and (reduced.not_finite or not math.isfinite(reduced.number)):
             message = f"Monitored metric {self.monitor} = {reduced.value} is not finite."
             if reduced.ranks > 1 and reduced.not_finite:
                 message += f" It is not finite on rank(s) {', '.join(map(str, reduced.not_finite))}."
-            message += f" Previous best value was {best:.3f}."
+            message += f" Previous best value was {_tensor(best):.3f}."
             return EarlyStoppingReason.NON_FINITE_METRIC, message
         if self.stopping_threshold is None and self.divergence_threshold is None:
             return None
@@ -190,6 +191,10 @@ class StopRule(NamedTuple):
         )
 
 
+def _tensor(best: Tensor | Reduced) -> Tensor:
+    return best.value if isinstance(best, Reduced) else best
+
+
 _NOT_STOPPED = EarlyStoppingReason.NOT_STOPPED
 
 
@@ -200,28 +205,33 @@ def reduce_entries(entries: Sequence[Entry], how: Reduction) -> Reduced:
         entries: One of each rank, in rank order; at least one has a value.
         how: ``rank0`` takes the value of the lowest rank that has one.
     """
-    present = [(rank, entry) for rank, entry in enumerate(entries) if entry.value is not None]
-    if how == "rank0":
-        present = present[:1]
-    values = [float(entry.value) for _, entry in present if entry.value is not None]
-    not_finite = tuple(
-        rank for (rank, _), value in zip(present, values, strict=True) if not math.isfinite(value)
-    )
-    if any(map(math.isnan, values)):
+    values: list[float] = []
+    dtype, not_finite = torch.float32, []
+    for rank, (value, name, _) in enumerate(entries):
+        if value is None or (values and how == "rank0"):
+            continue
+        if not values:
+            dtype = _DTYPES[name]
+        values.append(value)
+        if not math.isfinite(value):
+            not_finite.append(rank)
+    if not_finite and any(map(math.isnan, values)):
         number = math.nan
     elif how in ("mean", "rank0"):
         number = sum(values) / len(values)
     else:
         number = (min if how == "min" else max)(values)
-    dtype = _DTYPES[present[0][1].dtype]
     if how == "mean" and not dtype.is_floating_point and len(values) > 1:
         dtype = torch.float32
-    return Reduced(_rounded(number, dtype), dtype, not_finite, len(entries))
+    return Reduced(_rounded(number, dtype), dtype, tuple(not_finite), len(entries))
+
+
+_SINGLE = struct.Struct("f")
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    if dtype == torch.float32 and math.isfinite(number):
-        return float(struct.unpack("f", struct.pack("f", number))[0])
+    if dtype == torch.float32:
+        return float(_SINGLE.unpack(_SINGLE.pack(number))[0])
     return number if dtype == torch.float64 else float(Reduced(number, dtype).value)
 
 

@@ -77,7 +77,7 @@ class StepWatch:
         return self._read_all()
 
     def _start(self, step: int, metric: Tensor | None, names: list[str]) -> None:
-        if metric is None or metric.device.type == "cpu":
+        if metric is None or metric.is_cpu:
             self._post(step, Entry.of(metric, names))
             return
         value = metric.detach().to("cpu", non_blocking=True)

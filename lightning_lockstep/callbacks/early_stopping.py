@@ -112,6 +112,17 @@ class SyncedEarlyStopping(EarlyStopping):
         self._watch: StepWatch | None = None
         self._trainer: Any = None
 
+    _best: Tensor | Reduced
+
+    @property
+    def best_score(self) -> Tensor:
+        """Best value so far, a tensor without dimensions as Lightning's is."""
+        return self._best.value if isinstance(self._best, Reduced) else self._best
+
+    @best_score.setter
+    def best_score(self, best: Tensor) -> None:
+        self._best = best
+
     @property
     def state_key(self) -> str:
         """The key of Lightning's callback, so that either one loads the other's state."""
@@ -189,15 +200,17 @@ class SyncedEarlyStopping(EarlyStopping):
         self._check(trainer, [Entry.unpack(packed) for packed in current_communicator().gather(mine.pack())])
 
     def _look(self, trainer: Any) -> tuple[Tensor | None, list[str]]:
-        metrics = trainer.callback_metrics
-        metric = metrics.get(self.monitor)
+        metric = _logged_in_this_step(trainer, self.monitor) if self._watch is not None else None
+        if metric is None:
+            metrics = trainer.callback_metrics
+            metric = metrics.get(self.monitor)
         if metric is None:
             return None, list(metrics)
         return metric.squeeze() if metric.dim() else metric, []
 
     def _check(self, trainer: Any, entries: Sequence[Entry]) -> None:
         """Decide from what all ranks have; all of them are here with the same entries."""
-        absent = [rank for rank, entry in enumerate(entries) if entry.value is None]
+        absent = [rank for rank, (value, *_) in enumerate(entries) if value is None]
         if len(absent) == len(entries) and not self.strict:
             if self.verbose and trainer.is_global_zero:
                 warnings.warn(missing_message(self.monitor, entries), RuntimeWarning, stacklevel=2)
@@ -227,8 +240,8 @@ class SyncedEarlyStopping(EarlyStopping):
             self.stopping_threshold,
             self.divergence_threshold,
         )
-        verdict = rule.decide(Progress(self.best_score, self.wait_count), reduced, tells=tells)
-        self.best_score, self.wait_count = verdict.progress.best_score, verdict.progress.wait_count
+        verdict = rule.decide(Progress(self._best, self.wait_count), reduced, tells=tells)
+        self._best, self.wait_count = verdict.progress
         if verdict.stop:
             self.stopping_reason = verdict.reason
         return verdict
@@ -244,6 +257,19 @@ class SyncedEarlyStopping(EarlyStopping):
         if self._watch is not None:
             self._watch.gather.close()
         self._watch = self._trainer = None
+
+
+def _logged_in_this_step(trainer: Any, name: str) -> Tensor | None:
+    """Return what ``callback_metrics`` would, without its walk over everything that was logged.
+
+    Only for the plain case, a tensor that ``training_step`` logs at every step; otherwise ``None``.
+    """
+    results: Any = getattr(trainer.fit_loop.epoch_loop, "_results", {})
+    result = results.get(f"training_step.{name}")
+    if result is None or result.has_reset or not result.meta.on_step or not results.training:
+        return None
+    value = result._forward_cache
+    return value.detach() if isinstance(value, Tensor) else None
 
 
 def _faults(
