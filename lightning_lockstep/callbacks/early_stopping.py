@@ -33,6 +33,9 @@ __all__ = ["SyncedEarlyStopping"]
 
 _log = logging.getLogger(__name__)
 _watches = itertools.count()
+# Longest wait for a rank's value [s], that of torch's process groups: another rank may be busy with something
+# that it alone does, such as writing a large checkpoint.
+_PATIENCE = 1800.0
 
 
 class SyncedEarlyStopping(EarlyStopping):
@@ -138,7 +141,9 @@ class SyncedEarlyStopping(EarlyStopping):
         if self.check_every_n_steps is None or stage != "fit":
             return
         self._stop_watching()
-        gather = DelayedGather(communicator.side_channel, name=f"early_stopping/{next(_watches)}")
+        gather = DelayedGather(
+            communicator.side_channel, name=f"early_stopping/{next(_watches)}", timeout=_PATIENCE
+        )
         self._watch = StepWatch(gather, self.check_every_n_steps)
         self._trainer = trainer
 

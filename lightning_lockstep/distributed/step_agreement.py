@@ -97,6 +97,8 @@ class StepAgreement:
         # rank 0 only: what was asked in this round, and who has promised what
         self._requests: list[Request] = []
         self._promises: dict[int, int] = {}
+        self._has_committed = False
+        self._timer: threading.Timer | None = None
         self._topic = f"agree/{name}"
         self._remove = channel.on(self._topic, self._take)
 
@@ -151,6 +153,8 @@ class StepAgreement:
             self._own.clear()
             self._requests.clear()
             self._promises.clear()
+            self._has_committed = False
+            self._wait_no_more()
             later, self._later = self._later, []
         for message in later:
             self._take(message)
@@ -163,6 +167,12 @@ class StepAgreement:
         Ranks: any rank, alone.
         """
         self._remove()
+        self._wait_no_more()
+
+    def _wait_no_more(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _consider(self) -> StopDecision | None:
         with self._news:
@@ -219,13 +229,13 @@ class StepAgreement:
             self.channel.post(self._topic, ["promise?", self._round], to=everyone)
             if self._word is not None:
                 return  # one process alone answers at once
-            timer = threading.Timer(self.timeout / 2, self._no_answer, [self._round])
-            timer.daemon = True
-            timer.start()
+            self._timer = threading.Timer(self.timeout / 2, self._no_answer, [self._round])
+            self._timer.daemon = True
+            self._timer.start()
 
     def _no_answer(self, number: int) -> None:
         with self._news:
-            if number != self._round or self._word is not None or not self._promises:
+            if number != self._round or self._has_committed or not self._promises:
                 return
             silent = sorted(set(range(self.channel.world_size)) - set(self._promises))
             _log.warning(
@@ -236,8 +246,11 @@ class StepAgreement:
             self._commit()
 
     def _commit(self) -> None:
-        if self._word is not None:
+        # Once, whatever is still on its way: a rank may have left already when a second word comes.
+        if self._has_committed:
             return
+        self._has_committed = True
+        self._wait_no_more()
         body = self._committed(max(self._promises.values()), self._requests)
         self.channel.post(self._topic, body, to=range(self.channel.world_size))
 
