@@ -68,21 +68,24 @@ class RankOrderedLogging(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the console over and open this rank's file.
 
-        Ranks: all, together; a broadcast or two.
+        Ranks: all, together; a gather and a broadcast.
         """
-        self._end()
+        global _in_charge
+        if _in_charge is not None:
+            _in_charge._end()  # of a fit that ended with an exception, perhaps in a notebook
+        _in_charge = self
         communicator = current_communicator()
         if communicator.world_size > 1:
             self._sender = sender_on(communicator.side_channel)
             if self._sender.collector is not None:
                 self._sender.collector.configure(timeout=self.order_timeout, folding=self.fold)
-            self._merge_on_node(communicator, self._sender, trainer)
+            self._merge_on_node(communicator, self._sender)
         handlers: list[logging.Handler] = [self._console(communicator)]
         if self.warnings_once and communicator.world_size > 1:
             handlers.append(WarningHandler(communicator.rank, lambda: self._sender))
         if self.files is not None:
             folder = communicator.broadcast(str(self.folder or Path(_run_folder(trainer), "logs")))
-            self._file = RankFile(Path(folder), communicator.rank, style=self.files)
+            self._file = self._open_file(communicator, Path(folder), self.files)
             handlers.append(self._file)
             adapter.local_handlers.append(self._file)
         self._takeover = Takeover(handlers)
@@ -112,16 +115,31 @@ class RankOrderedLogging(Callback):
 
         return ConsoleHandler(communicator.rank, level=self.level, colour=self.colour, skip=shown_elsewhere)
 
-    def _merge_on_node(self, communicator: Communicator, sender: LineSender, trainer: Any) -> None:
+    def _open_file(self, communicator: Communicator, folder: Path, style: str) -> RankFile:
+        file, problem = None, ""
+        try:
+            file = RankFile(folder, communicator.rank, style=style)
+        except OSError as error:
+            problem = str(error)
+        refused = communicator.agree(file is None, problem)
+        if file is None or refused:
+            raise ConfigurationError(
+                f"folder={str(folder)!r}: expected a folder in which every rank can make its log file, or files=None."
+                f"\n{refused}"
+            )
+        return file
+
+    def _merge_on_node(self, communicator: Communicator, sender: LineSender) -> None:
         """Send lines by way of the node's first rank where that spares rank 0 messages."""
-        leader = communicator.rank - communicator.local_rank
-        if communicator.node_rank == 0 or leader <= 0 or sender.merger is not None:
+        # Ranks need not be dealt to the nodes one node after the other, so who is where is asked.
+        places = communicator.gather([communicator.node_rank, communicator.host])
+        here = [rank for rank, place in enumerate(places) if place == places[communicator.rank]]
+        if here[0] == 0 or len(here) == 1:
             return
-        ranks_here = max(1, communicator.world_size // max(1, getattr(trainer, "num_nodes", 1)))
-        if communicator.local_rank == 0 and ranks_here > 1:
-            sender.merger = NodeMerger(sender.channel, range(leader, leader + ranks_here))
-        elif communicator.local_rank > 0:
-            sender.node_leader = leader
+        if communicator.rank != here[0]:
+            sender.node_leader = here[0]
+        elif sender.merger is None:
+            sender.merger = NodeMerger(sender.channel, here)
 
     def _end(self) -> None:
         if self._sender is not None:
@@ -136,6 +154,11 @@ class RankOrderedLogging(Callback):
             logging.captureWarnings(False)
         self._takeover = self._file = self._sender = None
         self._captured = False
+        global _in_charge
+        _in_charge = None
+
+
+_in_charge: RankOrderedLogging | None = None
 
 
 def _run_folder(trainer: Any) -> str:

@@ -62,10 +62,11 @@ class DelayedGather:
 
         Ranks: every rank, after its own :meth:`post`; waits only when an entry is still under way.
         """
-        with self._news:
-            if occasion not in self._complete:
+        entries = self._complete.pop(occasion, None)  # as a rule it came long ago: no lock is needed
+        if entries is None:
+            with self._news:
                 self._wait(occasion)
-            entries = self._complete.pop(occasion)
+                entries = self._complete.pop(occasion)
         if isinstance(entries, str):
             raise CollectiveStallError(entries)
         return list(entries)

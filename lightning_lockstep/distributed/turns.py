@@ -63,7 +63,8 @@ class Turns:
         Ranks: every rank.
         """
         number, self._number = self._number, self._number + 1
-        place = "all" if queue == "all" else f"node {self.communicator.node_rank}"
+        here = f"{self.communicator.node_rank} {self.communicator.host}"
+        place = "all" if queue == "all" else f"node {here}"
         self._tell(number, "came", place)
         failed = self._hear(number, "go", timeout)
         if failed:

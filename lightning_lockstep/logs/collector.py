@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning_lockstep.distributed import SideChannel
@@ -140,7 +140,7 @@ class NodeMerger:
         merge_for: Longest time for which lines are kept back [s].
     """
 
-    def __init__(self, channel: SideChannel, ranks: range, *, merge_for: float = _MERGE_FOR) -> None:
+    def __init__(self, channel: SideChannel, ranks: Iterable[int], *, merge_for: float = _MERGE_FOR) -> None:
         self._channel = channel
         self._book = OrderBook(ranks, timeout=merge_for, folding=True)
         self._keeper = Bookkeeper(self._book, self._pass_on, name="lockstep-log-node", look_every=merge_for)

@@ -44,8 +44,8 @@ class TextFormat(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """See :meth:`logging.Formatter.format`."""
-        head = f"{self.when(record)} {record.levelname:<8} {self.speaker(record)} {record.name}"
-        return self.with_traces(f"{head} {record.filename}:{record.lineno} {said(record)}", record)
+        head = f"{self.when(record)} {record.levelname:<8} {self.speaker(record)} {self.place(record)}"
+        return self.with_traces(f"{head} {said(record)}", record)
 
     def when(self, record: logging.LogRecord) -> str:
         """Return the local time, with milliseconds."""
@@ -57,6 +57,15 @@ class TextFormat(logging.Formatter):
         names = sorted({host for host in hosts if host})
         where = names[0] if len(names) == 1 else f"{len(names)} hosts" if names else _host
         return f"{where}:{rank_list(ranks).split(' ', 1)[1]}"
+
+    def place(self, record: logging.LogRecord) -> str:
+        """Return the logger and the place of the call."""
+        # Python's warnings name their place in the text; the call is always the same one in `warnings`.
+        return (
+            record.name
+            if record.name == "py.warnings"
+            else f"{record.name} {record.filename}:{record.lineno}"
+        )
 
     def with_traces(self, text: str, record: logging.LogRecord) -> str:
         """Append the record's traceback and stack, if it has any."""
@@ -93,7 +102,7 @@ class ConsoleFormat(TextFormat):
             (self.when(record), "dim"),
             (level, self._STYLES.get(record.levelname, "")),
             (self.speaker(record), "cyan"),
-            (f"{record.name} {record.filename}:{record.lineno}", "dim"),
+            (self.place(record), "dim"),
             (said(record), ""),
         ]
         text = " ".join(_coloured(part, style) if self.colour else part for part, style in parts)

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import ConfigurationError, RankOrderedLogging, get_logger
 from lightning_lockstep._lightning import LightningModule, Trainer
-from tests.helpers import run_ranks_raw
+from lightning_lockstep.logs import adapter
+from tests.helpers import run_ranks, run_ranks_raw
 
 log = get_logger("lockstep_test_user", "INFO")
 other = logging.getLogger("lockstep_test_library")
@@ -80,6 +81,49 @@ def test_one_console_and_a_file_for_each_rank(tmp_path):
         assert said == expected
         assert next(e for e in entries if e["message"] == "same")["batch"] == 1
         assert {e["rank"] for e in entries} == {rank}
+
+
+def one_cannot_write(folder: str) -> str:
+    own = Path(folder, "logs" if torch.distributed.get_rank() == 0 else "taken")
+    Path(folder, "taken").touch()
+    torch.distributed.barrier()
+    callback = RankOrderedLogging(folder=own)
+
+    class Trainer:
+        log_dir = default_root_dir = folder
+
+    # The folder is rank 0's for all; rank 1 is made to find a file in its place.
+    if torch.distributed.get_rank() == 1:
+        import lightning_lockstep.callbacks.rank_logging as module
+
+        real = module.RankFile
+        module.RankFile = lambda _, rank, style: real(Path(folder, "taken"), rank, style=style)
+    try:
+        callback.setup(Trainer(), None, "fit")
+    except ConfigurationError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_folder_in_which_one_rank_cannot_write_is_one_error_on_all(tmp_path):
+    values = run_ranks(2, one_cannot_write, str(tmp_path))
+    assert values[0] == values[1]
+    assert "every rank can make its log file" in values[0] and "rank 1: " in values[0]
+
+
+def test_a_fit_that_failed_does_not_keep_the_console(tmp_path):
+    class Trainer:
+        log_dir = default_root_dir = str(tmp_path)
+
+    root = logging.getLogger()
+    before = list(root.handlers)
+    first, second = RankOrderedLogging(), RankOrderedLogging()
+    first.setup(Trainer(), None, "fit")
+    first.on_exception(Trainer(), None, RuntimeError())  # and no teardown, as with Lightning
+    second.setup(Trainer(), None, "fit")
+    assert len(adapter.local_handlers) == 1
+    second.teardown(Trainer(), None, "fit")
+    assert root.handlers == before and adapter.local_handlers == []
 
 
 def test_bad_arguments_come_all_at_once():

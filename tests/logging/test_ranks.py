@@ -55,10 +55,13 @@ def ordinary_calls() -> dict[str, list]:
     log.info("same %s", "words", in_order=True)
     time.sleep(0.05 * (3 - rank))  # the last rank calls first
     log.info("mine is %d", rank, in_order=True)
+    numbers = [1]
+    log.info("now %s", numbers, in_order=True)
+    numbers.append(2)  # too late for the line above
     log.warning_once("careful", main_process_only=False)
     log.warning_once("careful", main_process_only=False)
     if rank == 0:
-        until(kept, 8)
+        until(kept, 9)
         time.sleep(0.5)  # a second warning would have come by now
     dist.barrier()
     return {"lines": kept.lines, "places": kept.places}
@@ -69,7 +72,12 @@ def test_who_prints_what():
     lines = values[0]["lines"]
     assert lines[:2] == ["main", "[rank 0] all"]
     assert sorted(lines[2:]) == sorted(
-        ["[ranks 0-3] same words", *[f"[rank {r}] mine is {r}" for r in range(4)], "[ranks 0-3] careful"]
+        [
+            "[ranks 0-3] same words",
+            "[ranks 0-3] now [1]",
+            *[f"[rank {r}] mine is {r}" for r in range(4)],
+            "[ranks 0-3] careful",
+        ]
     )
     mine = [line for line in lines if "mine" in line]
     assert mine == sorted(mine)

@@ -34,6 +34,7 @@ class Module(LightningModule):
         self.layer = torch.nn.Linear(4, 1)
         self.metric, self.act = metric, act
         self.seen: list[tuple[int, int, list[int]]] = []
+        self.act_in_validation: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, ids = batch
@@ -47,6 +48,10 @@ class Module(LightningModule):
         if value is not None:
             self.log("m", value)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.act_in_validation is not None:
+            self.act_in_validation(self, batch_idx)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.01)
 
@@ -58,6 +63,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def world_rank() -> int:
+    """This rank, before and after the process group is made."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def fit(module: Module, callbacks: list[Any], folder: str, **options: Any) -> Trainer:
     """Fit on this process group; every rank runs this."""
     warnings.simplefilter("ignore")
@@ -66,12 +76,14 @@ def fit(module: Module, callbacks: list[Any], folder: str, **options: Any) -> Tr
     rows = 2 * BATCHES * world
     ckpt_path = options.pop("ckpt_path", None)
     workers = options.pop("num_workers", 0)
+    validates = options.pop("validates", False)
+    strategy = options.pop("strategy", "ddp" if world > 1 else "auto")
     torch.manual_seed(3)
     settings = {"max_epochs": 6, "logger": False, "enable_checkpointing": False, **options}
     trainer = Trainer(
         accelerator="cpu",
         devices=world,
-        strategy="ddp" if world > 1 else "auto",
+        strategy=strategy,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
@@ -80,7 +92,8 @@ def fit(module: Module, callbacks: list[Any], folder: str, **options: Any) -> Tr
     )
     data = TensorDataset(torch.ones(rows, 4), torch.arange(rows))
     loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    validation = DataLoader(data, batch_size=world * BATCHES) if validates else None
+    trainer.fit(module, loader, validation, ckpt_path=ckpt_path)
     return trainer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 from lightning_lockstep import Preempted, StopTogether, SyncedEarlyStopping, check_breakpoint
-from lightning_lockstep._lightning import EarlyStopping
-from tests.helpers import run_ranks
+from lightning_lockstep._lightning import Callback, EarlyStopping
+from tests.helpers import run_ranks, run_ranks_raw
 from tests.stopping.fits import (
     BATCHES,
     CASES,
@@ -171,6 +172,78 @@ def test_a_signal_on_one_rank_saves_ends_all_and_resumes_at_the_next_batch(
     assert values[0]["reason"] == f"rank {ranks - 1}: received {signal.Signals(number).name}"
     assert Path(values[0]["checkpoint"]).name == "preempted.ckpt"
     assert len({v["steps"] for v in values}) == 1
+
+
+def outside_of_training(folder: str) -> dict[str, Any]:
+    """A SIGTERM on rank 1 while no training batch is under way."""
+    out = {}
+    for name, epoch, sanity in (
+        ("sanity check", 0, True),
+        ("validation", 1, False),
+        ("last validation", 2, False),
+    ):
+        sent = []
+
+        def act(
+            module: Module, batch_idx: int, epoch: int = epoch, sanity: bool = sanity, sent: list = sent
+        ) -> None:
+            trainer = module.trainer
+            if (module.current_epoch, trainer.sanity_checking) == (epoch, sanity) and not sent:
+                sent.append(batch_idx)
+                if module.global_rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        module = Module()
+        module.act_in_validation = act
+        try:
+            fit(module, [StopTogether()], folder, max_epochs=3, validates=True, num_sanity_val_steps=1)
+            out[name] = {}
+        except Preempted as preempted:
+            saved = torch.load(preempted.checkpoint, weights_only=True)
+            out[name] = {
+                "reason": preempted.reason,
+                "batches": len(module.seen),
+                "saved": saved["global_step"],
+            }
+    return out
+
+
+def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(tmp_path):
+    values = run_ranks(2, outside_of_training, str(tmp_path), backend=None, timeout=120)
+    assert values[0] == values[1]
+    for name, least in (
+        ("sanity check", 1),
+        ("validation", 2 * BATCHES + 1),
+        ("last validation", 3 * BATCHES),
+    ):
+        ended = values[0][name]
+        assert ended["reason"] == "rank 1: received SIGTERM"
+        assert least <= ended["batches"] <= min(least + 2, 3 * BATCHES), name
+        assert ended["saved"] == ended["batches"]
+
+
+class RaisesAfterPosting(Callback):
+    """Comes after the callback that has posted rank 1's value of this step, which nobody has read yet."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 4:
+            raise OSError("disk full")
+
+
+def one_raises_after_posting(folder: str) -> str:
+    callback = SyncedEarlyStopping("now", check_every_n_steps=1)
+    try:
+        fit(Falling(), [callback, RaisesAfterPosting()], folder, strategy="lockstep_ddp")
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_that_raises_between_posting_and_reading_ends_all_with_its_error(tmp_path):
+    outcomes = run_ranks_raw(2, one_raises_after_posting, str(tmp_path), backend=None, timeout=60)
+    said = [str(outcome.value) + outcome.stderr for outcome in outcomes]
+    assert all("OSError: disk full" in text for text in said), said
+    assert "RankFailedError: rank 1 of 2" in said[0], said
 
 
 def stop_file(folder: str) -> dict[str, Any]:
