@@ -12,7 +12,7 @@ from tests.helpers import run_ranks
 
 PEER, OURS = "Accelerate in_order", "get_logger in_order"
 # After a call the ranks rest until its lines are printed, so that the benchmark does not disturb itself [s].
-PAUSE = 0.003
+PAUSE = 0.001
 
 
 class Recorder(logging.Handler):

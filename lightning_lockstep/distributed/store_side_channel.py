@@ -110,6 +110,11 @@ class StoreSideChannel(SideChannel):
         """See :meth:`SideChannel.post`."""
         self._outbox.put((topic, body, to if to is None or isinstance(to, int) else tuple(to), make))
 
+    def poster(self, topic: str, *, to: int, make: Callable[[Any], Any]) -> Callable[[Any], None]:
+        """See :meth:`SideChannel.poster`."""
+        put = self._outbox.put
+        return lambda body: put((topic, body, to, make))
+
     def claim(self, key: str, value: str) -> str:
         """See :meth:`SideChannel.claim`; when the store is gone, the caller's own value stands."""
         try:

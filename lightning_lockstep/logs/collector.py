@@ -199,6 +199,7 @@ class LineSender:
         self._told: dict[str, int] = {}
         # Touched by one thread at a time: the one that makes lines, in the order of the calls.
         self._turns: dict[tuple[str, int, str, int], int] = {}
+        self._post = channel.poster(LINES, to=0, make=self._lines)
         if collector is None:
             on_flush(self.flush)
             channel.at_close(self.flush)
@@ -216,7 +217,7 @@ class LineSender:
         elif self.node_leader is not None:
             self.channel.post(NODE, said, to=self.node_leader, make=self._lines)
         else:
-            self.channel.post(LINES, said, to=0, make=self._lines)
+            self._post(said)
 
     def _turn(self, said: Said) -> int:
         turn = self._turns.get(said[0], 0)
