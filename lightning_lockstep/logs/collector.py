@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -126,9 +128,17 @@ class Collector:
     def _print(self, batches: list[Batch]) -> None:
         for batch in batches:
             for line in batch.lines:
-                self._emit(record_of(line, prefix=_late_prefix(line) if batch.late else None))
+                self._say(record_of(line, prefix=_late_prefix(line) if batch.late else None))
             if batch.missing:
-                self._emit(_who_is_missing(batch))
+                self._say(_who_is_missing(batch))
+
+    def _say(self, record: logging.LogRecord) -> None:
+        try:
+            self._emit(record)
+        except Exception:
+            # A faulty handler must neither end the thread that prints nor keep the lines after this one.
+            if logging.raiseExceptions and sys.stderr is not None:
+                traceback.print_exc(file=sys.stderr)
 
 
 class NodeMerger:
