@@ -16,6 +16,9 @@ from lightning_lockstep.logs.handlers import ConsoleHandler, RankFile, Takeover,
 
 __all__ = ["RankOrderedLogging"]
 
+# How long rank 0 waits at the end of a run for lines of other ranks that are under way [s].
+_AT_THE_END = 1.0
+
 
 class RankOrderedLogging(Callback):
     """Makes the logs of a run with many ranks readable.
@@ -145,7 +148,8 @@ class RankOrderedLogging(Callback):
         if self._sender is not None:
             self._sender.flush()
             if self._sender.collector is not None:
-                self._sender.collector.print_warnings()
+                # While the console is still ours: the handlers that get it back may want no INFO.
+                self._sender.collector.settle(min(self.order_timeout, _AT_THE_END))
         if self._file is not None and self._file in adapter.local_handlers:
             adapter.local_handlers.remove(self._file)
         if self._takeover is not None:

@@ -67,6 +67,11 @@ class Bookkeeper:
             # the book now finds the work there, too, or this look finds the book filled.
             self._bell.put(None)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a line waits for those of other ranks."""
+        return bool(self._inbox) or self.book.holds_lines
+
     def flush(self) -> None:
         """Print all that is held back, here, and wait for a thread that is just printing."""
         self._inbox.append(lambda: self.book.flush(time.monotonic()))

@@ -108,9 +108,16 @@ class Collector:
         now = time.monotonic()
         self._once_keeper.do(lambda: self._once.add(line, now, printed=printed), print_here=False)
 
-    def print_warnings(self) -> None:
-        """Print the warnings that wait for their equals."""
-        self._once_keeper.flush()
+    def settle(self, timeout: float) -> None:
+        """Give lines that are under way a moment to come, then print all that is held back.
+
+        Args:
+            timeout: Longest wait [s].
+        """
+        deadline = time.monotonic() + timeout
+        while self._keeper.busy and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.flush()
 
     def flush(self) -> None:
         """Print all that is held back."""

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -116,8 +117,15 @@ def line_of(said: Said, *, rank: int, host: str, turn: int) -> Line:
         host: Its host.
         turn: How often the same call was made before.
     """
-    place, text, created, function, trace, extra = said
-    return Line(Place(*place, turn), (rank,), (host,), text, created, function, trace, extra)
+    (logger, level, path, number), text, created, function, trace, extra = said
+    place = Place(logger, level, _resolved(path), number, turn)
+    return Line(place, (rank,), (host,), text, created, function, trace, extra)
+
+
+@lru_cache(maxsize=1000)
+def _resolved(path: str) -> str:
+    """Return the one name of a file that one rank may know as ``../train.py`` and another by a link."""
+    return os.path.realpath(path)
 
 
 def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:

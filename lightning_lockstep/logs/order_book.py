@@ -59,6 +59,11 @@ class OrderBook:
         self._levels: dict[tuple[int, str], int] = {}
 
     @property
+    def holds_lines(self) -> bool:
+        """Whether a line is held back."""
+        return bool(self._waiting)
+
+    @property
     def empty(self) -> bool:
         """Whether a line of one rank would wait for the other ranks, whatever it says."""
         return not (self._waiting or self._levels or self._still_to_come)
@@ -137,6 +142,11 @@ class OnceBook:
         self.gather_for = gather_for
         self._waiting: OrderedDict[tuple[str, int, str, int], _Waiting] = OrderedDict()
         self._printed: OrderedDict[tuple[str, int, str, int], None] = OrderedDict()
+
+    @property
+    def holds_lines(self) -> bool:
+        """Whether a line is held back."""
+        return bool(self._waiting)
 
     @property
     def empty(self) -> bool:

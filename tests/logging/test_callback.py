@@ -34,6 +34,7 @@ class Module(LightningModule):
             warnings.warn("python warns", stacklevel=1)
             if self.global_rank == 1:
                 other.error("only on rank 1")
+                log.info("rank 0 never says this", in_order=True)
         return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self):
@@ -72,12 +73,18 @@ def test_one_console_and_a_file_for_each_rank(tmp_path):
     assert console.count("the library warns") == 1 and console.count("UserWarning: python warns") == 1
     assert console.count("only on rank 1") == 1
     assert "max_epochs=1" in console, "Lightning's own loggers are included"
+    assert ":1 lockstep_test_user" in next(x for x in console.splitlines() if "rank 0 never says this" in x)
     assert "warns" not in outcomes[1].stderr and "mine" not in outcomes[1].stderr
     for rank in range(2):
         text = Path(tmp_path, "logs", f"rank-{rank}.jsonl").read_text()
         entries = [json.loads(line) for line in text.splitlines()]
         said = [e["message"] for e in entries if e["logger"].startswith("lockstep_test")]
-        expected = ["same", f"mine is {rank}", "the library warns", *(["only on rank 1"] if rank else [])]
+        expected = [
+            "same",
+            f"mine is {rank}",
+            "the library warns",
+            *(["only on rank 1", "rank 0 never says this"] if rank else []),
+        ]
         assert said == expected
         assert next(e for e in entries if e["message"] == "same")["batch"] == 1
         assert {e["rank"] for e in entries} == {rank}

@@ -173,3 +173,15 @@ def test_a_line_that_cannot_be_made_as_asked_is_said_all_the_same():
     line = line_of(said_of(record), rank=0, host="h", turn=0)
     assert line.text.startswith("'%d of %d' with ('one',), which cannot be filled in: TypeError")
     assert line.extra["knot"] == "[[...]]" and line.extra["pair"] == "{(1, 2): 3}"
+
+
+def test_one_file_under_two_names_is_one_place(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    names = [tmp_path / "train.py", tmp_path / "run" / ".." / "train.py", tmp_path / "link" / "train.py"]
+    lines = [
+        line_of((("lib", 20, str(name), 7), "same", 0.0, "f", "", {}), rank=rank, host="h", turn=0)
+        for rank, name in enumerate(names)
+    ]
+    book = OrderBook(range(3))
+    assert [texts(book.add(one, 0.0)) for one in lines] == [[], [], [((0, 1, 2), "same")]]
