@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 from lightning_lockstep.callbacks._overflow_values import NamePatterns, module_names, output_values
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.numerics.gradients import fused_flags
 from lightning_lockstep.numerics.statistics import has_bad_values
 
 __all__ = ["ActivationWatch", "refuse_compiled"]
 
 _HISTORY = 100
+# Outputs up to this size [elements] wait for others, and are looked at once so many elements have come
+# together: a call for each costs more than reading them, and so few are still in the processor's cache.
+_SMALL, _TOGETHER = 16_384, 65_536
 
 
 class _Bank:
@@ -49,8 +53,69 @@ class _Bank:
         return torch.where(torch.isinf(ends), 0, ends) if self.allow_inf else ends
 
 
+class _Waiting:
+    """Small outputs that are looked at together.
+
+    An operation in place may change one before it is looked at, and hide what was bad in it. Whose outputs
+    that happens to is told by their version counters; from then on they are looked at at once. In the first
+    step all are.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._versions: list[tuple[tuple[str, str], int]] = []
+        self._size = 0
+        self._flags: list[Tensor] = []
+        self._changed_in_place: set[tuple[str, str]] = set()
+        self._first_step = True
+
+    def clear(self) -> None:
+        """Forget what was noted in this step."""
+        self._tensors.clear()
+        self._versions.clear()
+        self._flags.clear()
+        self._size = 0
+
+    def add(self, key: tuple[str, str], tensor: Tensor, size: int) -> None:
+        """Take an output of so many elements, which may be written to."""
+        if self._first_step or key in self._changed_in_place:
+            self._flags += _flags_of([tensor])
+        self._tensors.append(tensor)
+        self._versions.append((key, tensor._version))
+        self._size += size
+        if self._size > _TOGETHER:
+            self._look()
+
+    def look(self) -> list[Tensor]:
+        """Return one-element tensors; any that is not zero means that something bad was found in this step."""
+        self._look()
+        self._first_step = False
+        return self._flags
+
+    def _look(self) -> None:
+        if self._tensors:
+            self._flags += _flags_of(self._tensors)
+            for tensor, (key, version) in zip(self._tensors, self._versions, strict=True):
+                if tensor._version != version:
+                    self._changed_in_place.add(key)
+            self._tensors.clear()
+            self._versions.clear()
+            self._size = 0
+
+
+def _flags_of(tensors: list[Tensor]) -> list[Tensor]:
+    try:
+        # `data` has a version counter of its own: autograd sees no operation in place.
+        return fused_flags([tensor.data for tensor in tensors])
+    except (RuntimeError, NotImplementedError, TypeError):  # complex, expanded, of several devices
+        return [torch.ones(1) for tensor in tensors if has_bad_values(tensor)]
+
+
 class ActivationWatch:
-    """Forward hooks that keep the lowest and highest value of every output.
+    """Forward hooks that look at every output.
+
+    Without history, small outputs that are part of the graph are looked at together. All others, and with
+    history every one, get an ``aminmax`` into a slot of a buffer on the device.
 
     Args:
         root: The LightningModule.
@@ -59,7 +124,7 @@ class ActivationWatch:
         modules: Names of the modules to watch; ``None`` for all.
         keep_history: Whether to keep the magnitudes of the last 100 steps, for the picture.
 
-    Ranks: any rank, alone; nothing is sent, and on a GPU nothing is waited for until :meth:`bad` is asked.
+    Ranks: any rank, alone; nothing is sent, and on a GPU nothing is waited for.
     """
 
     def __init__(
@@ -76,8 +141,8 @@ class ActivationWatch:
         self.history: deque[tuple[int, list[tuple[list[tuple[str, str]], Tensor]]]] = deque(maxlen=_HISTORY)
         self._keep_history = keep_history
         self._banks: dict[tuple[torch.dtype, bool], _Bank] = {}
-        self._main: _Bank | None = None
         self._odd: list[tuple[str, str]] = []
+        self._waiting = _Waiting()
         self._handles = [
             module.register_forward_hook(self._hook(name))
             for module, name in module_names(root).items()
@@ -90,12 +155,14 @@ class ActivationWatch:
             handle.remove()
         self._handles.clear()
         self.active = False
+        self._waiting.clear()
 
     def begin_step(self) -> None:
         """Forget the last step and watch from here on."""
         for bank in self._banks.values():
             bank.used = 0
         self._odd.clear()
+        self._waiting.clear()
         self.active = True
 
     @contextmanager
@@ -113,24 +180,13 @@ class ActivationWatch:
         Nothing is waited for.
         """
         parts = [(bank.noted() * 0).sum(dtype=torch.float32) for bank in self._banks.values() if bank.used]
+        # 1 where something bad was found: its logarithm times zero is nan.
+        parts += [0 * torch.log1p(-flag[0]) for flag in self._waiting.look()]
         if self._odd:
             parts.append(torch.tensor(float("nan"), device=self.device))
         if not parts:
             return None
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-
-    def bad(self) -> list[tuple[str, str]]:
-        """Return (module, label) of each bad value of this step, in forward order for each dtype.
-
-        On a GPU this waits for the forward; one read for each dtype.
-        """
-        found = list(self._odd)
-        for bank in self._banks.values():
-            if bank.used:
-                good = torch.isfinite(bank.noted()).all(dim=0)
-                if not bool(good.all()):
-                    found += [bank.keys[i] for i in (~good).nonzero()[:, 0].tolist()]
-        return found
+        return parts[0] if len(parts) == 1 else torch.stack([p.to(self.device) for p in parts]).sum()
 
     def remember(self, step: int) -> None:
         """Keep the magnitudes of this step for the picture, on the device."""
@@ -154,23 +210,18 @@ class ActivationWatch:
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         whole = (name, "output")
-
-        aminmax, plain = torch.aminmax, not self.allow_inf
+        waiting, together = self._waiting, not (self.allow_inf or self._keep_history)
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not self.active:
                 return
-            bank = self._main
-            if plain and bank is not None and type(output) is Tensor and output.dtype is bank.dtype:
-                # What nearly every call comes to; each microsecond here counts a hundred times a step.
-                used = bank.used
-                if used < len(bank.slots) and output.device == self.device and output.numel():
-                    aminmax(output.detach(), out=bank.slots[used])
-                    bank.keys[used] = whole
-                    bank.used = used + 1
-                    return
             if type(output) is Tensor:
-                self._note(whole, output)
+                # What nearly every call comes to; each microsecond here counts a hundred times a step.
+                # An output that needs a gradient is the result of a computation, so its memory may be written.
+                if together and output.requires_grad and (size := output.numel()) <= _SMALL:
+                    waiting.add(whole, output, size)
+                else:
+                    self._note(whole, output)
             else:
                 for label, value in output_values(output):
                     if isinstance(value, Tensor):
@@ -185,8 +236,6 @@ class ActivationWatch:
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 return
             bank = self._banks[kind] = _Bank(_bank_dtype(kind[0]), self.device, kind[1])
-            if self._main is None and bank.dtype is kind[0] and not kind[1]:
-                self._main = bank
         if bank.used == len(bank.slots):
             bank.grow()
         try:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.callbacks._overflow_hooks import ActivationWatch, refuse_compiled
-from lightning_lockstep.callbacks._overflow_replay import BufferKeeper, RandomState, StepRecord
+from lightning_lockstep.callbacks._overflow_replay import BufferKeeper, StepRecord
 from lightning_lockstep.callbacks._overflow_report import RankReport
 from lightning_lockstep.callbacks._overflow_response import Response, Tally
 from lightning_lockstep.callbacks._overflow_settings import Action, Mode, OverflowSettings, sequence
@@ -26,6 +26,7 @@ from lightning_lockstep.callbacks._overflow_values import NamePatterns
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError, LockstepError
 from lightning_lockstep.numerics.gradients import GradientCheck
+from lightning_lockstep.numerics.random_state import RandomState
 from lightning_lockstep.numerics.statistics import has_bad_values
 
 __all__ = ["OverflowDetector"]
@@ -162,7 +163,7 @@ class OverflowDetector(Callback):
         self._spreads = settings.action != "warn" and self._communicator.world_size > 1
         self._buffers = BufferKeeper(pl_module)
         self._allowed_loss = NamePatterns(settings.allow_inf).fit("loss")
-        self._parameters: dict[int, list[Tensor]] = {}
+        self._known: dict[int, tuple[list[Tensor], GradientCheck]] = {}
         self._underflow = UnderflowWatch(settings, pl_module)
         self._watch: ActivationWatch | None = None
         if settings.mode == "hooks":
@@ -315,26 +316,21 @@ class OverflowDetector(Callback):
 
     def _look(self, optimizer: Optimizer, record: StepRecord) -> tuple[bool, bool]:
         """Return (every rank knows of something bad, this rank knows of something bad)."""
-        settings = self.settings
         flag = None
-        if settings.gradients:
-            parameters = self._parameters.get(id(optimizer))
-            if parameters is None:
+        if self.settings.gradients:
+            known = self._known.get(id(optimizer))
+            if known is None:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                self._parameters[id(optimizer)] = parameters
-            flag = self._check.start([g for p in parameters if (g := p.grad) is not None])
+                known = self._known[id(optimizer)] = (parameters, GradientCheck())
+            parameters, check = known
+            flag = check.start([g for p in parameters if (g := p.grad) is not None])
         own = []
         for one in (record, self._suspect):
             if one is not None:
                 own += [one.loss] if one.loss is not None and not self._allowed_loss else []
                 own += [one.seen] if one.seen is not None and self._due() else []
-        if all(t.device.type == "cpu" for t in own):
-            here = any(has_bad_values(t) if t.numel() > 1 else not math.isfinite(t.item()) for t in own)
-            everywhere = flag is not None and flag.result()
-        else:
-            mine = self._check.start(own)
-            everywhere = flag is not None and flag.result()
-            here = mine.result()
+        here = any(has_bad_values(t) if t.numel() > 1 else not math.isfinite(t.item()) for t in own)
+        everywhere = flag is not None and flag.result()
         if self._communicator.world_size == 1:
             return everywhere or here, here
         if flag is None:
