@@ -76,9 +76,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 ADAMW = torch.optim.AdamW
 WORKLOADS = [
-    Workload(
-        "T5 9.4 M, batch 8 x 64, AdamW", t5, tokens, ADAMW, {REPLAY: 1.01, HOOKS: 1.03}, 2, 2, 22, 3
-    ),
+    Workload("T5 9.4 M, batch 8 x 64, AdamW", t5, tokens, ADAMW, {REPLAY: 1.01, HOOKS: 1.03}, 2, 2, 22, 3),
     Workload(
         "BERT 5.4 M, batch 8 x 64, AdamW", bert, tokens, ADAMW, {REPLAY: 1.01, HOOKS: 1.03}, 2, 3, 30, 4
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ __all__ = ["ActivationWatch", "refuse_compiled"]
 _HISTORY = 100
 # Outputs up to this size [elements] wait for others, and are looked at once so many elements have come
 # together: a call for each costs more than reading them, and so few are still in the processor's cache.
-_SMALL, _TOGETHER = 16_384, 65_536
+_SMALL, _TOGETHER = 16_384, 24_576
 
 
 class _Bank:
@@ -57,58 +58,71 @@ class _Waiting:
     """Small outputs that are looked at together.
 
     An operation in place may change one before it is looked at, and hide what was bad in it. Whose outputs
-    that happens to is told by their version counters; from then on they are looked at at once. In the first
-    step all are.
+    that happens to is found out in the first step, by their version counters, where all are looked at at once;
+    these are looked at at once ever after.
     """
 
     def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        self.size = 0
+        self.at_once: set[tuple[str, str]] = set()
+        self.first_step = True
         self._versions: list[tuple[tuple[str, str], int]] = []
-        self._size = 0
         self._flags: list[Tensor] = []
-        self._changed_in_place: set[tuple[str, str]] = set()
-        self._first_step = True
 
     def clear(self) -> None:
         """Forget what was noted in this step."""
-        self._tensors.clear()
+        self.tensors.clear()
         self._versions.clear()
         self._flags.clear()
-        self._size = 0
+        self.size = 0
 
-    def add(self, key: tuple[str, str], tensor: Tensor, size: int) -> None:
-        """Take an output of so many elements, which may be written to."""
-        if self._first_step or key in self._changed_in_place:
-            self._flags += _flags_of([tensor])
-        self._tensors.append(tensor)
-        self._versions.append((key, tensor._version))
-        self._size += size
-        if self._size > _TOGETHER:
-            self._look()
+    def look_at_once(self, key: tuple[str, str], tensor: Tensor) -> None:
+        """Look at an output, and in the first step keep an eye on it."""
+        self._flags += _flags_of([tensor])
+        if self.first_step:
+            self.tensors.append(tensor)
+            self._versions.append((key, tensor._version))
 
-    def look(self) -> list[Tensor]:
-        """Return one-element tensors; any that is not zero means that something bad was found in this step."""
-        self._look()
-        self._first_step = False
-        return self._flags
-
-    def _look(self) -> None:
-        if self._tensors:
-            self._flags += _flags_of(self._tensors)
-            for tensor, (key, version) in zip(self._tensors, self._versions, strict=True):
+    def look(self) -> None:
+        """Look at all that wait."""
+        if self.tensors:
+            self._flags += _flags_of(self.tensors)
+            for tensor, (key, version) in zip(self.tensors, self._versions, strict=False):
                 if tensor._version != version:
-                    self._changed_in_place.add(key)
-            self._tensors.clear()
+                    self.at_once.add(key)
+            self.tensors.clear()
             self._versions.clear()
-            self._size = 0
+            self.size = 0
+
+    def flags(self) -> list[Tensor]:
+        """Return one-element tensors; any that is not zero means that something bad was found in this step."""
+        self.look()
+        self.first_step = False
+        return self._flags
 
 
 def _flags_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Return one-element tensors; any that is not zero means that something bad is among the tensors."""
+    with torch.no_grad():
+        try:
+            if tensors[0].device.type != "cpu":
+                # `data` has a version counter of its own: autograd sees no operation in place.
+                return fused_flags([tensor.data for tensor in tensors])
+            flat = tensors[0] if len(tensors) == 1 else _side_by_side(tensors)
+        except (RuntimeError, NotImplementedError, TypeError):  # sparse, expanded, of several devices
+            return [torch.ones(1) for tensor in tensors if has_bad_values(tensor)]
+        # A sum is nan or infinite if anything in it is; where finite numbers add up to that, the exact look tells.
+        if cmath.isfinite(flat.sum().item()) or not has_bad_values(flat):
+            return []
+        return [torch.ones(1)]
+
+
+def _side_by_side(tensors: list[Tensor]) -> Tensor:
     try:
-        # `data` has a version counter of its own: autograd sees no operation in place.
-        return fused_flags([tensor.data for tensor in tensors])
-    except (RuntimeError, NotImplementedError, TypeError):  # complex, expanded, of several devices
-        return [torch.ones(1) for tensor in tensors if has_bad_values(tensor)]
+        return torch.cat(tensors)
+    except RuntimeError:  # of several shapes
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 class ActivationWatch:
@@ -181,7 +195,7 @@ class ActivationWatch:
         """
         parts = [(bank.noted() * 0).sum(dtype=torch.float32) for bank in self._banks.values() if bank.used]
         # 1 where something bad was found: its logarithm times zero is nan.
-        parts += [0 * torch.log1p(-flag[0]) for flag in self._waiting.look()]
+        parts += [0 * torch.log1p(-flag[0]) for flag in self._waiting.flags()]
         if self._odd:
             parts.append(torch.tensor(float("nan"), device=self.device))
         if not parts:
@@ -219,7 +233,13 @@ class ActivationWatch:
                 # What nearly every call comes to; each microsecond here counts a hundred times a step.
                 # An output that needs a gradient is the result of a computation, so its memory may be written.
                 if together and output.requires_grad and (size := output.numel()) <= _SMALL:
-                    waiting.add(whole, output, size)
+                    if waiting.first_step or whole in waiting.at_once:
+                        waiting.look_at_once(whole, output)
+                        return
+                    waiting.tensors.append(output)
+                    waiting.size += size
+                    if waiting.size > _TOGETHER:
+                        waiting.look()
                 else:
                     self._note(whole, output)
             else:

@@ -88,9 +88,10 @@ class Sharing:
         if self.communicator.is_main:
             texts = {rank: heads[rank] for rank in absent} | {r: said["text"] for r, said in bodies.items()}
             text = combined_text(occasion, texts, why)
+            reports = [said["json"] for said in bodies.values()]
             print_once(text)
-            write(self.folder, stem, text, [said["json"] for said in bodies.values()])
-            self._draw(stem, list(bodies.values()), watch)
+            self._write(stem, text, reports)
+            self._draw(stem, reports, watch)
         return f"{head}\nFull report: {self.folder / f'{stem}.txt'}"
 
     def said_alone(self) -> bool:
@@ -115,17 +116,26 @@ class Sharing:
         if self.communicator.is_main:
             whole = "\n".join(said["text"] for said in texts.values())
             print_once(whole)
-            write(self.folder, f"trace-batch-{batch_number}", whole, [])
+            self._write(f"trace-batch-{batch_number}", whole, [])
 
     def _print_alone(self, message: Message) -> None:
         print_once(message.body["text"])
-        write(self.folder, message.body["stem"], message.body["text"], [message.body["json"]])
+        self._write(message.body["stem"], message.body["text"], [message.body["json"]])
 
-    def _draw(self, stem: str, bodies: list[Any], watch: ActivationWatch | None) -> None:
+    # A full disk or a broken matplotlib must not make rank 0 act differently from the others.
+
+    def _write(self, stem: str, text: str, reports: list[Any]) -> None:
+        try:
+            write(self.folder, stem, text, reports)
+        except OSError as error:
+            _log.warning("the report of an overflow could not be written to %s: %s", self.folder, error)
+
+    def _draw(self, stem: str, reports: list[Any], watch: ActivationWatch | None) -> None:
         if self.settings.report_dir is None:
             return
-        history = {} if watch is None else watch.magnitudes()
         try:
-            draw(self.folder / f"{stem}.png", [body["json"] for body in bodies], history)
+            draw(self.folder / f"{stem}.png", reports, {} if watch is None else watch.magnitudes())
         except MissingExtraError as error:
             _log.warning("%s", error)
+        except Exception as error:
+            _log.warning("the picture of an overflow could not be drawn: %s: %s", type(error).__name__, error)

@@ -94,7 +94,7 @@ _watched: dict[str, _Watched] = {}
 def _python_state() -> Any:
     generator = getattr(random, "_inst", None)
     # The C struct of `_random.Random` holds it all, but for the number that `gauss` keeps for the next time.
-    if not _CPYTHON or type(generator) is not random.Random or generator.gauss_next is not None:
+    if not _CPYTHON or type(generator) is not random.Random or vars(generator).get("gauss_next") is not None:
         return random.getstate()
     if "python" not in _watched:
         base = random.Random.__base__
