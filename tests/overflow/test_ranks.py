@@ -30,6 +30,8 @@ def fits(cases: dict[str, tuple[str, Marks, dict[str, Any], dict[str, Any]]], fo
         model = MODELS[kind]()
         detector = OverflowDetector(**settings)
         error = ""
+        name_of_strategy = options.get("strategy", "ddp")
+        strategy = STRATEGIES.get(name_of_strategy, name_of_strategy)
         loader = data(batches=20, marked=marks[rank], seed=rank)
         try:
             trainer = fit(
@@ -37,7 +39,7 @@ def fits(cases: dict[str, tuple[str, Marks, dict[str, Any], dict[str, Any]]], fo
                 loader,
                 detector,
                 devices=2,
-                strategy=STRATEGIES.get(options.get("strategy"), lambda: options.get("strategy", "ddp"))(),
+                strategy=strategy() if callable(strategy) else strategy,
                 default_root_dir=f"{folder}/{name}",
                 **{key: value for key, value in options.items() if key != "strategy"},
             )
