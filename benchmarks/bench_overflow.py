@@ -76,9 +76,9 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 ADAMW = torch.optim.AdamW
 WORKLOADS = [
-    Workload("T5 9.4 M, batch 8 x 64, AdamW", t5, tokens, ADAMW, {REPLAY: 1.01, HOOKS: 1.03}, 2, 2, 22, 3),
+    Workload("T5 9.4 M, batch 8 x 64, AdamW", t5, tokens, ADAMW, {REPLAY: 1.01, HOOKS: 1.03}, 2, 2, 16, 3),
     Workload(
-        "BERT 5.4 M, batch 8 x 64, AdamW", bert, tokens, ADAMW, {REPLAY: 1.01, HOOKS: 1.03}, 2, 3, 30, 4
+        "BERT 5.4 M, batch 8 x 64, AdamW", bert, tokens, ADAMW, {REPLAY: 1.01, HOOKS: 1.03}, 2, 3, 22, 3
     ),
     Workload(
         "100 linear layers of 64, batch 32, AdamW",
@@ -88,8 +88,8 @@ WORKLOADS = [
         {REPLAY: 1.02, HOOKS: 1.07},
         1,
         10,
-        100,
-        10,
+        80,
+        8,
     ),
     Workload(
         "100 linear layers of 64, batch 32, SGD",
@@ -99,8 +99,8 @@ WORKLOADS = [
         {REPLAY: 1.03, HOOKS: 1.13},
         1,
         15,
-        120,
-        10,
+        90,
+        8,
     ),
 ]
 

@@ -82,7 +82,9 @@ class Sharing:
         occasion = Occasion(**first["when"])
         absent = [rank for rank in range(self.communicator.world_size) if rank not in heads]
         heads.update({rank: f"rank {rank}: no report within {self.settings.timeout:g} s" for rank in absent})
-        bodies = self.hear({"text": report.text(), "json": report.as_json()}, to=0)
+        pictured = report.guilty and watch is not None and self.settings.report_dir is not None
+        history = watch.magnitudes() if pictured and watch is not None else {}
+        bodies = self.hear({"text": report.text(), "json": report.as_json(), "history": history}, to=0)
         stem = f"batch-{occasion.batch_number}"
         head = combined_head(occasion, heads, why)
         if self.communicator.is_main:
@@ -91,7 +93,8 @@ class Sharing:
             reports = [said["json"] for said in bodies.values()]
             print_once(text)
             self._write(stem, text, reports)
-            self._draw(stem, reports, watch)
+            # The steps before are drawn as the rank saw them whose report is drawn.
+            self._draw(stem, reports, next((h for b in bodies.values() if (h := b["history"])), {}))
         return f"{head}\nFull report: {self.folder / f'{stem}.txt'}"
 
     def said_alone(self) -> bool:
@@ -130,11 +133,11 @@ class Sharing:
         except OSError as error:
             _log.warning("the report of an overflow could not be written to %s: %s", self.folder, error)
 
-    def _draw(self, stem: str, reports: list[Any], watch: ActivationWatch | None) -> None:
+    def _draw(self, stem: str, reports: list[Any], history: Mapping[Any, Any]) -> None:
         if self.settings.report_dir is None:
             return
         try:
-            draw(self.folder / f"{stem}.png", reports, {} if watch is None else watch.magnitudes())
+            draw(self.folder / f"{stem}.png", reports, {int(step): seen for step, seen in history.items()})
         except MissingExtraError as error:
             _log.warning("%s", error)
         except Exception as error:
