@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -157,6 +158,8 @@ class ActivationWatch:
         self._banks: dict[tuple[torch.dtype, bool], _Bank] = {}
         self._odd: list[tuple[str, str]] = []
         self._waiting = _Waiting()
+        # A tensor that modules hand on unchanged (dropout of 0, an outer module) is looked at once.
+        self._looked_at: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._handles = [
             module.register_forward_hook(self._hook(name))
             for module, name in module_names(root).items()
@@ -177,6 +180,7 @@ class ActivationWatch:
             bank.used = 0
         self._odd.clear()
         self._waiting.clear()
+        self._looked_at.clear()
         self.active = True
 
     @contextmanager
@@ -225,6 +229,7 @@ class ActivationWatch:
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         whole = (name, "output")
         waiting, together = self._waiting, not (self.allow_inf or self._keep_history)
+        note = self._note_once if together else self._note
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not self.active:
@@ -241,13 +246,20 @@ class ActivationWatch:
                     if waiting.size > _TOGETHER:
                         waiting.look()
                 else:
-                    self._note(whole, output)
+                    note(whole, output)
             else:
                 for label, value in output_values(output):
                     if isinstance(value, Tensor):
-                        self._note((name, label), value)
+                        note((name, label), value)
 
         return hook
+
+    def _note_once(self, key: tuple[str, str], tensor: Tensor) -> None:
+        known = self._looked_at.get(id(tensor))
+        version = -1 if tensor.is_inference() else tensor._version
+        if known is None or known[0]() is not tensor or known[1] != version:
+            self._looked_at[id(tensor)] = (weakref.ref(tensor), version)
+            self._note(key, tensor)
 
     def _note(self, key: tuple[str, str], tensor: Tensor) -> None:
         kind = (tensor.dtype, bool(self.allow_inf) and self.allow_inf.fit(f"{key[0]}.{key[1]}"))

@@ -281,3 +281,17 @@ def test_a_report_that_cannot_be_written_does_not_part_the_ranks(
         trainer = fit(Task(Explode()), data(batches=3, marked={1: 0}), detector, default_root_dir=tmp_path)
     assert (trainer.global_step, detector.skipped_steps) == (3, 1)
     assert "could not be written" in caplog.text
+
+
+def test_hooks_take_outputs_of_inference_mode(tmp_path: Path) -> None:
+    class Probe(Task):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            assert self.metric_head is not None
+            with torch.inference_mode():
+                self.metric_head(batch)
+            return self(batch.clamp(max=1.0)).square().mean()
+
+    model = Probe()
+    model.metric_head = Explode()
+    with pytest.raises(OverflowDetectedError, match="batch_number=2 "):
+        fit(model, data(batches=4, marked={2: 0}), OverflowDetector(mode="hooks"), default_root_dir=tmp_path)
