@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_lockstep import ConfigurationError, FP32Modules, OverflowDetectedError, OverflowDetector
 from tests.helpers import run_ranks
@@ -40,6 +41,10 @@ def task(t5: Any, precision: str = "16-mixed") -> Any:
     return model
 
 
+def one_batch(batch: torch.Tensor) -> DataLoader[Any]:
+    return DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
+
+
 def lines_of(text: str) -> list[str]:
     """Return the frames' lines without what only one of the two prints."""
     kept = [line.split("#")[0].replace("model.", "").strip() for line in text.splitlines()]
@@ -56,7 +61,7 @@ def test_same_first_bad_module_and_same_values_as_transformers(
     model, detector = task(t5, precision), OverflowDetector(max_frames_to_save=6)
     bad = list(t5.batches(rank=0, bad_rank=0))[3]
     with pytest.raises(OverflowDetectedError, match="batch_number=0"):
-        fit(model, [bad], detector, plugins=[t5.plugin(precision)], default_root_dir=tmp_path)
+        fit(model, one_batch(bad), detector, plugins=[t5.plugin(precision)], default_root_dir=tmp_path)
     ours = lines_of(capsys.readouterr().err)
     theirs = lines_of(t5.transformers_frames(model, bad, precision=precision))
     assert ours == theirs
@@ -75,7 +80,7 @@ def beside(folder: str) -> dict[str, tuple[list[str], list[str]]]:
         with contextlib.suppress(OverflowDetectedError):
             fit(
                 model,
-                [bad],
+                one_batch(bad),
                 detector,
                 devices=2,
                 strategy="ddp_find_unused_parameters_true",
