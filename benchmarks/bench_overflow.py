@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from benchmarks.engine import Comparison, Report, interleave
+from benchmarks.engine import Comparison, Report, Samples
 from lightning_lockstep import OverflowDetector
 
 NONE, REPLAY, HOOKS, OTHER, ANOMALY = "none", "replay", "hooks", "Transformers' detector", "detect_anomaly"
@@ -25,15 +25,21 @@ EMPTY = "empty hooks"
 
 @dataclass(frozen=True)
 class Workload:
-    """One row of the issue's table: a model, its batch, its optimizer and how long to measure."""
+    """One row of the issue's table: a model, its batch, its optimizer and how long to measure.
+
+    ``threads`` are torch's; ``stretch`` the steps of one way of watching that are timed in a row, after one
+    that is not; ``cycles`` how often all ways take their turn, and ``slow_cycles`` of the slow ones beside them.
+    """
 
     title: str
     build: Callable[[], nn.Module]
     batch: Callable[[], Any]
     optimizer: Callable[[Any], torch.optim.Optimizer]
-    goals: dict[str, float]
-    steps: int
-    rounds: int
+    goals: Mapping[str, float]
+    threads: int
+    stretch: int
+    cycles: int
+    slow_cycles: int
 
 
 def t5() -> nn.Module:
@@ -53,58 +59,57 @@ def bert() -> nn.Module:
 
 
 def linears() -> nn.Module:
-    return nn.Sequential(*[layer for _ in range(100) for layer in (nn.Linear(64, 64),)])
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(100)])
 
 
 def tokens() -> Tensor:
     return torch.randint(0, 8000, (8, 64))
 
 
+def rows() -> Tensor:
+    return torch.randn(32, 64)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+ADAMW = torch.optim.AdamW
 WORKLOADS = [
+    Workload("T5 9.4 M, batch 8 x 64, AdamW", t5, tokens, ADAMW, {REPLAY: 1.01, HOOKS: 1.03}, 2, 2, 16, 3),
     Workload(
-        "T5 9.4 M, batch 8 x 64, AdamW", t5, tokens, torch.optim.AdamW, {REPLAY: 1.01, HOOKS: 1.03}, 4, 8
-    ),
-    Workload(
-        "BERT 5.4 M, batch 8 x 64, AdamW", bert, tokens, torch.optim.AdamW, {REPLAY: 1.01, HOOKS: 1.03}, 6, 10
+        "BERT 5.4 M, batch 8 x 64, AdamW", bert, tokens, ADAMW, {REPLAY: 1.01, HOOKS: 1.03}, 2, 3, 22, 3
     ),
     Workload(
         "100 linear layers of 64, batch 32, AdamW",
         linears,
-        lambda: torch.randn(32, 64),
-        torch.optim.AdamW,
+        rows,
+        ADAMW,
         {REPLAY: 1.02, HOOKS: 1.07},
-        30,
-        14,
+        1,
+        10,
+        80,
+        8,
     ),
     Workload(
         "100 linear layers of 64, batch 32, SGD",
         linears,
-        lambda: torch.randn(32, 64),
-        lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        rows,
+        sgd,
         {REPLAY: 1.03, HOOKS: 1.13},
-        40,
-        14,
+        1,
+        15,
+        90,
+        8,
     ),
 ]
 
 
-class Repeated(Dataset[Any]):
-    """One batch, again and again."""
-
-    def __init__(self, batch: Any, length: int) -> None:
-        self.batch, self.length = batch, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.batch
-
-
 class Task(LightningModule):
+    """The workload's model and optimizer."""
+
     def __init__(self, workload: Workload) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.net, self.workload = workload.build(), workload
         self.language = not isinstance(self.net, nn.Sequential)
 
@@ -117,79 +122,123 @@ class Task(LightningModule):
         return self.workload.optimizer(self.parameters())
 
 
-class Clock(Callback):
-    """Times whole steps, from the end of one batch to the end of the next."""
+class Turns(Callback):
+    """Has the ways of watching take turns within one fit, and times their steps.
 
-    def __init__(self) -> None:
-        self.ends: list[float] = []
+    Model, optimizer, memory and process are the same for all; only the callbacks and hooks change. A step is
+    timed from the end of one batch to the end of the next. The first step of each turn is not counted.
+    """
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.ends.append(time.perf_counter())
+    def __init__(self, workload: Workload, kinds: list[str], cycles: int) -> None:
+        self.samples: Samples = {kind: [] for kind in kinds}
+        self._stretch = workload.stretch
+        self._order = [
+            kind for n in range(-1, cycles) for kind in kinds[n % len(kinds) :] + kinds[: n % len(kinds)]
+        ]
+        self._warmup = len(kinds)
+        self._turn = -1
+        self._ends: list[float] = []
+        self._watching = ExitStack()
 
-    def median(self) -> float:
-        steps = [b - a for a, b in zip(self.ends[1:], self.ends[2:], strict=False)]
-        return statistics.median(steps)
+    @property
+    def steps(self) -> int:
+        """Steps that the fit takes."""
+        return 1 + len(self._order) * (self._stretch + 1)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._ends.append(time.perf_counter())
+        if self._turn >= 0 and len(self._ends) < self._stretch + 2:
+            return
+        if self._turn >= self._warmup:
+            steps = [b - a for a, b in zip(self._ends[1:], self._ends[2:], strict=False)]
+            self.samples[self._order[self._turn]].append(statistics.median(steps))
+        self._watching.close()
+        self._turn += 1
+        if self._turn < len(self._order):
+            self._watching.enter_context(watching(self._order[self._turn], trainer, pl_module, self))
+        self._ends = [time.perf_counter()]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watching.close()
 
 
-class Variant:
-    """A model of its own, watched in one way; each call fits a few steps and returns the median step [s]."""
-
-    def __init__(self, workload: Workload, kind: str) -> None:
-        self.workload, self.kind = workload, kind
-        self.task = Task(workload)
-        torch.manual_seed(1)
-        self.loader = DataLoader(Repeated(workload.batch(), workload.steps + 2), batch_size=None)
+@contextmanager
+def watching(kind: str, trainer: Any, module: Any, clock: Callback) -> Iterator[None]:
+    """Watch in one way for as long as the context lasts; the detector's own hooks begin and end it."""
+    if kind in (REPLAY, HOOKS):
+        detector = OverflowDetector(mode=kind)  # type: ignore[arg-type]
+        detector.setup(trainer, module, "fit")
+        detector.on_train_start(trainer, module)
+        trainer.callbacks = [detector, clock]
+        yield
+        trainer.callbacks = [clock]
+        detector.on_train_end(trainer, module)
+    elif kind == ANOMALY:
+        with torch.autograd.set_detect_anomaly(True):
+            yield
+    else:
         if kind == OTHER:
             from transformers.debug_utils import DebugUnderflowOverflow
 
-            self.other = DebugUnderflowOverflow(self.task.net)
+            other = DebugUnderflowOverflow(module.net)
         if kind == EMPTY:
-            for module in self.task.modules():
-                module.register_forward_hook(lambda module, args, output: None)
+            for each in module.modules():
+                each.register_forward_hook(nothing)
+        yield
+        for each in module.modules():
+            each._forward_hooks.clear()
+        if kind == OTHER:
+            del other
 
-    def __call__(self) -> float:
-        clock = Clock()
-        callbacks: list[Callback] = [clock]
-        if self.kind in (REPLAY, HOOKS):
-            callbacks.append(OverflowDetector(mode=self.kind))  # type: ignore[arg-type]
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=callbacks,
-            detect_anomaly=self.kind == ANOMALY,
-        )
-        trainer.fit(self.task, self.loader)
-        return clock.median()
+
+def nothing(module: nn.Module, args: Any, output: Any) -> None:
+    """Do nothing."""
+
+
+def measure(workload: Workload, kinds: list[str], cycles: int) -> Samples:
+    """Fit once with all kinds in turn and return the median step of each turn [s]."""
+    torch.manual_seed(0)
+    torch.set_num_threads(workload.threads)
+    turns = Turns(workload, kinds, cycles)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[turns],
+    )
+    batch = workload.batch()
+    with redirect_stdout(None):
+        trainer.fit(Task(workload), DataLoader([batch] * turns.steps, batch_size=None))  # type: ignore[arg-type]
+    return turns.samples
 
 
 def run(quick: bool) -> Report:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
+    threads = torch.get_num_threads()
     tables = []
     for workload in WORKLOADS:
-        rounds = 2 if quick else workload.rounds
+        title = f"{workload.title}, {workload.threads} thread{'s' * (workload.threads > 1)}"
         ours = [NONE, REPLAY, HOOKS] + ([EMPTY] if "SGD" in workload.title else [])
-        for kinds, goals, times in (
-            (ours, workload.goals, rounds),
-            ([NONE, OTHER, ANOMALY], {}, max(2, rounds // 4)),
-        ):
-            variants = {kind: Variant(workload, kind) for kind in kinds}
-            with contextlib.redirect_stdout(None):
-                samples = interleave(variants, rounds=times, warmup=1)
-            tables.append(Comparison(workload.title, samples, peer=NONE, at_most=goals))
-            print(f"{workload.title}: measured {', '.join(kinds)}", flush=True)
+        cycles = max(2, workload.cycles // 10) if quick else workload.cycles
+        samples = measure(workload, ours, cycles)
+        tables.append(Comparison(title, samples, peer=NONE, at_most=workload.goals))
+        samples = measure(workload, [NONE, OTHER, ANOMALY], 2 if quick else workload.slow_cycles)
+        tables.append(Comparison(f"{title}: what there was", samples, peer=NONE))
+        print(f"{title}: measured", flush=True)
+    torch.set_num_threads(threads)
     return Report(
         "What watching for nan and inf costs a training step",
         tables,
         [
-            "One process, a plain `Trainer.fit`; each sample is the median step of a short fit on a model of its own.",
+            "One process, one plain `Trainer.fit` a table. The ways of watching take turns of a few steps within it,"
+            " so that model, optimizer and memory are the same for all; each sample is the median step of a turn.",
             "`Transformers' detector` is `transformers.debug_utils.DebugUnderflowOverflow`; `detect_anomaly` is"
-            " Lightning's `Trainer(detect_anomaly=True)`; `empty hooks` is a Python forward hook that does nothing"
-            " on every module.",
+            " `torch.autograd.set_detect_anomaly`, as Lightning's `Trainer(detect_anomaly=True)` sets it;"
+            " `empty hooks` is a Python forward hook that does nothing on every module.",
         ],
     )

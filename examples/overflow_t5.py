@@ -125,7 +125,7 @@ def main() -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=given.ranks,
-        strategy="auto" if given.ranks == 1 else "ddp_find_unused_parameters_true",
+        strategy="auto" if given.ranks == 1 else "ddp",
         plugins=[plugin(given.precision)],
         max_epochs=1,
         callbacks=callbacks,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cmath
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +14,15 @@ from torch import Tensor, nn
 
 from lightning_lockstep.callbacks._overflow_values import NamePatterns, module_names, output_values
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.numerics.gradients import fused_flags
 from lightning_lockstep.numerics.statistics import has_bad_values
 
 __all__ = ["ActivationWatch", "refuse_compiled"]
 
 _HISTORY = 100
+# Outputs up to this size [elements] wait for others, and are looked at once so many elements have come
+# together: a call for each costs more than reading them, and so few are still in the processor's cache.
+_SMALL, _TOGETHER = 16_384, 24_576
 
 
 class _Bank:
@@ -49,8 +55,82 @@ class _Bank:
         return torch.where(torch.isinf(ends), 0, ends) if self.allow_inf else ends
 
 
+class _Waiting:
+    """Small outputs that are looked at together.
+
+    An operation in place may change one before it is looked at, and hide what was bad in it. Whose outputs
+    that happens to is found out in the first step, by their version counters, where all are looked at at once;
+    these are looked at at once ever after.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.size = 0
+        self.at_once: set[tuple[str, str]] = set()
+        self.first_step = True
+        self._versions: list[tuple[tuple[str, str], int]] = []
+        self._flags: list[Tensor] = []
+
+    def clear(self) -> None:
+        """Forget what was noted in this step."""
+        self.tensors.clear()
+        self._versions.clear()
+        self._flags.clear()
+        self.size = 0
+
+    def look_at_once(self, key: tuple[str, str], tensor: Tensor) -> None:
+        """Look at an output, and in the first step keep an eye on it."""
+        self._flags += _flags_of([tensor])
+        if self.first_step:
+            self.tensors.append(tensor)
+            self._versions.append((key, tensor._version))
+
+    def look(self) -> None:
+        """Look at all that wait."""
+        if self.tensors:
+            self._flags += _flags_of(self.tensors)
+            for tensor, (key, version) in zip(self.tensors, self._versions, strict=False):
+                if tensor._version != version:
+                    self.at_once.add(key)
+            self.tensors.clear()
+            self._versions.clear()
+            self.size = 0
+
+    def flags(self) -> list[Tensor]:
+        """Return one-element tensors; any that is not zero means that something bad was found in this step."""
+        self.look()
+        self.first_step = False
+        return self._flags
+
+
+def _flags_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Return one-element tensors; any that is not zero means that something bad is among the tensors."""
+    with torch.no_grad():
+        try:
+            if tensors[0].device.type != "cpu":
+                # `data` has a version counter of its own: autograd sees no operation in place.
+                return fused_flags([tensor.data for tensor in tensors])
+            flat = tensors[0] if len(tensors) == 1 else _side_by_side(tensors)
+        except (RuntimeError, NotImplementedError, TypeError):  # sparse, expanded, of several devices
+            return [torch.ones(1) for tensor in tensors if has_bad_values(tensor)]
+        # A sum is nan or infinite if anything in it is; where finite numbers add up to that, the exact look tells.
+        if cmath.isfinite(flat.sum().item()) or not has_bad_values(flat):
+            return []
+        return [torch.ones(1)]
+
+
+def _side_by_side(tensors: list[Tensor]) -> Tensor:
+    try:
+        return torch.cat(tensors)
+    except RuntimeError:  # of several shapes
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
 class ActivationWatch:
-    """Forward hooks that keep the lowest and highest value of every output.
+    """Forward hooks that look at every output.
+
+    Without history, small outputs that are part of the graph are looked at together. All others, and with
+    history every one, get an ``aminmax`` into a slot of a buffer on the device.
 
     Args:
         root: The LightningModule.
@@ -59,7 +139,7 @@ class ActivationWatch:
         modules: Names of the modules to watch; ``None`` for all.
         keep_history: Whether to keep the magnitudes of the last 100 steps, for the picture.
 
-    Ranks: any rank, alone; nothing is sent, and on a GPU nothing is waited for until :meth:`bad` is asked.
+    Ranks: any rank, alone; nothing is sent, and on a GPU nothing is waited for.
     """
 
     def __init__(
@@ -76,8 +156,10 @@ class ActivationWatch:
         self.history: deque[tuple[int, list[tuple[list[tuple[str, str]], Tensor]]]] = deque(maxlen=_HISTORY)
         self._keep_history = keep_history
         self._banks: dict[tuple[torch.dtype, bool], _Bank] = {}
-        self._main: _Bank | None = None
         self._odd: list[tuple[str, str]] = []
+        self._waiting = _Waiting()
+        # A tensor that modules hand on unchanged (dropout of 0, an outer module) is looked at once.
+        self._looked_at: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._handles = [
             module.register_forward_hook(self._hook(name))
             for module, name in module_names(root).items()
@@ -90,12 +172,15 @@ class ActivationWatch:
             handle.remove()
         self._handles.clear()
         self.active = False
+        self._waiting.clear()
 
     def begin_step(self) -> None:
         """Forget the last step and watch from here on."""
         for bank in self._banks.values():
             bank.used = 0
         self._odd.clear()
+        self._waiting.clear()
+        self._looked_at.clear()
         self.active = True
 
     @contextmanager
@@ -113,24 +198,13 @@ class ActivationWatch:
         Nothing is waited for.
         """
         parts = [(bank.noted() * 0).sum(dtype=torch.float32) for bank in self._banks.values() if bank.used]
+        # 1 where something bad was found: its logarithm times zero is nan.
+        parts += [0 * torch.log1p(-flag[0]) for flag in self._waiting.flags()]
         if self._odd:
             parts.append(torch.tensor(float("nan"), device=self.device))
         if not parts:
             return None
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-
-    def bad(self) -> list[tuple[str, str]]:
-        """Return (module, label) of each bad value of this step, in forward order for each dtype.
-
-        On a GPU this waits for the forward; one read for each dtype.
-        """
-        found = list(self._odd)
-        for bank in self._banks.values():
-            if bank.used:
-                good = torch.isfinite(bank.noted()).all(dim=0)
-                if not bool(good.all()):
-                    found += [bank.keys[i] for i in (~good).nonzero()[:, 0].tolist()]
-        return found
+        return parts[0] if len(parts) == 1 else torch.stack([p.to(self.device) for p in parts]).sum()
 
     def remember(self, step: int) -> None:
         """Keep the magnitudes of this step for the picture, on the device."""
@@ -154,29 +228,38 @@ class ActivationWatch:
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         whole = (name, "output")
-
-        aminmax, plain = torch.aminmax, not self.allow_inf
+        waiting, together = self._waiting, not (self.allow_inf or self._keep_history)
+        note = self._note_once if together else self._note
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not self.active:
                 return
-            bank = self._main
-            if plain and bank is not None and type(output) is Tensor and output.dtype is bank.dtype:
-                # What nearly every call comes to; each microsecond here counts a hundred times a step.
-                used = bank.used
-                if used < len(bank.slots) and output.device == self.device and output.numel():
-                    aminmax(output.detach(), out=bank.slots[used])
-                    bank.keys[used] = whole
-                    bank.used = used + 1
-                    return
             if type(output) is Tensor:
-                self._note(whole, output)
+                # What nearly every call comes to; each microsecond here counts a hundred times a step.
+                # An output that needs a gradient is the result of a computation, so its memory may be written.
+                if together and output.requires_grad and (size := output.numel()) <= _SMALL:
+                    if waiting.first_step or whole in waiting.at_once:
+                        waiting.look_at_once(whole, output)
+                        return
+                    waiting.tensors.append(output)
+                    waiting.size += size
+                    if waiting.size > _TOGETHER:
+                        waiting.look()
+                else:
+                    note(whole, output)
             else:
                 for label, value in output_values(output):
                     if isinstance(value, Tensor):
-                        self._note((name, label), value)
+                        note((name, label), value)
 
         return hook
+
+    def _note_once(self, key: tuple[str, str], tensor: Tensor) -> None:
+        known = self._looked_at.get(id(tensor))
+        version = -1 if tensor.is_inference() else tensor._version
+        if known is None or known[0]() is not tensor or known[1] != version:
+            self._looked_at[id(tensor)] = (weakref.ref(tensor), version)
+            self._note(key, tensor)
 
     def _note(self, key: tuple[str, str], tensor: Tensor) -> None:
         kind = (tensor.dtype, bool(self.allow_inf) and self.allow_inf.fit(f"{key[0]}.{key[1]}"))
@@ -185,8 +268,6 @@ class ActivationWatch:
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 return
             bank = self._banks[kind] = _Bank(_bank_dtype(kind[0]), self.device, kind[1])
-            if self._main is None and bank.dtype is kind[0] and not kind[1]:
-                self._main = bank
         if bank.used == len(bank.slots):
             bank.grow()
         try:

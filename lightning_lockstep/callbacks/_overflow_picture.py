@@ -120,7 +120,7 @@ def _draw_history(
     axes.set_ylabel("largest output magnitude; nan and inf drawn above the limit")
     axes.set_title(f"all modules over the last {len(steps)} steps; the largest are named", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], fontsize=7, loc="lower left")
+    axes.figure.legend(handles[::-1], labels[::-1], fontsize=7, ncols=2, loc="outside lower right")
 
 
 def _limit(frames: Sequence[Mapping[str, Any]]) -> tuple[float, str]:

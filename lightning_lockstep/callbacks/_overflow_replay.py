@@ -6,8 +6,6 @@ it sees what the model sees. It keeps references and a few small copies, never a
 
 from __future__ import annotations
 
-import ctypes
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,66 +17,12 @@ from torch import Tensor, nn
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.callbacks._overflow_frames import FrameRecorder
+from lightning_lockstep.numerics.random_state import RandomState
 
-__all__ = ["BufferKeeper", "RandomState", "StepRecord", "replay"]
+__all__ = ["BufferKeeper", "StepRecord", "replay"]
 
 # Buffers up to this size [elements] are copied each step; batch norm changes its own without a trace.
 _SMALL = 65_536
-
-
-@dataclass
-class RandomState:
-    """State of every random number generator that a step may draw from."""
-
-    torch_cpu: Tensor
-    device: torch.device
-    torch_device: Tensor | None
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def capture(cls, device: torch.device) -> RandomState:
-        """Take the states as they are; nothing is read from a device.
-
-        Args:
-            device: The device of the model.
-        """
-        # The state of a CUDA generator lives on the host: a seed and an offset.
-        of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), device, of_device, random.getstate(), _numpy_state())
-
-    def restore(self) -> None:
-        """Put every generator into the captured state."""
-        torch.set_rng_state(self.torch_cpu)
-        if self.torch_device is not None:
-            torch.cuda.set_rng_state(self.torch_device, self.device)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
-
-
-# (the generator's memory, its state) as last asked for
-_numpy_last: tuple[bytes, Any] = (b"", None)
-_NUMPY_BYTES = 2500  # 624 numbers and a position: all of the Mersenne Twister
-
-
-def _numpy_state() -> Any:
-    """Return the state of numpy's global generator; ``None`` where numpy is not in use.
-
-    numpy takes longer to hand it out than all other generators together, so it is asked only when the
-    generator's memory differs from the last time.
-    """
-    global _numpy_last
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    generator = numpy.random.get_bit_generator()
-    if type(generator).__name__ != "MT19937":
-        return numpy.random.get_state(legacy=False)
-    memory = ctypes.string_at(generator.ctypes.state_address, _NUMPY_BYTES)
-    if memory != _numpy_last[0]:
-        _numpy_last = (memory, numpy.random.get_state(legacy=False))
-    return _numpy_last[1]
 
 
 class BufferKeeper:

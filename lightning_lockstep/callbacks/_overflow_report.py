@@ -103,7 +103,7 @@ class RankReport:
         if not self.guilty:
             lines.append("Clean: run again here, neither forward nor backward makes a bad value.")
         lines += _listed("Passed on by", self.propagators)
-        if self.guilty or self.rank == 0:
+        if self.rank == 0:  # they are the same on every rank
             lines += _listed("Bad gradients (as reduced over all ranks)", self.gradients)
         lines += _listed("Bad optimizer state", self.optimizer)
         lines += [f"Note: {note}" for note in self.notes]

@@ -56,6 +56,11 @@ class OverflowSettings:
                 f"check_every_n_steps={self.check_every_n_steps!r} goes with mode='hooks' only; mode='replay' looks at"
                 " every step."
             )
+        if self.check_every_n_steps != 1 and self.action == "skip":
+            faults.append(
+                f"check_every_n_steps={self.check_every_n_steps!r} does not go with action='skip': a step that was"
+                " taken cannot be left out any more. Use 1, or action='raise' or 'warn'."
+            )
         if faults:
             raise ConfigurationError([f"OverflowDetector: {fault}" for fault in faults])
 

@@ -82,15 +82,19 @@ class Sharing:
         occasion = Occasion(**first["when"])
         absent = [rank for rank in range(self.communicator.world_size) if rank not in heads]
         heads.update({rank: f"rank {rank}: no report within {self.settings.timeout:g} s" for rank in absent})
-        bodies = self.hear({"text": report.text(), "json": report.as_json()}, to=0)
+        pictured = report.guilty and watch is not None and self.settings.report_dir is not None
+        history = watch.magnitudes() if pictured and watch is not None else {}
+        bodies = self.hear({"text": report.text(), "json": report.as_json(), "history": history}, to=0)
         stem = f"batch-{occasion.batch_number}"
         head = combined_head(occasion, heads, why)
         if self.communicator.is_main:
             texts = {rank: heads[rank] for rank in absent} | {r: said["text"] for r, said in bodies.items()}
             text = combined_text(occasion, texts, why)
+            reports = [said["json"] for said in bodies.values()]
             print_once(text)
-            write(self.folder, stem, text, [said["json"] for said in bodies.values()])
-            self._draw(stem, list(bodies.values()), watch)
+            self._write(stem, text, reports)
+            # The steps before are drawn as the rank saw them whose report is drawn.
+            self._draw(stem, reports, next((h for b in bodies.values() if (h := b["history"])), {}))
         return f"{head}\nFull report: {self.folder / f'{stem}.txt'}"
 
     def said_alone(self) -> bool:
@@ -115,17 +119,26 @@ class Sharing:
         if self.communicator.is_main:
             whole = "\n".join(said["text"] for said in texts.values())
             print_once(whole)
-            write(self.folder, f"trace-batch-{batch_number}", whole, [])
+            self._write(f"trace-batch-{batch_number}", whole, [])
 
     def _print_alone(self, message: Message) -> None:
         print_once(message.body["text"])
-        write(self.folder, message.body["stem"], message.body["text"], [message.body["json"]])
+        self._write(message.body["stem"], message.body["text"], [message.body["json"]])
 
-    def _draw(self, stem: str, bodies: list[Any], watch: ActivationWatch | None) -> None:
+    # A full disk or a broken matplotlib must not make rank 0 act differently from the others.
+
+    def _write(self, stem: str, text: str, reports: list[Any]) -> None:
+        try:
+            write(self.folder, stem, text, reports)
+        except OSError as error:
+            _log.warning("the report of an overflow could not be written to %s: %s", self.folder, error)
+
+    def _draw(self, stem: str, reports: list[Any], history: Mapping[Any, Any]) -> None:
         if self.settings.report_dir is None:
             return
-        history = {} if watch is None else watch.magnitudes()
         try:
-            draw(self.folder / f"{stem}.png", [body["json"] for body in bodies], history)
+            draw(self.folder / f"{stem}.png", reports, {int(step): seen for step, seen in history.items()})
         except MissingExtraError as error:
             _log.warning("%s", error)
+        except Exception as error:
+            _log.warning("the picture of an overflow could not be drawn: %s: %s", type(error).__name__, error)

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.callbacks._overflow_hooks import ActivationWatch, refuse_compiled
-from lightning_lockstep.callbacks._overflow_replay import BufferKeeper, RandomState, StepRecord
+from lightning_lockstep.callbacks._overflow_replay import BufferKeeper, StepRecord
 from lightning_lockstep.callbacks._overflow_report import RankReport
 from lightning_lockstep.callbacks._overflow_response import Response, Tally
 from lightning_lockstep.callbacks._overflow_settings import Action, Mode, OverflowSettings, sequence
 from lightning_lockstep.callbacks._overflow_sharing import Sharing
+from lightning_lockstep.callbacks._overflow_step import Look, spread, wrap_training_step
 from lightning_lockstep.callbacks._overflow_trace import BatchTrace
 from lightning_lockstep.callbacks._overflow_underflow import UnderflowWatch
 from lightning_lockstep.callbacks._overflow_values import NamePatterns
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError, LockstepError
 from lightning_lockstep.numerics.gradients import GradientCheck
-from lightning_lockstep.numerics.statistics import has_bad_values
+from lightning_lockstep.numerics.random_state import RandomState
 
 __all__ = ["OverflowDetector"]
 
 # Strategies that do not keep whole gradients in ``.grad``, or whose backward is not autograd's.
 _UNSUITED = ("DeepSpeed", "FSDP", "XLA", "ModelParallel")
+_NOTHING = nullcontext()
 
 
 class OverflowDetector(Callback):
@@ -56,8 +56,9 @@ class OverflowDetector(Callback):
         report_dir: Folder for the reports, which then get a picture too (needs matplotlib); by default the
             folder ``overflow`` in the run's log folder, without a picture.
         max_skips: For ``"skip"``: how many in a row.
-        check_every_n_steps: For ``mode="hooks"`` with ``action="warn"``: read the activations' buffer every so
-            many optimizer steps.
+        check_every_n_steps: For ``mode="hooks"``: read what was seen of the activations every so many optimizer
+            steps, which on a GPU spares waiting. The batches since the last read are kept, and one found bad is
+            run again with the weights of then. Has no effect where several ranks act together.
         underflow_threshold: Warn when this share of the gradients, or of an Adam update of float16 or bfloat16
             weights, is flushed to zero; ``None`` for no such watch.
         underflow_every_n_steps: How often to look for that [optimizer steps].
@@ -145,12 +146,18 @@ class OverflowDetector(Callback):
                 f"OverflowDetector does not work with {name}: it needs whole gradients in `.grad` and autograd's own"
                 " backward. Use a DDP or single-device strategy to look for the overflow."
             )
+        if getattr(trainer.strategy, "_model_averaging_period", None):
+            raise ConfigurationError(
+                f"OverflowDetector does not work with model_averaging_period on {name}: between two averages each rank"
+                " has gradients of its own, so that one rank would act alone. Leave the averaging out while you look."
+            )
         _ = current_communicator().side_channel
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the detector in place."""
         self._uninstall()
-        settings, device = self.settings, pl_module.device
+        settings = self.settings
+        self._device = pl_module.device
         if settings.mode == "hooks":
             refuse_compiled(pl_module)
         self._communicator: Communicator = current_communicator()
@@ -161,24 +168,28 @@ class OverflowDetector(Callback):
         # A warning must not change the run, and one process needs no telling.
         self._spreads = settings.action != "warn" and self._communicator.world_size > 1
         self._buffers = BufferKeeper(pl_module)
-        self._allowed_loss = NamePatterns(settings.allow_inf).fit("loss")
-        self._parameters: dict[int, list[Tensor]] = {}
+        self._look = Look(settings, self._communicator)
         self._underflow = UnderflowWatch(settings, pl_module)
         self._watch: ActivationWatch | None = None
         if settings.mode == "hooks":
             self._watch = ActivationWatch(
                 pl_module,
-                device,
+                self._device,
                 allow_inf=NamePatterns(settings.allow_inf),
                 modules=None if settings.modules is None else NamePatterns(settings.modules),
                 keep_history=settings.report_dir is not None,
             )
         self._response = Response(settings, self._communicator, self._sharing, self._watch, self._tally)
-        self._remove = self._wrap_training_step(trainer, pl_module, device)
+        begin = functools.partial(self._begin_step, trainer.fit_loop.epoch_loop, pl_module)
+        self._remove = wrap_training_step(pl_module, begin)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take everything away."""
-        self._uninstall()
+        """Read what has not been read yet, and take everything away."""
+        try:
+            if self._remove is not None:
+                self._read_rest(trainer, pl_module)
+        finally:
+            self._uninstall()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take everything away."""
@@ -206,46 +217,27 @@ class OverflowDetector(Callback):
                 self._watch.remove()
         self._record = self._suspect = None
 
-    def _wrap_training_step(
-        self, trainer: Trainer, module: LightningModule, device: torch.device
-    ) -> Callable[[], None]:
-        """Take a record at the start of each ``training_step``, below DDP and inside autocast."""
-        original = module.training_step
-        former = module.__dict__.get("training_step")
-        place = trainer.fit_loop.epoch_loop
-
-        @functools.wraps(original)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            if self._remove is None:
-                return original(*args, **kwargs)
-            self._buffers.refresh()
-            self._record = StepRecord(
-                original,
-                args,
-                kwargs,
-                RandomState.capture(device),
-                self._buffers,
-                place.total_batch_idx,
-                place.batch_idx,
-            )
-            if self._watch is not None:
-                self._watch.begin_step()
-            with self._trace.maybe(module, self._record):
-                return original(*args, **kwargs)
-
-        # Lightning and torch.compile look at the signature of what was there first.
-        training_step.__wrapped__ = inspect.unwrap(original)
-        module.__dict__["training_step"] = training_step
-
-        def remove() -> None:
-            if module.__dict__.get("training_step") is training_step:
-                del module.__dict__["training_step"]
-                if former is not None:
-                    module.__dict__["training_step"] = former
-
-        return remove
-
     # ------------------------------------------------------------------ each step
+
+    def _begin_step(
+        self, place: Any, module: LightningModule, step: Any, args: Any, kwargs: Any
+    ) -> AbstractContextManager[Any]:
+        """Take a record; return the context that the step runs in."""
+        if self._remove is None:
+            return _NOTHING
+        self._buffers.refresh()
+        self._record = StepRecord(
+            step,
+            args,
+            kwargs,
+            RandomState.capture(self._device),
+            self._buffers,
+            place.total_batch_idx,
+            place.batch_idx,
+        )
+        if self._watch is not None:
+            self._watch.begin_step()
+        return self._trace.maybe(module, self._record)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Note the loss, and let a bad one reach every gradient and so every rank."""
@@ -258,10 +250,10 @@ class OverflowDetector(Callback):
             record.seen = self._watch.factor()
             self._watch.active = False
         if self._spreads and loss.requires_grad and not self._trace.active:
-            factors = [] if self._allowed_loss else [record.loss]
+            factors = [] if self._look.loss_allowed else [record.loss]
             if record.seen is not None:
                 factors.append(record.seen)
-            loss.register_hook(functools.partial(_spread, factors))  # type: ignore[no-untyped-call]
+            loss.register_hook(functools.partial(spread, factors))  # type: ignore[no-untyped-call]
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Watch on: with manual optimisation another forward may follow."""
@@ -279,15 +271,15 @@ class OverflowDetector(Callback):
         record.stepped = True
         if self._watch is not None:
             self._watch.remember(trainer.global_step)
-        everywhere, here = self._look(optimizer, record)
+        everywhere, culprit = self._look(optimizer, record, self._suspect)
         if everywhere:
-            culprit = self._suspect or record
+            culprit = self._suspect or culprit or record
             self._response.common_hit(trainer, pl_module, optimizer, culprit)
             record.skipped = culprit.skipped
         else:
             self._tally.bad_in_a_row = 0
-            if here:
-                self._response.lone_hit(trainer, pl_module, self._suspect or record)
+            if culprit is not None:
+                self._response.lone_hit(trainer, pl_module, culprit)
             self._underflow.look(trainer, optimizer, main=self._communicator.is_main)
         self._suspect = None
 
@@ -298,6 +290,8 @@ class OverflowDetector(Callback):
         record, self._record = self._record, None
         if record is None:
             return
+        if not record.stepped and not self._trace.active:
+            self._look.keep(record)
         if not record.stepped and self._suspect is None and not self._trace.active:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             loss = [] if record.loss is None else [record.loss]
@@ -313,49 +307,12 @@ class OverflowDetector(Callback):
                 f"OverflowDetector: aborting after batch {record.batch_number}, as abort_after_batch_num={last} asks."
             )
 
-    def _look(self, optimizer: Optimizer, record: StepRecord) -> tuple[bool, bool]:
-        """Return (every rank knows of something bad, this rank knows of something bad)."""
-        settings = self.settings
-        flag = None
-        if settings.gradients:
-            parameters = self._parameters.get(id(optimizer))
-            if parameters is None:
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                self._parameters[id(optimizer)] = parameters
-            flag = self._check.start([g for p in parameters if (g := p.grad) is not None])
-        own = []
-        for one in (record, self._suspect):
-            if one is not None:
-                own += [one.loss] if one.loss is not None and not self._allowed_loss else []
-                own += [one.seen] if one.seen is not None and self._due() else []
-        if all(t.device.type == "cpu" for t in own):
-            here = any(has_bad_values(t) if t.numel() > 1 else not math.isfinite(t.item()) for t in own)
-            everywhere = flag is not None and flag.result()
-        else:
-            mine = self._check.start(own)
-            everywhere = flag is not None and flag.result()
-            here = mine.result()
+    def _read_rest(self, trainer: Trainer, module: LightningModule) -> None:
+        """Act on a bad activation of the last steps, where the run ends between two reads."""
+        culprit = self._look.rest()
+        if culprit is None:
+            return
         if self._communicator.world_size == 1:
-            return everywhere or here, here
-        if flag is None:
-            both = self._communicator.all_reduce(torch.tensor(int(here), dtype=torch.int32), "max")
-            return bool(both), here
-        return everywhere, here
-
-    _looks = 0
-
-    def _due(self) -> bool:
-        """Return whether the activations are to be read at this step."""
-        self._looks += 1
-        return self._looks % self.settings.check_every_n_steps == 0
-
-
-def _spread(factors: Sequence[Tensor], gradient: Tensor) -> Tensor:
-    """Return the gradient as it is, or nan where any factor is not finite.
-
-    This way a loss that is bad on one rank, or an activation that the loss does not depend on, is in the reduced
-    gradients of every rank. A finite factor leaves each bit as it was.
-    """
-    for factor in factors:
-        gradient = gradient * (1 + (0 * factor).sum().to(gradient.dtype))
-    return gradient
+            self._response.common_hit(trainer, module, trainer.optimizers[0], culprit)
+        else:
+            self._response.lone_hit(trainer, module, culprit)

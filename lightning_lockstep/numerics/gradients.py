@@ -4,19 +4,22 @@ On the CPU neither ``isfinite().all()`` nor an infinity norm is vectorised, and 
 more than the reading itself when tensors are small. The operation that ``torch.amp.GradScaler`` uses to
 unscale gradients looks at a whole list in one call at memory speed, on the CPU and on a GPU, and leaves its
 answer in a tensor, so that nothing waits for it. With a scale of one it leaves the gradients as they are.
+Putting small gradients side by side and adding them up was measured too: it is slower.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_lockstep.numerics.statistics import has_bad_values
 
-__all__ = ["GradientCheck", "PendingFlag"]
+__all__ = ["GradientCheck", "PendingFlag", "fused_flags"]
+
+_REFUSED = (RuntimeError, NotImplementedError, TypeError)
 
 
 class PendingFlag:
@@ -42,10 +45,6 @@ class PendingFlag:
         self._events.append(event)
         return host
 
-    def ready(self) -> bool:
-        """Return whether :meth:`result` would not have to wait."""
-        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
-
     def result(self) -> bool:
         """Return the answer; on a GPU wait until it is there."""
         for event in self._events:
@@ -54,68 +53,79 @@ class PendingFlag:
 
 
 class GradientCheck:
-    """Looks at many tensors in one pass for each device and dtype.
+    """Looks at many tensors at once. Use one for each list that is looked at again and again.
 
     Sparse gradients, DTensors and others that the fused operation refuses are looked at one by one.
     """
 
     def __init__(self) -> None:
-        self._one: dict[torch.device, Tensor] = {}
         self._fused = True
 
-    def start(self, tensors: Iterable[Tensor]) -> PendingFlag:
+    def start(self, tensors: Sequence[Tensor]) -> PendingFlag:
         """Begin to look, and return at once.
 
         Args:
             tensors: Floating-point tensors, gradients as a rule. Their values stay as they are.
 
         Returns:
-            The answer, perhaps still under way.
+            The answer, perhaps still under way; on the CPU it is there already.
 
         Ranks: any rank, alone; nothing is sent and on a GPU nothing is waited for.
         """
-        tensors = list(tensors)
-        if not tensors:
-            return PendingFlag(())
         if self._fused:
             try:
-                return PendingFlag(self.flags(tensors))
-            except (RuntimeError, NotImplementedError, TypeError):
+                return PendingFlag(fused_flags(tensors))
+            except _REFUSED:
                 # A sparse or otherwise unusual tensor is among them, and will be next time.
                 self._fused = False
-        ordinary = [
-            t for t in tensors if type(t) is Tensor and t.layout is torch.strided and t.is_contiguous()
-        ]
-        seen = {id(t) for t in ordinary}
-        known = any(has_bad_values(t) for t in tensors if id(t) not in seen)
-        return PendingFlag(self.flags(ordinary), known)
+        return _one_by_one(tensors)
 
-    def flags(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return one-element tensors, one for each device, that are not zero when something bad was found.
 
-        Args:
-            tensors: Dense floating-point tensors.
+def fused_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return one-element tensors, one for each device, that are not zero when something bad was found.
 
-        Ranks: any rank, alone; nothing is sent or waited for.
-        """
-        found: dict[torch.device, Tensor] = {}
-        for group in self._groups(tensors):
-            device = group[0].device
-            if device not in found:
-                found[device] = torch.zeros(1, device=device)
-            if device not in self._one:
-                self._one[device] = torch.ones((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], self._one[device])
-        return list(found.values())
+    Args:
+        tensors: Dense floating-point tensors that may be written to. Their values stay as they are.
 
-    @staticmethod
-    def _groups(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-        if not tensors:
-            return []
-        if tensors[0].device.type == "cpu":
-            # The CPU kernel takes any mixture of dtypes; sorting them would cost more than it does.
-            return [list(tensors)]
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for tensor in tensors:
-            groups[tensor.device, tensor.dtype].append(tensor)
-        return groups.values()
+    Raises:
+        RuntimeError: The fused operation does not take one of them.
+
+    Ranks: any rank, alone; nothing is sent or waited for.
+    """
+    found: dict[torch.device, Tensor] = {}
+    for group in _groups(tensors):
+        device = group[0].device
+        if device not in found:
+            found[device] = torch.zeros(1, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], _one_on(device))
+    return list(found.values())
+
+
+_ones: dict[torch.device, Tensor] = {}
+
+
+def _one_on(device: torch.device) -> Tensor:
+    if device not in _ones:
+        _ones[device] = torch.ones((), device=device)
+    return _ones[device]
+
+
+def _groups(tensors: Sequence[Tensor]) -> Sequence[list[Tensor]]:
+    if tensors and tensors[0].device.type == "cpu":
+        # The CPU kernel takes any mixture of dtypes; sorting them would cost more than it does.
+        return [list(tensors)]
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.device, tensor.dtype].append(tensor)
+    return list(groups.values())
+
+
+def _one_by_one(tensors: Sequence[Tensor]) -> PendingFlag:
+    ordinary = [
+        t
+        for t in tensors
+        if type(t) is Tensor and t.layout is torch.strided and t.is_contiguous() and t.is_floating_point()
+    ]
+    seen = {id(t) for t in ordinary}
+    known = any(has_bad_values(t) for t in tensors if id(t) not in seen)
+    return PendingFlag(fused_flags(ordinary), known)

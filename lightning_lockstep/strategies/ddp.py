@@ -271,6 +271,8 @@ class _ContributingRedirection(_DDPForwardRedirection):
         if method_name != "training_step" or not original_module.automatic_optimization:
             return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
         original = original_module.training_step
+        # A callback may have put its own in the module's place, as OverflowDetector does.
+        former = original_module.__dict__.get("training_step")
 
         def contributing(*a: Any, **k: Any) -> Any:
             output = original(*a, **k)
@@ -285,6 +287,8 @@ class _ContributingRedirection(_DDPForwardRedirection):
             return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
         finally:
             del original_module.training_step
+            if former is not None:
+                original_module.training_step = former
 
 
 def nothing_of(module: Module) -> Tensor:

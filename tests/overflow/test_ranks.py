@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lockstep import OverflowDetectedError, OverflowDetector
+from lightning_lockstep import (
+    LockstepDDPStrategy,
+    OverflowDetectedError,
+    OverflowDetector,
+)
 from tests.helpers import run_ranks
 from tests.overflow.models import WIDTH, BadBackward, Explode, Task, TwoOptimizers, data, fit
 
@@ -26,6 +30,8 @@ def fits(cases: dict[str, tuple[str, Marks, dict[str, Any], dict[str, Any]]], fo
         model = MODELS[kind]()
         detector = OverflowDetector(**settings)
         error = ""
+        name_of_strategy = options.get("strategy", "ddp")
+        strategy = STRATEGIES.get(name_of_strategy, name_of_strategy)
         loader = data(batches=20, marked=marks[rank], seed=rank)
         try:
             trainer = fit(
@@ -33,9 +39,9 @@ def fits(cases: dict[str, tuple[str, Marks, dict[str, Any], dict[str, Any]]], fo
                 loader,
                 detector,
                 devices=2,
-                strategy=options.pop("strategy", "ddp"),
+                strategy=strategy() if callable(strategy) else strategy,
                 default_root_dir=f"{folder}/{name}",
-                **options,
+                **{key: value for key, value in options.items() if key != "strategy"},
             )
             steps = trainer.global_step
         except OverflowDetectedError as caught:
@@ -68,6 +74,12 @@ MODELS: dict[str, Any] = {
     "loss": InfiniteLoss,
     "two": lambda: TwoOptimizers(nn.Sequential(nn.Tanhshrink(), Explode())),
 }
+STRATEGIES: dict[Any, Any] = {
+    "ours": LockstepDDPStrategy,
+    "ours, copied": lambda: LockstepDDPStrategy(gradient_as_bucket_view=False),
+    "ours, bf16": lambda: LockstepDDPStrategy(ddp_comm_hook="bf16_compress"),
+    "ours, fp16": lambda: LockstepDDPStrategy(ddp_comm_hook="fp16_compress"),
+}
 NOBODY: dict[int, int] = {}
 
 
@@ -87,6 +99,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "accumulate": ("explode", (NOBODY, {9: 1}), {}, {"accumulate_grad_batches": 4}),
         "two optimizers": ("two", (NOBODY, {3: 0}), {}, {"strategy": "ddp_find_unused_parameters_true"}),
         "loss alone": ("explode", (NOBODY, {3: 0}), {"gradients": False}, {}),
+        "ours": ("explode", (NOBODY, {7: 2}), {}, {"strategy": "ours"}),
+        "ours, copied": ("explode", (NOBODY, {7: 2}), {}, {"strategy": "ours, copied"}),
+        "ours, bf16": ("explode", (NOBODY, {7: 2}), {"mode": "hooks"}, {"strategy": "ours, bf16"}),
+        "ours, skip": ("explode", ({11: 2}, three), {"action": "skip"}, {"strategy": "ours, fp16"}),
         "trace": ("explode", (NOBODY, {3: 0}), {"trace_batch_nums": [1]}, {}),
     }
     return run_ranks(2, fits, cases, str(folder), timeout=150), folder
@@ -107,6 +123,9 @@ def both(answers: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         ("accumulate", 9, "suspect.1 (Explode) made it from good inputs"),
         ("two optimizers", 3, "suspect.1 (Explode) made it from good inputs"),
         ("loss alone", 3, "suspect.1 (Explode) made it from good inputs"),
+        ("ours", 7, "suspect.1 (Explode) made it from good inputs"),
+        ("ours, copied", 7, "suspect.1 (Explode) made it from good inputs"),
+        ("ours, bf16", 7, "suspect.1 (Explode) made it from good inputs"),
         ("trace", 3, "suspect.1 (Explode) made it from good inputs"),
     ],
 )
@@ -142,8 +161,9 @@ def test_what_one_rank_alone_knows_holds_nobody_up(answers: Any) -> None:
     assert "Producer: metric_head (Explode)" in text
 
 
-def test_skip_keeps_the_weights_equal(answers: Any) -> None:
-    zero, one = both(answers, "skip")
+@pytest.mark.parametrize("name", ["skip", "ours, skip"])
+def test_skip_keeps_the_weights_equal(answers: Any, name: str) -> None:
+    zero, one = both(answers, name)
     assert zero["steps"] == one["steps"] == 20
     assert zero["skipped"] == one["skipped"] == 3
     assert zero["weights"] == one["weights"]

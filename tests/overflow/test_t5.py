@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_lockstep import ConfigurationError, FP32Modules, OverflowDetectedError, OverflowDetector
 from tests.helpers import run_ranks
@@ -27,12 +29,20 @@ def example() -> Any:
     return module
 
 
-def task(t5: Any) -> Any:
+#: Weights of the first feed-forward block that are too large for the format, as the example explains.
+SCALES = {"16-mixed": 11_000.0, "16-true": 11_000.0, "bf16-mixed": 5.7e37, "bf16-true": 5.7e37}
+
+
+def task(t5: Any, precision: str = "16-mixed") -> Any:
     torch.manual_seed(1)
-    model = t5.T5Task()
+    model = t5.T5Task(SCALES[precision])
     # AdamW's eps is zero in float16, which spoils float16 weights in the first step.
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=1e-6)
     return model
+
+
+def one_batch(batch: torch.Tensor) -> DataLoader[Any]:
+    return DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
 
 
 def lines_of(text: str) -> list[str]:
@@ -43,22 +53,53 @@ def lines_of(text: str) -> list[str]:
     return kept[start:end]
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+@pytest.mark.parametrize("precision", SCALES)
 def test_same_first_bad_module_and_same_values_as_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str
 ) -> None:
     t5 = example()
-    model, detector = task(t5), OverflowDetector(max_frames_to_save=6)
-    loader = t5.batches(rank=0, bad_rank=0)
-    with pytest.raises(OverflowDetectedError, match="batch_number=3"):
-        fit(model, loader, detector, plugins=[t5.plugin(precision)], default_root_dir=tmp_path)
+    model, detector = task(t5, precision), OverflowDetector(max_frames_to_save=6)
+    bad = list(t5.batches(rank=0, bad_rank=0))[3]
+    with pytest.raises(OverflowDetectedError, match="batch_number=0"):
+        fit(model, one_batch(bad), detector, plugins=[t5.plugin(precision)], default_root_dir=tmp_path)
     ours = lines_of(capsys.readouterr().err)
-    theirs = lines_of(t5.transformers_frames(model, list(loader)[3], precision=precision))
+    theirs = lines_of(t5.transformers_frames(model, bad, precision=precision))
     assert ours == theirs
     assert ours[-4].split() == ["encoder.block.0.layer.1.DenseReluDense.wi", "Linear"]
-    assert ours[-1] == theirs[-1]
     assert ours[-1].split()[1:] == ["inf", "output"]
     assert detector.reports[0].producer.module == "model.encoder.block.0.layer.1.DenseReluDense.wi"
+
+
+def beside(folder: str) -> dict[str, tuple[list[str], list[str]]]:
+    """On two ranks, the bad batch on rank 1: this rank's frames, and Transformers' of the same batch."""
+    t5, rank = example(), int(os.environ["RANK"])
+    bad = list(t5.batches(rank=rank, bad_rank=1))[3]
+    answers = {}
+    for precision in ("16-mixed", "bf16-mixed"):
+        model, detector = task(t5, precision), OverflowDetector(max_frames_to_save=6)
+        with contextlib.suppress(OverflowDetectedError):
+            fit(
+                model,
+                one_batch(bad),
+                detector,
+                devices=2,
+                strategy="ddp_find_unused_parameters_true",
+                plugins=[t5.plugin(precision)],
+                default_root_dir=folder,
+            )
+        text = f"{detector.reports[0].text()}\n"
+        theirs = t5.transformers_frames(model, bad, precision=precision) if rank == 1 else ""
+        answers[precision] = (lines_of(text), lines_of(theirs)) if rank == 1 else ([], [])
+    return answers
+
+
+def test_two_ranks_beside_transformers(tmp_path: Path) -> None:
+    _, one = run_ranks(2, beside, str(tmp_path), timeout=150)
+    assert set(one) == {"16-mixed", "bf16-mixed"}
+    for ours, theirs in one.values():
+        assert ours == theirs
+        assert ours[-4].split() == ["encoder.block.0.layer.1.DenseReluDense.wi", "Linear"]
+        assert ours[-1].split()[1:] == ["inf", "output"]
 
 
 def test_the_remedy_lets_the_failing_run_pass(tmp_path: Path) -> None:
