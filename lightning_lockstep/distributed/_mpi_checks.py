@@ -126,9 +126,16 @@ class RankCheck:
             raise CollectiveMismatchError(mismatch_message(self._group, number, meanings))
 
     def agree_on_sizes(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], number: int, name: str
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], number: int, name: str, site: str
     ) -> Body:
         """Compare what each rank sends with what the others expect from it.
+
+        Args:
+            outputs: Where this rank wants the parts of each rank.
+            inputs: What it sends to each rank.
+            number: Which collective of the group it is.
+            name: What it is called in messages.
+            site: Where it was called from.
 
         Raises:
             CollectiveMismatchError: On every rank alike.
@@ -144,7 +151,7 @@ class RankCheck:
         if wrong[0]:
             dtype = str(outputs[0].dtype).removeprefix("torch.")
             shape = f"sends {sent.tolist()}, expects {expected.tolist()} elements"
-            meanings = self._comm.allgather(Meaning(name, dtype, shape, call_site()))
+            meanings = self._comm.allgather(Meaning(name, dtype, shape, site))
             raise CollectiveMismatchError(mismatch_message(self._group, number, meanings))
 
     def _number(self, signature: Hashable) -> int:

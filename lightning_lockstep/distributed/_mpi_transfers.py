@@ -19,6 +19,7 @@ from lightning_lockstep.distributed._mpi_arguments import (
     parts_by_sizes,
     same,
 )
+from lightning_lockstep.distributed._mpi_checks import call_site
 from lightning_lockstep.distributed._mpi_collective import GroupPart, Prepared, collective, is_small
 from lightning_lockstep.distributed._mpi_engine import Call
 from lightning_lockstep.distributed._mpi_work import Body
@@ -178,10 +179,12 @@ class Transfers(GroupPart):
     ) -> Prepared:
         size, comm, checked = self._size, self._comm, self.engine.check
         call = Call(name, (name, places[0].dtype), [*sources, *places], size, sources, result)
+        # Known here only: the operation may run in the communication thread, after later ones were queued.
+        number, site = self.engine.number + 1, call_site() if checked is not None else ""
 
         def make(tensors: list[Tensor]) -> Body:
             if checked is not None:
-                yield from checked.agree_on_sizes(tensors[size:], tensors[:size], self.engine.number, name)
+                yield from checked.agree_on_sizes(tensors[size:], tensors[:size], number, name, site)
             yield from operations.all_to_all(comm, tensors[size:], tensors[:size])
 
         return call, make, opts, all(is_small(source) for source in sources)
