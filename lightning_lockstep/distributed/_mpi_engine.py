@@ -17,8 +17,9 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed._mpi_checks import Meaning, RankCheck, call_site, shapes_of
+from lightning_lockstep.distributed._mpi_checks import Meaning, RankCheck, call_site, may_all_block, shapes_of
 from lightning_lockstep.distributed._mpi_handles import AllWork, FinishedWork, MPIWork, stall_error
+from lightning_lockstep.distributed._mpi_operations import LIMITS, Collective
 from lightning_lockstep.distributed._mpi_runtime import MPIRuntime
 from lightning_lockstep.distributed._mpi_staging import staged
 from lightning_lockstep.distributed._mpi_work import Body, Task, run_here
@@ -57,6 +58,7 @@ class Call(NamedTuple):
         reads: How many are only read.
         shown: Tensors whose shapes a message shows.
         result: What its future gives.
+        nbytes: Size of its largest MPI collective, the same number on every rank; 0 when it is made of messages.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Call(NamedTuple):
     reads: int
     shown: Sequence[Tensor]
     result: Any
+    nbytes: int = 0
 
 
 class GroupEngine:
@@ -198,20 +201,32 @@ class GroupEngine:
     def _compared(
         self, call: Call, number: int, site: str, inner: Body, here: bool, meaning: Meaning | None = None
     ) -> Body:
+        # What the ranks must know alike: whether they carry out MPI's collectives blocking or polled.
+        large = call.nbytes > LIMITS.polled
+        owner = object()
+        together = False
         try:
+            busy = here or not large or not self.runtime.may_block(owner)
             if self.check is not None:
 
                 def describe() -> Meaning:
                     dtypes = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in call.shown))
                     return meaning or Meaning(call.name, dtypes, shapes_of(call.shown), site or call_site())
 
-                yield from self.check.agree(call.signature, number, describe)
-            elif not here and self.size > 1:
-                yield [self.comm.Ibarrier()]
-            yield from inner
+                together = yield from self.check.agree(call.signature, number, describe, busy=busy)
+            elif large and self.size > 1:
+                together = yield from may_all_block(self.comm, busy=busy)
+            for wanted in inner:
+                if not isinstance(wanted, Collective):
+                    yield wanted
+                elif together:
+                    wanted.block()
+                else:
+                    yield [wanted.start()]
         except BaseException as error:
             raise self.failed(error, call.name) from error.__cause__
         finally:
+            self.runtime.blocks_no_more(owner)
             if not here:
                 with self.lock:
                     self.queued -= 1

@@ -44,6 +44,7 @@ class MPIRuntime:
     def __init__(self) -> None:
         self.engine = Engine()
         self.failed: int | None = None
+        self._blocking: object = None
         ours = "mpi4py.MPI" not in sys.modules
         try:
             self.MPI = self.engine.call(_import_mpi)
@@ -75,6 +76,25 @@ class MPIRuntime:
         Ranks: as ``function``.
         """
         return function(*args) if self.anywhere else self.engine.call(function, *args)
+
+    def may_block(self, owner: object) -> bool:
+        """Return whether an operation may block in MPI: one at a time may, whatever its group.
+
+        Args:
+            owner: The operation. If it may, nobody else may until :meth:`blocks_no_more`.
+
+        Ranks: any rank, alone; called in the communication thread.
+        """
+        self._blocking = self._blocking or owner
+        return self._blocking is owner
+
+    def blocks_no_more(self, owner: object) -> None:
+        """Let others block, if ``owner`` is the one that may.
+
+        Ranks: any rank, alone.
+        """
+        if self._blocking is owner:
+            self._blocking = None
 
     def end(self) -> None:
         """Finalise MPI, or abort the job if this process has failed.

@@ -1,8 +1,8 @@
 """How an operation of the ``mpi4py`` backend runs: a task that is stepped until it is done.
 
 An operation is a generator. It yields the MPI requests it waits for, and goes on when they are complete; it
-may also call MPI and block where all ranks are known to be there. Whoever steps a task never blocks on a rank
-that has not come, so that a deadline, news of a failure elsewhere, and other tasks get their turn.
+may also block in MPI where all ranks have come and have agreed to block. Whoever steps a task never blocks on
+a rank that has not come, so that a deadline, news of a failure elsewhere, and other tasks get their turn.
 
 Small operations that a caller waits for are stepped by the caller itself. All others are stepped by the one
 communication thread: the collectives of a group one after another, everything else side by side.

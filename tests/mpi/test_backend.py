@@ -55,8 +55,16 @@ def test_futures_hold_the_tensors(seen: list[dict[str, Any]]) -> None:
 
 def test_many_operations_are_under_way_at_once(seen: list[dict[str, Any]]) -> None:
     assert seen[0]["overlap"] == seen[1]["overlap"] == [1.0 + 2 * i for i in range(10)]
-    assert seen[0]["crosswise"] == seen[1]["crosswise"] == [2.0, 4.0]
+    assert seen[0]["crosswise"] == seen[1]["crosswise"] == [[2.0, 4.0]]
     assert seen[0]["many_groups"] is True
+
+
+def test_ranks_may_wait_at_different_moments_and_keep_tensors_at_different_places(
+    seen: list[dict[str, Any]],
+) -> None:
+    for rank, one in enumerate(seen):
+        assert one["sync_and_async"] == [20.0, 20.0]
+        assert one["lying_elsewhere"] == [[[[0.0], [1.0]], [2.0 * rank]]] * 2
 
 
 def test_messages_keep_to_their_tags_and_come_from_any_rank(seen: list[dict[str, Any]]) -> None:
