@@ -18,7 +18,13 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_lockstep.distributed._mpi_checks import Meaning, RankCheck, call_site, may_all_block, shapes_of
-from lightning_lockstep.distributed._mpi_handles import AllWork, FinishedWork, MPIWork, stall_error
+from lightning_lockstep.distributed._mpi_handles import (
+    AllWork,
+    FinishedWork,
+    MPIWork,
+    gone_error,
+    stall_error,
+)
 from lightning_lockstep.distributed._mpi_operations import LIMITS, Collective
 from lightning_lockstep.distributed._mpi_runtime import MPIRuntime
 from lightning_lockstep.distributed._mpi_staging import staged
@@ -83,6 +89,7 @@ class GroupEngine:
     def __init__(self, store: Any, runtime: MPIRuntime, comm: Any, settings: GroupSettings) -> None:
         self.store, self.runtime, self.comm, self.settings = store, runtime, comm, settings
         self.rank, self.size = comm.rank, comm.size
+        self.members = runtime.numbers_of(comm)
         self.timeout = settings.timeout
         self.check = RankCheck(comm, settings.name) if settings.check else None
         self.broken: BaseException | None = None
@@ -117,7 +124,7 @@ class GroupEngine:
         site = "" if here or self.check is None else call_site()
         body = self._compared(call, number, site, inner, here)
         stalled = self.stall(call.name, number)
-        task = Task(body, timeout=timeout, stalled=stalled, lane=self)
+        task = Task(body, timeout=timeout, stalled=stalled, lane=self, hopeless=self.hopeless)
         if here:
             try:
                 run_here(task, timeout)
@@ -165,7 +172,8 @@ class GroupEngine:
         if self.broken is not None:
             raise self.unusable()
         inner, finish = staged([tensor], [written], make, cuda_aware=self.settings.cuda_aware)
-        task = Task(self._mapped(inner, name), timeout=self.timeout, stalled=self.stall(name, None))
+        stalled = self.stall(name, None)
+        task = Task(self._mapped(inner, name), timeout=self.timeout, stalled=stalled, hopeless=self.hopeless)
         work = MPIWork(task, [tensor], self.timeout, finish)
         if self.runtime.anywhere and not tensor.is_cuda:
             for _ in range(20):
@@ -192,7 +200,8 @@ class GroupEngine:
                 self.number += 1
                 self.queued += 1
             body = self._compared(call, self.number, "", iter(()), False, meaning)  # type: ignore[arg-type]
-            task = Task(body, timeout=self.timeout, stalled=self.stall(name, self.number), lane=self)
+            stalled = self.stall(name, self.number)
+            task = Task(body, timeout=self.timeout, stalled=stalled, lane=self, hopeless=self.hopeless)
             work = MPIWork(task, [], self.timeout)
             self.runtime.engine.submit(task)
             work.wait()
@@ -256,6 +265,10 @@ class GroupEngine:
             f" failed: {self.broken}"
         )
 
+    def hopeless(self) -> bool:
+        """Return whether a rank of the group has ended its program some time ago."""
+        return bool(self.runtime.gone) and any(self.runtime.gone_for(r) > _LAST_WORDS for r in self.members)
+
     def stall(self, name: str, number: int | None) -> Callable[[float], BaseException]:
         """Return what makes the error for when other ranks don't come.
 
@@ -267,10 +280,12 @@ class GroupEngine:
         """
 
         def stalled(seconds: float) -> BaseException:
-            missing = "the other end did not answer"
-            if number is not None:
-                missing = self._missing(number)
-            error = stall_error(name, self.settings.name, seconds or self.timeout, missing)
+            gone = [i for i, rank in enumerate(self.members) if rank in self.runtime.gone]
+            if gone:
+                error = gone_error(name, self.settings.name, gone)
+            else:
+                missing = "the other end did not answer" if number is None else self._missing(number)
+                error = stall_error(name, self.settings.name, seconds or self.timeout, missing)
             if number is not None:
                 self.broken = error
             return error
@@ -288,6 +303,10 @@ class GroupEngine:
             return f"all ranks have come to collective #{number}, but not at the same time"
         ranks = ", ".join(map(str, others))
         return f"rank {ranks} did not come to collective #{number}"
+
+
+# How long a rank that has ended its program may still take part through what it has sent before [s].
+_LAST_WORDS = 5.0
 
 
 def _seconds(options: Any) -> float:

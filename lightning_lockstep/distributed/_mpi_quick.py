@@ -113,5 +113,5 @@ class QuickReductions:
     def _wait(self, request: Any, known: _Known, timeout: float) -> None:
         pause = Pause(time.monotonic() + timeout)
         while not request.Test():
-            if not pause():
+            if not pause() or self._engine.hopeless():
                 raise self._engine.stall(known.name, self._engine.number)(timeout)
