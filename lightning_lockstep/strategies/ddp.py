@@ -271,6 +271,7 @@ class _ContributingRedirection(_DDPForwardRedirection):
         if method_name != "training_step" or not original_module.automatic_optimization:
             return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
         original = original_module.training_step
+        former = original_module.__dict__.get("training_step")  # a callback may have put its own there
 
         def contributing(*a: Any, **k: Any) -> Any:
             output = original(*a, **k)
@@ -284,7 +285,10 @@ class _ContributingRedirection(_DDPForwardRedirection):
         try:
             return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
         finally:
-            del original_module.training_step
+            if former is None:
+                del original_module.training_step
+            else:
+                original_module.training_step = former
 
 
 def nothing_of(module: Module) -> Tensor:
