@@ -224,6 +224,8 @@ def _import_mpi() -> Any:
         raise MissingExtraError("mpi4py", extra="mpi", needed_for="The backend 'mpi4py'") from error
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.finalize = False  # we finalise, in the thread that initialised
+        # While Open MPI waits for another rank, the backward pass may have the core.
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
