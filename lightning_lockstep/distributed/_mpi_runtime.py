@@ -61,8 +61,7 @@ class MPIRuntime:
             raise LaunchError(
                 "mpi4py was initialised by this program's main thread with the thread level"
                 f" {_LEVELS[self.MPI.Query_thread()]}, at which only that thread may use MPI: expected at"
-                f" least"
-                " MPI_THREAD_SERIALIZED. Don't import mpi4py.MPI yourself, or leave mpi4py.rc.thread_level at"
+                " least MPI_THREAD_SERIALIZED. Don't import mpi4py.MPI yourself, or leave mpi4py.rc.thread_level at"
                 " 'multiple'."
             )
         world = self.MPI.COMM_WORLD
