@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,15 @@ def test_ssh_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     assert "nothing listens for ssh there" in output and "Connection refused" in output
 
 
+def ranks_on(cluster: Cluster, host: int) -> list[int]:
+    found = []
+    for pid in cluster.pids_on(host):
+        with suppress(psutil.NoSuchProcess):
+            if FIT in psutil.Process(pid).cmdline():
+                found.append(pid)
+    return found
+
+
 @pytest.mark.parametrize("fault", ["daemon", "cable"])
 def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tmp_path: Path) -> None:
     command = fit_command(cluster, tmp_path, hostfile(cluster), "--slow", "--epochs", "500")
@@ -186,6 +196,10 @@ def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tm
         else:
             cluster.kill([pid for pid in cluster.pids_on(1) if psutil.Process(pid).name() == "prted"])
         output, _ = process.communicate(timeout=150)
+        deadline = time.monotonic() + 60
+        while (left := ranks_on(cluster, 1)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert not left, [psutil.Process(pid).as_dict(["pid", "status", "cmdline"]) for pid in left]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
