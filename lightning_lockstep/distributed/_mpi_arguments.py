@@ -123,10 +123,8 @@ def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> None:
     if whole.numel() != part.numel() * size or whole.dtype != part.dtype or whole.device != part.device:
         raise ValueError(
             f"{name} was given {whole.dtype} of shape {tuple(whole.shape)} on {whole.device} for the whole"
-            f" and"
-            f" {part.dtype} of shape {tuple(part.shape)} on {part.device} for one rank's part: the whole"
-            f" must hold"
-            f" {size} parts of the same dtype on the same device."
+            f" and {part.dtype} of shape {tuple(part.shape)} on {part.device} for one rank's part: the whole"
+            f" must hold {size} parts of the same dtype on the same device."
         )
 
 
@@ -147,7 +145,6 @@ def parts_by_sizes(name: str, whole: Tensor, sizes: Sequence[int], count: int) -
     if len(sizes) != count or sum(sizes) != rows:
         raise ValueError(
             f"{name} was given the split sizes {list(sizes)} for {rows} rows and {count} ranks: expected"
-            f" {count} sizes"
-            f" with the sum {rows}."
+            f" {count} sizes with the sum {rows}."
         )
     return list(torch.split(whole, list(sizes)))

@@ -1,9 +1,11 @@
 """Do all ranks mean the same operation? Asked before each one, for a few microseconds.
 
-MPI itself does not ask: with different shapes it truncates on one rank and hands out wrong numbers on
-another.
-Each rank turns what it is about to do into a number; one all-reduce of 16 bytes tells whether the numbers are
+MPI itself does not ask: with different shapes it truncates on one rank and hands out wrong numbers on another.
+Each rank turns what it is about to do into a number; one all-reduce of 24 bytes tells whether the numbers are
 equal. Only when they are not do the ranks tell each other what they meant, so that all raise the same error.
+
+The same question settles whether all ranks may block in MPI. A rank that is about to block for another group
+may not, since that group's other ranks may be waiting for it while it waits here.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import array
 import hashlib
 import os
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -22,7 +24,7 @@ from torch import Tensor
 from lightning_lockstep.distributed._mpi_work import Body
 from lightning_lockstep.errors import CollectiveMismatchError
 
-__all__ = ["Meaning", "RankCheck", "call_site", "mismatch_message"]
+__all__ = ["Meaning", "RankCheck", "call_site", "may_all_block", "mismatch_message"]
 
 
 class Meaning(NamedTuple):
@@ -70,6 +72,16 @@ def mismatch_message(group: str, number: int, meanings: Sequence[Meaning]) -> st
     )
 
 
+def may_all_block(comm: Any, *, busy: bool) -> Generator[list[Any], None, bool]:
+    """Wait until all ranks have come, and return whether none of them is busy.
+
+    Ranks: all of the communicator; one all-reduce of 8 bytes.
+    """
+    memory = array.array("q", [busy])
+    yield [comm.Iallreduce(MPI.IN_PLACE, [memory, 1, MPI.INT64_T], MPI.MAX)]
+    return not memory[0]
+
+
 class RankCheck:
     """Compares the operations of one group.
 
@@ -81,36 +93,44 @@ class RankCheck:
     def __init__(self, comm: Any, group: str) -> None:
         self._comm, self._group = comm, group
         self._numbers: dict[Hashable, int] = {}
-        self._memory = array.array("q", [0, 0])  # faster to fill than numpy's
-        self._spec = [self._memory, 2, MPI.INT64_T]
+        self._memory = array.array("q", [0, 0, 0])  # faster to fill than numpy's
+        self._spec = [self._memory, 3, MPI.INT64_T]
 
-    def agree(self, signature: Hashable, number: int, describe: Any) -> Body:
+    def agree(
+        self, signature: Hashable, number: int, describe: Any, *, busy: bool
+    ) -> Generator[list[Any], None, bool]:
         """Wait until all ranks have come, and raise on all of them if they mean different things.
 
         Args:
             signature: What this rank means; equal on all ranks where the operation is.
             number: Which collective of the group it is.
             describe: Returns this rank's :class:`Meaning`; called on a mismatch only.
+            busy: Whether this rank must not block in MPI for this operation.
+
+        Returns:
+            Whether all ranks may block.
 
         Raises:
             CollectiveMismatchError: On every rank alike.
 
-        Ranks: all of the group; one all-reduce of 16 bytes.
+        Ranks: all of the group; one all-reduce of 24 bytes.
         """
-        yield [self.ask(self.number_of(signature))]
+        yield [self.ask(self.number_of(signature), busy=busy)]
         self.judge(number, describe)
+        return not self._memory[2]
 
     def number_of(self, signature: Hashable) -> int:
         """Return the number that stands for a signature."""
         value = self._numbers.get(signature)
         return self._number(signature) if value is None else value
 
-    def ask(self, value: int) -> Any:
+    def ask(self, value: int, *, busy: bool) -> Any:
         """Start the comparison and return its request.
 
-        Ranks: all of the group; one all-reduce of 16 bytes.
+        Ranks: all of the group; one all-reduce of 24 bytes.
         """
-        self._memory[0], self._memory[1] = value, -value
+        memory = self._memory
+        memory[0], memory[1], memory[2] = value, -value, busy
         return self._comm.Iallreduce(MPI.IN_PLACE, self._spec, MPI.MAX)
 
     def judge(self, number: int, describe: Any) -> None:
@@ -126,9 +146,16 @@ class RankCheck:
             raise CollectiveMismatchError(mismatch_message(self._group, number, meanings))
 
     def agree_on_sizes(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], number: int, name: str
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], number: int, name: str, site: str
     ) -> Body:
         """Compare what each rank sends with what the others expect from it.
+
+        Args:
+            outputs: Where this rank wants the parts of each rank.
+            inputs: What it sends to each rank.
+            number: Which collective of the group it is.
+            name: What it is called in messages.
+            site: Where it was called from.
 
         Raises:
             CollectiveMismatchError: On every rank alike.
@@ -144,7 +171,7 @@ class RankCheck:
         if wrong[0]:
             dtype = str(outputs[0].dtype).removeprefix("torch.")
             shape = f"sends {sent.tolist()}, expects {expected.tolist()} elements"
-            meanings = self._comm.allgather(Meaning(name, dtype, shape, call_site()))
+            meanings = self._comm.allgather(Meaning(name, dtype, shape, site))
             raise CollectiveMismatchError(mismatch_message(self._group, number, meanings))
 
     def _number(self, signature: Hashable) -> int:

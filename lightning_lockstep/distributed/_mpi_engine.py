@@ -17,8 +17,15 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed._mpi_checks import Meaning, RankCheck, call_site, shapes_of
-from lightning_lockstep.distributed._mpi_handles import AllWork, FinishedWork, MPIWork, stall_error
+from lightning_lockstep.distributed._mpi_checks import Meaning, RankCheck, call_site, may_all_block, shapes_of
+from lightning_lockstep.distributed._mpi_handles import (
+    AllWork,
+    FinishedWork,
+    MPIWork,
+    gone_error,
+    stall_error,
+)
+from lightning_lockstep.distributed._mpi_operations import LIMITS, Collective
 from lightning_lockstep.distributed._mpi_runtime import MPIRuntime
 from lightning_lockstep.distributed._mpi_staging import staged
 from lightning_lockstep.distributed._mpi_work import Body, Task, run_here
@@ -57,6 +64,7 @@ class Call(NamedTuple):
         reads: How many are only read.
         shown: Tensors whose shapes a message shows.
         result: What its future gives.
+        nbytes: Size of its largest MPI collective, the same number on every rank; 0 when it is made of messages.
     """
 
     name: str
@@ -65,6 +73,7 @@ class Call(NamedTuple):
     reads: int
     shown: Sequence[Tensor]
     result: Any
+    nbytes: int = 0
 
 
 class GroupEngine:
@@ -80,6 +89,7 @@ class GroupEngine:
     def __init__(self, store: Any, runtime: MPIRuntime, comm: Any, settings: GroupSettings) -> None:
         self.store, self.runtime, self.comm, self.settings = store, runtime, comm, settings
         self.rank, self.size = comm.rank, comm.size
+        self.members = runtime.numbers_of(comm)
         self.timeout = settings.timeout
         self.check = RankCheck(comm, settings.name) if settings.check else None
         self.broken: BaseException | None = None
@@ -114,7 +124,7 @@ class GroupEngine:
         site = "" if here or self.check is None else call_site()
         body = self._compared(call, number, site, inner, here)
         stalled = self.stall(call.name, number)
-        task = Task(body, timeout=timeout, stalled=stalled, lane=self)
+        task = Task(body, timeout=timeout, stalled=stalled, lane=self, hopeless=self.hopeless)
         if here:
             try:
                 run_here(task, timeout)
@@ -162,7 +172,8 @@ class GroupEngine:
         if self.broken is not None:
             raise self.unusable()
         inner, finish = staged([tensor], [written], make, cuda_aware=self.settings.cuda_aware)
-        task = Task(self._mapped(inner, name), timeout=self.timeout, stalled=self.stall(name, None))
+        stalled = self.stall(name, None)
+        task = Task(self._mapped(inner, name), timeout=self.timeout, stalled=stalled, hopeless=self.hopeless)
         work = MPIWork(task, [tensor], self.timeout, finish)
         if self.runtime.anywhere and not tensor.is_cuda:
             for _ in range(20):
@@ -189,7 +200,8 @@ class GroupEngine:
                 self.number += 1
                 self.queued += 1
             body = self._compared(call, self.number, "", iter(()), False, meaning)  # type: ignore[arg-type]
-            task = Task(body, timeout=self.timeout, stalled=self.stall(name, self.number), lane=self)
+            stalled = self.stall(name, self.number)
+            task = Task(body, timeout=self.timeout, stalled=stalled, lane=self, hopeless=self.hopeless)
             work = MPIWork(task, [], self.timeout)
             self.runtime.engine.submit(task)
             work.wait()
@@ -198,20 +210,32 @@ class GroupEngine:
     def _compared(
         self, call: Call, number: int, site: str, inner: Body, here: bool, meaning: Meaning | None = None
     ) -> Body:
+        # What the ranks must know alike: whether they carry out MPI's collectives blocking or polled.
+        large = call.nbytes > LIMITS.polled
+        owner = object()
+        together = False
         try:
+            busy = here or not large or not self.runtime.may_block(owner)
             if self.check is not None:
 
                 def describe() -> Meaning:
                     dtypes = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in call.shown))
                     return meaning or Meaning(call.name, dtypes, shapes_of(call.shown), site or call_site())
 
-                yield from self.check.agree(call.signature, number, describe)
-            elif not here and self.size > 1:
-                yield [self.comm.Ibarrier()]
-            yield from inner
+                together = yield from self.check.agree(call.signature, number, describe, busy=busy)
+            elif large and self.size > 1:
+                together = yield from may_all_block(self.comm, busy=busy)
+            for wanted in inner:
+                if not isinstance(wanted, Collective):
+                    yield wanted
+                elif together:
+                    wanted.block()
+                else:
+                    yield [wanted.start()]
         except BaseException as error:
             raise self.failed(error, call.name) from error.__cause__
         finally:
+            self.runtime.blocks_no_more(owner)
             if not here:
                 with self.lock:
                     self.queued -= 1
@@ -241,6 +265,10 @@ class GroupEngine:
             f" failed: {self.broken}"
         )
 
+    def hopeless(self) -> bool:
+        """Return whether a rank of the group has ended its program some time ago."""
+        return bool(self.runtime.gone) and any(self.runtime.gone_for(r) > _LAST_WORDS for r in self.members)
+
     def stall(self, name: str, number: int | None) -> Callable[[float], BaseException]:
         """Return what makes the error for when other ranks don't come.
 
@@ -252,10 +280,12 @@ class GroupEngine:
         """
 
         def stalled(seconds: float) -> BaseException:
-            missing = "the other end did not answer"
-            if number is not None:
-                missing = self._missing(number)
-            error = stall_error(name, self.settings.name, seconds or self.timeout, missing)
+            gone = [i for i, rank in enumerate(self.members) if rank in self.runtime.gone]
+            if gone:
+                error = gone_error(name, self.settings.name, gone)
+            else:
+                missing = "the other end did not answer" if number is None else self._missing(number)
+                error = stall_error(name, self.settings.name, seconds or self.timeout, missing)
             if number is not None:
                 self.broken = error
             return error
@@ -273,6 +303,10 @@ class GroupEngine:
             return f"all ranks have come to collective #{number}, but not at the same time"
         ranks = ", ".join(map(str, others))
         return f"rank {ranks} did not come to collective #{number}"
+
+
+# How long a rank that has ended its program may still take part through what it has sent before [s].
+_LAST_WORDS = 5.0
 
 
 def _seconds(options: Any) -> float:

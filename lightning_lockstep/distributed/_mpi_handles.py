@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import _thread
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.futures import Future
 from lightning_lockstep.distributed._mpi_work import Task
 from lightning_lockstep.errors import CollectiveStallError
 
-__all__ = ["AllWork", "FinishedWork", "MPIWork", "stall_error"]
+__all__ = ["AllWork", "FinishedWork", "MPIWork", "gone_error", "stall_error"]
 
 
 class MPIWork(dist._Work):
@@ -190,4 +190,14 @@ def stall_error(name: str, group: str, seconds: float, missing: str) -> Collecti
         f"{name} of group {group!r} timed out after {seconds:g} s over MPI: {missing}."
         " Every rank must call the same collectives in the same order; raise the timeout if a rank is only"
         " slow."
+    )
+
+
+def gone_error(name: str, group: str, ranks: Sequence[int]) -> CollectiveStallError:
+    """Return the error for an operation that ranks cannot come to, since they have ended their programs."""
+    which = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    return CollectiveStallError(
+        f"{name} of group {group!r} over MPI cannot end: {which} ended the program without coming to it."
+        " Every rank must call the same collectives; look for a return, a sys.exit() or a loop that ends early"
+        " there."
     )

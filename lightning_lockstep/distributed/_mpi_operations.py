@@ -1,8 +1,10 @@
 """What each collective does with MPI, on contiguous tensors in memory that MPI takes.
 
-Each operation is a generator as :mod:`_mpi_work` describes. All ranks are known to be there when it begins,
-so
-that large transfers may block. Memory is handed to MPI by address: nothing is copied here.
+Each operation is a generator as :mod:`_mpi_work` describes. It also yields :class:`Collective`, an MPI
+collective that whoever runs the operation carries out in one of two ways, the same on all ranks: blocking,
+which is faster for large tensors, or started and polled. Which MPI collectives an operation consists of
+depends only on what all ranks know alike, never on where a rank's tensors lie. Memory is handed to MPI by
+address.
 
 Two numbers steer large messages. A reduction goes in pieces that stay in the cache of the CPU, which on one
 host is up to three times as fast as one large call. Transfers go in pieces of at most 2^30 elements, because
@@ -14,7 +16,7 @@ This module is imported once MPI is up, never before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,10 @@ from lightning_lockstep.distributed._mpi_work import Body
 
 __all__ = [
     "LIMITS",
+    "Collective",
     "Limits",
     "all_gather",
+    "all_gather_into",
     "all_reduce",
     "all_to_all",
     "barrier",
@@ -44,7 +48,7 @@ class Limits:
     Attributes:
         piece: Bytes of one piece of a reduction.
         count: Elements of one MPI call.
-        polled: Bytes up to which a reduction is a non-blocking one that is polled.
+        polled: Bytes up to which a collective is never a blocking one.
     """
 
     piece = 8 * 2**20
@@ -115,22 +119,46 @@ def check_reduction(tensor: Tensor, op: Any) -> None:
         raise ValueError(f"{op} cannot reduce {dtype}: expected numbers; convert the tensor first.")
 
 
+class Collective(NamedTuple):
+    """One MPI collective, not yet begun.
+
+    Attributes:
+        comm: Communicator.
+        name: Name of the blocking method of mpi4py.
+        arguments: Its arguments.
+    """
+
+    comm: Any
+    name: str
+    arguments: tuple[Any, ...]
+
+    def block(self) -> None:
+        """Carry it out.
+
+        Ranks: all of the communicator, each by this method; waits for all.
+        """
+        getattr(self.comm, self.name)(*self.arguments)
+
+    def start(self) -> Any:
+        """Begin it and return the request.
+
+        Ranks: all of the communicator, each by this method.
+        """
+        return getattr(self.comm, "I" + self.name.lower())(*self.arguments)
+
+
 def barrier(comm: Any) -> Body:
     """All have come when all have said so, which the check before each operation does; else ask."""
     yield [comm.Ibarrier()]
 
 
-def all_reduce(comm: Any, tensor: Tensor, op: Any, *, polled: bool = False) -> Body:
+def all_reduce(comm: Any, tensor: Tensor, op: Any) -> Body:
     """Reduce in place on every rank."""
     work = _summable(tensor)
-    mpi_op, flat = _mpi_op(work, op), work.view(-1)
-    if polled and flat.nbytes <= LIMITS.polled:
-        yield [comm.Iallreduce(MPI.IN_PLACE, _typed(flat), mpi_op)]
-    else:
-        for piece in _pieces(flat, LIMITS.piece // flat.element_size()):
-            comm.Allreduce(MPI.IN_PLACE, _typed(piece), mpi_op)
+    mpi_op = _mpi_op(work, op)
+    for piece in _pieces(work.view(-1), LIMITS.piece // work.element_size()):
+        yield Collective(comm, "Allreduce", (MPI.IN_PLACE, _typed(piece), mpi_op))
     _finish(tensor, work, op, comm.size)
-    yield ()
 
 
 def reduce(comm: Any, tensor: Tensor, op: Any, root: int) -> Body:
@@ -139,53 +167,64 @@ def reduce(comm: Any, tensor: Tensor, op: Any, root: int) -> Body:
     mpi_op = _mpi_op(work, op)
     for piece in _pieces(work.view(-1), LIMITS.piece // work.element_size()):
         if comm.rank == root:
-            comm.Reduce(MPI.IN_PLACE, _typed(piece), mpi_op, root)
+            yield Collective(comm, "Reduce", (MPI.IN_PLACE, _typed(piece), mpi_op, root))
         else:
-            comm.Reduce(_typed(piece), None, mpi_op, root)
+            yield Collective(comm, "Reduce", (_typed(piece), None, mpi_op, root))
     if comm.rank == root:
         _finish(tensor, work, op, comm.size)
-    yield ()
 
 
 def broadcast(comm: Any, tensor: Tensor, root: int) -> Body:
     """Copy the tensor of ``root`` into everybody's."""
     for piece in _pieces(tensor.view(-1), LIMITS.count):
-        comm.Bcast(_words(piece), root)
-    yield ()
+        yield Collective(comm, "Bcast", (_words(piece), root))
 
 
 def all_gather(comm: Any, outputs: Sequence[Tensor], source: Tensor) -> Body:
     """Put the input of rank ``i`` into ``outputs[i]`` of every rank.
 
-    Where the outputs are equal slices of one tensor, in order, one MPI call does it. Otherwise each rank's
-    input is sent straight into its place.
+    Small ones of equal size go in one call, by way of one tensor. Otherwise each rank's input is sent
+    straight into its place.
     """
-    whole = _as_one(outputs)
-    if whole is not None and source.numel() <= LIMITS.count // comm.size:
-        comm.Allgather(_words(source), _words(whole, source.numel()))
+    sizes = {output.numel() for output in outputs}
+    if len(sizes) == 1 and source.nbytes <= LIMITS.polled:
+        whole = source.new_empty(source.numel() * comm.size)
+        yield Collective(comm, "Allgather", (_words(source), _words(whole, source.numel())))
+        for output, part in zip(outputs, whole.chunk(comm.size), strict=False):  # no parts of nothing
+            output.view(-1).copy_(part)
+        return
+    outputs[comm.rank].view(-1).copy_(source.view(-1))
+    for root, output in enumerate(outputs):
+        yield from broadcast(comm, output, root)
+
+
+def all_gather_into(comm: Any, output: Tensor, source: Tensor) -> Body:
+    """Put the inputs of all ranks, one after another, into the output of every rank."""
+    if source.numel() <= LIMITS.count // comm.size:
+        yield Collective(comm, "Allgather", (_words(source), _words(output, source.numel())))
     else:
-        outputs[comm.rank].view(-1).copy_(source.view(-1))
-        for root, output in enumerate(outputs):
-            yield from broadcast(comm, output, root)
-    yield ()
+        yield from all_gather(comm, output.view(-1).chunk(comm.size), source)
 
 
 def reduce_scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], op: Any) -> Body:
     """Reduce ``inputs[i]`` of all ranks into the output of rank ``i``."""
     works = [_summable(part) for part in inputs]
     mpi_op, target = _mpi_op(works[0], op), _summable(output)
-    whole = _as_one(works)
-    if whole is not None and whole.nbytes <= LIMITS.piece:
+    equal = len({work.numel() for work in works}) == 1
+    if equal and works[0].nbytes * len(works) <= LIMITS.piece:
+        whole = _as_one(works)
+        whole = torch.cat([work.view(-1) for work in works]) if whole is None else whole
         memory, _, datatype = _typed(whole)
-        comm.Reduce_scatter_block([memory, target.numel(), datatype], _typed(target.view(-1)), mpi_op)
+        parts = [memory, target.numel(), datatype]
+        yield Collective(comm, "Reduce_scatter_block", (parts, _typed(target.view(-1)), mpi_op))
     else:
         for root, work in enumerate(works):
             pieces = _pieces(work.view(-1), LIMITS.piece // work.element_size())
             places = _pieces(target.view(-1), LIMITS.piece // work.element_size())
             for piece in pieces:
-                comm.Reduce(_typed(piece), _typed(next(places)) if comm.rank == root else None, mpi_op, root)
+                place = _typed(next(places)) if comm.rank == root else None
+                yield Collective(comm, "Reduce", (_typed(piece), place, mpi_op, root))
     _finish(output, target, op, comm.size)
-    yield ()
 
 
 def gather(comm: Any, outputs: Sequence[Tensor], source: Tensor, root: int) -> Body:

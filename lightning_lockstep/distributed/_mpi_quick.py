@@ -1,9 +1,7 @@
 """The short way for small all-reduces that the caller waits for: losses, flags, counters.
 
-What is the same each time (the MPI datatype and operation, the number that stands for the call) is looked up
-by
-operation, dtype and shape. All else goes the general way of :mod:`_mpi_engine`; so does the first of each
-kind.
+What is the same each time (the MPI datatype and operation, the number that stands for the call) is looked up by
+operation, dtype and shape. All else goes the general way of :mod:`_mpi_engine`; so does the first of each kind.
 
 This module is imported once MPI is up, never before.
 """
@@ -93,7 +91,7 @@ class QuickReductions:
 
     def _reduce(self, known: _Known, tensor: Any, timeout: float) -> None:
         if self._check is not None:
-            request = self._check.ask(known.value)
+            request = self._check.ask(known.value, busy=True)  # polled, as small ones are
             test = request.Test
             for _ in range(_LOOKS):
                 if test():
@@ -115,5 +113,5 @@ class QuickReductions:
     def _wait(self, request: Any, known: _Known, timeout: float) -> None:
         pause = Pause(time.monotonic() + timeout)
         while not request.Test():
-            if not pause():
+            if not pause() or self._engine.hopeless():
                 raise self._engine.stall(known.name, self._engine.number)(timeout)

@@ -45,10 +45,10 @@ class Reductions(GroupPart):
         operations.check_reduction(tensor, op)
         comm, small = self._comm, is_small(tensor)
         signature = ("all_reduce", op, tensor.dtype, tensor.shape)
-        call = Call(f"all_reduce({shown})", signature, [tensor], 0, [tensor], [tensor])
+        call = Call(f"all_reduce({shown})", signature, [tensor], 0, [tensor], [tensor], tensor.nbytes)
         if small and tensor.is_contiguous():
             self._quick.remember(call, op)
-        return call, lambda t: operations.all_reduce(comm, t[0], op, polled=small), opts, small
+        return call, lambda t: operations.all_reduce(comm, t[0], op), opts, small
 
     @collective
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Prepared:
@@ -60,7 +60,7 @@ class Reductions(GroupPart):
         for tensor in tensors:
             operations.check_reduction(tensor, op)
         signature = ("all_reduce_coalesced", op, *((t.dtype, t.shape) for t in tensors))
-        call = Call(f"all_reduce_coalesced({shown})", signature, tensors, 0, tensors, tensors)
+        call = Call(f"all_reduce_coalesced({shown})", signature, tensors, 0, tensors, tensors, _most(tensors))
         comm = self._comm
         return call, lambda ts: _chain([operations.all_reduce(comm, t, op) for t in ts]), opts, False
 
@@ -73,7 +73,7 @@ class Reductions(GroupPart):
         tensor, (op, shown), root = one(tensors), reduction(opts), opts.rootRank
         operations.check_reduction(tensor, op)
         signature = ("reduce", op, root, tensor.dtype, tensor.shape)
-        call = Call(f"reduce({shown}) to {root}", signature, [tensor], 0, [tensor], [tensor])
+        call = Call(f"reduce({shown}) to {root}", signature, [tensor], 0, [tensor], [tensor], tensor.nbytes)
         return call, lambda t: operations.reduce(self._comm, t[0], op, root), opts, is_small(tensor)
 
     @collective
@@ -86,8 +86,9 @@ class Reductions(GroupPart):
         operations.check_reduction(target, op)
         same("reduce_scatter", sources, target, count=self._size, own=self._rank)
         signature = ("reduce_scatter", op, target.dtype, *(source.shape for source in sources))
-        call = Call(f"reduce_scatter({shown})", signature, [*sources, target], self._size, sources, outputs)
-        small = is_small(target)
+        name, nbytes = f"reduce_scatter({shown})", sum(source.nbytes for source in sources)
+        call = Call(name, signature, [*sources, target], self._size, sources, outputs, nbytes)
+        small = all(is_small(source) for source in sources)
         return call, lambda t: operations.reduce_scatter(self._comm, t[-1], t[:-1], op), opts, small
 
     @collective
@@ -113,7 +114,8 @@ class Reductions(GroupPart):
             equal_parts(name, source, output, self._size)
         signature = (name, op, *((source.dtype, source.shape) for source in inputs))
         count, size = len(inputs), self._size
-        call = Call(f"{name}({shown})", signature, [*inputs, *outputs], count, inputs, outputs)
+        name = f"{name}({shown})"
+        call = Call(name, signature, [*inputs, *outputs], count, inputs, outputs, _most(inputs))
 
         def make(tensors: list[Tensor]) -> Body:
             for source, output in zip(tensors[:count], tensors[count:], strict=True):
@@ -121,6 +123,10 @@ class Reductions(GroupPart):
                 yield from operations.reduce_scatter(self._comm, output, parts, op)
 
         return call, make, opts, count == 1 and is_small(inputs[0])
+
+
+def _most(tensors: Sequence[Tensor]) -> int:
+    return max(tensor.nbytes for tensor in tensors)
 
 
 def _chain(bodies: Sequence[Body]) -> Body:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from lightning_lockstep.distributed._mpi_work import Engine
+from lightning_lockstep.distributed._mpi_work import Engine, set_listener
 from lightning_lockstep.distributed.leaving import leaving
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 
@@ -39,11 +39,14 @@ class MPIRuntime:
         size: Number of processes in ``COMM_WORLD``.
         library: One line that names the MPI library.
         failed: Exit code with which the job shall end by ``MPI_Abort``, or ``None``.
+        gone: Ranks in ``COMM_WORLD`` that have ended their programs while others have not, and since when.
     """
 
     def __init__(self) -> None:
         self.engine = Engine()
         self.failed: int | None = None
+        self.gone: dict[int, float] = {}
+        self._blocking: object = None
         ours = "mpi4py.MPI" not in sys.modules
         try:
             self.MPI = self.engine.call(_import_mpi)
@@ -58,8 +61,7 @@ class MPIRuntime:
             raise LaunchError(
                 "mpi4py was initialised by this program's main thread with the thread level"
                 f" {_LEVELS[self.MPI.Query_thread()]}, at which only that thread may use MPI: expected at"
-                f" least"
-                " MPI_THREAD_SERIALIZED. Don't import mpi4py.MPI yourself, or leave mpi4py.rc.thread_level at"
+                " least MPI_THREAD_SERIALIZED. Don't import mpi4py.MPI yourself, or leave mpi4py.rc.thread_level at"
                 " 'multiple'."
             )
         world = self.MPI.COMM_WORLD
@@ -68,6 +70,7 @@ class MPIRuntime:
             self.MPI.Get_library_version().strip("\x00 \n").splitlines()[0].split(", package")[0].strip()
         )
         self.cuda_aware = _cuda_aware()
+        set_listener(self._hear)
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
         """Call ``function`` where MPI may be called.
@@ -75,6 +78,25 @@ class MPIRuntime:
         Ranks: as ``function``.
         """
         return function(*args) if self.anywhere else self.engine.call(function, *args)
+
+    def may_block(self, owner: object) -> bool:
+        """Return whether an operation may block in MPI: one at a time may, whatever its group.
+
+        Args:
+            owner: The operation. If it may, nobody else may until :meth:`blocks_no_more`.
+
+        Ranks: any rank, alone; called in the communication thread.
+        """
+        self._blocking = self._blocking or owner
+        return self._blocking is owner
+
+    def blocks_no_more(self, owner: object) -> None:
+        """Let others block, if ``owner`` is the one that may.
+
+        Ranks: any rank, alone.
+        """
+        if self._blocking is owner:
+            self._blocking = None
 
     def end(self) -> None:
         """Finalise MPI, or abort the job if this process has failed.
@@ -84,10 +106,54 @@ class MPIRuntime:
         if self.failed is not None:
             _flush()
             self.MPI.COMM_WORLD.Abort(self.failed)
-        if self._finalises and not self.MPI.Is_finalized():
-            self.engine.call(self.MPI.Finalize)
+        if not self.MPI.Is_finalized():
+            self.call(self._leave)
+            if self._finalises:
+                self.engine.call(self.MPI.Finalize)
         self.engine.stop()
 
+    def numbers_of(self, comm: Any) -> list[int]:
+        """Return the numbers in ``COMM_WORLD`` of the ranks of a communicator, in its order.
+
+        Ranks: any rank, alone.
+        """
+
+        def translate() -> list[int]:
+            group = comm.Get_group()
+            world = self.MPI.COMM_WORLD.Get_group()
+            return list(group.Translate_ranks(list(range(group.size)), world))
+
+        return self.call(translate)
+
+    def gone_for(self, rank: int) -> float:
+        """Return how long ago [s] this rank heard that a rank in ``COMM_WORLD`` has ended its program; 0 if not.
+
+        Ranks: any rank, alone.
+        """
+        since = self.gone.get(rank)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _leave(self) -> None:
+        """Wait for the other ranks to end too; tell those that take their time not to count on this one."""
+        world = self.MPI.COMM_WORLD
+        together, farewells = world.Ibarrier(), None
+        began = time.monotonic()
+        while not together.Test():
+            if farewells is None and time.monotonic() - began > _TOGETHER:
+                others = (rank for rank in range(self.size) if rank != self.rank)
+                farewells = [world.Isend([b"", 0, self.MPI.BYTE], rank, _FAREWELL) for rank in others]
+            time.sleep(0.001)
+
+    def _hear(self) -> None:
+        """Take in who has ended."""
+        world, status = self.MPI.COMM_WORLD, self.MPI.Status()
+        while world.Iprobe(self.MPI.ANY_SOURCE, _FAREWELL, status):
+            world.Recv([bytearray(), 0, self.MPI.BYTE], status.source, _FAREWELL)
+            self.gone.setdefault(status.source, time.monotonic())
+
+
+_TOGETHER = 2.0  # ranks that end within this time of each other need no farewells [s]
+_FAREWELL = 31_007  # tag of a farewell
 
 _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
 
@@ -157,6 +223,8 @@ def _import_mpi() -> Any:
         raise MissingExtraError("mpi4py", extra="mpi", needed_for="The backend 'mpi4py'") from error
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.finalize = False  # we finalise, in the thread that initialised
+        # While Open MPI waits for another rank, the backward pass may have the core.
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -19,6 +19,7 @@ from lightning_lockstep.distributed._mpi_arguments import (
     parts_by_sizes,
     same,
 )
+from lightning_lockstep.distributed._mpi_checks import call_site
 from lightning_lockstep.distributed._mpi_collective import GroupPart, Prepared, collective, is_small
 from lightning_lockstep.distributed._mpi_engine import Call
 from lightning_lockstep.distributed._mpi_work import Body
@@ -37,7 +38,7 @@ class Transfers(GroupPart):
         """
         tensor, root = one(tensors), getattr(opts, "rootRank", 0)
         signature = ("broadcast", root, tensor.dtype, tensor.shape)
-        call = Call(f"broadcast from {root}", signature, [tensor], 0, [tensor], [tensor])
+        call = Call(f"broadcast from {root}", signature, [tensor], 0, [tensor], [tensor], tensor.nbytes)
         return call, lambda t: operations.broadcast(self._comm, t[0], root), opts, is_small(tensor)
 
     @collective
@@ -49,8 +50,10 @@ class Transfers(GroupPart):
         source, places = one(inputs), dense(one(outputs, of=list))
         same("all_gather", places, source, count=self._size, own=self._rank)
         signature = ("all_gather", source.dtype, *(place.shape for place in places))
-        call = Call("all_gather", signature, [source, *places], 1, [source], outputs)
-        return call, lambda t: operations.all_gather(self._comm, t[1:], t[0]), opts, is_small(source)
+        nbytes = max(place.nbytes for place in places)
+        call = Call("all_gather", signature, [source, *places], 1, [source], outputs, nbytes)
+        small = all(is_small(place) for place in places)
+        return call, lambda t: operations.all_gather(self._comm, t[1:], t[0]), opts, small
 
     @collective
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Prepared:
@@ -73,14 +76,13 @@ class Transfers(GroupPart):
         for output, source in zip(outputs, inputs, strict=True):
             equal_parts(name, output, source, self._size)
         signature = (name, *((source.dtype, source.shape) for source in inputs))
-        count, size, comm = len(inputs), self._size, self._comm
-        call = Call(name, signature, [*inputs, *outputs], count, inputs, outputs)
+        count, comm = len(inputs), self._comm
+        nbytes = max(source.nbytes for source in inputs)
+        call = Call(name, signature, [*inputs, *outputs], count, inputs, outputs, nbytes)
 
         def make(tensors: list[Tensor]) -> Body:
             for source, output in zip(tensors[:count], tensors[count:], strict=True):
-                yield from operations.all_gather(
-                    comm, output.view(-1).chunk(size) if output.numel() else [output] * size, source
-                )
+                yield from operations.all_gather_into(comm, output, source)
 
         return call, make, opts, count == 1 and is_small(inputs[0])
 
@@ -103,6 +105,7 @@ class Transfers(GroupPart):
             count,
             inputs,
             outputs,
+            max(source.nbytes for source in inputs),
         )
 
         def make(tensors: list[Tensor]) -> Body:
@@ -178,10 +181,12 @@ class Transfers(GroupPart):
     ) -> Prepared:
         size, comm, checked = self._size, self._comm, self.engine.check
         call = Call(name, (name, places[0].dtype), [*sources, *places], size, sources, result)
+        # Known here only: the operation may run in the communication thread, after later ones were queued.
+        number, site = self.engine.number + 1, call_site() if checked is not None else ""
 
         def make(tensors: list[Tensor]) -> Body:
             if checked is not None:
-                yield from checked.agree_on_sizes(tensors[size:], tensors[:size], self.engine.number, name)
+                yield from checked.agree_on_sizes(tensors[size:], tensors[:size], number, name, site)
             yield from operations.all_to_all(comm, tensors[size:], tensors[:size])
 
         return call, make, opts, all(is_small(source) for source in sources)

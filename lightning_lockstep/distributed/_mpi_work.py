@@ -1,8 +1,8 @@
 """How an operation of the ``mpi4py`` backend runs: a task that is stepped until it is done.
 
 An operation is a generator. It yields the MPI requests it waits for, and goes on when they are complete; it
-may also call MPI and block where all ranks are known to be there. Whoever steps a task never blocks on a rank
-that has not come, so that a deadline, news of a failure elsewhere, and other tasks get their turn.
+may also block in MPI where all ranks have come and have agreed to block. Whoever steps a task never blocks on
+a rank that has not come, so that a deadline, news of a failure elsewhere, and other tasks get their turn.
 
 Small operations that a caller waits for are stepped by the caller itself. All others are stepped by the one
 communication thread: the collectives of a group one after another, everything else side by side.
@@ -25,12 +25,14 @@ __all__ = [
     "Task",
     "run_here",
     "set_interruption",
+    "set_listener",
 ]
 
 #: Yields lists of requests (whatever has ``Test()``); returns nothing.
 Body = Generator[Iterable[Any], None, None]
 
 _interruption: Callable[[], BaseException | None] | None = None
+_listener: Callable[[], None] | None = None
 _given_up: list[Any] = []
 
 
@@ -44,6 +46,15 @@ def set_interruption(question: Callable[[], BaseException | None] | None) -> Non
     """
     global _interruption
     _interruption = question
+
+
+def set_listener(listener: Callable[[], None]) -> None:
+    """Let every wait for another rank also call this, every few milliseconds; it may use MPI.
+
+    Ranks: any rank, alone; the runtime does it at start-up.
+    """
+    global _listener
+    _listener = listener
 
 
 class Pause:
@@ -75,9 +86,11 @@ class Pause:
             time.sleep(0.00005 if waited < 0.5 else 0.0005)
         else:
             os.sched_yield()
-        if now - self._asked > 0.02 and _interruption is not None:
+        if now - self._asked > 0.02:
             self._asked = now
-            error = _interruption()
+            if _listener is not None:
+                _listener()
+            error = _interruption() if _interruption is not None else None
             if error is not None:
                 raise error
         return now < self.limit
@@ -95,14 +108,22 @@ class Task:
         timeout: Longest wait for the other ranks [s].
         stalled: Makes the error for when they don't come.
         lane: Tasks of one lane run one after another; ``None`` beside all others.
+        hopeless: Returns whether it cannot end any more, since a rank that it needs has gone.
     """
 
-    __slots__ = ("_body", "_requests", "done", "error", "lane", "limit", "on_done", "stalled")
+    __slots__ = ("_body", "_hopeless", "_requests", "done", "error", "lane", "limit", "on_done", "stalled")
 
     def __init__(
-        self, body: Body, *, timeout: float, stalled: Callable[[float], BaseException], lane: Any = None
+        self,
+        body: Body,
+        *,
+        timeout: float,
+        stalled: Callable[[float], BaseException],
+        lane: Any = None,
+        hopeless: Callable[[], bool] | None = None,
     ) -> None:
         self._body, self._requests, self.lane, self.stalled = body, (), lane, stalled
+        self._hopeless = hopeless
         self.limit = time.monotonic() + timeout
         self.done, self.error = False, None
         self.on_done: Callable[[], None] | None = None
@@ -121,6 +142,10 @@ class Task:
             self.done = True
             return True
         return False
+
+    def in_vain(self) -> bool:
+        """Return whether there is no point in waiting any longer."""
+        return time.monotonic() > self.limit or (self._hopeless is not None and self._hopeless())
 
     def fail(self, error: BaseException) -> None:
         """End the operation with an error.
@@ -142,7 +167,7 @@ def run_here(task: Task, timeout: float) -> None:
     """
     pause = Pause(task.limit)
     while not task.step():
-        if not pause():
+        if not pause() or task.in_vain():
             error = task.stalled(timeout)
             task.fail(error)
             raise error
@@ -233,7 +258,7 @@ class Engine:
         for task in list(self._running):
             try:
                 over = task.step()
-                if not over and time.monotonic() > task.limit:
+                if not over and task.in_vain():
                     task.fail(task.stalled(0.0))
                     over = True
             except BaseException as error:  # belongs to whoever waits for the operation

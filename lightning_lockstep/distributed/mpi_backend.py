@@ -9,8 +9,7 @@ in :mod:`_mpi_work`, how ranks are compared in :mod:`_mpi_checks`. mpi4py is imp
 made, not before.
 
 Torch 2.13 calls ``all_gather_single``, ``reduce_scatter_single`` and ``all_to_all_single`` where older
-releases
-call ``_allgather_base``, ``_reduce_scatter_base`` and ``alltoall_base``; the group answers to both.
+releases call ``_allgather_base``, ``_reduce_scatter_base`` and ``alltoall_base``; the group answers to both.
 """
 
 from __future__ import annotations

@@ -233,8 +233,8 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
             command, env=self._environ(), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         self.procs = [process]
-        lost = threading.Event()
-        streams = [(process.stdout, sys.stdout, lost), (process.stderr, sys.stderr, lost)]
+        began, lost = threading.Event(), threading.Event()
+        streams = [(process.stdout, sys.stdout, began, lost), (process.stderr, sys.stderr, began, lost)]
         threads = [threading.Thread(target=_label, args=one, daemon=True) for one in streams]
         for thread in threads:
             thread.start()
@@ -273,13 +273,17 @@ def _where_all_hosts_see_it(program: list[str]) -> list[str]:
     return [*program[:at], str(copy), *program[at + 1 :]]
 
 
-def _label(source: IO[bytes], target: TextIO, lost: threading.Event) -> None:
+def _label(source: IO[bytes], target: TextIO, began: threading.Event, lost: threading.Event) -> None:
     """Pass on what mpirun prints, each line with its rank, without its remarks about an end by force."""
     blocks: dict[str, list[str]] = {}  # by rank: lines since a line of dashes
     for line in source:
         tagged = _TAGGED.match(line.decode(errors="replace").replace("\0", ""))
         mark, text = (f"[rank {tagged[1]}] ", tagged[2]) if tagged else ("", line.decode(errors="replace"))
-        if not tagged and "lost communication with a remote daemon" in text:
+        if tagged:
+            began.set()
+        if not tagged and (
+            "lost communication with a remote daemon" in text or (began.is_set() and _DAEMON_GONE in text)
+        ):
             lost.set()
         if len(text) > 40 and not text.strip("-\n"):
             block = blocks.pop(mark, None)
@@ -295,6 +299,9 @@ def _label(source: IO[bytes], target: TextIO, lost: threading.Event) -> None:
     for mark, block in blocks.items():  # the last dashes never came
         target.write("".join(mark + one for one in block))
 
+
+# What mpirun says when the ssh that holds a daemon ends: at start a daemon that did not come up, later one lost.
+_DAEMON_GONE = "daemon failed to report back after being spawned"
 
 # The report of the rank that failed first comes last; what mpirun has to add says less.
 _REMARKS = re.compile(

@@ -39,16 +39,15 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
             installed, else gloo. Or one of ``mpi4py``, ``gloo``, ``nccl``, and ``mpi`` for a torch built
             with it.
         check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before
-        each
-            collective, for some microseconds.
+            each collective, for some microseconds.
         cuda_aware: Whether the MPI library takes CUDA memory; by default it is asked.
         hostfile: File with the hosts to start ranks on and their slots, in the form of the mpirun in use.
         mpirun: The command that starts ranks; by default the one beside this Python, else the one in
-        ``PATH``.
+            ``PATH``.
         mpirun_args: Further arguments for it.
         ssh_args: Arguments for ssh to the other hosts, such as ``["-p", "2222"]``.
         options: As for :class:`LockstepDDPStrategy`, such as ``grace_period``, ``uneven_inputs``,
-        ``timeout``.
+            ``timeout``.
 
     Raises:
         ConfigurationError: One message with everything that cannot be used.
@@ -149,8 +148,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
                 return None
 
             set_interruption(failed_elsewhere)
-            # mpirun ends all ranks as soon as one has ended badly: let the one that prints the report go
-            # first.
+            # mpirun ends all ranks once one has ended badly: let the one that prints the report go first.
             abort_when_leaving(0.0 if fan_out.shows_report else self.keeper.settings.grace_period + 2.0)
 
     def _choose_backend(self) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning_lockstep
 from tests.helpers import ScriptOutcome, run_script
 
-__all__ = ["MPI_KINDS", "mpi_command", "mpi_environ", "run_program", "why_no"]
+__all__ = ["MPI_KINDS", "PACKAGE", "mpi_command", "mpi_environ", "run_program", "why_no"]
 
 #: Open MPI from the wheel beside this Python; MPICH from a second environment, or from the system.
 MPI_KINDS = ("open_mpi", "mpich")
@@ -52,10 +56,23 @@ def mpi_command(kind: str, ranks: int) -> list[str]:
     return [mpirun, "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "-n", str(ranks), sys.executable]
 
 
+#: The package under test: that of the source tree, or the installed wheel's.
+PACKAGE = Path(lightning_lockstep.__file__).parent
+
+
+@functools.cache
+def _path_to_package() -> str:
+    """Return a folder with nothing in it but the package: another environment's Python finds it there."""
+    folder = tempfile.mkdtemp(prefix="lockstep-package-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    Path(folder, PACKAGE.name).symlink_to(PACKAGE)
+    return folder
+
+
 def mpi_environ() -> dict[str, str]:
     """Return the environment for such a job."""
     return {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": _path_to_package(),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",

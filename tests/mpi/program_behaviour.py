@@ -216,15 +216,46 @@ def many_groups(rank, size):
 
 
 def crosswise(rank, size):
-    """Operations of two groups are under way in opposite order on two ranks, without a deadlock."""
+    """Large operations of two groups are under way in opposite order on two ranks, again and again."""
     a, b = dist.new_group([0, 1]), dist.new_group([0, 1])
     if rank > 1:
         return None
-    x, y = torch.full((100_000,), 1.0), torch.full((100_000,), 2.0)
-    order = [(a, x), (b, y)] if rank == 0 else [(b, y), (a, x)]
-    for work in [dist.all_reduce(t, group=g, async_op=True) for g, t in order]:
-        work.wait()
-    return [x[0].item(), y[0].item()]
+    found = set()
+    for _ in range(60):
+        x, y = torch.full((100_000,), 1.0), torch.full((100_000,), 2.0)
+        order = [(a, x), (b, y)] if rank == 0 else [(b, y), (a, x)]
+        for work in [dist.all_reduce(t, group=g, async_op=True) for g, t in order]:
+            work.wait()
+        found.add((x[0].item(), y[-1].item()))
+    return sorted(found)
+
+
+def sync_and_async(rank, size):
+    """One rank waits at once, the other later; compared and not, small and large."""
+    found = []
+    for check in (True, False):
+        group = dist.new_group(pg_options=MPIBackendOptions(check=check))
+        tensors = [torch.full((count,), float(rank)) for count in (3, 30_000, 3, 200_000) for _ in range(5)]
+        works = [dist.all_reduce(t, group=group, async_op=rank == 0) for t in tensors]
+        for work in works if rank == 0 else []:
+            work.wait()
+        found.append(sum(t[-1].item() for t in tensors))
+    return found
+
+
+def lying_elsewhere(rank, size):
+    """The tensors of a list follow each other in memory on one rank and not on the other."""
+    found = []
+    for count in (5, 50_000):
+        apart = [torch.zeros(count) for _ in range(size)]
+        places = list(torch.zeros(size * count).chunk(size)) if rank == 0 else apart
+        dist.all_gather(places, torch.full((count,), float(rank)))
+        parts = [torch.full((count,), float(i)) for i in range(size)]
+        parts = list(torch.cat(parts).chunk(size)) if rank == 0 else parts
+        mine = torch.zeros(count)
+        dist.reduce_scatter(mine, parts)
+        found.append([[place.unique().tolist() for place in places], mine.unique().tolist()])
+    return found
 
 
 def too_late(rank, size):
@@ -266,6 +297,8 @@ ASKED = [
     unchecked,
     many_groups,
     crosswise,
+    sync_and_async,
+    lying_elsewhere,
     too_late,
     impatient_wait,
     error_in_backward,

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from tests.helpers import run_script
 from tests.mpi.cluster import Cluster, why_not
-from tests.mpi.launch import HERE, MPI_KINDS, ROOT, mpi_environ, run_program, why_no
+from tests.mpi.launch import HERE, MPI_KINDS, PACKAGE, mpi_environ, run_program, why_no
 
 # The hosts of the module's cluster, with their ssh daemons, live longer than one test.
 pytestmark = [pytest.mark.slow, pytest.mark.allow_leaks("processes", "files")]
@@ -128,7 +129,6 @@ def fit_command(cluster: Cluster, folder: Path, hosts: str, *more: str) -> list[
 ENVIRON = {**os.environ, **mpi_environ()}
 
 
-@pytest.mark.unsettled
 def test_two_hosts_fit(cluster: Cluster, tmp_path: Path) -> None:
     code, output = cluster.run(0, fit_command(cluster, tmp_path, hostfile(cluster)), timeout=150, env=ENVIRON)
     assert code == 0, output
@@ -138,7 +138,6 @@ def test_two_hosts_fit(cluster: Cluster, tmp_path: Path) -> None:
     assert "alpha" in output and "beta" in output
 
 
-@pytest.mark.unsettled
 def test_a_host_whose_name_does_not_resolve(cluster: Cluster, tmp_path: Path) -> None:
     hosts = hostfile(cluster, cluster.addresses[0], "no-such-host.invalid")
     code, output = cluster.run(0, fit_command(cluster, tmp_path, hosts), timeout=100, env=ENVIRON)
@@ -146,10 +145,9 @@ def test_a_host_whose_name_does_not_resolve(cluster: Cluster, tmp_path: Path) ->
     assert "Not every host is ready" in output and "its name does not resolve" in output
 
 
-@pytest.mark.unsettled
 def test_a_host_without_the_package(cluster: Cluster, tmp_path: Path) -> None:
     cluster.stop_sshd()
-    cluster.start_sshd(1, hide=ROOT / "lightning_lockstep")
+    cluster.start_sshd(1, hide=PACKAGE)
     time.sleep(1)
     try:
         command = fit_command(cluster, tmp_path, hostfile(cluster))
@@ -162,7 +160,6 @@ def test_a_host_without_the_package(cluster: Cluster, tmp_path: Path) -> None:
     assert "install the same versions: lightning_lockstep missing there, installed here" in output
 
 
-@pytest.mark.unsettled
 def test_ssh_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     cluster.stop_sshd()
     try:
@@ -176,7 +173,15 @@ def test_ssh_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     assert "nothing listens for ssh there" in output and "Connection refused" in output
 
 
-@pytest.mark.unsettled
+def ranks_on(cluster: Cluster, host: int) -> list[int]:
+    found = []
+    for pid in cluster.pids_on(host):
+        with suppress(psutil.NoSuchProcess):
+            if FIT in psutil.Process(pid).cmdline():
+                found.append(pid)
+    return found
+
+
 @pytest.mark.parametrize("fault", ["daemon", "cable"])
 def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tmp_path: Path) -> None:
     command = fit_command(cluster, tmp_path, hostfile(cluster), "--slow", "--epochs", "500")
@@ -191,6 +196,10 @@ def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tm
         else:
             cluster.kill([pid for pid in cluster.pids_on(1) if psutil.Process(pid).name() == "prted"])
         output, _ = process.communicate(timeout=150)
+        deadline = time.monotonic() + 60
+        while (left := ranks_on(cluster, 1)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert not left, [psutil.Process(pid).as_dict(["pid", "status", "cmdline"]) for pid in left]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
