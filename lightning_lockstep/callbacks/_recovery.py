@@ -66,7 +66,6 @@ class Recovery:
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self.notices = Notices(communicator, on_count)
         self.recovered = 0
-        self._step = 0
         self._ddp = ddp_of(trainer.strategy.model)
         # Volumes: of the smallest batch that did not fit, of one that is known not to (a second one of at
         # least that volume failed, so it was no accident), and of a micro-batch that did.
@@ -84,42 +83,60 @@ class Recovery:
 
     # -- around every step ------------------------------------------------------------------------------
 
-    @contextmanager
-    def counted_logs(self, call: GuardedClosure) -> Iterator[None]:
-        """Note what the step logs: a repetition must not log it again, and a step left out still owes it."""
-        log, calls = self._module.log, call.logged
+    def prepare(self, call: GuardedClosure) -> dict[str, Any]:
+        """Note what the step logs, and let one that is known not to fit stop before its forward.
+
+        A repetition must not log again, and a step left out still owes what it logs. Called around every step,
+        so it is a plain pair of methods: see :meth:`put_back`.
+
+        Returns:
+            What was there before.
+        """
+        module, log, calls = self._module, self._module.log, call.logged
 
         def noted(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             log(name, value, *args, **kwargs)
             calls.append((name, value.detach() if type(value) is Tensor else value, args, kwargs))
 
-        with replaced(self._module, "log", noted):
-            yield
-        self._last_logged = calls
+        attributes = vars(module)
+        before = {"log": attributes.get("log")}
+        attributes["log"] = noted
+        if self._is_too_large(call):
+            # The wrapper's own forward still runs: what it sends before the module's is owed to the others.
+            before["training_step"] = attributes.get("training_step")
+            attributes["training_step"] = _stop
+        return before
 
-    @contextmanager
-    def stopped_if_too_large(self, kwargs: Any) -> Iterator[None]:
-        """Let a batch that is known not to fit stop before its forward, where it costs nothing."""
-        batch = next(iter(kwargs.values()))
-        if self._too_large is None or volume(batch) < self._too_large or samples_in(batch) < 2:
-            yield
-            return
+    def put_back(self, before: dict[str, Any]) -> None:
+        """Undo :meth:`prepare`."""
+        attributes = vars(self._module)
+        for name, value in before.items():
+            if value is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
 
-        def stop(*args: Any, **kwargs: Any) -> None:
-            raise TooLargeError
+    def succeeded(self, call: GuardedClosure) -> None:
+        """Remember what a step logs. Ranks: every rank, alone."""
+        if self._communicator.world_size > 1:
+            self._last_logged = call.logged
 
-        # The wrapper's own forward still runs: what it sends before the module's is owed to the others.
-        with replaced(self._module, "training_step", stop):
-            yield
+    def _is_too_large(self, call: GuardedClosure) -> bool:
+        if self._too_large is None:
+            return False
+        batch = next(iter(call.kwargs.values()))
+        return volume(batch) >= self._too_large and samples_in(batch) >= 2
 
-    def decide(self, call: GuardedClosure, result: Any) -> Any:
+    def decide(self, result: Any) -> Any:
         """Take the decision of a notice, at the end of a step in which gradients were reduced."""
+        if self._mode == "skip" and self._module.device.type != "cpu":
+            # The others' gradients, before which a notice is known, are reduced in the background there.
+            torch.accelerator.synchronize()
+        if self.notices.none:
+            return result
         if self._trainer.fit_loop._should_accumulate():
             return result
-        if self._mode == "skip" and self._module.device.type != "cpu":
-            torch.accelerator.synchronize()
         notice = self.notices.at(self._step)
-        self._step += 1
         if notice is None:
             return result
         if notice.fatal:
@@ -127,6 +144,11 @@ class Recovery:
         for parameter in self.trainable:
             parameter.grad = None
         return _ClosureResult(closure_loss=None)
+
+    @property
+    def _step(self) -> int:
+        """The optimizer step that is being made, counted by the loop and so alike on every rank."""
+        return int(self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer_steps)
 
     # -- when memory has run out ------------------------------------------------------------------------
 
@@ -339,6 +361,10 @@ class Recovery:
             f"ran out of memory in batch {self._where()}, and single samples do not fit either"
             f" ({samples_in(batch)} samples, {volume(batch)} values in the batch): {failure}"
         )
+
+
+def _stop(*args: Any, **kwargs: Any) -> None:
+    raise TooLargeError
 
 
 def _refuse_collective(*args: Any, **kwargs: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 
 import lightning.pytorch as pl
 import numpy as np
@@ -232,6 +234,29 @@ def test_a_picture(tmp_path):
     module = Walled(600)
     trainer(tmp_path, AutoBatchSize("binsearch", plot=True)).fit(module)
     assert (tmp_path / "batch_size.png").read_bytes()[:4] == b"\x89PNG"
+
+
+class Kept(pl.Callback):
+    """Looks whether the batch of the last step is still there."""
+
+    def __init__(self):
+        self.last, self.alive = None, 0
+
+    def on_train_batch_start(self, run, module, batch, index):
+        self.alive += self.last is not None and self.last() is not None
+        self.last = weakref.ref(batch[0])
+
+
+@pytest.mark.parametrize("on_oom", ["split", "skip"])
+def test_a_guarded_step_keeps_nothing_alive(tmp_path, on_oom):
+    """A cycle would hold each batch until the collector runs: on a GPU, memory the next step needs."""
+    kept = Kept()
+    gc.disable()
+    try:
+        trainer(tmp_path, AutoBatchSize("off", on_oom=on_oom), kept, max_steps=6).fit(Walled())
+    finally:
+        gc.enable()
+    assert kept.last is not None and kept.alive == 0
 
 
 class NoUse(Walled):
