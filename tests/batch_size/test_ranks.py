@@ -1,4 +1,4 @@
-"""AutoBatchSize on several ranks: the search, recovery in mid-run, and the same run on any set-up."""
+"""AutoBatchSize on several ranks: the the search and the recovery in mid-run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep.errors import BatchSizeError
 from tests.batch_size.models import Walled, trainer
+from tests.batch_size.same_run import strategy_for
 from tests.helpers import run_ranks, world_size
-
-
-def strategy_for(ranks: int, **options: Any) -> Any:
-    from lightning_lockstep import LockstepDDPStrategy
-
-    return LockstepDDPStrategy(**options) if ranks > 1 else "auto"
 
 
 def searches(ranks: int, folder: str) -> list[Any]:
@@ -233,58 +228,3 @@ def grow() -> tuple[int, int, int]:
 def test_a_run_whose_sequences_grow_survives():
     ((steps, recovered, largest),) = run_ranks(1, grow, backend=None, timeout=60)
     assert steps == 30 and recovered == 18 and largest <= 400
-
-
-def curve(ranks: int, global_batch: int, largest: int | None, folder: str) -> list[float]:
-    """The loss curve (mean over ranks and micro-batches of each optimizer step) with a fixed global batch."""
-    from lightning_lockstep import AutoBatchSize
-    from lightning_lockstep.distributed import current_communicator
-    from lightning_lockstep.workloads.cnn import ConvNet
-    from lightning_lockstep.workloads.digits import DigitsData
-
-    warnings.simplefilter("ignore")
-    torch.use_deterministic_algorithms(True)
-
-    class Recorded(ConvNet):
-        def on_train_start(self) -> None:
-            self.curve: list[list[float]] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.curve.append(float(loss.detach()))
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            # Adam divides by the root of small numbers, which enlarges rounding (see docs/same-run.md).
-            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-    pl.seed_everything(1)
-    module = Recorded(width=8, global_train_loss=False)
-    accumulate = 1 if largest is None else max(1, global_batch // ranks // largest)
-    data = DigitsData(global_batch_size=global_batch, seed=5)
-    callbacks = [AutoBatchSize("off", effective_batch_size=global_batch)] if largest is None else []
-    run = trainer(
-        folder,
-        *callbacks,
-        devices=ranks,
-        strategy=strategy_for(ranks),
-        max_steps=20,
-        accumulate_grad_batches=accumulate,
-    )
-    run.fit(module, data)
-    everyone = current_communicator().gather(module.curve)
-    micro = [sum(values) / len(values) for values in zip(*everyone, strict=True)]
-    return [sum(micro[i : i + accumulate]) / accumulate for i in range(0, len(micro), accumulate)]
-
-
-def test_the_same_run_on_one_two_and_four_ranks_with_and_without_accumulation(tmp_path):
-    curves = {}
-    for ranks, largest in ((1, 64), (1, 16), (2, 32), (2, 8), (4, 16), (4, 8)):
-        (curves[ranks, largest], *_) = run_ranks(
-            ranks, curve, ranks, 64, largest, str(tmp_path), backend=None, timeout=100
-        )
-    reference = curves[1, 64]
-    assert len(reference) == 20 and reference[-1] < reference[0]
-    for key, values in curves.items():
-        assert len(values) == 20
-        assert max(abs(a - b) for a, b in zip(values, reference, strict=True)) < 1e-5, key
