@@ -32,6 +32,7 @@ class SearchResult:
         reason: Why it ended there.
         limit_source: Where the memory limit comes from.
         fingerprint: What the answer depends on.
+        tight: See :class:`~lightning_lockstep.callbacks._search_run.Found`.
     """
 
     size: int
@@ -44,6 +45,7 @@ class SearchResult:
     reason: str
     limit_source: str
     fingerprint: Mapping[str, Any]
+    tight: bool = False
 
     @property
     def global_batch(self) -> int:
@@ -116,17 +118,16 @@ def write_result(folder: str | Path, result: SearchResult) -> Path:
     return path
 
 
-def read_result(folder: str | Path, fingerprint: Mapping[str, Any]) -> int | None:
-    """Return the size that an earlier run found under the same conditions, or ``None``.
+def read_result(folder: str | Path) -> dict[str, Any]:
+    """Return what :func:`write_result` wrote in an earlier run; empty where there is nothing to read.
 
     Ranks: rank 0.
     """
     try:
         content = json.loads((Path(folder) / FILE).read_text())
     except (OSError, ValueError):
-        return None
-    same = content.get("fingerprint") == dict(fingerprint)
-    return int(content["size"]) if same and isinstance(content.get("size"), int) else None
+        return {}
+    return content if isinstance(content, dict) and isinstance(content.get("size"), int) else {}
 
 
 def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:

@@ -34,7 +34,7 @@ from lightning_lockstep.callbacks.effective_batch_size import keep_effective_bat
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.reducer import why_not_resumable
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
-from lightning_lockstep.memory import SizeSearch, meter_for, parse_bytes, search_for
+from lightning_lockstep.memory import SizeSearch, meter_for, parse_bytes, return_freed_memory, search_for
 
 __all__ = ["AutoBatchSize"]
 
@@ -197,8 +197,11 @@ class AutoBatchSize(Callback):
         fingerprint = fingerprint_of(trainer, pl_module, self._conditions())
         known = self._known_size(trainer, fingerprint)
         if known is not None:
-            tell(f"AutoBatchSize: batch size {known} per rank, as found earlier under the same conditions")
-            self._keep_effective(trainer, place, known)
+            size, tight = known
+            tell(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
+            if tight:
+                return_freed_memory()
+            self._keep_effective(trainer, place, size)
             return place.size
         return self._search(trainer, pl_module, place, fingerprint, tell)
 
@@ -230,11 +233,9 @@ class AutoBatchSize(Callback):
             trainer, module, place, steps=settings.steps_per_trial, meter=meter, communicator=communicator
         )
         margin = 0.0 if settings.mode == "power" else settings.margin
-        size, reason = run_search(
-            search, runner, meter=meter, margin=margin, communicator=communicator, say=tell
-        )
-        self._found = {"size": size, "fingerprint": dict(fingerprint)}
-        self._keep_effective(trainer, place, size)
+        found = run_search(search, runner, meter=meter, margin=margin, communicator=communicator, say=tell)
+        self._found = {"size": found.size, "tight": found.tight, "fingerprint": dict(fingerprint)}
+        self._keep_effective(trainer, place, found.size)
         self.result = SearchResult(
             size=place.size,
             largest=search.low,
@@ -243,7 +244,8 @@ class AutoBatchSize(Callback):
             mode=search.mode,
             trials=tuple(search.trials),
             seconds=time.perf_counter() - began,
-            reason=reason,
+            reason=found.reason,
+            tight=found.tight,
             limit_source="" if meter is None else meter.source,
             fingerprint=fingerprint,
         )
@@ -272,17 +274,16 @@ class AutoBatchSize(Callback):
             "mode": self.settings.mode,
         }
 
-    def _known_size(self, trainer: Trainer, fingerprint: Mapping[str, Any]) -> int | None:
+    def _known_size(self, trainer: Trainer, fingerprint: Mapping[str, Any]) -> tuple[int, bool] | None:
         if not self.settings.reuse or trainer.ckpt_path is None:
             return None
         communicator = current_communicator()
         known = None
         if communicator.is_main:
-            if self._found.get("fingerprint") == dict(fingerprint):
-                known = int(self._found["size"])
-            else:
-                known = read_result(trainer.default_root_dir, fingerprint)
-        answer: int | None = communicator.broadcast(known)
+            for earlier in (self._found, read_result(trainer.default_root_dir)):
+                if known is None and earlier.get("fingerprint") == dict(fingerprint):
+                    known = int(earlier["size"]), bool(earlier.get("tight"))
+        answer: tuple[int, bool] | None = communicator.broadcast(known)
         return answer
 
     def _guard(self, trainer: Trainer, module: LightningModule) -> None:
