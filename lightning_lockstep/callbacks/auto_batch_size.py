@@ -32,7 +32,7 @@ from lightning_lockstep.callbacks._search_run import fingerprint_of, run_search
 from lightning_lockstep.callbacks._trial import TrialRunner
 from lightning_lockstep.callbacks.effective_batch_size import keep_effective_batch
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.reducer import why_not_resumable
+from lightning_lockstep.distributed.reducer import untouched_buckets, why_not_resumable
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 from lightning_lockstep.memory import SizeSearch, meter_for, parse_bytes, return_freed_memory, search_for
 
@@ -217,7 +217,12 @@ class AutoBatchSize(Callback):
         began = time.perf_counter()
         limit = None if settings.memory_limit is None else parse_bytes(settings.memory_limit)
         local_ranks = sum(1 for host in communicator.gather(communicator.host) if host == communicator.host)
-        meter = meter_for(trainer.strategy.root_device, memory_limit=limit, local_ranks=local_ranks)
+        meter = meter_for(
+            trainer.strategy.root_device,
+            memory_limit=limit,
+            local_ranks=local_ranks,
+            owed=untouched_buckets(trainer.strategy.model),
+        )
         cap = settings.max_val
         if settings.limit == "shard":
             shard = torch.tensor(place.samples, dtype=torch.int64)

@@ -96,7 +96,7 @@ class MemoryMeter(ABC):
 
 
 def meter_for(
-    device: torch.device, *, memory_limit: int | None = None, local_ranks: int = 1
+    device: torch.device, *, memory_limit: int | None = None, local_ranks: int = 1, owed: int = 0
 ) -> MemoryMeter | None:
     """Return the meter of ``device``, or ``None`` where memory cannot be read.
 
@@ -104,13 +104,14 @@ def meter_for(
         device: Where the model is.
         memory_limit: Most that this process may use [bytes]; ``None`` = what there is.
         local_ranks: Ranks that share this host's memory.
+        owed: Memory on CPU that the run will take and a trial does not [bytes].
 
     Ranks: any rank, alone.
     """
     if device.type == "cuda":
         return CUDAMeter(device, memory_limit)
     if device.type == "cpu" and sys.platform == "linux":
-        return CPUMeter(memory_limit, local_ranks)
+        return CPUMeter(memory_limit, local_ranks, owed)
     return None
 
 
@@ -160,11 +161,12 @@ class CPUMeter(MemoryMeter):
         memory_limit: Most resident memory that this process may have [bytes]; ``None`` = the control
             group's limit or the host's memory, divided by ``local_ranks``.
         local_ranks: Ranks that share this host's memory.
+        owed: What the run will take and a trial does not [bytes]; counted as if it were in use.
     """
 
     noise = 24 * 2**20  # heap and caches of the allocator come and go
 
-    def __init__(self, memory_limit: int | None = None, local_ranks: int = 1) -> None:
+    def __init__(self, memory_limit: int | None = None, local_ranks: int = 1, owed: int = 0) -> None:
         now = _statm()
         if memory_limit is None:
             resident_limit, self.source = _host_limit(local_ranks)
@@ -174,14 +176,14 @@ class CPUMeter(MemoryMeter):
         address_space = _address_space_limit()
         if address_space is not None and address_space - now.address_space < resident_limit - now.resident:
             self.limit, self.judges, self.source = float(address_space), False, "RLIMIT_AS"
-        self._peak_before = 0
+        self._owed, self._peak_before = owed, 0
         self._samples: _Samples | None = None
 
     @property
     def headroom(self) -> float:
         """See :attr:`MemoryMeter.headroom`."""
         now = _statm()
-        return self.limit - (now.resident if self.judges else now.address_space)
+        return self.limit - self._owed - (now.resident if self.judges else now.address_space)
 
     @property
     def data_limit(self) -> int:
@@ -200,9 +202,9 @@ class CPUMeter(MemoryMeter):
             highest = _status("VmPeak")
             return MemoryReading(float(highest) if highest > self._peak_before else None, self.limit)
         if self._samples is None:
-            return MemoryReading(float(_status("VmHWM")), self.limit)
+            return MemoryReading(float(_status("VmHWM") + self._owed), self.limit)
         samples, self._samples = self._samples, None
-        return MemoryReading(float(samples.stop()), self.limit)
+        return MemoryReading(float(samples.stop() + self._owed), self.limit)
 
 
 class _Samples:
