@@ -166,11 +166,19 @@ def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:
     if line is not None:
         right = max(t.size for t in search.trials)
         ends = [0.0, 1.03 * right]
-        axes.plot(ends, [(line[0] + line[1] * x) / scale for x in ends], color="tab:blue", lw=1, alpha=0.6)
-    axes.axvline(chosen, color="tab:green", lw=1.5, label=f"chosen {chosen}")
-    axes.set(xlabel="batch size per rank [samples]", ylabel=f"peak memory [{unit}]", ylim=(0, None))
+        label = f"{gib(line[0])} + {line[1] / 2**20:.3g} MiB a sample"
+        axes.plot(ends, [(line[0] + line[1] * x) / scale for x in ends], color="tab:blue", lw=1, label=label)
+    axes.axvline(chosen, color="tab:green", lw=1.5, label=f"chosen: {chosen}")
+    axes.set(
+        title=f"Batch size {chosen} (largest that fitted: {search.low})",
+        xlabel="batch size per rank [samples]",
+        ylabel=f"peak memory [{unit}]",
+    )
     axes.set_xlim(left=0)
-    axes.legend(loc="lower center")
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.12)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
 
 

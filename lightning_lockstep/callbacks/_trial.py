@@ -158,7 +158,7 @@ class TrialRunner:
         if all(_ONE_VALUE in each for each in said.values()):
             raise BatchSizeError(
                 f"batch size {size} cannot be trained with batch norm, which needs more than one value per"
-                " channel. Let the search begin higher (init_val=2) or use group norm."
+                " channel. Let the search begin higher (init_val=2) or, where 2 does not fit, use group norm."
             )
         if failure is not None and failure.error is not None:
             raise failure.error

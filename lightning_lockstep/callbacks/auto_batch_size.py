@@ -325,10 +325,17 @@ def refuse_sharded(trainer: Trainer) -> None:
     Ranks: all, alike; nothing is sent.
     """
     strategy = trainer.strategy
-    if isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)):
-        return
-    raise BatchSizeError(
-        f"{type(strategy).__name__} divides the model or its optimizer among the ranks, or runs the step itself, so a"
-        " trial on one rank alone would not be the step of the run. Search with strategy='lockstep_ddp' or on a"
-        " single device and set the batch size, or use find_executable_batch_size around the whole run."
-    )
+    name = type(strategy).__name__
+    # DeepSpeed's strategy is a DDPStrategy by inheritance only: its engine makes the step.
+    runs_step_itself = getattr(strategy, "handles_gradient_accumulation", False)
+    if not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)) or runs_step_itself:
+        raise BatchSizeError(
+            f"{name} divides the model or its optimizer among the ranks, or runs the step itself, so a trial on one"
+            " rank alone would not be the step of the run. Search with strategy='lockstep_ddp' or on a single device"
+            " and set the batch size, or use find_executable_batch_size around the whole run."
+        )
+    if strategy.root_device.type == "xla":
+        raise BatchSizeError(
+            f"{name} runs on XLA, which compiles and runs a step later than it is called, so a trial would not see"
+            " that memory runs out. Set the batch size, or use find_executable_batch_size around the whole run."
+        )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import random
+import types
 import weakref
+from pathlib import Path
 
 import lightning.pytorch as pl
 import numpy as np
@@ -166,6 +168,58 @@ def test_everything_is_as_before_bit_for_bit(tmp_path):
     assert torch.equal(*weights), "the run after a search is not the run without one"
 
 
+class Diary(pl.loggers.CSVLogger):
+    """Remembers what it was told."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.told = []
+
+    def log_metrics(self, metrics, step=None):
+        self.told.append((step, dict(metrics)))
+
+
+class Files(AutoBatchSize):
+    """Looks for files that the search writes."""
+
+    def find(self, run, module):
+        before = sorted(Path(run.default_root_dir).rglob("*"))
+        size = super().find(run, module)
+        self.new = [path.name for path in sorted(Path(run.default_root_dir).rglob("*")) if path not in before]
+        return size
+
+
+def test_the_run_after_a_search_sees_the_same_batches_logs_and_checkpoints(tmp_path):
+    """A loader that shuffles with a generator of its own, so that its position counts."""
+    seen = []
+    for search in (True, False):
+        folder = tmp_path / str(search)
+        pl.seed_everything(7)
+        module, diary = PassedIn(), Diary(folder)
+        loader = DataLoader(
+            TensorDataset(torch.randn(300, 20)),
+            batch_size=16,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(9),
+        )
+        callback = Files("binsearch", init_val=4, max_val=16)
+        checkpoint = pl.callbacks.ModelCheckpoint(folder / "kept", every_n_train_steps=3, save_top_k=-1)
+        run = trainer(
+            folder,
+            *([callback] if search else []),
+            checkpoint,
+            max_steps=30,
+            logger=diary,
+            log_every_n_steps=1,
+            enable_checkpointing=True,
+        )
+        run.fit(module, loader)
+        seen.append((module.losses, diary.told, sorted(path.name for path in (folder / "kept").iterdir())))
+        if search:
+            assert len(callback.result.trials) == 2 and callback.new == ["batch_size.json"]
+    assert seen[0] == seen[1] and len(seen[0][1]) >= 30 and len(seen[0][2]) == 10
+
+
 def test_an_optimizer_that_already_has_state_is_restored():
     from lightning_lockstep.callbacks._preserved_state import PreservedState
 
@@ -305,6 +359,21 @@ def test_bad_input_is_one_clear_error(tmp_path, case):
     callback, module, loader, text = bad(case)
     with pytest.raises(BatchSizeError, match=text):
         trainer(tmp_path, callback).fit(module, loader)
+
+
+@pytest.mark.parametrize(
+    "name", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAStrategy"]
+)
+@pytest.mark.parametrize("settings", [{}, {"mode": "off", "on_oom": "split"}])
+def test_a_strategy_in_which_a_trial_is_not_the_step_is_refused_before_any(name, settings):
+    strategy = object.__new__(getattr(pl.strategies, name))
+    if name == "XLAStrategy":
+        strategy.__class__ = type(
+            "XLAStrategy", (pl.strategies.DDPStrategy,), {"root_device": torch.device("xla")}
+        )
+    run = types.SimpleNamespace(strategy=strategy, fast_dev_run=False)
+    with pytest.raises(BatchSizeError, match=f"{name} (divides the model|runs on XLA)"):
+        AutoBatchSize(**settings).on_fit_start(run, Walled())
 
 
 def test_a_bug_surfaces_at_once_and_a_module_without_size_is_fine(tmp_path):

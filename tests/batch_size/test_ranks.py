@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.memory import release_memory
 from tests.batch_size.models import Walled, trainer
 from tests.batch_size.same_run import strategy_for
 from tests.helpers import run_ranks, world_size
@@ -238,3 +239,71 @@ def grow() -> tuple[int, int, int]:
 def test_a_run_whose_sequences_grow_survives():
     ((steps, recovered, largest),) = run_ranks(1, grow, backend=None, timeout=60)
     assert steps == 30 and recovered == 18 and largest <= 400
+
+
+class Limited(pl.Callback):
+    """Lets one rank have almost no more memory during one batch: a real allocation fails."""
+
+    def __init__(self, batch: int | None, rank: int) -> None:
+        self.batch, self.rank, self.before = batch, rank, (0, 0)
+
+    def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch and run.global_rank == self.rank:
+            release_memory()
+            data = int(Path("/proc/self/statm").read_text().split()[5]) * 4096
+            self.before = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (data + 24 * 2**20, self.before[1]))
+
+    def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch and run.global_rank == self.rank:
+            resource.setrlimit(resource.RLIMIT_DATA, self.before)
+
+
+class Regression(Big):
+    """Learns a sine; a batch of 256 keeps 32 MB of activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16000), nn.GELU(), nn.Linear(16000, 1))
+        self.batch_size, self.losses = 256, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = (self.layers(batch[0])[:, 0] - batch[0].sum(1).sin()).pow(2).mean()
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = torch.randn(256 * 80, 8, generator=torch.Generator().manual_seed(2))
+        return DataLoader(TensorDataset(data), batch_size=self.batch_size)
+
+
+def curves_with_and_without_room(ranks: int, folder: str) -> list[Any]:
+    from lightning_lockstep import AutoBatchSize
+    from lightning_lockstep.memory import return_freed_memory
+
+    return_freed_memory()
+    told: list[Any] = []
+    for batch in (None, 20):
+        pl.seed_everything(4)
+        module, callback = Regression(), AutoBatchSize("off", on_oom="split")
+        limited = Limited(batch, ranks - 1)
+        trainer(
+            folder, callback, limited, devices=ranks, strategy=strategy_for(ranks), max_epochs=1, max_steps=40
+        ).fit(module)
+        told.append((module.losses, callback.batches_split))
+    return told
+
+
+@world_size(1, 2)
+def test_batch_20_really_does_not_fit_and_the_curve_is_that_of_a_run_with_room(world_size, tmp_path):
+    answers = run_ranks(
+        world_size, curves_with_and_without_room, world_size, str(tmp_path), backend=None, timeout=170
+    )
+    assert sum(count for _, (_, count) in answers) >= 1
+    for (room, none), (tight, _) in answers:
+        assert none == 0 and len(room) == len(tight) == 40 and room[-1] < room[0]
+        assert max(abs(a - b) for a, b in zip(room, tight, strict=True)) < 1e-4
+        assert room[:20] == tight[:20]
