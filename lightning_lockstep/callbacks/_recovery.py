@@ -22,7 +22,14 @@ from lightning_lockstep.callbacks._guarded_step import (
     LogCall,
     TooLargeError,
 )
-from lightning_lockstep.callbacks._micro_batches import LogRecord, merged_extra, samples_in, split, volume
+from lightning_lockstep.callbacks._micro_batches import (
+    KnownSizes,
+    LogRecord,
+    merged_extra,
+    samples_in,
+    split,
+    volume,
+)
 from lightning_lockstep.callbacks._oom_notices import Notice, Notices
 from lightning_lockstep.callbacks._preserved_state import ModuleAttributes
 from lightning_lockstep.callbacks._trial import replaced
@@ -67,11 +74,7 @@ class Recovery:
         self.notices = Notices(communicator, on_count)
         self.recovered = 0
         self._ddp = ddp_of(trainer.strategy.model)
-        # Volumes: of the smallest batch that did not fit, of one that is known not to (a second one of at
-        # least that volume failed, so it was no accident), and of a micro-batch that did.
-        self._suspect: int | None = None
-        self._too_large: int | None = None
-        self._known_good = 0
+        self._sizes = KnownSizes()
         self._last_logged: list[LogCall] | None = None
 
     def refresh(self) -> None:
@@ -101,7 +104,7 @@ class Recovery:
         attributes = vars(module)
         before = {"log": attributes.get("log")}
         attributes["log"] = noted
-        if self._is_too_large(call):
+        if self._sizes.some_too_large and self._sizes.is_too_large(next(iter(call.kwargs.values()))):
             # The wrapper's own forward still runs: what it sends before the module's is owed to the others.
             before["training_step"] = attributes.get("training_step")
             attributes["training_step"] = _stop
@@ -120,12 +123,6 @@ class Recovery:
         """Remember what a step logs. Ranks: every rank, alone."""
         if self._communicator.world_size > 1:
             self._last_logged = call.logged
-
-    def _is_too_large(self, call: GuardedClosure) -> bool:
-        if self._too_large is None:
-            return False
-        batch = next(iter(call.kwargs.values()))
-        return volume(batch) >= self._too_large and samples_in(batch) >= 2
 
     def decide(self, result: Any) -> Any:
         """Take the decision of a notice, at the end of a step in which gradients were reduced."""
@@ -189,16 +186,13 @@ class Recovery:
         self, call: GuardedClosure, batch: Any, missing: Sequence[nn.Parameter], failure: str
     ) -> Any:
         samples, size = samples_in(batch), volume(batch)
-        parts = 2
-        if failure == SPLIT_ON_PURPOSE:
-            parts = max(2, -(-size // max(1, self._known_good)))
+        parts = self._sizes.parts_for(size) if failure == SPLIT_ON_PURPOSE else 2
         while samples > 1:
             parts = min(parts, samples)
             weights = [samples_in(part) / samples for part in split(batch, parts)]
             result = self._tried_in(parts, call, batch, missing, weights)
             if result is not None:
-                self._learn(size)
-                self._known_good = max(1, size // parts)
+                self._sizes.learn(size, parts)
                 self._count(f"split batch {self._where()} into {parts} micro-batches: {failure}")
                 return result
             if parts == samples:
@@ -206,11 +200,6 @@ class Recovery:
             release_memory()
             parts *= 2
         return None
-
-    def _learn(self, size: int) -> None:
-        if self._suspect is not None and size >= self._suspect:
-            self._too_large = min(self._suspect, self._too_large or self._suspect)
-        self._suspect = size if self._suspect is None else min(self._suspect, size)
 
     def _tried_in(
         self,

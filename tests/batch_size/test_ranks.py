@@ -305,5 +305,5 @@ def test_batch_20_really_does_not_fit_and_the_curve_is_that_of_a_run_with_room(w
     assert sum(count for _, (_, count) in answers) >= 1
     for (room, none), (tight, _) in answers:
         assert none == 0 and len(room) == len(tight) == 40 and room[-1] < room[0]
-        assert max(abs(a - b) for a, b in zip(room, tight, strict=True)) < 1e-4
+        assert max(abs(a - b) for a, b in zip(room, tight, strict=True)) < 1e-5
         assert room[:20] == tight[:20]
