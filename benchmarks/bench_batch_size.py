@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import logging
 import statistics
@@ -162,34 +161,59 @@ def accelerate_from(found: dict[str, str], start: int) -> Callable[[], float]:
     return measure
 
 
-class StepClock(Callback):
-    """Processor time of this thread from the start of one training batch to the start of the next.
+class Turns(Callback):
+    """Times the steps of one fit in which the guard is there for a stretch, then away for one, and so on.
 
-    With one thread that is the whole step, and other programs on the machine are not in it.
+    With and without it share process, weights, memory and the moment, so what is left is the guard. A stretch
+    without it has neither its optimization loop nor its callback.
     """
 
-    def __init__(self) -> None:
-        self.marks: list[float] = []
+    def __init__(self, guard: AutoBatchSize, stretch: int) -> None:
+        self.guard, self.stretch = guard, stretch
+        self.steps: list[tuple[int, bool, float, float]] = []
+        self.began: tuple[int, bool, float, float] | None = None
+        self.guarded: Any = None
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.marks.append(time.thread_time())
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, step: int
+    ) -> None:
+        if self.began is not None:
+            index, on, processor, wall = self.began
+            self.steps.append((index, on, time.thread_time() - processor, time.perf_counter() - wall))
+        stretch = trainer.global_step // self.stretch
+        self._set(trainer, on=stretch % 2 == 1)
+        self.began = (stretch, self.on, time.thread_time(), time.perf_counter())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._set(trainer, on=True)
+
+    def _set(self, trainer: Trainer, *, on: bool) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        if self.guarded is None:
+            self.guarded = loop.automatic_optimization
+        self.on = on
+        loop.automatic_optimization = self.guarded if on else self.guarded.original
+        trainer.callbacks = [self, self.guard] if on else [self]
+
+    def medians(self, on: bool, which: int) -> list[float]:
+        """Median step of each stretch with or without the guard, without the first two of each kind [s]."""
+        stretches: dict[int, list[float]] = {}
+        for step in self.steps:
+            if step[1] is on:
+                stretches.setdefault(step[0], []).append(step[which])
+        return [statistics.median(times) for times in list(stretches.values())[2:]]
 
 
-def step_time(on_oom: str, steps: int) -> Callable[[], float]:
-    """Median step of a fit of its own [s]; the collector is off, which would hit either by chance."""
-
-    def measure() -> float:
-        module, clock = Walled(wall=10**9, width=1024, batch_size=64), StepClock()
-        gc.collect()
-        gc.disable()
-        try:
-            fit(module, clock, AutoBatchSize("off", on_oom=on_oom), steps=steps)
-        finally:
-            gc.enable()
-        times = [b - a for a, b in zip(clock.marks, clock.marks[1:], strict=False)]
-        return statistics.median(times[10:])
-
-    return measure
+def step_cost(stretches: int, stretch: int = 10) -> dict[str, dict[str, list[float]]]:
+    """Steps with and without the guard [s], by processor and by the wall, in pairs of neighbouring stretches."""
+    guard = AutoBatchSize("off", on_oom="split")
+    turns = Turns(guard, stretch)
+    # The guard comes first: it is what the callback that takes turns finds in place.
+    fit(Walled(wall=10**9, width=1024, batch_size=64), guard, turns, steps=2 * stretches * stretch + 1)
+    return {
+        kind: {"without": turns.medians(False, which), "on_oom=split": turns.medians(True, which)}
+        for kind, which in (("processor", 2), ("wall", 3))
+    }
 
 
 def run(quick: bool) -> Report:
@@ -207,22 +231,20 @@ def run(quick: bool) -> Report:
         "Accelerate from 16384": accelerate_from(found, 16384),
     }
     searches = interleave(variants, rounds=1 if quick else 2)
-    steps = 60 if quick else 80
-    cost = interleave(
-        {"without": step_time("raise", steps), "on_oom=split": step_time("split", steps)},
-        rounds=2 if quick else 7,
-        warmup=1,
-    )
+    cost = step_cost(stretches=6 if quick else 60)
     goals = {"AutoBatchSize model": 0.5, "AutoBatchSize binsearch": 0.5}
     return Report(
         title="Search for a batch size, and the cost of a guarded step",
         tables=[
             Comparison(f"time of a search, simulated wall at {WALL}", searches, peer=PEER, at_most=goals),
-            Comparison(
-                "step of a fit in which nothing runs out",
-                cost,
-                peer="without",
-                at_most={"on_oom=split": 1.01},
+            *(
+                Comparison(
+                    f"step of a fit in which nothing runs out, {kind} time",
+                    samples,
+                    peer="without",
+                    at_most={"on_oom=split": 1.01},
+                )
+                for kind, samples in cost.items()
             ),
         ],
         notes=[
@@ -230,7 +252,7 @@ def run(quick: bool) -> Report:
             "A search is timed inside its callback, so the Trainer's own start is in none of them. Accelerate's"
             " decorator restarts a bare function: no Trainer, no loader, no state to keep, no margin.",
             "Memory readings of mode model are simulated too: 1 GB + 3.7 MB a sample.",
-            "The step: 2.1 M parameters, batch 64, one thread, one process; each sample is the median"
-            " processor time of a step, of a fit of its own.",
+            "The step: 2.1 M parameters, batch 64, one thread, one process. The guard is taken out and put back every"
+            " 10 steps of one fit; each sample is the median step of such a stretch, paired with its neighbour.",
         ],
     )

@@ -32,6 +32,7 @@ class SearchResult:
         reason: Why it ended there.
         limit_source: Where the memory limit comes from.
         fingerprint: What the answer depends on.
+        tight: See :class:`~lightning_lockstep.callbacks._search_run.Found`.
     """
 
     size: int
@@ -44,6 +45,7 @@ class SearchResult:
     reason: str
     limit_source: str
     fingerprint: Mapping[str, Any]
+    tight: bool = False
 
     @property
     def global_batch(self) -> int:
@@ -116,17 +118,16 @@ def write_result(folder: str | Path, result: SearchResult) -> Path:
     return path
 
 
-def read_result(folder: str | Path, fingerprint: Mapping[str, Any]) -> int | None:
-    """Return the size that an earlier run found under the same conditions, or ``None``.
+def read_result(folder: str | Path) -> dict[str, Any]:
+    """Return what :func:`write_result` wrote in an earlier run; empty where there is nothing to read.
 
     Ranks: rank 0.
     """
     try:
         content = json.loads((Path(folder) / FILE).read_text())
     except (OSError, ValueError):
-        return None
-    same = content.get("fingerprint") == dict(fingerprint)
-    return int(content["size"]) if same and isinstance(content.get("size"), int) else None
+        return {}
+    return content if isinstance(content, dict) and isinstance(content.get("size"), int) else {}
 
 
 def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:
@@ -165,11 +166,19 @@ def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:
     if line is not None:
         right = max(t.size for t in search.trials)
         ends = [0.0, 1.03 * right]
-        axes.plot(ends, [(line[0] + line[1] * x) / scale for x in ends], color="tab:blue", lw=1, alpha=0.6)
-    axes.axvline(chosen, color="tab:green", lw=1.5, label=f"chosen {chosen}")
-    axes.set(xlabel="batch size per rank [samples]", ylabel=f"peak memory [{unit}]", ylim=(0, None))
+        label = f"{gib(line[0])} + {line[1] / 2**20:.3g} MiB a sample"
+        axes.plot(ends, [(line[0] + line[1] * x) / scale for x in ends], color="tab:blue", lw=1, label=label)
+    axes.axvline(chosen, color="tab:green", lw=1.5, label=f"chosen: {chosen}")
+    axes.set(
+        title=f"Batch size {chosen} (largest that fitted: {search.low})",
+        xlabel="batch size per rank [samples]",
+        ylabel=f"peak memory [{unit}]",
+    )
     axes.set_xlim(left=0)
-    axes.legend(loc="lower center")
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.12)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
 
 

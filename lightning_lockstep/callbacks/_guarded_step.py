@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -55,37 +57,51 @@ class GuardedOptimization(_AutomaticOptimization):
 
 
 class GuardedClosure(_Closure):
-    """One forward and backward; remembers how far it came."""
+    """One forward and backward; remembers how far it came.
+
+    Nothing in it refers back to it: a cycle would keep every batch alive until the collector's next run.
+    """
 
     def __init__(self, recovery: Recovery, kwargs: Any, optimizer: Any, **functions: Any) -> None:
         super().__init__(**functions)
         self.recovery, self.kwargs, self.optimizer = recovery, kwargs, optimizer
-        self.marks: GradientMarks | None = None
         self.logged: list[LogCall] = []
+        self._marks: list[GradientMarks] = []
         if self._backward_fn is not None:
-            backward = self._backward_fn
+            self._backward_fn = partial(_marked, self._backward_fn, self._marks, recovery)
 
-            def marked(loss: Tensor) -> None:
-                self.marks = GradientMarks(recovery.trainable)
-                backward(loss)
-
-            self._backward_fn = marked
+    @property
+    def marks(self) -> GradientMarks | None:
+        """What had arrived of the gradients when the backward began; ``None`` before that."""
+        return self._marks[0] if self._marks else None
 
     def closure(self, *args: Any, **kwargs: Any) -> Any:
         result, failure = self._try()
         # Outside the except clause: what the failed step held is free again.
-        if failure is not None:
+        if failure is None:
+            self.recovery.succeeded(self)
+        else:
             result = self.recovery.recover(self, failure)
-        return self.recovery.decide(self, result)
+        self._marks.clear()  # done with; it refers to gradients
+        return self.recovery.decide(result)
 
     def _try(self) -> tuple[Any, str | None]:
         recovery = self.recovery
+        prepared = recovery.prepare(self)
         try:
-            with recovery.counted_logs(self), recovery.stopped_if_too_large(self.kwargs):
-                return super().closure(), None
+            return super().closure(), None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             if isinstance(error, TooLargeError):
                 return None, SPLIT_ON_PURPOSE
             return None, Failure.of(error).summary[:200]
+        finally:
+            recovery.put_back(prepared)
+
+
+def _marked(
+    backward: Callable[[Tensor], None], marks: list[GradientMarks], recovery: Recovery, loss: Tensor
+) -> None:
+    marks.append(GradientMarks(recovery.trainable))
+    backward(loss)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LogRecord", "merged_extra", "samples_in", "split", "volume"]
+__all__ = ["KnownSizes", "LogRecord", "merged_extra", "samples_in", "split", "volume"]
 
 
 def samples_in(batch: Any) -> int:
@@ -159,3 +159,44 @@ class LogRecord:
             if "batch_size" in kwargs and len(same) == len(self.parts):
                 kwargs = {**kwargs, "batch_size": sum(call[3].get("batch_size", 0) for call in same)}
             log(name, weighted_mean([call[1] for call in same], weights), *args, **kwargs)
+
+
+class KnownSizes:
+    """Which volumes of a batch are known not to fit, and which of a micro-batch to fit.
+
+    One failure may be an accident. After a second of at least that volume, such batches are too large.
+    """
+
+    def __init__(self) -> None:
+        self._suspect: int | None = None
+        self._too_large: int | None = None
+        self._known_good = 0
+
+    @property
+    def some_too_large(self) -> bool:
+        """Whether any volume is known not to fit."""
+        return self._too_large is not None
+
+    def is_too_large(self, batch: Any) -> bool:
+        """Whether a batch is known not to fit and can be cut.
+
+        Ranks: any rank, alone.
+        """
+        return self._too_large is not None and volume(batch) >= self._too_large and samples_in(batch) >= 2
+
+    def parts_for(self, size: int) -> int:
+        """Return into how many parts to cut a batch of this volume that is too large.
+
+        Ranks: any rank, alone.
+        """
+        return max(2, -(-size // max(1, self._known_good)))
+
+    def learn(self, size: int, parts: int) -> None:
+        """Note that a batch of this volume did not fit, and in that many parts did.
+
+        Ranks: any rank, alone.
+        """
+        if self._suspect is not None and size >= self._suspect:
+            self._too_large = min(self._suspect, self._too_large or self._suspect)
+        self._suspect = size if self._suspect is None else min(self._suspect, size)
+        self._known_good = max(1, size // parts)

@@ -48,7 +48,9 @@ class Notices:
         self._channel = communicator.side_channel
         self._waiting: set[int] = set()
         self._all_know = threading.Event()
-        self.current: Notice | None = None
+        # By step, and then by rank: the next step's may come before this one's was read, and where two ranks
+        # ran out in one step all must give the same reason.
+        self._notices: dict[int, dict[int, Notice]] = {}
         self._remove = [
             self._channel.on(_NOTICE, self._receive),
             self._channel.on(_ACKNOWLEDGED, self._acknowledged),
@@ -74,7 +76,7 @@ class Notices:
 
         Ranks: the rank that ran out of memory, before it sends what it owes in this step.
         """
-        self.current = notice
+        self._keep(self._communicator.rank, notice)
         others = set(range(self._communicator.world_size)) - {self._communicator.rank}
         if not others:
             return True
@@ -83,16 +85,18 @@ class Notices:
         self._channel.post(_NOTICE, [notice.step, notice.fatal, notice.text])
         return self._all_know.wait(timeout)
 
+    @property
+    def none(self) -> bool:
+        """Whether there is no notice for any step."""
+        return not self._notices
+
     def at(self, step: int) -> Notice | None:
-        """Return the notice for this optimizer step, once.
+        """Return the notice for this optimizer step, once; of several the lowest rank's.
 
         Ranks: any rank, alone; one attribute read where there is none.
         """
-        notice = self.current
-        if notice is None or notice.step != step:
-            return None
-        self.current = None
-        return notice
+        notices = self._notices.pop(step, None)
+        return None if notices is None else notices[min(notices)]
 
     def close(self) -> None:
         """Stop listening.
@@ -103,10 +107,14 @@ class Notices:
             remove()
 
     def _receive(self, message: Message) -> None:
-        self.current = Notice(*message.body)
+        self._keep(message.sender, Notice(*message.body))
         self._channel.post(_ACKNOWLEDGED, to=message.sender)
 
     def _acknowledged(self, message: Message) -> None:
         self._waiting.discard(message.sender)
         if not self._waiting:
             self._all_know.set()
+
+    def _keep(self, rank: int, notice: Notice) -> None:
+        # One operation each under the interpreter's lock: the receiving thread and this one both come here.
+        self._notices.setdefault(notice.step, {})[rank] = notice

@@ -22,7 +22,14 @@ from lightning_lockstep.callbacks._guarded_step import (
     LogCall,
     TooLargeError,
 )
-from lightning_lockstep.callbacks._micro_batches import LogRecord, merged_extra, samples_in, split, volume
+from lightning_lockstep.callbacks._micro_batches import (
+    KnownSizes,
+    LogRecord,
+    merged_extra,
+    samples_in,
+    split,
+    volume,
+)
 from lightning_lockstep.callbacks._oom_notices import Notice, Notices
 from lightning_lockstep.callbacks._preserved_state import ModuleAttributes
 from lightning_lockstep.callbacks._trial import replaced
@@ -66,13 +73,8 @@ class Recovery:
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self.notices = Notices(communicator, on_count)
         self.recovered = 0
-        self._step = 0
         self._ddp = ddp_of(trainer.strategy.model)
-        # Volumes: of the smallest batch that did not fit, of one that is known not to (a second one of at
-        # least that volume failed, so it was no accident), and of a micro-batch that did.
-        self._suspect: int | None = None
-        self._too_large: int | None = None
-        self._known_good = 0
+        self._sizes = KnownSizes()
         self._last_logged: list[LogCall] | None = None
 
     def refresh(self) -> None:
@@ -84,42 +86,54 @@ class Recovery:
 
     # -- around every step ------------------------------------------------------------------------------
 
-    @contextmanager
-    def counted_logs(self, call: GuardedClosure) -> Iterator[None]:
-        """Note what the step logs: a repetition must not log it again, and a step left out still owes it."""
-        log, calls = self._module.log, call.logged
+    def prepare(self, call: GuardedClosure) -> dict[str, Any]:
+        """Note what the step logs, and let one that is known not to fit stop before its forward.
+
+        A repetition must not log again, and a step left out still owes what it logs. Called around every step,
+        so it is a plain pair of methods: see :meth:`put_back`.
+
+        Returns:
+            What was there before.
+        """
+        module, log, calls = self._module, self._module.log, call.logged
 
         def noted(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             log(name, value, *args, **kwargs)
             calls.append((name, value.detach() if type(value) is Tensor else value, args, kwargs))
 
-        with replaced(self._module, "log", noted):
-            yield
-        self._last_logged = calls
+        attributes = vars(module)
+        before = {"log": attributes.get("log")}
+        attributes["log"] = noted
+        if self._sizes.some_too_large and self._sizes.is_too_large(next(iter(call.kwargs.values()))):
+            # The wrapper's own forward still runs: what it sends before the module's is owed to the others.
+            before["training_step"] = attributes.get("training_step")
+            attributes["training_step"] = _stop
+        return before
 
-    @contextmanager
-    def stopped_if_too_large(self, kwargs: Any) -> Iterator[None]:
-        """Let a batch that is known not to fit stop before its forward, where it costs nothing."""
-        batch = next(iter(kwargs.values()))
-        if self._too_large is None or volume(batch) < self._too_large or samples_in(batch) < 2:
-            yield
-            return
+    def put_back(self, before: dict[str, Any]) -> None:
+        """Undo :meth:`prepare`."""
+        attributes = vars(self._module)
+        for name, value in before.items():
+            if value is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
 
-        def stop(*args: Any, **kwargs: Any) -> None:
-            raise TooLargeError
+    def succeeded(self, call: GuardedClosure) -> None:
+        """Remember what a step logs. Ranks: every rank, alone."""
+        if self._communicator.world_size > 1:
+            self._last_logged = call.logged
 
-        # The wrapper's own forward still runs: what it sends before the module's is owed to the others.
-        with replaced(self._module, "training_step", stop):
-            yield
-
-    def decide(self, call: GuardedClosure, result: Any) -> Any:
+    def decide(self, result: Any) -> Any:
         """Take the decision of a notice, at the end of a step in which gradients were reduced."""
+        if self._mode == "skip" and self._module.device.type != "cpu":
+            # The others' gradients, before which a notice is known, are reduced in the background there.
+            torch.accelerator.synchronize()
+        if self.notices.none:
+            return result
         if self._trainer.fit_loop._should_accumulate():
             return result
-        if self._mode == "skip" and self._module.device.type != "cpu":
-            torch.accelerator.synchronize()
         notice = self.notices.at(self._step)
-        self._step += 1
         if notice is None:
             return result
         if notice.fatal:
@@ -127,6 +141,11 @@ class Recovery:
         for parameter in self.trainable:
             parameter.grad = None
         return _ClosureResult(closure_loss=None)
+
+    @property
+    def _step(self) -> int:
+        """The optimizer step that is being made, counted by the loop and so alike on every rank."""
+        return int(self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer_steps)
 
     # -- when memory has run out ------------------------------------------------------------------------
 
@@ -167,16 +186,13 @@ class Recovery:
         self, call: GuardedClosure, batch: Any, missing: Sequence[nn.Parameter], failure: str
     ) -> Any:
         samples, size = samples_in(batch), volume(batch)
-        parts = 2
-        if failure == SPLIT_ON_PURPOSE:
-            parts = max(2, -(-size // max(1, self._known_good)))
+        parts = self._sizes.parts_for(size) if failure == SPLIT_ON_PURPOSE else 2
         while samples > 1:
             parts = min(parts, samples)
             weights = [samples_in(part) / samples for part in split(batch, parts)]
             result = self._tried_in(parts, call, batch, missing, weights)
             if result is not None:
-                self._learn(size)
-                self._known_good = max(1, size // parts)
+                self._sizes.learn(size, parts)
                 self._count(f"split batch {self._where()} into {parts} micro-batches: {failure}")
                 return result
             if parts == samples:
@@ -184,11 +200,6 @@ class Recovery:
             release_memory()
             parts *= 2
         return None
-
-    def _learn(self, size: int) -> None:
-        if self._suspect is not None and size >= self._suspect:
-            self._too_large = min(self._suspect, self._too_large or self._suspect)
-        self._suspect = size if self._suspect is None else min(self._suspect, size)
 
     def _tried_in(
         self,
@@ -339,6 +350,10 @@ class Recovery:
             f"ran out of memory in batch {self._where()}, and single samples do not fit either"
             f" ({samples_in(batch)} samples, {volume(batch)} values in the batch): {failure}"
         )
+
+
+def _stop(*args: Any, **kwargs: Any) -> None:
+    raise TooLargeError
 
 
 def _refuse_collective(*args: Any, **kwargs: Any) -> None:

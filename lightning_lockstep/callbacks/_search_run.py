@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,34 @@ from lightning_lockstep.callbacks._batch_report import gib, trial_line
 from lightning_lockstep.callbacks._trial import TrialRunner
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.memory import MemoryMeter, SizeSearch, Trial, memory_wall
+from lightning_lockstep.memory import (
+    CPUMeter,
+    MemoryMeter,
+    SizeSearch,
+    Trial,
+    keep_freed_memory,
+    return_freed_memory,
+)
 
-__all__ = ["fingerprint_of", "run_search"]
+__all__ = ["Found", "fingerprint_of", "run_search"]
+
+# On CPU a heap that keeps freed blocks needs up to about half as much again as what is alive.
+_ROOM_FOR_A_HEAP = 0.6
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer of a search.
+
+    Attributes:
+        size: Largest size that was run and fits, with the margin.
+        reason: Why it ended there.
+        tight: Whether memory on CPU is short, so that the process went on returning freed blocks at once.
+    """
+
+    size: int
+    reason: str
+    tight: bool
 
 
 def run_search(
@@ -26,7 +52,7 @@ def run_search(
     margin: float,
     communicator: Communicator,
     say: Callable[[str], None],
-) -> tuple[int, str]:
+) -> Found:
     """Search until an answer is found.
 
     Args:
@@ -38,9 +64,6 @@ def run_search(
         communicator: Of all ranks.
         say: Takes a line for people.
 
-    Returns:
-        (largest size that was run and fits, with the margin; why it ended there).
-
     Raises:
         BatchSizeError: Not even the smallest size fits.
 
@@ -50,7 +73,7 @@ def run_search(
     if meter is not None:
         left = torch.tensor(meter.headroom, dtype=torch.float64)
         headroom = float(communicator.all_reduce(left, "min"))
-    with runner.preserved(), memory_wall(meter), _cheap_collections():
+    with runner.preserved(), _cheap_collections(), _steady_heap(meter) as heap:
         while not (proposal := search.propose()).stop:
             outcome = runner.run(proposal.size)
             search.record(outcome.size, outcome.fits, peak=outcome.peak, limit=outcome.limit)
@@ -59,7 +82,33 @@ def run_search(
         if not proposal.size:
             raise BatchSizeError(_nothing_fits(search, proposal.reason, headroom))
         size = _with_margin(search, runner, proposal.size, margin)
-    return size, proposal.reason
+        heap.tight = isinstance(meter, CPUMeter) and _is_short(search, size)
+    return Found(size, proposal.reason, heap.tight)
+
+
+@dataclass
+class _Heap:
+    tight: bool = False
+
+
+@contextmanager
+def _steady_heap(meter: MemoryMeter | None) -> Iterator[_Heap]:
+    """On CPU, let a size need the same whatever was tried before; the run goes on so where memory is short."""
+    heap = _Heap()
+    if not isinstance(meter, CPUMeter):
+        yield heap
+        return
+    return_freed_memory()
+    try:
+        yield heap
+    finally:
+        if not heap.tight:
+            keep_freed_memory()
+
+
+def _is_short(search: SizeSearch, size: int) -> bool:
+    trial = next(trial for trial in reversed(search.trials) if trial.size == size)
+    return trial.peak is None or trial.limit is None or trial.peak > _ROOM_FOR_A_HEAP * trial.limit
 
 
 def _with_margin(search: SizeSearch, runner: TrialRunner, size: int, margin: float) -> int:

@@ -24,7 +24,14 @@ from lightning_lockstep.callbacks._preserved_state import PreservedState
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.reducer import ddp_of
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.memory import Failure, MemoryMeter, attempt, release_memory
+from lightning_lockstep.memory import (
+    Failure,
+    MemoryMeter,
+    MemoryReading,
+    attempt,
+    memory_wall,
+    release_memory,
+)
 
 __all__ = ["TrialOutcome", "TrialRunner", "loss_of", "replaced", "step_arguments"]
 
@@ -112,18 +119,29 @@ class TrialRunner:
         """
         if self._meter is not None:
             self._meter.start()
-        failure = attempt(lambda: self._steps_of(size))
+        with memory_wall(self._meter):
+            failure = attempt(lambda: self._steps_of(size))
         reading = self._meter.stop() if self._meter is not None else None
+        if failure is None and reading is not None:
+            failure = self._over_the_limit(reading)
         self._forget_gradients()
         release_memory(collect=failure is not None)
         return self._agree(size, failure, reading)
 
-    def _agree(self, size: int, failure: Failure | None, reading: Any) -> TrialOutcome:
+    def _over_the_limit(self, reading: MemoryReading) -> Failure | None:
+        over = self._meter is not None and self._meter.judges and reading.peak is not None
+        if not over or reading.peak is None or reading.peak <= reading.limit:
+            return None
+        return Failure(f"the peak was {(reading.peak - reading.limit) / 2**20:.0f} MiB above the limit", True)
+
+    def _agree(self, size: int, failure: Failure | None, reading: MemoryReading | None) -> TrialOutcome:
         state = _FITS if failure is None else _FULL if failure.out_of_memory else _BROKEN
-        peak, limit = (reading.peak, reading.limit) if reading is not None else (-1.0, float("inf"))
+        limit = float("inf") if reading is None else reading.limit
+        # A peak that one rank could not read is read on none: the maximum would be of the others only.
+        peak = float("inf") if reading is None or reading.peak is None else reading.peak
         word = torch.tensor([state, peak, -limit], dtype=torch.float64)
         worst, peak, limit = self._communicator.all_reduce(word, "max").tolist()
-        read = None if reading is None else peak
+        read = None if peak == float("inf") else peak
         bound = None if reading is None else -limit
         if worst == _FITS:
             return TrialOutcome(size, True, read, bound, {})
@@ -140,7 +158,7 @@ class TrialRunner:
         if all(_ONE_VALUE in each for each in said.values()):
             raise BatchSizeError(
                 f"batch size {size} cannot be trained with batch norm, which needs more than one value per"
-                " channel. Let the search begin higher (init_val=2) or use group norm."
+                " channel. Let the search begin higher (init_val=2) or, where 2 does not fit, use group norm."
             )
         if failure is not None and failure.error is not None:
             raise failure.error

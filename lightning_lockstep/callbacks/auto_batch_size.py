@@ -32,9 +32,9 @@ from lightning_lockstep.callbacks._search_run import fingerprint_of, run_search
 from lightning_lockstep.callbacks._trial import TrialRunner
 from lightning_lockstep.callbacks.effective_batch_size import keep_effective_batch
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.reducer import why_not_resumable
+from lightning_lockstep.distributed.reducer import untouched_buckets, why_not_resumable
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
-from lightning_lockstep.memory import SizeSearch, meter_for, parse_bytes, search_for
+from lightning_lockstep.memory import SizeSearch, meter_for, parse_bytes, return_freed_memory, search_for
 
 __all__ = ["AutoBatchSize"]
 
@@ -197,8 +197,11 @@ class AutoBatchSize(Callback):
         fingerprint = fingerprint_of(trainer, pl_module, self._conditions())
         known = self._known_size(trainer, fingerprint)
         if known is not None:
-            tell(f"AutoBatchSize: batch size {known} per rank, as found earlier under the same conditions")
-            self._keep_effective(trainer, place, known)
+            size, tight = known
+            tell(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
+            if tight:
+                return_freed_memory()
+            self._keep_effective(trainer, place, size)
             return place.size
         return self._search(trainer, pl_module, place, fingerprint, tell)
 
@@ -214,7 +217,12 @@ class AutoBatchSize(Callback):
         began = time.perf_counter()
         limit = None if settings.memory_limit is None else parse_bytes(settings.memory_limit)
         local_ranks = sum(1 for host in communicator.gather(communicator.host) if host == communicator.host)
-        meter = meter_for(trainer.strategy.root_device, memory_limit=limit, local_ranks=local_ranks)
+        meter = meter_for(
+            trainer.strategy.root_device,
+            memory_limit=limit,
+            local_ranks=local_ranks,
+            owed=untouched_buckets(trainer.strategy.model),
+        )
         cap = settings.max_val
         if settings.limit == "shard":
             shard = torch.tensor(place.samples, dtype=torch.int64)
@@ -230,11 +238,9 @@ class AutoBatchSize(Callback):
             trainer, module, place, steps=settings.steps_per_trial, meter=meter, communicator=communicator
         )
         margin = 0.0 if settings.mode == "power" else settings.margin
-        size, reason = run_search(
-            search, runner, meter=meter, margin=margin, communicator=communicator, say=tell
-        )
-        self._found = {"size": size, "fingerprint": dict(fingerprint)}
-        self._keep_effective(trainer, place, size)
+        found = run_search(search, runner, meter=meter, margin=margin, communicator=communicator, say=tell)
+        self._found = {"size": found.size, "tight": found.tight, "fingerprint": dict(fingerprint)}
+        self._keep_effective(trainer, place, found.size)
         self.result = SearchResult(
             size=place.size,
             largest=search.low,
@@ -243,7 +249,8 @@ class AutoBatchSize(Callback):
             mode=search.mode,
             trials=tuple(search.trials),
             seconds=time.perf_counter() - began,
-            reason=reason,
+            reason=found.reason,
+            tight=found.tight,
             limit_source="" if meter is None else meter.source,
             fingerprint=fingerprint,
         )
@@ -272,17 +279,16 @@ class AutoBatchSize(Callback):
             "mode": self.settings.mode,
         }
 
-    def _known_size(self, trainer: Trainer, fingerprint: Mapping[str, Any]) -> int | None:
+    def _known_size(self, trainer: Trainer, fingerprint: Mapping[str, Any]) -> tuple[int, bool] | None:
         if not self.settings.reuse or trainer.ckpt_path is None:
             return None
         communicator = current_communicator()
         known = None
         if communicator.is_main:
-            if self._found.get("fingerprint") == dict(fingerprint):
-                known = int(self._found["size"])
-            else:
-                known = read_result(trainer.default_root_dir, fingerprint)
-        answer: int | None = communicator.broadcast(known)
+            for earlier in (self._found, read_result(trainer.default_root_dir)):
+                if known is None and earlier.get("fingerprint") == dict(fingerprint):
+                    known = int(earlier["size"]), bool(earlier.get("tight"))
+        answer: tuple[int, bool] | None = communicator.broadcast(known)
         return answer
 
     def _guard(self, trainer: Trainer, module: LightningModule) -> None:
@@ -319,10 +325,17 @@ def refuse_sharded(trainer: Trainer) -> None:
     Ranks: all, alike; nothing is sent.
     """
     strategy = trainer.strategy
-    if isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)):
-        return
-    raise BatchSizeError(
-        f"{type(strategy).__name__} divides the model or its optimizer among the ranks, or runs the step itself, so a"
-        " trial on one rank alone would not be the step of the run. Search with strategy='lockstep_ddp' or on a"
-        " single device and set the batch size, or use find_executable_batch_size around the whole run."
-    )
+    name = type(strategy).__name__
+    # DeepSpeed's strategy is a DDPStrategy by inheritance only: its engine makes the step.
+    runs_step_itself = getattr(strategy, "handles_gradient_accumulation", False)
+    if not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)) or runs_step_itself:
+        raise BatchSizeError(
+            f"{name} divides the model or its optimizer among the ranks, or runs the step itself, so a trial on one"
+            " rank alone would not be the step of the run. Search with strategy='lockstep_ddp' or on a single device"
+            " and set the batch size, or use find_executable_batch_size around the whole run."
+        )
+    if strategy.root_device.type == "xla":
+        raise BatchSizeError(
+            f"{name} runs on XLA, which compiles and runs a step later than it is called, so a trial would not see"
+            " that memory runs out. Set the batch size, or use find_executable_batch_size around the whole run."
+        )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradientMarks", "ddp_of", "send_gradients", "why_not_resumable"]
+__all__ = ["GradientMarks", "ddp_of", "send_gradients", "untouched_buckets", "why_not_resumable"]
 
 
 def ddp_of(model: object) -> DistributedDataParallel | None:
@@ -25,6 +25,17 @@ def ddp_of(model: object) -> DistributedDataParallel | None:
     Ranks: any rank, alone.
     """
     return model if isinstance(model, DistributedDataParallel) else None
+
+
+def untouched_buckets(model: object) -> int:
+    """Return how much memory the first reduction will touch that its wrapper has only reserved [bytes].
+
+    Ranks: any rank, alone.
+    """
+    ddp = ddp_of(model)
+    if ddp is None:
+        return 0
+    return sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
 
 
 def why_not_resumable(model: object) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import errno
 import gc
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from lightning_lockstep.memory import heap
 
 __all__ = ["Failure", "attempt", "is_out_of_memory", "release_memory"]
 
@@ -144,22 +145,4 @@ def release_memory(*, collect: bool = True) -> None:
             continue
         if getattr(backend, "is_initialized", lambda: True)():
             backend.empty_cache()
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-_trim: Callable[[int], int] | None = None
-_trim_known = False
-
-
-def _malloc_trim() -> Callable[[int], int] | None:
-    """Return glibc's ``malloc_trim``, where there is one."""
-    global _trim, _trim_known
-    if not _trim_known:
-        _trim_known = True
-        if sys.platform == "linux":
-            import ctypes
-
-            _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return _trim
+    heap.trim()

@@ -1,7 +1,8 @@
 """How much memory a trial used at its peak, and how much there is.
 
 On CUDA the caching allocator knows. On CPU it is the kernel: what is counted is what the limit that binds
-counts, so that a prediction meets the wall where it stands.
+counts, so that a prediction meets the wall where it stands. The kernel keeps the highest value itself; samples
+would miss peaks, and the thread that takes them has a stack and an allocator's arena of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -52,11 +54,11 @@ class MemoryReading:
     """Peak and limit of one trial [bytes].
 
     Attributes:
-        peak: Most that was in use at once.
+        peak: Most that was in use at once; ``None`` where it was not above an earlier peak that hides it.
         limit: Most that can be in use.
     """
 
-    peak: float
+    peak: float | None
     limit: float
 
 
@@ -66,10 +68,12 @@ class MemoryMeter(ABC):
     Attributes:
         source: Where the limit comes from, for people.
         noise: Difference between two peaks below which it says nothing [bytes].
+        judges: Whether a peak above the limit means that a size does not fit, although nothing was raised.
     """
 
     source: str = ""
     noise: float = 0.0
+    judges: bool = False
 
     @abstractmethod
     def start(self) -> None:
@@ -92,7 +96,7 @@ class MemoryMeter(ABC):
 
 
 def meter_for(
-    device: torch.device, *, memory_limit: int | None = None, local_ranks: int = 1
+    device: torch.device, *, memory_limit: int | None = None, local_ranks: int = 1, owed: int = 0
 ) -> MemoryMeter | None:
     """Return the meter of ``device``, or ``None`` where memory cannot be read.
 
@@ -100,13 +104,14 @@ def meter_for(
         device: Where the model is.
         memory_limit: Most that this process may use [bytes]; ``None`` = what there is.
         local_ranks: Ranks that share this host's memory.
+        owed: Memory on CPU that the run will take and a trial does not [bytes].
 
     Ranks: any rank, alone.
     """
     if device.type == "cuda":
         return CUDAMeter(device, memory_limit)
     if device.type == "cpu" and sys.platform == "linux":
-        return CPUMeter(memory_limit, local_ranks)
+        return CPUMeter(memory_limit, local_ranks, owed)
     return None
 
 
@@ -148,68 +153,86 @@ class CUDAMeter(MemoryMeter):
 class CPUMeter(MemoryMeter):
     """The memory of this process, as the kernel counts it.
 
-    Which of two numbers is read depends on what binds: the address space where ``RLIMIT_AS`` does (it then
-    raises by itself), else private writable memory, which is what a process takes from the host and what
-    :func:`~lightning_lockstep.memory.memory_wall` can bound.
+    What is read depends on what binds: the address space where ``RLIMIT_AS`` does, which raises by itself, else
+    resident memory, which is what a process takes from its host or control group, and for which the kernel
+    kills.
 
     Args:
         memory_limit: Most resident memory that this process may have [bytes]; ``None`` = the control
             group's limit or the host's memory, divided by ``local_ranks``.
         local_ranks: Ranks that share this host's memory.
+        owed: What the run will take and a trial does not [bytes]; counted as if it were in use.
     """
 
-    noise = 24 * 2**20  # heap, thread stacks and caches of the allocator come and go
+    noise = 24 * 2**20  # heap and caches of the allocator come and go
 
-    def __init__(self, memory_limit: int | None = None, local_ranks: int = 1) -> None:
+    def __init__(self, memory_limit: int | None = None, local_ranks: int = 1, owed: int = 0) -> None:
         now = _statm()
         if memory_limit is None:
             resident_limit, self.source = _host_limit(local_ranks)
         else:
             resident_limit, self.source = memory_limit, "memory_limit"
-        self._metric = 2
-        self.limit = float(now[2] + resident_limit - now[1])
+        self.limit, self.judges = float(resident_limit), True
         address_space = _address_space_limit()
-        if address_space is not None and address_space - now[0] < resident_limit - now[1]:
-            self._metric, self.limit, self.source = 0, float(address_space), "RLIMIT_AS"
-        self._sampled = 0
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._peak_before = 0
-
-    @property
-    def needs_wall(self) -> bool:
-        """Whether nothing but our own wall raises before the kernel kills."""
-        return self._metric == 2
+        if address_space is not None and address_space - now.address_space < resident_limit - now.resident:
+            self.limit, self.judges, self.source = float(address_space), False, "RLIMIT_AS"
+        self._owed, self._peak_before = owed, 0
+        self._samples: _Samples | None = None
 
     @property
     def headroom(self) -> float:
         """See :attr:`MemoryMeter.headroom`."""
-        return self.limit - _statm()[self._metric]
+        now = _statm()
+        return self.limit - self._owed - (now.resident if self.judges else now.address_space)
+
+    @property
+    def data_limit(self) -> int:
+        """Private writable memory at which resident memory reaches the limit, from where it is now [bytes]."""
+        return _statm().data + max(0, int(self.headroom))
 
     def start(self) -> None:
         """See :meth:`MemoryMeter.start`."""
         self._peak_before = _status("VmPeak")
-        self._sampled = _statm()[self._metric]
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._sample, name="lockstep-memory", daemon=True)
-        self._thread.start()
+        if self.judges and not _reset_peak_of_resident():
+            self._samples = _Samples()
 
     def stop(self) -> MemoryReading:
         """See :meth:`MemoryMeter.stop`."""
-        if self._thread is not None:
-            self._stop.set()
-            self._thread.join()
-            self._thread = None
-        peak = max(self._sampled, _statm()[self._metric])
-        highest = _status("VmPeak")
-        if self._metric == 0 and highest > self._peak_before:
-            # The kernel saw a new record of the address space in this trial: exact, where samples may miss it.
-            peak = highest
-        return MemoryReading(float(peak), self.limit)
+        if not self.judges:
+            highest = _status("VmPeak")
+            return MemoryReading(float(highest) if highest > self._peak_before else None, self.limit)
+        if self._samples is None:
+            return MemoryReading(float(_status("VmHWM") + self._owed), self.limit)
+        samples, self._samples = self._samples, None
+        return MemoryReading(float(samples.stop() + self._owed), self.limit)
+
+
+class _Samples:
+    """Highest resident memory among samples, where the kernel does not let its own record be reset."""
+
+    def __init__(self) -> None:
+        self._highest = _statm().resident
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="lockstep-memory", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        return max(self._highest, _statm().resident)
 
     def _sample(self) -> None:
         while not self._stop.wait(0.001):
-            self._sampled = max(self._sampled, _statm()[self._metric])
+            self._highest = max(self._highest, _statm().resident)
+
+
+def _reset_peak_of_resident() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    # Some sandboxes take the word and do nothing.
+    return _status("VmHWM") <= _statm().resident + 16 * 2**20
 
 
 _PAGE = 4096
@@ -219,10 +242,17 @@ if sys.platform == "linux":
     _PAGE = resource.getpagesize()
 
 
-def _statm() -> tuple[int, int, int]:
-    """Return (address space, resident, private writable) memory of this process [bytes]."""
+class _Statm(NamedTuple):
+    """Memory of this process [bytes]."""
+
+    address_space: int
+    resident: int
+    data: int
+
+
+def _statm() -> _Statm:
     fields = Path("/proc/self/statm").read_bytes().split()
-    return int(fields[0]) * _PAGE, int(fields[1]) * _PAGE, int(fields[5]) * _PAGE
+    return _Statm(*(int(fields[place]) * _PAGE for place in (0, 1, 5)))
 
 
 def _status(name: str) -> int:

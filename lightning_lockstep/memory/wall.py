@@ -1,6 +1,6 @@
 """A wall that raises where the kernel, or a neighbour's allocation, would otherwise strike.
 
-On CPU nothing stops a process that takes too much until the kernel kills it. For the time of a search the
+On CPU nothing stops a process that takes too much until the kernel kills it. For the time of a trial the
 process therefore bounds itself: an allocation beyond the limit fails with an ordinary error.
 """
 
@@ -27,7 +27,7 @@ def memory_wall(meter: MemoryMeter | None) -> Iterator[None]:
 
     Ranks: any rank, alone; changes a soft limit of this process and puts it back.
     """
-    if isinstance(meter, CPUMeter) and meter.needs_wall and sys.platform == "linux":
+    if isinstance(meter, CPUMeter) and meter.judges and sys.platform == "linux":
         with _data_limit(meter):
             yield
     elif isinstance(meter, CUDAMeter) and meter.memory_limit is not None:
@@ -46,9 +46,9 @@ def _data_limit(meter: CPUMeter) -> Iterator[None]:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = max(1, int(meter.limit))
     ceiling = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min([wanted, *ceiling]), hard))
+    # Counted from now: pages that were given back, but whose addresses the heap keeps, are room that is left.
+    resource.setrlimit(resource.RLIMIT_DATA, (min([meter.data_limit, *ceiling]), hard))
     try:
         yield
     finally:

@@ -98,6 +98,7 @@ def meter_and_wall() -> tuple[float, float, str, bool]:
         failure = attempt(lambda: torch.ones(int(meter.headroom) // 4 + 2**20))
         allowed = attempt(lambda: torch.ones(2**20)) is None
     after = attempt(lambda: torch.empty(int(meter.headroom) // 4 + 2**20)) is None
+    assert reading.peak is not None
     return reading.peak, reading.limit, failure.summary if failure else "", allowed and after
 
 
