@@ -38,13 +38,13 @@ def bare(tensor: torch.Tensor, times: int) -> float:
     return median(lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, memory), times)
 
 
-def step_of(model: torch.nn.Module, batch: int) -> Callable[[], None]:
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+def step_of(model: torch.nn.Module, batch: int, *, reduced: bool) -> Callable[[], None]:
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if reduced else model
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     data = torch.randn(batch, 1024)
 
     def step() -> None:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=reduced)
         wrapped(data).square().mean().backward()
         optimizer.step()
 
@@ -63,13 +63,13 @@ def main() -> None:
     rank, size = env.global_rank(), env.world_size()
     store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
     options = MPIBackendOptions(check=engine != "mpi4py, no check") if engine.startswith("mpi4py") else None
-    backend = "gloo" if engine == "gloo" else "mpi4py"
+    backend = "gloo" if engine in ("gloo", "no reduction") else "mpi4py"
     limit = timedelta(seconds=60)
     dist.init_process_group(
         backend, rank=rank, world_size=size, store=store, timeout=limit, pg_options=options
     )
     found = {}
-    for name, count in SIZES.items():
+    for name, count in SIZES.items() if engine != "no reduction" else ():
         tensor = torch.zeros(count // 4)
         times = max(5, min(500, 2**27 // count // 4))
         if engine == "bare mpi4py":
@@ -78,11 +78,12 @@ def main() -> None:
             for _ in range(2):
                 dist.all_reduce(tensor)
             found[f"all-reduce {name}"] = median(lambda t=tensor: dist.all_reduce(t), times)  # type: ignore[misc]
-    if engine in ("gloo", "mpi4py"):
+    if engine in ("gloo", "mpi4py", "no reduction"):
         for batch in (32, 256):
             torch.manual_seed(0)
             layers = [part for _ in range(10) for part in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())]
-            found[f"DDP step, batch {batch}"] = median(step_of(torch.nn.Sequential(*layers), batch), 8)
+            step = step_of(torch.nn.Sequential(*layers), batch, reduced=engine != "no reduction")
+            found[f"DDP step, batch {batch}"] = median(step, 8)
     if rank == 0:
         out.write_text(json.dumps(found))
     dist.barrier()

@@ -16,7 +16,7 @@ from tests.mpi.launch import mpi_command, mpi_environ, why_no
 
 PROGRAM = str(Path(__file__).with_name("_mpi_program.py"))
 PEER = "gloo"
-ENGINES = (PEER, "mpi4py", "mpi4py, no check", "bare mpi4py")
+ENGINES = (PEER, "mpi4py", "mpi4py, no check", "bare mpi4py", "no reduction")
 NAMES = {"open_mpi": "Open MPI", "mpich": "MPICH"}
 # Ratio to gloo that is wanted on one host with 2 ranks.
 GOALS = {
@@ -101,6 +101,8 @@ def run(quick: bool) -> Report:
     notes += [
         "DDP steps: an MLP of 10 layers of 1024 x 1024 (10.5 M parameters), 1 thread a rank, gradients as"
         " bucket views.",
+        "`no reduction` is the same step of a model that is not wrapped, on both ranks at once: what a step"
+        " would take if reductions cost nothing.",
         "`bare mpi4py` is one `Allreduce` of the whole buffer, without torch; what our group adds to it at"
         " 4 KB is the"
         " difference of the two rows.",
