@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_lockstep.callbacks._batch_report import gib, trial_line
-from lightning_lockstep.callbacks._trial import TrialRunner
+from lightning_lockstep.callbacks._trial import TrialOutcome, TrialRunner
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.memory import (
@@ -73,15 +73,19 @@ def run_search(
     if meter is not None:
         left = torch.tensor(meter.headroom, dtype=torch.float64)
         headroom = float(communicator.all_reduce(left, "min"))
+
+    def tell(outcome: TrialOutcome) -> None:
+        if communicator.is_main:
+            say(trial_line(len(search.trials), search.trials[-1], outcome.reasons))
+
     with runner.preserved(), _cheap_collections(), _steady_heap(meter) as heap:
         while not (proposal := search.propose()).stop:
             outcome = runner.run(proposal.size)
             search.record(outcome.size, outcome.fits, peak=outcome.peak, limit=outcome.limit)
-            if communicator.is_main:
-                say(trial_line(len(search.trials), search.trials[-1], outcome.reasons))
+            tell(outcome)
         if not proposal.size:
             raise BatchSizeError(_nothing_fits(search, proposal.reason, headroom))
-        size = _with_margin(search, runner, proposal.size, margin)
+        size = _with_margin(search, runner, proposal.size, margin, tell)
         heap.tight = isinstance(meter, CPUMeter) and _is_short(search, size)
     return Found(size, proposal.reason, heap.tight)
 
@@ -111,7 +115,9 @@ def _is_short(search: SizeSearch, size: int) -> bool:
     return trial.peak is None or trial.limit is None or trial.peak > _ROOM_FOR_A_HEAP * trial.limit
 
 
-def _with_margin(search: SizeSearch, runner: TrialRunner, size: int, margin: float) -> int:
+def _with_margin(
+    search: SizeSearch, runner: TrialRunner, size: int, margin: float, tell: Callable[[TrialOutcome], None]
+) -> int:
     """Return the size below ``size`` by the margin, after it was run too."""
     smaller = max(1, int(size * (1 - margin)))
     if size >= search.max_val or smaller == size:
@@ -120,6 +126,7 @@ def _with_margin(search: SizeSearch, runner: TrialRunner, size: int, margin: flo
     while smaller >= 1:
         outcome = runner.run(smaller)
         search.trials.append(Trial(smaller, outcome.fits, outcome.peak, outcome.limit))
+        tell(outcome)
         if outcome.fits:
             return smaller
         # A heap in pieces, or a neighbour, took what was there before: a size must fit when it is asked again.
