@@ -151,8 +151,9 @@ def _advice(report: HostReport, here: HostReport) -> str:
 
 
 _PROBE = """
-import importlib.util, json, platform
+import importlib.util, json, platform, sys
 from importlib import metadata
+if not {from_folder!r}: sys.path[:] = [place for place in sys.path if place]
 versions = {{}}
 for name in {names!r}:
     try: versions[name] = metadata.version(name)
@@ -181,7 +182,9 @@ def _ask(host: str, ssh_args: Sequence[str]) -> HostReport:
     if host in ("localhost", "127.0.0.1", socket.gethostname()):
         return HostReport(host, "local", _here().python, _here().packages)
     path = os.environ.get("PYTHONPATH", "")
-    probe = _PROBE.format(names=_PACKAGES)
+    # `python -c` finds what lies in its folder; the program does so only when it is run with `python -m`.
+    from_folder = any(place in ("", str(Path.cwd())) for place in sys.path)
+    probe = _PROBE.format(names=_PACKAGES, from_folder=from_folder)
     python = f"PYTHONPATH={shlex.quote(path)} {shlex.quote(sys.executable)} -c {shlex.quote(probe)}"
     remote = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; {python}"
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}", *ssh_args, host, remote]

@@ -62,10 +62,11 @@ PACKAGE = Path(lightning_lockstep.__file__).parent
 
 @functools.cache
 def _path_to_package() -> str:
-    """Return a folder with nothing in it but the package: another environment's Python finds it there."""
+    """Return a folder with the package and the tests, and nothing else: another environment finds them there."""
     folder = tempfile.mkdtemp(prefix="lockstep-package-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     Path(folder, PACKAGE.name).symlink_to(PACKAGE)
+    Path(folder, "tests").symlink_to(ROOT / "tests")
     return folder
 
 
