@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers.leaks import LeakCheck
 from tests.helpers.ranks import stop_server
+
+
+# A shell without job control starts what it puts into the background deaf to Ctrl-C, and so would be every
+# process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
