@@ -10,7 +10,6 @@ import pytest
 from tests.helpers.leaks import LeakCheck
 from tests.helpers.ranks import stop_server
 
-
 # A shell without job control starts what it puts into the background deaf to Ctrl-C, and so would be every
 # process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

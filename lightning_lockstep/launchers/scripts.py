@@ -48,7 +48,10 @@ class _StartedRanks:
     processes: list[subprocess.Popen[bytes]]
     end_watch: Callable[[], None] = field(default=lambda: None)
 
-    def alive(self) -> bool:
+    def serves(self, num_processes: int) -> bool:
+        """Return whether a Trainer with this many ranks on the node can go on with these."""
+        if not self.processes:  # one rank a node: this process
+            return num_processes == 1
         return any(process.poll() is None for process in self.processes)
 
     def end(self, patience: float) -> None:
@@ -109,8 +112,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _start_ranks(self) -> None:
         global _started
         job = current_job()
-        if _started is not None and _started.job == job and _started.alive():
-            # The children run this same script and will come to this Trainer too.
+        if _started is not None and _started.job == job and _started.serves(self.num_processes):
+            # The children, and the ranks of other nodes, run this same script and will come to this Trainer too.
             self.procs = _started.processes
             return
         forget_earlier_job(self._keeper.settings.grace_period)
