@@ -62,7 +62,10 @@ def main() -> None:
     env = MPIEnvironment()
     rank, size = env.global_rank(), env.world_size()
     store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
-    options = MPIBackendOptions(check=engine != "mpi4py, no check") if engine.startswith("mpi4py") else None
+    ours = MPIBackendOptions(
+        check=engine != "mpi4py, no check", shared_memory=engine != "mpi4py, messages only"
+    )
+    options = ours if engine.startswith("mpi4py") else None
     backend = "gloo" if engine in ("gloo", "no reduction") else "mpi4py"
     limit = timedelta(seconds=60)
     dist.init_process_group(
@@ -78,7 +81,7 @@ def main() -> None:
             for _ in range(2):
                 dist.all_reduce(tensor)
             found[f"all-reduce {name}"] = median(lambda t=tensor: dist.all_reduce(t), times)  # type: ignore[misc]
-    if engine in ("gloo", "mpi4py", "no reduction"):
+    if engine in ("gloo", "mpi4py", "mpi4py, messages only", "no reduction"):
         for batch in (32, 256):
             torch.manual_seed(0)
             layers = [part for _ in range(10) for part in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())]

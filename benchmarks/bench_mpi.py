@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.mpi.launch import mpi_command, mpi_environ, why_no
 
 PROGRAM = str(Path(__file__).with_name("_mpi_program.py"))
 PEER = "gloo"
-ENGINES = (PEER, "mpi4py", "mpi4py, no check", "bare mpi4py", "no reduction")
+ENGINES = (PEER, "mpi4py", "mpi4py, no check", "mpi4py, messages only", "bare mpi4py", "no reduction")
 NAMES = {"open_mpi": "Open MPI", "mpich": "MPICH"}
 # Ratio to gloo that is wanted on one host with 2 ranks.
 GOALS = {
@@ -41,16 +40,9 @@ def on_one_host(kind: str, ranks: int) -> Start:
 
 
 def on_two_hosts(cluster: Cluster) -> Start:
-    command = mpi_command("open_mpi", 4)
-    prefix = str(Path(command[0]).resolve().parent.parent)
-    hosts = ",".join(f"{address}:2" for address in cluster.addresses)
-    ssh = ["--prtemca", "plm_ssh_args", " ".join(cluster.ssh_args)]
-    more = ["-H", hosts, "--prefix", prefix, *ssh, "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
-    whole = [command[0], "--bind-to", "none", "-n", "4", "--map-by", "ppr:2:node", *more, sys.executable]
-
     def start(engine: str, out: Path) -> None:
-        environ = {**os.environ, **mpi_environ()}
-        code, output = cluster.run(0, [*whole, PROGRAM, engine, str(out)], timeout=200, env=environ)
+        command = [*cluster.mpi_command(2), PROGRAM, engine, str(out)]
+        code, output = cluster.run(0, command, timeout=200, env={**os.environ, **mpi_environ()})
         if code:
             raise RuntimeError(output)
 

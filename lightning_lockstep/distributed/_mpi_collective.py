@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_lockstep.distributed import _mpi_operations as operations
 from lightning_lockstep.distributed._mpi_engine import Call, GroupEngine, Make
+from lightning_lockstep.distributed._mpi_limits import LIMITS
 
 __all__ = ["GroupPart", "Prepared", "collective", "is_small"]
 
@@ -54,4 +54,4 @@ def collective(prepare: Callable[..., Prepared]) -> Callable[..., Any]:
 
 def is_small(tensor: Tensor) -> bool:
     """Return whether the caller steps an operation on this tensor itself, where it waits anyway."""
-    return tensor.nbytes <= operations.LIMITS.polled and not tensor.is_cuda
+    return tensor.nbytes <= LIMITS.polled and not tensor.is_cuda

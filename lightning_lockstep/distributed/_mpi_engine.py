@@ -25,7 +25,8 @@ from lightning_lockstep.distributed._mpi_handles import (
     gone_error,
     stall_error,
 )
-from lightning_lockstep.distributed._mpi_operations import LIMITS, Collective
+from lightning_lockstep.distributed._mpi_limits import LIMITS
+from lightning_lockstep.distributed._mpi_operations import Collective
 from lightning_lockstep.distributed._mpi_runtime import MPIRuntime
 from lightning_lockstep.distributed._mpi_staging import staged
 from lightning_lockstep.distributed._mpi_work import Body, Task, run_here

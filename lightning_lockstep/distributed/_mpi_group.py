@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_lockstep.distributed._mpi_arguments import one
 from lightning_lockstep.distributed._mpi_engine import GroupEngine, GroupSettings
+from lightning_lockstep.distributed._mpi_node_memory import NodeMemory
 from lightning_lockstep.distributed._mpi_point_to_point import Messages
 from lightning_lockstep.distributed._mpi_quick import QuickReductions
 from lightning_lockstep.distributed._mpi_reductions import Reductions
@@ -33,6 +34,7 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):  # type: ignore
         runtime: MPI of this process.
         collectives: Communicator for collectives.
         messages: Communicator for sends and receives.
+        memory: Memory shared on this node, if the group has any.
         settings: Settings of the group.
     """
 
@@ -44,6 +46,7 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):  # type: ignore
         runtime: MPIRuntime,
         collectives: Any,
         messages: Any,
+        memory: NodeMemory | None,
         settings: GroupSettings,
     ) -> None:
         # Torch 2.13 takes no store here from a subclass in Python.
@@ -51,6 +54,7 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):  # type: ignore
         self._rank, self._size, self._name, self._desc = rank, size, settings.name, ""
         self.engine = GroupEngine(store, runtime, collectives, settings)
         self._comm, self._messages = collectives, Messages(messages, collectives)
+        self._memory = memory
         self._quick = QuickReductions(self.engine)
 
     # -- who we are ------------------------------------------------------------------------------------
@@ -167,4 +171,5 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):  # type: ignore
 
         Ranks: every rank of the group; waits for nobody.
         """
-        self.engine.free([self._messages.headers, self._comm])
+        shared = [] if self._memory is None else self._memory.communicators
+        self.engine.free([*shared, self._messages.headers, self._comm])

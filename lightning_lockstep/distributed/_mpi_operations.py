@@ -23,12 +23,12 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from lightning_lockstep.distributed._mpi_limits import LIMITS
+from lightning_lockstep.distributed._mpi_node_memory import NodeMemory
 from lightning_lockstep.distributed._mpi_work import Body
 
 __all__ = [
-    "LIMITS",
     "Collective",
-    "Limits",
     "all_gather",
     "all_gather_into",
     "all_reduce",
@@ -40,23 +40,6 @@ __all__ = [
     "reduce_scatter",
     "scatter",
 ]
-
-
-class Limits:
-    """Sizes at which a transfer is cut; tests lower them to walk the same paths with small tensors.
-
-    Attributes:
-        piece: Bytes of one piece of a reduction.
-        count: Elements of one MPI call.
-        polled: Bytes up to which a collective is never a blocking one.
-    """
-
-    piece = 8 * 2**20
-    count = 2**30
-    polled = 2**16
-
-
-LIMITS = Limits()
 
 _TYPES: dict[torch.dtype, Any] = {
     torch.float32: MPI.FLOAT,
@@ -152,13 +135,20 @@ def barrier(comm: Any) -> Body:
     yield [comm.Ibarrier()]
 
 
-def all_reduce(comm: Any, tensor: Tensor, op: Any) -> Body:
-    """Reduce in place on every rank."""
+def all_reduce(comm: Any, tensor: Tensor, op: Any, memory: NodeMemory | None = None) -> Body:
+    """Reduce in place on every rank; large sums by way of ``memory`` where the group has it."""
     work = _summable(tensor)
-    mpi_op = _mpi_op(work, op)
-    for piece in _pieces(work.view(-1), LIMITS.piece // work.element_size()):
-        yield Collective(comm, "Allreduce", (MPI.IN_PLACE, _typed(piece), mpi_op))
+    large = op in (_R.SUM, _R.AVG) and work.dtype is not torch.bool and work.nbytes > LIMITS.polled
+    if memory is not None and large and (yield from memory.ready()):
+        yield from memory.sum(work, lambda nodes, part: _in_pieces(nodes, part, MPI.SUM))
+    else:
+        yield from _in_pieces(comm, work.view(-1), _mpi_op(work, op))
     _finish(tensor, work, op, comm.size)
+
+
+def _in_pieces(comm: Any, flat: Tensor, mpi_op: Any) -> Body:
+    for piece in _pieces(flat, LIMITS.piece // flat.element_size()):
+        yield Collective(comm, "Allreduce", (MPI.IN_PLACE, _typed(piece), mpi_op))
 
 
 def reduce(comm: Any, tensor: Tensor, op: Any, root: int) -> Body:

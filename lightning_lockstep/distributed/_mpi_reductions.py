@@ -21,6 +21,7 @@ from lightning_lockstep.distributed._mpi_arguments import (
 )
 from lightning_lockstep.distributed._mpi_collective import GroupPart, Prepared, collective, is_small
 from lightning_lockstep.distributed._mpi_engine import Call
+from lightning_lockstep.distributed._mpi_node_memory import NodeMemory
 from lightning_lockstep.distributed._mpi_quick import QuickReductions
 from lightning_lockstep.distributed._mpi_work import Body
 
@@ -31,6 +32,7 @@ class Reductions(GroupPart):
     """All-reduce, reduce and reduce-scatter of the process group."""
 
     _quick: QuickReductions
+    _memory: NodeMemory | None
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce a tensor in place on every rank.
@@ -43,12 +45,12 @@ class Reductions(GroupPart):
     def _all_reduce(self, tensors: Any, opts: Any = None) -> Prepared:
         tensor, (op, shown) = one(tensors), reduction(opts)
         operations.check_reduction(tensor, op)
-        comm, small = self._comm, is_small(tensor)
+        comm, memory, small = self._comm, self._memory, is_small(tensor)
         signature = ("all_reduce", op, tensor.dtype, tensor.shape)
         call = Call(f"all_reduce({shown})", signature, [tensor], 0, [tensor], [tensor], tensor.nbytes)
         if small and tensor.is_contiguous():
             self._quick.remember(call, op)
-        return call, lambda t: operations.all_reduce(comm, t[0], op), opts, small
+        return call, lambda t: operations.all_reduce(comm, t[0], op, memory), opts, small
 
     @collective
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Prepared:
@@ -61,8 +63,12 @@ class Reductions(GroupPart):
             operations.check_reduction(tensor, op)
         signature = ("all_reduce_coalesced", op, *((t.dtype, t.shape) for t in tensors))
         call = Call(f"all_reduce_coalesced({shown})", signature, tensors, 0, tensors, tensors, _most(tensors))
-        comm = self._comm
-        return call, lambda ts: _chain([operations.all_reduce(comm, t, op) for t in ts]), opts, False
+
+        def make(parts: list[Tensor]) -> Body:
+            for part in parts:
+                yield from operations.all_reduce(self._comm, part, op, self._memory)
+
+        return call, make, opts, False
 
     @collective
     def reduce(self, tensors: Any, opts: Any = None) -> Prepared:
@@ -127,8 +133,3 @@ class Reductions(GroupPart):
 
 def _most(tensors: Sequence[Tensor]) -> int:
     return max(tensor.nbytes for tensor in tensors)
-
-
-def _chain(bodies: Sequence[Body]) -> Body:
-    for body in bodies:
-        yield from body

@@ -111,7 +111,18 @@ class Task:
         hopeless: Returns whether it cannot end any more, since a rank that it needs has gone.
     """
 
-    __slots__ = ("_body", "_hopeless", "_requests", "done", "error", "lane", "limit", "on_done", "stalled")
+    __slots__ = (
+        "_body",
+        "_hopeless",
+        "_requests",
+        "done",
+        "error",
+        "lane",
+        "limit",
+        "moved",
+        "on_done",
+        "stalled",
+    )
 
     def __init__(
         self,
@@ -125,17 +136,19 @@ class Task:
         self._body, self._requests, self.lane, self.stalled = body, (), lane, stalled
         self._hopeless = hopeless
         self.limit = time.monotonic() + timeout
-        self.done, self.error = False, None
+        self.done, self.moved, self.error = False, False, None
         self.on_done: Callable[[], None] | None = None
 
     _requests: Iterable[Any]
     error: BaseException | None
 
     def step(self) -> bool:
-        """Go on as far as possible without waiting; return whether the operation is over."""
+        """Go on if what it waits for has come; return whether the operation is over, and note if it moved."""
         for request in self._requests:
             if not request.Test():
+                self.moved = False
                 return False
+        self.moved = True
         try:
             self._requests = next(self._body)
         except StopIteration:
@@ -167,7 +180,9 @@ def run_here(task: Task, timeout: float) -> None:
     """
     pause = Pause(task.limit)
     while not task.step():
-        if not pause() or task.in_vain():
+        if task.moved:
+            pause.rest()
+        elif not pause() or task.in_vain():
             error = task.stalled(timeout)
             task.fail(error)
             raise error
@@ -264,8 +279,8 @@ class Engine:
             except BaseException as error:  # belongs to whoever waits for the operation
                 task.fail(error)
                 over = True
+            moved = moved or over or task.moved
             if over:
-                moved = True
                 self._over(task)
         return moved
 

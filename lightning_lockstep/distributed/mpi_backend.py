@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed._mpi_runtime import MPIRuntime, start_runtime
@@ -36,10 +37,12 @@ class MPIBackendOptions:
     Attributes:
         check: Whether operation, shape and dtype are compared between the ranks before each operation.
         cuda_aware: Whether the MPI library takes CUDA memory; by default it is asked.
+        shared_memory: Whether large sums on one node go through memory that its ranks share, instead of messages.
     """
 
     check: bool = True
     cuda_aware: bool | None = None
+    shared_memory: bool = True
 
 
 _defaults = MPIBackendOptions()
@@ -78,8 +81,10 @@ def _create(given: Any, options: MPIBackendOptions | None = None) -> dist.Proces
         check=chosen.check and size > 1,
         cuda_aware=runtime.cuda_aware if chosen.cuda_aware is None else chosen.cuda_aware,
     )
-    collectives, messages = runtime.call(_communicators, runtime, members, name)
-    return MPIProcessGroup(given.store, rank, size, runtime, collectives, messages, settings)
+    # Where MPI takes CUDA memory, it also adds there.
+    shared = chosen.shared_memory and not (settings.cuda_aware and torch.cuda.is_available())
+    collectives, messages, memory = runtime.call(_communicators, runtime, members, name, shared)
+    return MPIProcessGroup(given.store, rank, size, runtime, collectives, messages, memory, settings)
 
 
 def _meet(runtime: MPIRuntime, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[int]:
@@ -101,9 +106,12 @@ def _meet(runtime: MPIRuntime, store: dist.Store, rank: int, size: int, timeout:
     return members
 
 
-def _communicators(runtime: MPIRuntime, members: list[int], name: str) -> tuple[Any, Any]:
+def _communicators(runtime: MPIRuntime, members: list[int], name: str, shared: bool) -> tuple[Any, Any, Any]:
+    from lightning_lockstep.distributed._mpi_node_memory import open_node_memory
+
     world = runtime.MPI.COMM_WORLD
     group = world.Get_group().Incl(members)
     # Only members take part, and ranks may make several groups at once: the tag keeps them apart.
     collectives = world.Create_group(group, zlib.crc32(name.encode()) % 32_000)
-    return collectives, collectives.Dup()
+    memory = open_node_memory(collectives, wanted=shared)
+    return collectives, collectives.Dup(), memory

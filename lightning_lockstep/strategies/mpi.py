@@ -41,6 +41,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before
             each collective, for some microseconds.
         cuda_aware: Whether the MPI library takes CUDA memory; by default it is asked.
+        shared_memory: Whether large sums over ``mpi4py`` go through memory that the ranks of a node share.
         hostfile: File with the hosts to start ranks on and their slots, in the form of the mpirun in use.
         mpirun: The command that starts ranks; by default the one beside this Python, else the one in
             ``PATH``.
@@ -65,6 +66,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         backend: Literal["auto", "mpi4py", "gloo", "nccl", "mpi"] = "auto",
         check: bool = True,
         cuda_aware: bool | None = None,
+        shared_memory: bool = True,
         hostfile: str | Path | None = None,
         mpirun: str | None = None,
         mpirun_args: Sequence[str] = (),
@@ -74,7 +76,9 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
     ) -> None:
         _check_backend(backend, options)
         self.backend = backend
-        self._backend_options = mpi_backend.MPIBackendOptions(check=check, cuda_aware=cuda_aware)
+        self._backend_options = mpi_backend.MPIBackendOptions(
+            check=check, cuda_aware=cuda_aware, shared_memory=shared_memory
+        )
         self.mpirun = MPIRunSettings(
             hostfile=hostfile, mpirun=mpirun, mpirun_args=tuple(mpirun_args), ssh_args=tuple(ssh_args)
         )

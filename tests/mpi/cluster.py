@@ -10,10 +10,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.mpi.launch import mpi_command
 
 __all__ = ["Cluster", "why_not"]
 
@@ -95,6 +98,18 @@ class Cluster:
             output, _ = process.communicate()
             return 124, output
         return process.returncode, output
+
+    def mpi_command(self, ranks: int) -> list[str]:
+        """Return the command that starts ``ranks`` Pythons on each host, up to the arguments of Python."""
+        mpirun = mpi_command("open_mpi", 1)[0]
+        prefix = str(Path(mpirun).resolve().parent.parent)
+        hosts = ",".join(f"{address}:{ranks}" for address in self.addresses)
+        ssh = ["--prtemca", "plm_ssh_args", " ".join(self.ssh_args)]
+        places = ["-n", str(2 * ranks), "--map-by", f"ppr:{ranks}:node", "--bind-to", "none"]
+        return [
+            *(mpirun, *places, "-H", hosts, "--prefix", prefix, *ssh),
+            *("-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", sys.executable),
+        ]
 
     def cut(self) -> None:
         """Cut the cable: nothing arrives any more, and nobody is told."""

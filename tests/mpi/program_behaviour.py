@@ -165,8 +165,8 @@ def gradients(rank, size):
     for backend in ("mpi4py", "gloo"):
         group = dist.new_group(backend=backend)
         torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
-        wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.02)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 64))
+        wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         generator = torch.Generator().manual_seed(rank)
         losses = []
@@ -224,8 +224,9 @@ def crosswise(rank, size):
     for _ in range(60):
         x, y = torch.full((100_000,), 1.0), torch.full((100_000,), 2.0)
         order = [(a, x), (b, y)] if rank == 0 else [(b, y), (a, x)]
-        for work in [dist.all_reduce(t, group=g, async_op=True) for g, t in order]:
-            work.wait()
+        for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM):  # by MPI, and through shared memory
+            for work in [dist.all_reduce(t, op, g, async_op=True) for g, t in order]:
+                work.wait()
         found.add((x[0].item(), y[-1].item()))
     return sorted(found)
 
@@ -256,6 +257,33 @@ def lying_elsewhere(rank, size):
         dist.reduce_scatter(mine, parts)
         found.append([[place.unique().tolist() for place in places], mine.unique().tolist()])
     return found
+
+
+def no_shared_memory_on_one_rank(rank, size):
+    """Where one rank cannot have the memory, all go by messages."""
+    from lightning_lockstep.distributed import _mpi_node_memory
+
+    usual = _mpi_node_memory._mapped
+    if rank == 1:
+        _mpi_node_memory._mapped = lambda *_: None
+    group = dist.new_group()
+    big = torch.full((300_000,), 1.0 + rank)
+    dist.all_reduce(big, group=group)
+    _mpi_node_memory._mapped = usual
+    again = torch.full((300_000,), 2.0 + rank)
+    dist.all_reduce(again, group=group)
+    memory = group._memory
+    return [big.unique().tolist(), again.unique().tolist(), memory._slots is None, memory._path.exists()]
+
+
+def late_for_shared_memory(rank, size):
+    """Nothing but the barriers of the shared memory notices here that a rank does not come."""
+    options = MPIBackendOptions(check=False)
+    group = dist.new_group(timeout=timedelta(seconds=1), pg_options=options)
+    if rank == 1:
+        time.sleep(3)
+        return None
+    return caught(dist.all_reduce, torch.ones(300_000), group=group)
 
 
 def too_late(rank, size):
@@ -299,6 +327,8 @@ ASKED = [
     crosswise,
     sync_and_async,
     lying_elsewhere,
+    no_shared_memory_on_one_rank,
+    late_for_shared_memory,
     too_late,
     impatient_wait,
     error_in_backward,

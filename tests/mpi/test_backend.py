@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.mpi.launch import run_program, why_no
@@ -20,7 +21,13 @@ def needs(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "arguments"),
-    [("open_mpi", 2, ()), ("open_mpi", 2, ("--cut",)), ("open_mpi", 4, ()), ("mpich", 2, ())],
+    [
+        ("open_mpi", 2, ()),
+        ("open_mpi", 2, ("--cut",)),
+        ("open_mpi", 4, ()),
+        ("open_mpi", 4, ("--cut",)),
+        ("mpich", 2, ()),
+    ],
 )
 def test_every_operation_gives_what_gloo_gives(
     kind: str, ranks: int, arguments: tuple[str, ...], tmp_path: Path
@@ -31,6 +38,20 @@ def test_every_operation_gives_what_gloo_gives(
     for rank, seen in found.items():
         assert seen["wrong"] == [], f"rank {rank}"
     assert found[0]["cases"] > 1000
+
+
+@pytest.mark.parametrize("kind", ["open_mpi", "mpich"])
+def test_messages_of_more_elements_than_mpi_can_count(kind: str, tmp_path: Path) -> None:
+    needs(kind)
+    if psutil.virtual_memory().available < 8 * 2**30:
+        pytest.skip("two ranks with 2^31 bytes each, and what MPI copies of them, need 8 GiB")
+    outcome, found = run_program(kind, 2, "program_large.py", tmp_path, timeout=300)
+    assert outcome.returncode == 0 and len(found) == 2, outcome.output
+    for seen in found.values():
+        assert seen["sum"] == [3, 6, 9, 12, 15]
+        assert seen["max"] == [11, 12, 13, 14, 15]
+        assert seen["broadcast"] == [21, 22, 23, 24, 25]
+        assert seen["message"] == [41, 42, 43, 44, 45]
 
 
 @pytest.fixture(
@@ -137,6 +158,13 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(seen: list[dict[st
     assert seconds < 30
     assert second[0] == "DistBackendError" and "cannot be used any more" in second[1]
     assert seen[0]["impatient_wait"][0] == "CollectiveStallError"
+    kind, text = seen[0]["late_for_shared_memory"]
+    assert kind == "CollectiveStallError" and "rank 1 did not come" in text
+
+
+def test_all_go_by_messages_where_one_rank_has_no_shared_memory(seen: list[dict[str, Any]]) -> None:
+    for one in seen:
+        assert one["no_shared_memory_on_one_rank"] == [[3.0], [5.0], True, False]
 
 
 def test_an_error_reaches_the_caller_of_backward(seen: list[dict[str, Any]]) -> None:

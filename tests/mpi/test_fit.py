@@ -138,6 +138,15 @@ def test_two_hosts_fit(cluster: Cluster, tmp_path: Path) -> None:
     assert "alpha" in output and "beta" in output
 
 
+def test_every_operation_between_two_hosts_gives_what_gloo_gives(cluster: Cluster, tmp_path: Path) -> None:
+    program = str(Path(FIT).with_name("program_operations.py"))
+    command = [*cluster.mpi_command(2), program, str(tmp_path), "--cut"]
+    code, output = cluster.run(0, command, timeout=150, env=ENVIRON)
+    assert code == 0, output
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [one["wrong"] for one in found] == [[]] * 4 and found[0]["cases"] > 1000
+
+
 def test_a_host_whose_name_does_not_resolve(cluster: Cluster, tmp_path: Path) -> None:
     hosts = hostfile(cluster, cluster.addresses[0], "no-such-host.invalid")
     code, output = cluster.run(0, fit_command(cluster, tmp_path, hosts), timeout=100, env=ENVIRON)
