@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -27,7 +27,11 @@ def is_count(value: Any, *, least: int = 1) -> bool:
 class DealtDataModule(LightningDataModule):
     """A data module that deals the same global batches to any number of ranks.
 
-    A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`.
+    A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`, and says what
+    its samples are (`lightning_lockstep.workloads._samples`).
+
+    Attributes:
+        yields: What the samples are; `None` leaves it open.
 
     Args:
         batch_size: Samples per rank and micro-batch. The attribute of the same name may be changed between
@@ -40,6 +44,8 @@ class DealtDataModule(LightningDataModule):
     Ranks:
         Built on every rank alike; nothing is communicated.
     """
+
+    yields: ClassVar[str | None] = None
 
     def __init__(
         self, *, batch_size: int, global_batch_size: int | None, num_workers: int = 0, seed: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ class ClassifierModule(LightningModule):
     Logged: `train_loss` every step; `val_loss`, `val_acc`, `test_loss`, `test_acc` at the end of an
     evaluation, over all samples of all ranks, each sample with the same weight however it was dealt.
 
+    Attributes:
+        takes: What samples it is trained on (`lightning_lockstep.workloads._samples`); `None` leaves it open.
+
     Args:
         learning_rate: Step size of AdamW.
         weight_decay: Decoupled weight decay of AdamW, on matrices only.
@@ -29,6 +32,8 @@ class ClassifierModule(LightningModule):
         Built on every rank. Communicates: one scalar a training step with `global_train_loss`, and two
         scalars a metric at the end of each evaluation.
     """
+
+    takes: ClassVar[str | None] = None
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lockstep.workloads._data_module import is_count, require
+from lightning_lockstep.workloads._samples import BYTE_WINDOWS
 from lightning_lockstep.workloads._steps import ClassifierModule, settings_faults
 
 _BYTES = 256
@@ -32,6 +33,8 @@ class ByteGPT(ClassifierModule):
     Ranks:
         See `ClassifierModule`.
     """
+
+    takes = BYTE_WINDOWS
 
     def __init__(
         self,

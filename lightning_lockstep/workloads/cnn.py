@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_lockstep.workloads._data_module import is_count, require
+from lightning_lockstep.workloads._samples import LABELLED_IMAGES
 from lightning_lockstep.workloads._steps import ClassifierModule, settings_faults
 
 
@@ -31,6 +32,8 @@ class ConvNet(ClassifierModule):
     Ranks:
         See `ClassifierModule`.
     """
+
+    takes = LABELLED_IMAGES
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lightning_lockstep.workloads._data_module import DealtDataModule, require
+from lightning_lockstep.workloads._samples import LABELLED_IMAGES
 
 
 class DigitsData(DealtDataModule):
@@ -28,6 +29,8 @@ class DigitsData(DealtDataModule):
     Ranks:
         Every rank reads the whole set (0.9 MB) and takes its share of each global batch.
     """
+
+    yields = LABELLED_IMAGES
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.workloads._data_module import DealtDataModule, is_count, require
+from lightning_lockstep.workloads._samples import BYTE_WINDOWS
 
 # Not the standard library's own work, or thousands of near copies of one another.
 _LEFT_OUT = frozenset(
@@ -40,6 +41,8 @@ class SourceTextData(DealtDataModule):
     Ranks:
         Every rank reads the whole text (`max_bytes`) and takes its share of each global batch.
     """
+
+    yields = BYTE_WINDOWS
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ CHOICES = [path for path in FILES if path.parent != CONF]
 # What a choice needs beside it to be judged on this machine.
 WITH = {
     "callbacks/effective_batch_size": ["callbacks.effective_batch_size.global_batch_size=256"],
+    "data/source_text": ["model=byte_gpt"],
     "model/byte_gpt": ["data=source_text"],
     "trainer/gpu": ["trainer.accelerator=cpu"],
 }
