@@ -34,12 +34,16 @@ class DealtDataModule(LightningDataModule):
         yields: What the samples are; `None` leaves it open.
 
     Args:
+        own_checks: What a subclass asks of its own settings, for `require`.
         batch_size: Samples per rank and micro-batch. The attribute of the same name may be changed between
             two loaders (that is how a search for the largest batch size works).
         global_batch_size: Samples of all ranks in one optimizer step; when given, `batch_size` is derived
-        from it.
+            from it.
         num_workers: Loader processes per rank.
         seed: Seed of the order of the training samples.
+
+    Raises:
+        ConfigurationError: A setting is out of range; all faults are listed, the subclass's first.
 
     Ranks:
         Built on every rank alike; nothing is communicated.
@@ -48,10 +52,16 @@ class DealtDataModule(LightningDataModule):
     yields: ClassVar[str | None] = None
 
     def __init__(
-        self, *, batch_size: int, global_batch_size: int | None, num_workers: int = 0, seed: int = 0
+        self,
+        *own_checks: tuple[bool, str],
+        batch_size: int,
+        global_batch_size: int | None,
+        num_workers: int = 0,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         require(
+            *own_checks,
             (
                 is_count(batch_size),
                 f"batch_size must be a whole number from 1 (samples per rank), given {batch_size!r}",
