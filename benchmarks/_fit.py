@@ -20,6 +20,14 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+#: A Trainer that only trains: nothing is logged, saved or shown.
+BARE: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
 #: Layer widths of the models, by a name that says how many parameters they have.
 WIDTHS = {
     "tiny": [16, 16, 16],
@@ -104,10 +112,7 @@ def fit(job: Job) -> dict[str, float]:
         strategy=make_strategy(job),
         max_epochs=1,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **BARE,
         callbacks=[times],
     )
     trainer.fit(Net(widths), torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]

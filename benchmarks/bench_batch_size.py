@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, interleave
 from lightning_lockstep import AutoBatchSize
 from lightning_lockstep.callbacks import auto_batch_size
@@ -80,10 +81,7 @@ def fit(module: Walled, *callbacks: Callback, steps: int = 1) -> None:
             accelerator="cpu",
             devices=1,
             max_steps=steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **BARE,
             default_root_dir=folder,
             callbacks=list(callbacks),
         ).fit(module)

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, Samples
 from lightning_lockstep import OverflowDetector
 
@@ -204,10 +205,7 @@ def measure(workload: Workload, kinds: list[str], cycles: int) -> Samples:
         accelerator="cpu",
         devices=1,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **BARE,
         callbacks=[turns],
     )
     batch = workload.batch()

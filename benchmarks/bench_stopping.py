@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, Samples
 from tests.helpers import run_ranks
 
@@ -163,10 +164,7 @@ def in_rank(rounds: int, computes: bool) -> Measured:
         strategy="ddp",
         max_epochs=1,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **BARE,
         callbacks=[_Prepare(turns, computes), turns, *ours.values()],
     )
     trainer.fit(Net(lambda: None), torch.utils.data.DataLoader(data, batch_size=None))  # type: ignore[arg-type]

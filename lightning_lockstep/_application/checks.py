@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning_lockstep._application.checkpoints import find_checkpoint
 from lightning_lockstep._application.components import component_keys
 from lightning_lockstep._application.external_ranks import ExternalRanks, external_ranks
 from lightning_lockstep._application.faults import Fault
-from lightning_lockstep._application.targets import TargetChecks
+from lightning_lockstep._application.targets import TargetChecks, target_of
 from lightning_lockstep._application.value_types import mismatch
 from lightning_lockstep._lightning import LightningEnvironment
 from lightning_lockstep.errors import ConfigurationError
@@ -37,7 +38,7 @@ def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
 
     Ranks: rank 0, before any other is started.
     """
-    faults = [*_prepared(config), *_switches(config)]
+    faults = [*_prepared(config), *_switches(config), *_unfit(config)]
     for key in component_keys(config):
         faults += checks.missing_faults(key)
         if key != "trainer":
@@ -95,6 +96,38 @@ def _switches(config: DictConfig) -> list[Fault]:
     if mode not in ("min", "max"):
         faults.append(Fault(f"objective.mode={mode}: expected min or max."))
     return faults
+
+
+def _unfit(config: DictConfig) -> list[Fault]:
+    """A model that takes other samples than the data yields, where both classes say what."""
+    model, data = (target_of(OmegaConf.select(config, key)) for key in ("model", "data"))
+    takes, yields = getattr(model, "takes", None), getattr(data, "yields", None)
+    if not isinstance(takes, str) or not isinstance(yields, str) or takes == yields:
+        return []
+    fitting = [*_fitting("model", "takes", yields), *_fitting("data", "yields", takes)]
+    mend = f"Take {' or '.join(fitting)}." if fitting else "Choose two that fit each other."
+    return [
+        Fault(
+            f"{_choice(config, 'model')} does not fit {_choice(config, 'data')}: the model takes {takes}; the"
+            f" data are {yields}. {mend}"
+        )
+    ]
+
+
+def _choice(config: DictConfig, group: str) -> str:
+    choice = OmegaConf.select(config, f"hydra.runtime.choices.{group}")
+    return f"{group}={choice}" if choice else f"{group}._target_={config[group]._target_}"
+
+
+def _fitting(group: str, attribute: str, samples: str) -> list[str]:
+    """The choices of this package in a group whose classes name these samples."""
+    files = resources.files("lightning_lockstep.conf").joinpath(group).iterdir()
+    return sorted(
+        f"{group}={file.name.removesuffix('.yaml')}"
+        for file in files
+        if file.name.endswith(".yaml")
+        and getattr(target_of(OmegaConf.create(file.read_text())), attribute, None) == samples
+    )
 
 
 def _single_device(config: DictConfig) -> list[Fault]:

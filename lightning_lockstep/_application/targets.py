@@ -149,14 +149,26 @@ def _names_beside(name: str) -> list[str]:
         return []
 
 
-def settings_of(node: object) -> set[str] | None:
-    """Names of all settings that the target of a node has; `None` if it takes any or cannot be asked."""
+def target_of(node: object) -> Callable[..., Any] | None:
+    """What the `_target_` of a node names; `None` if it has none or that cannot be imported."""
     if not isinstance(node, DictConfig) or "_target_" not in node:
         return None
     try:
-        parameters = inspect.signature(locate(str(node["_target_"]))).parameters
+        target: Callable[..., Any] = locate(str(node["_target_"]))
     except Exception:  # importing a module can raise anything; it is reported where the target is checked
         return None
+    return target
+
+
+def settings_of(node: object) -> set[str] | None:
+    """Names of all settings that the target of a node has; `None` if it takes any or cannot be asked."""
+    target = target_of(node)
+    if target is None:
+        return None
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return None  # written in C without a signature
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set(parameters)
 
 

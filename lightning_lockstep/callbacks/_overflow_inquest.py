@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lightning_lockstep._lightning import LightningModule, Trainer
-from lightning_lockstep.callbacks._overflow_frames import FrameRecorder, Producer
+from lightning_lockstep.callbacks._overflow_frames import Producer
+from lightning_lockstep.callbacks._overflow_recorder import FrameRecorder
 from lightning_lockstep.callbacks._overflow_remedy import Remedy, advice, search
 from lightning_lockstep.callbacks._overflow_replay import StepRecord, replay
 from lightning_lockstep.callbacks._overflow_report import Occasion, RankReport

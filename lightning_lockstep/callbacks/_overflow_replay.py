@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lockstep._lightning import LightningModule, Trainer
-from lightning_lockstep.callbacks._overflow_frames import FrameRecorder
+from lightning_lockstep.callbacks._overflow_recorder import FrameRecorder
 from lightning_lockstep.numerics.random_state import RandomState
 
 __all__ = ["BufferKeeper", "StepRecord", "replay"]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_lockstep._lightning import Trainer
-from lightning_lockstep.callbacks._overflow_frames import FrameRecorder
+from lightning_lockstep.callbacks._overflow_recorder import FrameRecorder
 from lightning_lockstep.callbacks._overflow_replay import StepRecord
 from lightning_lockstep.callbacks._overflow_settings import OverflowSettings
 from lightning_lockstep.callbacks._overflow_sharing import Sharing

@@ -1,15 +1,14 @@
 """A batch that does not fit in mid-run: run again in micro-batches under the same optimizer step, or left out.
 
-The rank concerned does it alone. Its micro-batches run on the module itself, with stand-ins for the
-parameters, so that no gradient hook of the distributed wrapper fires; then the gradients are put in place and
-the wrapper is made to send what it still owes (see :mod:`lightning_lockstep.distributed.reducer`). The other
-ranks see an ordinary, slower step. What hangs on a decision of all goes through a notice.
+The rank concerned does it alone, its micro-batches out of the wrapper's sight (see
+:mod:`lightning_lockstep.callbacks._split_step`); then the wrapper is made to send what it still owes (see
+:mod:`lightning_lockstep.distributed.reducer`). The other ranks see an ordinary, slower step. What hangs on a
+decision of all goes through a notice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,21 +21,13 @@ from lightning_lockstep.callbacks._guarded_step import (
     LogCall,
     TooLargeError,
 )
-from lightning_lockstep.callbacks._micro_batches import (
-    KnownSizes,
-    LogRecord,
-    merged_extra,
-    samples_in,
-    split,
-    volume,
-)
+from lightning_lockstep.callbacks._micro_batches import KnownSizes, samples_in, volume
 from lightning_lockstep.callbacks._oom_notices import Notice, Notices
-from lightning_lockstep.callbacks._preserved_state import ModuleAttributes
-from lightning_lockstep.callbacks._trial import replaced
+from lightning_lockstep.callbacks._split_step import SplitStep, as_training_step
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.reducer import ddp_of, send_gradients
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.memory import attempt, release_memory
+from lightning_lockstep.memory import release_memory
 
 __all__ = ["Recovery"]
 
@@ -69,12 +60,13 @@ class Recovery:
         on_count: Callable[[int, str], None],
     ) -> None:
         self._trainer, self._module, self._mode = trainer, module, mode
-        self._loss_reduction, self._communicator = loss_reduction, communicator
+        self._communicator = communicator
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self.notices = Notices(communicator, on_count)
         self.recovered = 0
         self._ddp = ddp_of(trainer.strategy.model)
         self._sizes = KnownSizes()
+        self._split_step = SplitStep(trainer, module, loss_reduction=loss_reduction)
         self._last_logged: list[LogCall] | None = None
 
     def refresh(self) -> None:
@@ -189,8 +181,7 @@ class Recovery:
         parts = self._sizes.parts_for(size) if failure == SPLIT_ON_PURPOSE else 2
         while samples > 1:
             parts = min(parts, samples)
-            weights = [samples_in(part) / samples for part in split(batch, parts)]
-            result = self._tried_in(parts, call, batch, missing, weights)
+            result = self._split_step.run(call, batch, parts, missing)
             if result is not None:
                 self._sizes.learn(size, parts)
                 self._count(f"split batch {self._where()} into {parts} micro-batches: {failure}")
@@ -200,115 +191,6 @@ class Recovery:
             release_memory()
             parts *= 2
         return None
-
-    def _tried_in(
-        self,
-        parts: int,
-        call: GuardedClosure,
-        batch: Any,
-        missing: Sequence[nn.Parameter],
-        weights: Sequence[float],
-    ) -> Any:
-        """Run the batch in that many parts; return ``None`` when memory runs out again."""
-        log, results = LogRecord(), list[Any]()
-        with self._stand_ins(missing) as stand_ins, self._as_after_forward(call):
-            error = attempt(lambda: results.append(self._run_parts(call, split(batch, parts), weights, log)))
-            if error is None:
-                for parameter in missing:
-                    self._add(parameter, stand_ins[parameter].grad)
-        if error is None:
-            with self._as_training_step():
-                done = len(log.parts[0]) if call.marks is not None else len(call.logged)
-                log.replay(self._module.log, weights, skip=done)
-            return results[0]
-        if not error.out_of_memory:
-            raise error.error or BatchSizeError(error.summary)
-        return None
-
-    def _run_parts(
-        self, call: GuardedClosure, parts: Sequence[Any], weights: Sequence[float], log: LogRecord
-    ) -> Any:
-        """Forward and backward of each micro-batch; gradients add up in the stand-ins."""
-        trainer, module = self._trainer, self._module
-        names, total, extras = list(call.kwargs), None, []
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(replaced(module, "log", log))
-            for method in ("all_gather", "reduce", "broadcast"):
-                stack.enter_context(replaced(trainer.strategy, method, _refuse_collective))
-            for part, weight in zip(parts, weights, strict=True):
-                log.begin_part()
-                arguments = {**call.kwargs, names[0]: part}
-                with trainer.precision_plugin.train_step_context():
-                    output = module.training_step(*arguments.values())
-                step = _ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
-                if step.closure_loss is None:
-                    continue
-                factor = weight if self._loss_reduction == "mean" else 1.0
-                trainer.strategy.backward(step.closure_loss * factor, call.optimizer)
-                share = step.closure_loss.detach() * factor
-                total = share if total is None else total + share
-                extras.append(step.extra)
-                del step, output
-        extra = merged_extra(extras, weights) if extras and len(extras) == len(weights) else {}
-        return _ClosureResult(closure_loss=total, extra=extra)
-
-    @contextmanager
-    def _stand_ins(self, missing: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-        """Let the module compute with parameters of the same values that nobody has hooked.
-
-        Those whose gradient has arrived already get none.
-        """
-        wanted = set(missing)
-        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
-        places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        for part in self._module.modules():
-            places += [
-                (part, name, p) for name, p in part._parameters.items() if p is not None and p.requires_grad
-            ]
-        for part, name, parameter in places:
-            if parameter not in stand_ins:
-                stand_ins[parameter] = nn.Parameter(parameter.detach(), requires_grad=parameter in wanted)
-            setattr(part, name, stand_ins[parameter])
-        try:
-            yield stand_ins
-        finally:
-            for part, name, parameter in places:
-                setattr(part, name, parameter)
-
-    @contextmanager
-    def _as_after_forward(self, call: GuardedClosure) -> Iterator[None]:
-        """Where the whole batch had its forward, keep what that left: running statistics, metrics, lists."""
-        if call.marks is None:
-            yield
-            return
-        buffers = [(b, b.detach().clone()) for b in self._module.buffers()]
-        attributes = ModuleAttributes(self._module)
-        try:
-            yield
-        finally:
-            attributes.restore()
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-
-    @contextmanager
-    def _as_training_step(self) -> Iterator[None]:
-        before = self._module._current_fx_name
-        self._module._current_fx_name = "training_step"
-        try:
-            yield
-        finally:
-            self._module._current_fx_name = before
-
-    @staticmethod
-    def _add(parameter: nn.Parameter, grad: Tensor | None) -> None:
-        if grad is None:
-            return
-        if parameter.grad is None:
-            parameter.grad = grad
-        else:
-            parameter.grad += grad
 
     def _settle(self, call: GuardedClosure, missing: Sequence[nn.Parameter]) -> None:
         """Send the gradients that this rank still owes in this step."""
@@ -328,7 +210,7 @@ class Recovery:
                 f"rank {self._communicator.rank} ran out of memory in its first step: what the other ranks wait for"
                 " is not known yet. Start with a smaller batch."
             )
-        with self._as_training_step():
+        with as_training_step(self._module):
             for name, value, args, kwargs in self._last_logged[len(call.logged) :]:
                 self._module.log(name, value, *args, **kwargs)
 
@@ -354,10 +236,3 @@ class Recovery:
 
 def _stop(*args: Any, **kwargs: Any) -> None:
     raise TooLargeError
-
-
-def _refuse_collective(*args: Any, **kwargs: Any) -> None:
-    raise BatchSizeError(
-        "training_step communicates (all_gather, reduce or broadcast), so its batch cannot be split on one rank:"
-        " the others do it once. Use on_oom='skip' or a smaller batch."
-    )

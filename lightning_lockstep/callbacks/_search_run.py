@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_lockstep._lightning import DDPStrategy, SingleDeviceStrategy, Trainer
 from lightning_lockstep.callbacks._batch_report import gib, trial_line
 from lightning_lockstep.callbacks._trial import TrialOutcome, TrialRunner
 from lightning_lockstep.distributed import Communicator
@@ -23,7 +24,7 @@ from lightning_lockstep.memory import (
     return_freed_memory,
 )
 
-__all__ = ["Found", "fingerprint_of", "run_search"]
+__all__ = ["Found", "fingerprint_of", "refuse_sharded", "run_search"]
 
 # On CPU a heap that keeps freed blocks needs up to about half as much again as what is alive.
 _ROOM_FOR_A_HEAP = 0.6
@@ -42,6 +43,28 @@ class Found:
     size: int
     reason: str
     tight: bool
+
+
+def refuse_sharded(trainer: Trainer) -> None:
+    """Raise where a trial on one rank alone is not possible, with the reason.
+
+    Ranks: all, alike; nothing is sent.
+    """
+    strategy = trainer.strategy
+    name = type(strategy).__name__
+    # DeepSpeed's strategy is a DDPStrategy by inheritance only: its engine makes the step.
+    runs_step_itself = getattr(strategy, "handles_gradient_accumulation", False)
+    if not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)) or runs_step_itself:
+        raise BatchSizeError(
+            f"{name} divides the model or its optimizer among the ranks, or runs the step itself, so a trial on one"
+            " rank alone would not be the step of the run. Search with strategy='lockstep_ddp' or on a single device"
+            " and set the batch size, or use find_executable_batch_size around the whole run."
+        )
+    if strategy.root_device.type == "xla":
+        raise BatchSizeError(
+            f"{name} runs on XLA, which compiles and runs a step later than it is called, so a trial would not see"
+            " that memory runs out. Set the batch size, or use find_executable_batch_size around the whole run."
+        )
 
 
 def run_search(

@@ -9,13 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_lockstep._lightning import (
-    Callback,
-    DDPStrategy,
-    LightningModule,
-    SingleDeviceStrategy,
-    Trainer,
-)
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.callbacks._auto_batch_settings import AutoBatchSizeSettings
 from lightning_lockstep.callbacks._batch_place import BatchPlace
 from lightning_lockstep.callbacks._batch_report import (
@@ -28,13 +22,20 @@ from lightning_lockstep.callbacks._batch_report import (
 )
 from lightning_lockstep.callbacks._guarded_step import GuardedOptimization
 from lightning_lockstep.callbacks._recovery import Recovery
-from lightning_lockstep.callbacks._search_run import fingerprint_of, run_search
+from lightning_lockstep.callbacks._search_run import fingerprint_of, refuse_sharded, run_search
 from lightning_lockstep.callbacks._trial import TrialRunner
 from lightning_lockstep.callbacks.effective_batch_size import keep_effective_batch
-from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.reducer import untouched_buckets, why_not_resumable
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
-from lightning_lockstep.memory import SizeSearch, meter_for, parse_bytes, return_freed_memory, search_for
+from lightning_lockstep.memory import (
+    MemoryMeter,
+    SizeSearch,
+    meter_for,
+    parse_bytes,
+    return_freed_memory,
+    search_for,
+)
 
 __all__ = ["AutoBatchSize"]
 
@@ -215,22 +216,11 @@ class AutoBatchSize(Callback):
     ) -> int:
         communicator, settings = current_communicator(), self.settings
         began = time.perf_counter()
-        limit = None if settings.memory_limit is None else parse_bytes(settings.memory_limit)
-        local_ranks = sum(1 for host in communicator.gather(communicator.host) if host == communicator.host)
-        meter = meter_for(
-            trainer.strategy.root_device,
-            memory_limit=limit,
-            local_ranks=local_ranks,
-            owed=untouched_buckets(trainer.strategy.model),
-        )
-        cap = settings.max_val
-        if settings.limit == "shard":
-            shard = torch.tensor(place.samples, dtype=torch.int64)
-            cap = min(cap, int(communicator.all_reduce(shard, "min")))
+        meter = self._meter(trainer, communicator)
         self.search = search = search_for(
             settings.mode,
             init_val=settings.init_val,
-            max_val=cap,
+            max_val=self._most(place, communicator),
             max_trials=settings.max_trials,
             noise=None if meter is None else meter.noise,
         )
@@ -257,6 +247,24 @@ class AutoBatchSize(Callback):
         if communicator.is_main:
             self._report(trainer, self.result, tell)
         return place.size
+
+    def _meter(self, trainer: Trainer, communicator: Communicator) -> MemoryMeter | None:
+        """What reads the memory of this rank in trials, where that can be read."""
+        given = self.settings.memory_limit
+        hosts = communicator.gather(communicator.host)
+        return meter_for(
+            trainer.strategy.root_device,
+            memory_limit=None if given is None else parse_bytes(given),
+            local_ranks=hosts.count(communicator.host),
+            owed=untouched_buckets(trainer.strategy.model),
+        )
+
+    def _most(self, place: BatchPlace, communicator: Communicator) -> int:
+        """The largest size to try on any rank [samples per rank]."""
+        if self.settings.limit != "shard":
+            return self.settings.max_val
+        shard = torch.tensor(place.samples, dtype=torch.int64)
+        return min(self.settings.max_val, int(communicator.all_reduce(shard, "min")))
 
     def _report(self, trainer: Trainer, result: SearchResult, tell: Callable[[str], None]) -> None:
         tell(table(result))
@@ -317,25 +325,3 @@ class AutoBatchSize(Callback):
         # Every batch of a run may be split from some point on; the number is logged, a few lines are enough.
         if self.batches_split <= 3 or str(self.batches_split).strip("0") in ("1", "3"):
             say(f"AutoBatchSize: rank {rank} {text} ({self.batches_split} so far)")
-
-
-def refuse_sharded(trainer: Trainer) -> None:
-    """Raise where a trial on one rank alone is not possible, with the reason.
-
-    Ranks: all, alike; nothing is sent.
-    """
-    strategy = trainer.strategy
-    name = type(strategy).__name__
-    # DeepSpeed's strategy is a DDPStrategy by inheritance only: its engine makes the step.
-    runs_step_itself = getattr(strategy, "handles_gradient_accumulation", False)
-    if not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)) or runs_step_itself:
-        raise BatchSizeError(
-            f"{name} divides the model or its optimizer among the ranks, or runs the step itself, so a trial on one"
-            " rank alone would not be the step of the run. Search with strategy='lockstep_ddp' or on a single device"
-            " and set the batch size, or use find_executable_batch_size around the whole run."
-        )
-    if strategy.root_device.type == "xla":
-        raise BatchSizeError(
-            f"{name} runs on XLA, which compiles and runs a step later than it is called, so a trial would not see"
-            " that memory runs out. Set the batch size, or use find_executable_batch_size around the whole run."
-        )

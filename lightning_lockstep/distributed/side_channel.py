@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["LocalSideChannel", "Message", "SideChannel", "receivers_of"]
+__all__ = ["LocalSideChannel", "Message", "Post", "SideChannel", "receivers_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +32,15 @@ class Message(NamedTuple):
     topic: str
     sender: int
     body: Any
+
+
+class Post(NamedTuple):
+    """One message as it was posted; the fields are the arguments of :meth:`SideChannel.post`."""
+
+    topic: str
+    body: Any
+    to: int | tuple[int, ...] | None
+    make: Callable[[Any], Any] | None
 
 
 class SideChannel(ABC):
@@ -96,7 +105,6 @@ class SideChannel(ABC):
 
         return remove
 
-    @abstractmethod
     def post(
         self,
         topic: str,
@@ -117,6 +125,11 @@ class SideChannel(ABC):
         Ranks: any rank, alone. Costs the caller a few microseconds and waits for nobody; a message to a
         rank that is gone is lost.
         """
+        self._put(Post(topic, body, to if to is None or isinstance(to, int) else tuple(to), make))
+
+    @abstractmethod
+    def _put(self, post: Post) -> None:
+        """Take a message to be sent, and return at once."""
 
     def poster(self, topic: str, *, to: int, make: Callable[[Any], Any]) -> Callable[[Any], None]:
         """Return a function that posts a body, for those who post often; the arguments are those of :meth:`post`.
@@ -182,18 +195,10 @@ class LocalSideChannel(SideChannel):
         super().__init__(0, 1)
         self._claims: dict[str, str] = {}
 
-    def post(
-        self,
-        topic: str,
-        body: Any = None,
-        *,
-        to: int | Iterable[int] | None = None,
-        make: Callable[[Any], Any] | None = None,
-    ) -> None:
-        """See :meth:`SideChannel.post`."""
-        made = body if make is None else make(body)
-        for _ in receivers_of(to, self.rank, self.world_size):
-            self._deliver(Message(topic, 0, json.loads(json.dumps(made, default=str))))
+    def _put(self, post: Post) -> None:
+        made = post.body if post.make is None else post.make(post.body)
+        for _ in receivers_of(post.to, self.rank, self.world_size):
+            self._deliver(Message(post.topic, 0, json.loads(json.dumps(made, default=str))))
 
     def claim(self, key: str, value: str) -> str:
         """See :meth:`SideChannel.claim`."""

@@ -17,14 +17,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
-from lightning_lockstep.distributed.side_channel import Message, SideChannel, receivers_of
+from lightning_lockstep.distributed.side_channel import Message, Post, SideChannel, receivers_of
 
 __all__ = ["StoreSideChannel"]
 
@@ -36,7 +36,6 @@ _WAKE = "lockstep/wake"
 _encode = json.JSONEncoder(default=str).encode
 _decode = json.JSONDecoder().decode
 _log = logging.getLogger(__name__)
-_Post = tuple[str, Any, int | tuple[int, ...] | None, Callable[[Any], Any] | None]
 
 
 class StoreSideChannel(SideChannel):
@@ -75,7 +74,7 @@ class StoreSideChannel(SideChannel):
         self.on_lost, self.on_silent = on_lost, on_silent
         self._server = server
         self._heartbeat_interval, self._silence_limit = heartbeat_interval, silence_limit
-        self._outbox: queue.SimpleQueue[_Post | threading.Event | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Post | threading.Event | None] = queue.SimpleQueue()
         self._closing = self._gone = self._woken = False
         self._goodbyes: set[int] = set()
         self._all_said_goodbye = threading.Event()
@@ -99,21 +98,13 @@ class StoreSideChannel(SideChannel):
         """See :attr:`SideChannel.lost`."""
         return self._gone and not self._closing
 
-    def post(
-        self,
-        topic: str,
-        body: Any = None,
-        *,
-        to: int | Iterable[int] | None = None,
-        make: Callable[[Any], Any] | None = None,
-    ) -> None:
-        """See :meth:`SideChannel.post`."""
-        self._outbox.put((topic, body, to if to is None or isinstance(to, int) else tuple(to), make))
+    def _put(self, post: Post) -> None:
+        self._outbox.put(post)
 
     def poster(self, topic: str, *, to: int, make: Callable[[Any], Any]) -> Callable[[Any], None]:
         """See :meth:`SideChannel.poster`."""
         put = self._outbox.put
-        return lambda body: put((topic, body, to, make))
+        return lambda body: put(Post(topic, body, to, make))
 
     def claim(self, key: str, value: str) -> str:
         """See :meth:`SideChannel.claim`; when the store is gone, the caller's own value stands."""
@@ -159,16 +150,15 @@ class StoreSideChannel(SideChannel):
                     if isinstance(item, threading.Event):
                         item.set()
                     else:
-                        self._push(*item)
+                        self._push(item)
                 if time.monotonic() >= due:
                     due = time.monotonic() + self._heartbeat_interval
                     self._beat()
         except DistError as error:
             self._note_loss(error)
 
-    def _push(
-        self, topic: str, body: Any, to: int | Iterable[int] | None, make: Callable[[Any], Any] | None
-    ) -> None:
+    def _push(self, post: Post) -> None:
+        topic, body, to, make = post
         try:
             data = _encode([topic, self.rank, body if make is None else make(body)])
         except Exception:

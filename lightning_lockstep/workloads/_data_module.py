@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -27,25 +27,41 @@ def is_count(value: Any, *, least: int = 1) -> bool:
 class DealtDataModule(LightningDataModule):
     """A data module that deals the same global batches to any number of ranks.
 
-    A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`.
+    A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`, and says what
+    its samples are (`lightning_lockstep.workloads._samples`).
+
+    Attributes:
+        yields: What the samples are; `None` leaves it open.
 
     Args:
+        own_checks: What a subclass asks of its own settings, for `require`.
         batch_size: Samples per rank and micro-batch. The attribute of the same name may be changed between
             two loaders (that is how a search for the largest batch size works).
         global_batch_size: Samples of all ranks in one optimizer step; when given, `batch_size` is derived
-        from it.
+            from it.
         num_workers: Loader processes per rank.
         seed: Seed of the order of the training samples.
+
+    Raises:
+        ConfigurationError: A setting is out of range; all faults are listed, the subclass's first.
 
     Ranks:
         Built on every rank alike; nothing is communicated.
     """
 
+    yields: ClassVar[str | None] = None
+
     def __init__(
-        self, *, batch_size: int, global_batch_size: int | None, num_workers: int = 0, seed: int = 0
+        self,
+        *own_checks: tuple[bool, str],
+        batch_size: int,
+        global_batch_size: int | None,
+        num_workers: int = 0,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         require(
+            *own_checks,
             (
                 is_count(batch_size),
                 f"batch_size must be a whole number from 1 (samples per rank), given {batch_size!r}",

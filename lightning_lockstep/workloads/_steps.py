@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_lockstep._lightning import LightningModule
+from lightning_lockstep.workloads._data_module import is_count, require
 
 
 class ClassifierModule(LightningModule):
@@ -18,26 +19,47 @@ class ClassifierModule(LightningModule):
     Logged: `train_loss` every step; `val_loss`, `val_acc`, `test_loss`, `test_acc` at the end of an
     evaluation, over all samples of all ranks, each sample with the same weight however it was dealt.
 
+    Attributes:
+        takes: What samples it is trained on (`lightning_lockstep.workloads._samples`); `None` leaves it open.
+
     Args:
+        own_checks: What a subclass asks of its own settings, for `require`.
         learning_rate: Step size of AdamW.
         weight_decay: Decoupled weight decay of AdamW, on matrices only.
         warmup_steps: Steps over which the learning rate rises from 0 [optimizer steps].
         global_train_loss: Average `train_loss` over all ranks (one scalar reduction a step) instead of
             logging rank 0's own.
 
+    Raises:
+        ConfigurationError: A setting is out of range; all faults are listed, the subclass's first.
+
     Ranks:
         Built on every rank. Communicates: one scalar a training step with `global_train_loss`, and two
         scalars a metric at the end of each evaluation.
     """
 
+    takes: ClassVar[str | None] = None
+
     def __init__(
         self,
-        *,
+        *own_checks: tuple[bool, str],
         learning_rate: float,
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
         global_train_loss: bool = True,
     ) -> None:
+        require(
+            *own_checks,
+            (
+                math.isfinite(learning_rate) and learning_rate > 0,
+                f"learning_rate must be a number above 0, given {learning_rate!r}",
+            ),
+            (weight_decay >= 0, f"weight_decay must be 0 or more, given {weight_decay!r}"),
+            (
+                is_count(warmup_steps, least=0),
+                f"warmup_steps must be a whole number from 0 [optimizer steps], given {warmup_steps!r}",
+            ),
+        )
         super().__init__()
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
@@ -97,20 +119,3 @@ class ClassifierModule(LightningModule):
 
     def _warmup(self, step: int) -> float:
         return min(1.0, (step + 1) / self.warmup_steps)
-
-
-def settings_faults(settings: dict[str, Any]) -> list[tuple[bool, str]]:
-    """The checks of the settings that both models share, for `require`."""
-    learning_rate, weight_decay = settings["learning_rate"], settings["weight_decay"]
-    warmup_steps = settings["warmup_steps"]
-    return [
-        (
-            math.isfinite(learning_rate) and learning_rate > 0,
-            f"learning_rate must be a number above 0, given {learning_rate!r}",
-        ),
-        (weight_decay >= 0, f"weight_decay must be 0 or more, given {weight_decay!r}"),
-        (
-            isinstance(warmup_steps, int) and warmup_steps >= 0,
-            f"warmup_steps must be a whole number from 0 [optimizer steps], given {warmup_steps!r}",
-        ),
-    ]

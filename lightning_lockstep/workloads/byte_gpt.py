@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep.workloads._data_module import is_count, require
-from lightning_lockstep.workloads._steps import ClassifierModule, settings_faults
+from lightning_lockstep.workloads._data_module import is_count
+from lightning_lockstep.workloads._samples import BYTE_WINDOWS
+from lightning_lockstep.workloads._steps import ClassifierModule
 
 _BYTES = 256
 
@@ -33,6 +32,8 @@ class ByteGPT(ClassifierModule):
         See `ClassifierModule`.
     """
 
+    takes = BYTE_WINDOWS
+
     def __init__(
         self,
         *,
@@ -45,14 +46,9 @@ class ByteGPT(ClassifierModule):
         warmup_steps: int = 10,
         global_train_loss: bool = True,
     ) -> None:
-        settings: dict[str, Any] = {
-            "learning_rate": learning_rate,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-        }
         counts = {"context": context, "layers": layers, "width": width, "heads": heads}
         counts_ok = all(map(is_count, counts.values()))
-        require(
+        super().__init__(
             *(
                 (is_count(value), f"{name} must be a whole number from 1, given {value!r}")
                 for name, value in counts.items()
@@ -61,9 +57,11 @@ class ByteGPT(ClassifierModule):
                 not counts_ok or width % heads == 0,
                 f"width must be a multiple of heads={heads}, given {width}",
             ),
-            *settings_faults(settings),
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            global_train_loss=global_train_loss,
         )
-        super().__init__(**settings, global_train_loss=global_train_loss)
         self.save_hyperparameters()
         self.bytes = nn.Embedding(_BYTES, width)
         self.positions = nn.Embedding(context, width)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
-from lightning_lockstep.workloads._data_module import is_count, require
-from lightning_lockstep.workloads._steps import ClassifierModule, settings_faults
+from lightning_lockstep.workloads._data_module import is_count
+from lightning_lockstep.workloads._samples import LABELLED_IMAGES
+from lightning_lockstep.workloads._steps import ClassifierModule
 
 
 class ConvNet(ClassifierModule):
@@ -32,6 +31,8 @@ class ConvNet(ClassifierModule):
         See `ClassifierModule`.
     """
 
+    takes = LABELLED_IMAGES
+
     def __init__(
         self,
         *,
@@ -43,12 +44,7 @@ class ConvNet(ClassifierModule):
         warmup_steps: int = 0,
         global_train_loss: bool = True,
     ) -> None:
-        settings: dict[str, Any] = {
-            "learning_rate": learning_rate,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-        }
-        require(
+        super().__init__(
             (
                 is_count(width, least=8) and width % 8 == 0,
                 f"width must be a multiple of 8 (channels in 8 groups), given {width!r}",
@@ -58,9 +54,11 @@ class ConvNet(ClassifierModule):
                 f"num_classes must be a whole number from 2, given {num_classes!r}",
             ),
             (is_count(in_channels), f"in_channels must be a whole number from 1, given {in_channels!r}"),
-            *settings_faults(settings),
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            warmup_steps=warmup_steps,
+            global_train_loss=global_train_loss,
         )
-        super().__init__(**settings, global_train_loss=global_train_loss)
         self.save_hyperparameters()
         self.body = nn.Sequential(
             _block(in_channels, width),

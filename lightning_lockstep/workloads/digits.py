@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_lockstep.workloads._data_module import DealtDataModule, require
+from lightning_lockstep.workloads._data_module import DealtDataModule
+from lightning_lockstep.workloads._samples import LABELLED_IMAGES
 
 
 class DigitsData(DealtDataModule):
@@ -29,6 +30,8 @@ class DigitsData(DealtDataModule):
         Every rank reads the whole set (0.9 MB) and takes its share of each global batch.
     """
 
+    yields = LABELLED_IMAGES
+
     def __init__(
         self,
         *,
@@ -41,9 +44,6 @@ class DigitsData(DealtDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            batch_size=batch_size, global_batch_size=global_batch_size, num_workers=num_workers, seed=seed
-        )
-        require(
             (0 < val_fraction < 1, f"val_fraction must lie between 0 and 1, given {val_fraction!r}"),
             (0 < test_fraction < 1, f"test_fraction must lie between 0 and 1, given {test_fraction!r}"),
             (
@@ -51,6 +51,10 @@ class DigitsData(DealtDataModule):
                 "val_fraction + test_fraction must leave something to train on, given"
                 f" {val_fraction + test_fraction:g}",
             ),
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            num_workers=num_workers,
+            seed=seed,
         )
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.workloads._data_module import DealtDataModule, is_count, require
+from lightning_lockstep.workloads._data_module import DealtDataModule, is_count
+from lightning_lockstep.workloads._samples import BYTE_WINDOWS
 
 # Not the standard library's own work, or thousands of near copies of one another.
 _LEFT_OUT = frozenset(
@@ -41,6 +42,8 @@ class SourceTextData(DealtDataModule):
         Every rank reads the whole text (`max_bytes`) and takes its share of each global batch.
     """
 
+    yields = BYTE_WINDOWS
+
     def __init__(
         self,
         *,
@@ -54,12 +57,13 @@ class SourceTextData(DealtDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            batch_size=batch_size, global_batch_size=global_batch_size, num_workers=num_workers, seed=seed
-        )
-        require(
             (is_count(context, least=2), f"context must be a whole number from 2 [bytes], given {context!r}"),
             (0 < held_out < 0.5, f"held_out must lie between 0 and 0.5, given {held_out!r}"),
             (is_count(max_bytes), f"max_bytes must be a whole number from 1 [bytes], given {max_bytes!r}"),
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            num_workers=num_workers,
+            seed=seed,
         )
         self.context = context
         self.max_bytes = max_bytes

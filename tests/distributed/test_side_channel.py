@@ -123,14 +123,20 @@ def test_a_faulty_handler_silences_nobody_and_a_removed_one_hears_nothing() -> N
     assert run_ranks(2, faulty_handler) == [["one"], ["one"]]
 
 
-def lose_rank_zero() -> str:
+def watched_channel() -> tuple[StoreSideChannel, list[str]]:
+    """The channel, and why it was lost: filled when it is; no rank goes on before all watch theirs."""
     communicator = current_communicator()
     channel = communicator.side_channel
     reasons: list[str] = []
     assert isinstance(channel, StoreSideChannel)
     channel.on_lost = reasons.append
     communicator.barrier()
-    if communicator.rank == 0:
+    return channel, reasons
+
+
+def lose_rank_zero() -> str:
+    channel, reasons = watched_channel()
+    if channel.rank == 0:
         os._exit(7)
     assert wait_until(lambda: bool(reasons))
     assert channel.claim("key", "mine") == "mine", "without a store everybody's own word stands"
@@ -148,13 +154,8 @@ def test_the_end_of_rank_zero_is_noticed_at_once() -> None:
 
 
 def orderly_end() -> list[str]:
-    communicator = current_communicator()
-    channel = communicator.side_channel
-    reasons: list[str] = []
-    assert isinstance(channel, StoreSideChannel)
-    channel.on_lost = reasons.append
-    communicator.barrier()
-    if communicator.rank == 0:
+    channel, reasons = watched_channel()
+    if channel.rank == 0:
         shut_down(1.0)  # leaves first, though it hosts the store
     else:
         time.sleep(3.0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_lockstep._application.faults import Fault, describe, did_you_mean
+from lightning_lockstep.workloads.cnn import ConvNet
 from tests.hydra.command_lines import faults_of, only
 
 
@@ -67,7 +68,10 @@ def test_what_cannot_be_parsed_is_reported_beside_the_rest() -> None:
 
 
 def test_an_unresolvable_reference_and_a_missing_value_are_named() -> None:
-    assert "model.context: takes its value from ${data.context}" in only(faults_of("model=byte_gpt"))
+    fault = only(faults_of("model.width=${data.context}"))
+    assert (
+        "model.width: takes its value from ${data.context}, and this configuration has no such key" in fault
+    )
     assert only(faults_of("data.batch_size=???")) == "data.batch_size: has to be given, data.batch_size=..."
 
 
@@ -77,6 +81,46 @@ def test_the_global_batch_must_divide_among_ranks_and_micro_batches() -> None:
     )
     assert "global_batch_size=34 does not divide by 2 rank(s) x 2 accumulated micro-batch(es) = 4" in fault
     assert "32 or 36" in fault
+
+
+@pytest.mark.parametrize(
+    ("typed", "opening", "mend"),
+    [
+        (
+            ["data=source_text"],
+            "model=cnn does not fit data=source_text: the model takes images with a class each; the data are"
+            " windows of bytes.",
+            "Take model=byte_gpt or data=digits.",
+        ),
+        (
+            ["data=digits", "model=byte_gpt"],
+            "model=byte_gpt does not fit data=digits: the model takes windows of bytes; the data are images with a"
+            " class each.",
+            "Take model=cnn or data=source_text.",
+        ),
+    ],
+)
+def test_a_model_that_takes_other_samples_than_the_data_yields_is_named_with_those_that_fit(
+    typed: list[str], opening: str, mend: str
+) -> None:
+    assert f"{opening} {mend}" in faults_of(*typed)
+
+
+def test_a_model_that_does_not_say_what_it_takes_is_not_judged() -> None:
+    # torch's own, and a subclass of ours that takes more than its parent
+    for target in ("torch.nn.Identity", f"{__name__}.Versatile"):
+        assert faults_of("data=source_text", "~model", f"+model._target_={target}") == []
+    assert faults_of("data=source_text", "~model", f"+model._target_={__name__}.Heir") != []
+
+
+class Heir(ConvNet):
+    """Takes what its parent takes."""
+
+
+class Versatile(ConvNet):
+    """Takes samples of any kind."""
+
+    takes = None
 
 
 def test_several_devices_need_a_strategy() -> None:

@@ -63,8 +63,10 @@ def test_too_little_text_is_said(tmp_path: Path) -> None:
 
 def test_every_fault_of_the_settings_is_listed() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        DigitsData(batch_size=0, global_batch_size=-1, num_workers=-1)
+        DigitsData(val_fraction=2.0, test_fraction=0.1, batch_size=0, global_batch_size=-1, num_workers=-1)
     assert [fault.split()[0] for fault in caught.value.faults] == [
+        "val_fraction",
+        "val_fraction",
         "batch_size",
         "global_batch_size",
         "num_workers",
