@@ -15,7 +15,15 @@ from tests.mpi.launch import mpi_command, mpi_environ, why_no
 
 PROGRAM = str(Path(__file__).with_name("_mpi_program.py"))
 PEER = "gloo"
-ENGINES = (PEER, "mpi4py", "mpi4py, no check", "mpi4py, messages only", "bare mpi4py", "no reduction")
+ENGINES = (
+    PEER,
+    "mpi4py",
+    "mpi4py, no check",
+    "mpi4py, messages only",
+    "bare mpi4py",
+    "copy and add",
+    "no reduction",
+)
 NAMES = {"open_mpi": "Open MPI", "mpich": "MPICH"}
 # Ratio to gloo that is wanted on one host with 2 ranks.
 GOALS = {
@@ -98,8 +106,9 @@ def run(quick: bool) -> Report:
         "`bare mpi4py` is one `Allreduce` of the whole buffer, without torch; what our group adds to it at"
         " 4 KB is the"
         " difference of the two rows.",
-        "Large reductions go in pieces of 8 MB, which stay in the cache: on one host the limit is copying"
-        " memory.",
+        "`messages only` is our group without shared memory: large reductions go to MPI in pieces of 8 MB.",
+        "`copy and add` is each rank for itself, both at once: what an all-reduce of two ranks would take if they"
+        " never had to wait for each other. This copying of memory is the limit of large reductions on one host.",
         "The two hosts are network namespaces of this machine with a virtual cable between them.",
     ]
     return Report("MPI collectives over mpi4py against gloo", tables, notes)
