@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import sys
@@ -112,7 +113,8 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
                     self.mpirun, command, num_processes=self.num_processes, num_nodes=self.num_nodes
                 )
             elif self.backend == "auto" and self.mpirun.hostfile is None:
-                _log.warning("There is no mpirun here, so the ranks are started as lockstep_ddp starts them.")
+                if self.cluster_environment.global_rank() == 0:
+                    _say_once("There is no mpirun here, so the ranks are started as lockstep_ddp starts them.")
             else:
                 raise LaunchError(
                     "There is no mpirun beside this Python nor in PATH: install one with"
@@ -163,7 +165,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
             chosen = "nccl" if device == "cuda" else "mpi4py" if by_mpi else "gloo"
             if self.global_rank == 0 and chosen == "gloo":
                 why = "mpi4py is not installed" if not installed else "no mpirun has started the ranks"
-                _log.warning("The ranks talk over gloo, since %s.", why)
+                _say_once(f"The ranks talk over gloo, since {why}.")
         else:
             chosen = self.backend
         if chosen == "mpi4py":
@@ -177,6 +179,11 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
             return
         # mpirun may have bound each rank to cores of its own, which then need not be divided once more.
         self.keeper.apply_threads(local_rank=meeting.place, local_world_size=meeting.sharing)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _log.warning(text)
 
 
 def _check_backend(backend: str, options: dict[str, Any]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import ScriptOutcome
-from tests.mpi.launch import run_program, why_no
+from tests.helpers import ScriptOutcome, run_script
+from tests.mpi.launch import mpi_environ, run_program, why_no
 
 pytestmark = [
     pytest.mark.slow,
@@ -70,3 +71,11 @@ def test_a_rank_that_exits_after_fit_ends_the_others(tmp_path: Path) -> None:
     assert outcome.returncode != 0 and not found and not outcome.timed_out, outcome.output
     assert "rank 1 has ended the program without coming to it" in outcome.output
     assert outcome.leftovers == ()
+
+
+def test_what_is_missing_is_said_once(tmp_path: Path) -> None:
+    program = str(Path(__file__).with_name("program_without.py"))
+    outcome = run_script([sys.executable, program], env=mpi_environ(), cwd=tmp_path, timeout=120)
+    assert outcome.returncode == 0, outcome.output
+    for text in ("There is no mpirun here", "The ranks talk over gloo, since mpi4py is not installed"):
+        assert outcome.output.count(text) == 1, outcome.output
