@@ -13,7 +13,8 @@ would do, but to write what another core has just read takes up to ten times as 
 share a cache, so there are as many as the memory allows.
 
 The processor must let others see what a core writes in the order in which it was written, as x86-64 does; Python has no
-fence for those that don't.
+fence for those that don't. NumPy does the arithmetic: it uses one thread, where torch would start a team of them
+beside the one of the backward pass.
 
 This module is imported once MPI is up, never before.
 """
@@ -24,13 +25,14 @@ import array
 import mmap
 import os
 import platform
-import uuid
 from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from mpi4py import MPI
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_lockstep.distributed._mpi_limits import LIMITS
@@ -38,7 +40,6 @@ from lightning_lockstep.distributed._mpi_work import Body
 
 __all__ = ["NodeMemory", "open_node_memory"]
 
-_FOLDER = Path("/dev/shm")
 _LINE = 64  # bytes of a line of the cache, which no two ranks share
 _ORDERED = ("x86_64", "amd64")
 
@@ -73,15 +74,15 @@ class NodeMemory:
         comm: Communicator of the group.
         node: Communicator of its ranks on this node.
         across: Communicator of the ranks with this one's place on their nodes; ``None`` on a single node.
-        path: Name for the memory, alike on all ranks of the node.
+        leader: Process number of the first rank of the node.
     """
 
-    def __init__(self, comm: Any, node: Any, across: Any, path: Path) -> None:
+    def __init__(self, comm: Any, node: Any, across: Any, leader: int) -> None:
         self.node, self.across = node, across
-        self._comm, self._path = comm, path
+        self._comm, self._leader = comm, leader
         self._layout = _layout(node.size)
         self._failed = False
-        self._slots: Tensor | None = None
+        self._slots: NDArray[Any] | None = None
         self._counts = memoryview(b"")
         self._turn, self._met = 0, 0
 
@@ -93,24 +94,22 @@ class NodeMemory:
     def ready(self) -> Generator[Iterable[Any], None, bool]:
         """Return whether the memory is there; the first time, take it.
 
-        It is not where a node has no ``/dev/shm``, too little of it, or ranks in containers that do not see each
-        other's. All ranks find out, and alike.
+        The first rank of the node makes a file in memory that has no name, so that nothing is left behind whatever
+        happens, and the others map it too. It fails where a node has no memory left, or ranks in containers that do
+        not see each other's processes. All ranks find out, and alike.
 
         Ranks: all of the group; two all-reduces of 8 bytes, the first time.
         """
         if self._slots is None and not self._failed:
-            leads = self.node.rank == 0
-            memory = _mapped(self._path, self._layout.nbytes, os.O_CREAT | os.O_EXCL) if leads else None
-            if not (yield from self._all(not leads or memory is not None)):
-                self._failed = True
-            if not leads and not self._failed:
-                memory = _mapped(self._path, self._layout.nbytes, 0)
-            if not (yield from self._all(memory is not None)):
-                self._failed = True
-            if leads:
-                self._path.unlink(missing_ok=True)
-            if memory is not None and not self._failed:
+            own = _new_file(self._layout.nbytes) if self.node.rank == 0 else -1
+            file = yield from _agree(self.node, own, MPI.MAX)
+            memory = _mapped(Path(f"/proc/{self._leader}/fd/{file}"), self._layout.nbytes)
+            on_all = yield from _agree(self._comm, int(memory is not None), MPI.MIN)
+            if own >= 0:
+                os.close(own)
+            if memory is not None and on_all:
                 self._use(memory)
+            self._failed = not on_all
         return not self._failed
 
     def sum(self, tensor: Tensor, over_nodes: Any) -> Body:
@@ -123,26 +122,21 @@ class NodeMemory:
         Ranks: all of the group; one wait for the node for each piece, or two and a reduction over nodes.
         """
         assert self._slots is not None
-        slots = self._slots.view(tensor.dtype)
+        flat = tensor.view(-1).numpy()
+        slots = self._slots.view(flat.dtype)
         two = self.node.size == 2 and self.across is None
-        for piece in torch.split(tensor.view(-1), slots.shape[2]):
-            shared = slots[self._turn, :, : piece.numel()]
+        length = slots.shape[2]
+        for start in range(0, len(flat), length):
+            piece = flat[start : start + length]
+            shared = slots[self._turn, :, : len(piece)]
             self._turn = (self._turn + 1) % len(slots)
             yield from self._of_two(piece, shared) if two else self._by_slices(piece, shared, over_nodes)
 
     def _use(self, memory: mmap.mmap) -> None:
         layout = self._layout
         self._counts = memoryview(memory)[: self.node.size * _LINE].cast("q")[:: _LINE // 8]
-        slots = torch.frombuffer(
-            memory, dtype=torch.uint8, offset=layout.start, count=layout.nbytes - layout.start
-        )
-        self._slots = slots.view(layout.turns, self.node.size, layout.slot)
-
-    def _all(self, flag: bool) -> Generator[Iterable[Any], None, bool]:
-        """Return whether the flag is set on all ranks of the group."""
-        memory = array.array("q", [flag])
-        yield [self._comm.Iallreduce(MPI.IN_PLACE, [memory, 1, MPI.INT64_T], MPI.MIN)]
-        return bool(memory[0])
+        slots = np.frombuffer(memory, np.uint8, offset=layout.start)
+        self._slots = slots.reshape(layout.turns, self.node.size, layout.slot)
 
     def _meet(self) -> _Meeting:
         """Say that this rank has come so far, and return what is complete once all have."""
@@ -150,35 +144,35 @@ class NodeMemory:
         self._counts[self.node.rank] = self._met
         return _Meeting(self._counts, self._met)
 
-    def _of_two(self, piece: Tensor, shared: Tensor) -> Body:
+    def _of_two(self, piece: NDArray[Any], shared: NDArray[Any]) -> Body:
         rank = self.node.rank
-        shared[rank].copy_(piece)
+        np.copyto(shared[rank], piece)
         yield [self._meet()]
-        piece.add_(shared[1 - rank])
+        np.add(piece, shared[1 - rank], out=piece)
 
-    def _by_slices(self, piece: Tensor, shared: Tensor, over_nodes: Any) -> Body:
+    def _by_slices(self, piece: NDArray[Any], shared: NDArray[Any], over_nodes: Any) -> Body:
         rank, size = self.node.rank, self.node.size
-        ours = piece.tensor_split(size)
-        theirs = [slot.tensor_split(size) for slot in shared]
+        ours = np.array_split(piece, size)
+        theirs = [np.array_split(slot, size) for slot in shared]
         others = [other for other in range(size) if other != rank]
         for other in others:
-            theirs[rank][other].copy_(ours[other])
+            np.copyto(theirs[rank][other], ours[other])
         yield [self._meet()]
         for other in others:
-            ours[rank].add_(theirs[other][rank])
+            np.add(ours[rank], theirs[other][rank], out=ours[rank])
         if self.across is not None:
-            yield from over_nodes(self.across, ours[rank])
-        theirs[rank][rank].copy_(ours[rank])
+            yield from over_nodes(self.across, torch.from_numpy(ours[rank]))
+        np.copyto(theirs[rank][rank], ours[rank])
         yield [self._meet()]
         for other in others:
-            ours[other].copy_(theirs[other][other])
+            np.copyto(ours[other], theirs[other][other])
 
 
 def open_node_memory(comm: Any, *, wanted: bool) -> NodeMemory | None:
     """Return what large sums of a group can share, or ``None`` where there is no use for it.
 
-    There is none for groups with one rank a node, with unequal numbers of ranks on their nodes, and on
-    processors that show writes in any order.
+    There is none for groups with one rank a node, with unequal numbers of ranks on their nodes, on processors that
+    show writes in any order, and on other systems than Linux.
 
     Args:
         comm: Communicator of the group.
@@ -187,14 +181,13 @@ def open_node_memory(comm: Any, *, wanted: bool) -> NodeMemory | None:
     Ranks: all of the group, together; all get it, or none does.
     """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    wanted = wanted and platform.machine().lower() in _ORDERED
+    wanted = wanted and platform.machine().lower() in _ORDERED and hasattr(os, "memfd_create")
     said = comm.allgather((wanted, node.size))
     if not all(wants and size == node.size > 1 for wants, size in said):
         node.Free()
         return None
     across = None if node.size == comm.size else comm.Split(node.rank)
-    path = node.bcast(_FOLDER / f"lockstep-{uuid.uuid4().hex}")
-    return NodeMemory(comm, node, across, path)
+    return NodeMemory(comm, node, across, node.bcast(os.getpid()))
 
 
 class _Layout(NamedTuple):
@@ -220,16 +213,32 @@ def _layout(ranks: int) -> _Layout:
     return _Layout(start, slot, turns, start + turns * ranks * slot)
 
 
-def _mapped(path: Path, nbytes: int, flags: int) -> mmap.mmap | None:
+def _new_file(nbytes: int) -> int:
+    """Return a new file in memory; -1 where there is no room for it."""
+    file = os.memfd_create("lockstep")
     try:
-        file = os.open(path, os.O_RDWR | flags, 0o600)
+        os.posix_fallocate(file, 0, nbytes)  # else the first touch of a page could end the process
+    except OSError:
+        os.close(file)
+        return -1
+    return file
+
+
+def _mapped(path: Path, nbytes: int) -> mmap.mmap | None:
+    try:
+        file = os.open(path, os.O_RDWR)
     except OSError:
         return None
     try:
-        if flags:
-            os.posix_fallocate(file, 0, nbytes)  # else the first touch of a page could end the process
         return mmap.mmap(file, nbytes)
-    except OSError:
+    except (OSError, ValueError):
         return None
     finally:
         os.close(file)
+
+
+def _agree(comm: Any, value: int, op: Any) -> Generator[Iterable[Any], None, int]:
+    """Reduce a number over a communicator, without blocking."""
+    memory = array.array("q", [value])
+    yield [comm.Iallreduce(MPI.IN_PLACE, [memory, 1, MPI.INT64_T], op)]
+    return memory[0]

@@ -114,7 +114,9 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
                 )
             elif self.backend == "auto" and self.mpirun.hostfile is None:
                 if self.cluster_environment.global_rank() == 0:
-                    _say_once("There is no mpirun here, so the ranks are started as lockstep_ddp starts them.")
+                    _say_once(
+                        "There is no mpirun here, so the ranks are started as lockstep_ddp starts them."
+                    )
             else:
                 raise LaunchError(
                     "There is no mpirun beside this Python nor in PATH: install one with"

@@ -1,6 +1,7 @@
 """What torch.distributed promises of a backend, asked of mpi4py; writes down what each rank saw."""
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -266,14 +267,35 @@ def no_shared_memory_on_one_rank(rank, size):
     usual = _mpi_node_memory._mapped
     if rank == 1:
         _mpi_node_memory._mapped = lambda *_: None
+    files = len(os.listdir("/proc/self/fd"))
     group = dist.new_group()
     big = torch.full((300_000,), 1.0 + rank)
     dist.all_reduce(big, group=group)
     _mpi_node_memory._mapped = usual
     again = torch.full((300_000,), 2.0 + rank)
     dist.all_reduce(again, group=group)
-    memory = group._memory
-    return [big.unique().tolist(), again.unique().tolist(), memory._slots is None, memory._path.exists()]
+    left = len(os.listdir("/proc/self/fd")) - files
+    return [big.unique().tolist(), again.unique().tolist(), group._memory._slots is None, left]
+
+
+def large_of_every_number(rank, size):
+    """Large sums of whole numbers of every kind, also of those that torch itself cannot add."""
+    kinds = [
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.uint16,
+        torch.int32,
+        torch.uint32,
+        torch.int64,
+        torch.uint64,
+    ]
+    found = []
+    for kind in kinds:
+        t = torch.tensor([3 * rank + 1], dtype=kind).repeat(100_001)
+        dist.all_reduce(t)
+        found.append(sorted(set(t.tolist())))
+    return found
 
 
 def late_for_shared_memory(rank, size):
@@ -328,6 +350,7 @@ ASKED = [
     sync_and_async,
     lying_elsewhere,
     no_shared_memory_on_one_rank,
+    large_of_every_number,
     late_for_shared_memory,
     too_late,
     impatient_wait,

@@ -164,7 +164,8 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(seen: list[dict[st
 
 def test_all_go_by_messages_where_one_rank_has_no_shared_memory(seen: list[dict[str, Any]]) -> None:
     for one in seen:
-        assert one["no_shared_memory_on_one_rank"] == [[3.0], [5.0], True, False]
+        assert one["no_shared_memory_on_one_rank"] == [[3.0], [5.0], True, 0]
+        assert one["large_of_every_number"] == [[5]] * 8
 
 
 def test_an_error_reaches_the_caller_of_backward(seen: list[dict[str, Any]]) -> None:
