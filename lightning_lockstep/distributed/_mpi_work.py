@@ -62,12 +62,14 @@ class Pause:
 
     Args:
         limit: Moment at which waiting ends [s, of time.monotonic].
+        spins: Looks before the core is given away; few where a backward pass may want it.
     """
 
-    __slots__ = ("_asked", "_looks", "_since", "limit")
+    __slots__ = ("_asked", "_looks", "_since", "_spins", "limit")
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, spins: int = 100) -> None:
         self.limit, self._looks, self._since, self._asked = limit, 0, 0.0, 0.0
+        self._spins = spins
 
     def __call__(self) -> bool:
         """Pause; return ``False`` once the limit is reached.
@@ -76,10 +78,10 @@ class Pause:
             BaseException: What the interruption of :func:`set_interruption` said.
         """
         self._looks += 1
-        if self._looks < 100:
+        if self._looks < self._spins:
             return True
         now = time.monotonic()
-        if self._looks == 100:
+        if self._looks == self._spins:
             self._since = self._asked = now
         waited = now - self._since
         if waited > 0.002:
@@ -233,7 +235,7 @@ class Engine:
             self._thread.join(2.0)
 
     def _loop(self) -> None:
-        pause = Pause(float("inf"))
+        pause = Pause(float("inf"), spins=5)
         while True:
             try:
                 item = self._inbox.get(block=not self._running)
