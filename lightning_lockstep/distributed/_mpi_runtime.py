@@ -108,6 +108,7 @@ class MPIRuntime:
             self.MPI.COMM_WORLD.Abort(self.failed)
         if not self.MPI.Is_finalized():
             self.call(self._leave)
+            set_listener(None)
             if self._finalises:
                 self.engine.call(self.MPI.Finalize)
         self.engine.stop()

@@ -48,8 +48,8 @@ def set_interruption(question: Callable[[], BaseException | None] | None) -> Non
     _interruption = question
 
 
-def set_listener(listener: Callable[[], None]) -> None:
-    """Let every wait for another rank also call this, every few milliseconds; it may use MPI.
+def set_listener(listener: Callable[[], None] | None) -> None:
+    """Let every wait for another rank also call this, every few milliseconds; it may use MPI. ``None`` ends that.
 
     Ranks: any rank, alone; the runtime does it at start-up.
     """
@@ -250,7 +250,7 @@ class Engine:
                 item()
             if self._step_all():
                 pause.rest()
-            else:
+            elif self._running:
                 self._wait(pause)
 
     def _wait(self, pause: Pause) -> None:

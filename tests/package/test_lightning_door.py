@@ -37,6 +37,7 @@ def probe(first: str) -> Any:
 
 
 FIT = """
+import sys
 import torch
 import {family} as pl
 import lightning_lockstep
@@ -56,7 +57,8 @@ class Tell(pl.Callback):
     def on_fit_end(self, trainer, net):
         weights = " ".join(f"{{value:.6f}}" for value in net.layer.weight.flatten().tolist())
         rank, ranks, steps = trainer.global_rank, trainer.world_size, trainer.global_step
-        print(f"rank {{rank}} of {{ranks}} steps {{steps}}: {{weights}}")
+        line = f"rank {{rank}} of {{ranks}} steps {{steps}}: {{weights}}"
+        sys.stdout.write(line + "\\n")  # in one piece, also where output is not buffered
 
 if __name__ == "__main__":
     pl.seed_everything(1)
