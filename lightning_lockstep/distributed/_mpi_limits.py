@@ -1,4 +1,4 @@
-"""Sizes that steer the backend ``mpi4py``; `benchmarks/bench_mpi.py` is where they were found."""
+"""Sizes that steer the backend ``mpi4py``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Limits:
     count = 2**30
     polled = 2**16
     slice = 2**20
-    shared = 48 * 2**20  # containers usually have 64 MiB
+    shared = 48 * 2**20
 
 
 LIMITS = Limits()
