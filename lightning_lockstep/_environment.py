@@ -19,6 +19,8 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 #: Set by our process launcher in each rank it starts: the process id of the launching rank.
 LAUNCHER_PID = "LOCKSTEP_RANK_LAUNCHER_PID"
+#: Set by our mpirun launcher in each rank of its host: the folder in which a rank says that it ends in good order.
+ENDED_FOLDER = "LOCKSTEP_RANK_ENDED_FOLDER"
 
 
 def log_level() -> str | None:
@@ -46,3 +48,8 @@ def launcher_pid() -> int | None:
     """Return the process id of the rank that started this one, or ``None`` if nobody of ours did."""
     given = os.environ.get(LAUNCHER_PID)
     return int(given) if given else None
+
+
+def ended_folder() -> str | None:
+    """Return the folder in which to say that this rank ends in good order, or ``None`` if nobody asks."""
+    return os.environ.get(ENDED_FOLDER)

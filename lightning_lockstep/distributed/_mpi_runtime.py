@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import os
 import sys
 import threading
@@ -105,6 +106,9 @@ class MPIRuntime:
         """
         if self.failed is not None:
             _flush()
+            # MPI asks this host's daemon to end the job, and waits for ever if that is frozen or has just died.
+            self._nowhere = open(os.devnull, "w")  # noqa: SIM115 - stays open until the end
+            faulthandler.dump_traceback_later(_ABORTED, exit=True, file=self._nowhere)
             self.MPI.COMM_WORLD.Abort(self.failed)
         if not self.MPI.Is_finalized():
             self.call(self._leave)
@@ -155,6 +159,7 @@ class MPIRuntime:
 
 _TOGETHER = 2.0  # ranks that end within this time of each other need no farewells [s]
 _FAREWELL = 31_007  # tag of a farewell
+_ABORTED = 10.0  # MPI_Abort has ended this process within this time, or it ends itself [s]
 
 _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
 

@@ -9,8 +9,10 @@ import os
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from lightning_lockstep._environment import ended_folder
 from lightning_lockstep._lightning import _destroy_dist_connection
 from lightning_lockstep.distributed.failure import FailureRecord
 from lightning_lockstep.distributed.flushing import run_flushers
@@ -24,6 +26,7 @@ __all__ = [
     "leave_without_waiting",
     "leaving",
     "show_plainly",
+    "tell_mpirun_launcher",
     "tell_torchelastic",
 ]
 
@@ -114,6 +117,22 @@ def leave_without_waiting(exit_code: int) -> None:
         os._exit(exit_code)
 
     atexit.register(leave)
+
+
+def tell_mpirun_launcher() -> None:
+    """Have the launcher of this host's ranks told, at this process's end, if it ends in good order.
+
+    Ranks: every rank, for itself, once.
+    """
+    folder = ended_folder()
+
+    def tell() -> None:
+        if not leaving() and not hasattr(sys, "last_value"):
+            with suppress(OSError):
+                Path(folder or "", str(os.getpid())).touch()
+
+    if folder is not None:
+        atexit.register(tell)
 
 
 def tell_torchelastic(record: FailureRecord) -> None:

@@ -25,7 +25,10 @@ from lightning_lockstep._lightning import ClusterEnvironment
 from lightning_lockstep.distributed.mpi_meeting import Meeting, meet
 from lightning_lockstep.errors import LaunchError
 
-__all__ = ["MPIEnvironment", "MPIRank", "find_mpi_rank"]
+__all__ = ["RANK_VARIABLES", "MPIEnvironment", "MPIRank", "find_mpi_rank"]
+
+#: Each rank that an mpirun or mpiexec has started has one of these.
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+from lightning_lockstep._environment import ENDED_FOLDER
 from lightning_lockstep._lightning import _SubprocessScriptLauncher
 from lightning_lockstep.distributed.leaving import flush_everything
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.environment import LockstepEnvironment
+from lightning_lockstep.launchers.mpirun_watch import MPIRunWatch
 from lightning_lockstep.launchers.preflight import Host, check_hosts, read_hostfile
 from lightning_lockstep.launchers.scripts import current_job, rank_command
 
@@ -56,6 +58,7 @@ class MPIRunSettings:
     mpirun: str | None = None
     mpirun_args: tuple[str, ...] = ()
     ssh_args: tuple[str, ...] = ()
+    grace_period: float = 10.0
 
     def __post_init__(self) -> None:
         if self.hostfile is not None and not Path(self.hostfile).is_file():
@@ -229,8 +232,13 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         return environ
 
     def _run(self, command: list[str], folder: str | None) -> int:
+        watch = MPIRunWatch(self.num_processes, self.settings.grace_period + _PATIENCE)
         process = subprocess.Popen(
-            command, env=self._environ(), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command,
+            env=self._environ() | {ENDED_FOLDER: str(watch.ended_folder)},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         self.procs = [process]
         began, lost = threading.Event(), threading.Event()
@@ -240,10 +248,7 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
             thread.start()
         previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
-            code = process.wait()
-        except KeyboardInterrupt:
-            # The terminal has told mpirun too, and it ends the ranks.
-            code = process.wait(30) or 130
+            code = watch.wait(process)
         finally:
             signal.signal(signal.SIGTERM, previous)
         for thread in threads:
@@ -257,7 +262,13 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
                 " checkpoint once it is back.\n"
             )
             return code or 1  # Open MPI 5 calls this a success
-        return code if code >= 0 else 128 - code
+        if watch.overdue:
+            sys.stderr.write(
+                f"\nlightning-lockstep: mpirun had not ended {watch.patience:g} s after its ranks on this host, and"
+                " was killed. It waits for the daemons of the other hosts: one of these is frozen, or its host is."
+                " Look there for processes that are left, and continue from the last checkpoint.\n"
+            )
+        return code
 
 
 def _where_all_hosts_see_it(program: list[str]) -> list[str]:
@@ -293,15 +304,21 @@ def _label(source: IO[bytes], target: TextIO, began: threading.Event, lost: thre
                 target.write("".join(mark + one for one in block))
         elif mark in blocks:
             blocks[mark].append(text)
-        elif text.strip(" \n\0"):
+        elif text.strip(" \n\0") and not _COUNTED.match(text):
             target.write(mark + text)
         target.flush()
     for mark, block in blocks.items():  # the last dashes never came
         target.write("".join(mark + one for one in block))
 
 
+# How long mpirun may take to end all other ranks, beyond the grace period in which they end by themselves [s].
+_PATIENCE = 10.0
+
 # What mpirun says when the ssh that holds a daemon ends: at start a daemon that did not come up, later one lost.
 _DAEMON_GONE = "daemon failed to report back after being spawned"
+
+# How often more mpirun would have said what it has said once.
+_COUNTED = re.compile(r"\s*\d+ more process(es have| has) sent help message")
 
 # The report of the rank that failed first comes last; what mpirun has to add says less.
 _REMARKS = re.compile(

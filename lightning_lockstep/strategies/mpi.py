@@ -16,6 +16,7 @@ from lightning_lockstep._lightning import _AcceleratorConnector, rank_zero_only
 from lightning_lockstep.distributed import mpi_backend
 from lightning_lockstep.distributed._mpi_runtime import abort_when_leaving
 from lightning_lockstep.distributed._mpi_work import set_interruption
+from lightning_lockstep.distributed.leaving import tell_mpirun_launcher
 from lightning_lockstep.distributed.process_group import has_backend
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError, RankFailedError
 from lightning_lockstep.launchers.environment import LockstepEnvironment, detect_environment
@@ -80,10 +81,14 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         self._backend_options = mpi_backend.MPIBackendOptions(
             check=check, cuda_aware=cuda_aware, shared_memory=shared_memory
         )
-        self.mpirun = MPIRunSettings(
-            hostfile=hostfile, mpirun=mpirun, mpirun_args=tuple(mpirun_args), ssh_args=tuple(ssh_args)
-        )
         super().__init__(cluster_environment=cluster_environment or detect_environment(), **options)
+        self.mpirun = MPIRunSettings(
+            hostfile=hostfile,
+            mpirun=mpirun,
+            mpirun_args=tuple(mpirun_args),
+            ssh_args=tuple(ssh_args),
+            grace_period=self.keeper.settings.grace_period,
+        )
         if self._under_mpi:
             # Lightning takes every rank for rank 0 until the ranks have met, and greets once on each.
             rank_zero_only.rank = self._mpi.global_rank()  # type: ignore[attr-defined]
@@ -145,6 +150,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         self._process_group_backend = self._choose_backend()
         mpi_backend.default_options(self._backend_options)
         super().setup_distributed()
+        tell_mpirun_launcher()
         fan_out = self.keeper.fan_out
         if fan_out is not None:
 

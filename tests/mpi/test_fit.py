@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers import run_script
+from tests.helpers import Script, run_script
 from tests.mpi.cluster import Cluster, why_not
 from tests.mpi.launch import HERE, MPI_KINDS, PACKAGE, mpi_environ, run_program, why_no
 
@@ -191,7 +191,7 @@ def ranks_on(cluster: Cluster, host: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("fault", ["daemon", "cable"])
+@pytest.mark.parametrize("fault", ["daemon", "cable", "frozen"])
 def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tmp_path: Path) -> None:
     command = fit_command(cluster, tmp_path, hostfile(cluster), "--slow", "--epochs", "500")
     process = cluster.start(0, command, env=ENVIRON)
@@ -203,7 +203,14 @@ def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tm
         if fault == "cable":
             cluster.cut()
         else:
-            cluster.kill([pid for pid in cluster.pids_on(1) if psutil.Process(pid).name() == "prted"])
+            daemons = [pid for pid in cluster.pids_on(1) if psutil.Process(pid).name() == "prted"]
+            assert daemons
+            if fault == "daemon":
+                cluster.kill(daemons)
+            else:  # it answers nobody any more, and a rank beside it fails and asks it to end the job
+                for pid in daemons:
+                    os.kill(pid, signal.SIGSTOP)
+                os.kill(ranks_on(cluster, 1)[0], signal.SIGTERM)
         output, _ = process.communicate(timeout=150)
         deadline = time.monotonic() + 60
         while (left := ranks_on(cluster, 1)) and time.monotonic() < deadline:
@@ -216,4 +223,23 @@ def test_a_host_is_lost_in_the_midst_of_the_run(cluster: Cluster, fault: str, tm
         cluster.mend()
         cluster.kill(cluster.pids_on(1))
     assert process.returncode not in (0, None), output
-    assert "lost" in output or "vanished" in output or "is gone" in output, output
+    if fault == "frozen":
+        assert "SIGTERMException" in output and "is frozen" in output, output
+        assert process.returncode == 1
+    else:
+        assert "lost" in output or "vanished" in output or "is gone" in output, output
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_the_terminal_ends_mpirun_and_all_ranks(times: int, tmp_path: Path) -> None:
+    needs("open_mpi")
+    command = [sys.executable, FIT, str(tmp_path), "--devices", "2", "--slow", "--epochs", "500"]
+    with Script(command, env=mpi_environ()) as script:
+        script.wait_for("TRAINING")
+        assert len(script.descendants()) >= 3  # mpirun and the ranks
+        for _ in range(times):
+            script.interrupt()
+            time.sleep(0.3)
+        outcome = script.finish(timeout=60)
+    assert outcome.returncode == 130 and outcome.leftovers == (), outcome.output
+    assert "Traceback" not in outcome.output, outcome.output
