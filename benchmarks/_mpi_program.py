@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lockstep.distributed._mpi_limits import LIMITS
 from lightning_lockstep.distributed.mpi_backend import MPIBackendOptions, register_mpi_backend
 from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
 
@@ -69,6 +70,8 @@ def main() -> None:
     engine, out = sys.argv[1], Path(sys.argv[2])
     if os.environ.get("BENCH_AUTOGROUP"):  # a machine that others use too: this session first
         Path("/proc/self/autogroup").write_text(os.environ["BENCH_AUTOGROUP"])
+    for name, size in json.loads(os.environ.get("BENCH_LIMITS", "{}")).items():
+        setattr(LIMITS, name, size)
     torch.set_num_threads(1)
     register_mpi_backend()
     env = MPIEnvironment()
@@ -95,7 +98,7 @@ def main() -> None:
                 dist.all_reduce(tensor)
             found[f"all-reduce {name}"] = median(lambda t=tensor: dist.all_reduce(t), times)  # type: ignore[misc]
     if engine in ("gloo", "mpi4py", "mpi4py, messages only", "no reduction"):
-        for batch in (32, 256):
+        for batch in (32,) if "BENCH_LIMITS" in os.environ else (32, 256):
             torch.manual_seed(0)
             layers = [part for _ in range(10) for part in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())]
             step = step_of(torch.nn.Sequential(*layers), batch, reduced=engine != "no reduction")
