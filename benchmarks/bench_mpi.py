@@ -106,7 +106,7 @@ def run(quick: bool) -> Report:
         "`bare mpi4py` is one `Allreduce` of the whole buffer, without torch; what our group adds to it at"
         " 4 KB is the"
         " difference of the two rows.",
-        "`messages only` is our group without shared memory: large reductions go to MPI in pieces of 2 MB.",
+        "`messages only` is our group without shared memory: large reductions go to MPI in pieces of 8 MB.",
         "`copy and add` is each rank for itself, both at once: what an all-reduce of two ranks would take if they"
         " never had to wait for each other. This copying of memory is the limit of large reductions on one host.",
         "The two hosts are network namespaces of this machine with a virtual cable between them.",

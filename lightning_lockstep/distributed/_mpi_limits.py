@@ -12,15 +12,15 @@ class Limits:
         piece: Bytes of one piece of a reduction by MPI.
         count: Elements of one MPI call.
         polled: Bytes up to which a collective is never a blocking one, nor goes through shared memory.
-        shared: Bytes of shared memory that the ranks of a node take for one group, if that gives each enough.
-        slot: Bytes of a rank's slot there at least; it has two.
+        slice: Bytes that each rank of a node adds at once in shared memory.
+        shared: Bytes of shared memory that the ranks of a node take for one group at most.
     """
 
-    piece = 2 * 2**20
+    piece = 8 * 2**20
     count = 2**30
     polled = 2**16
-    shared = 8 * 2**20
-    slot = 256 * 2**10
+    slice = 2**20
+    shared = 48 * 2**20
 
 
 LIMITS = Limits()

@@ -7,9 +7,10 @@ slice of the piece on its node, then reduces that slice with its counterparts on
 that each number crosses the network once for each node instead of once for each rank.
 
 Ranks wait for each other by counting, each in a place of its own that the others read. Nothing blocks, so a rank
-that is late, dead or has raised is noticed as in every other operation. Each rank has two slots and uses them in
-turn: whoever sees that all have come with one piece knows that nobody reads the piece before it any more. More
-slots, or larger ones, would not stay in the cache.
+that is late, dead or has raised is noticed as in every other operation. Each rank has several slots and uses them
+in turn: whoever sees that all have come with one piece knows that nobody reads the piece before it any more. Two
+would do, but to write what another core has just read takes up to ten times as long where the two cores do not
+share a cache, so there are as many as the memory allows.
 
 The processor must let others see what a core writes in the order in which it was written, as x86-64 does; Python has no
 fence for those that don't. NumPy does the arithmetic: it uses one thread, where torch would start a team of them
@@ -128,14 +129,14 @@ class NodeMemory:
         for start in range(0, len(flat), length):
             piece = flat[start : start + length]
             shared = slots[self._turn, :, : len(piece)]
-            self._turn = 1 - self._turn
+            self._turn = (self._turn + 1) % len(slots)
             yield from self._of_two(piece, shared) if two else self._by_slices(piece, shared, over_nodes)
 
     def _use(self, memory: mmap.mmap) -> None:
         layout = self._layout
         self._counts = memoryview(memory)[: self.node.size * _LINE].cast("q")[:: _LINE // 8]
         slots = np.frombuffer(memory, np.uint8, offset=layout.start)
-        self._slots = slots.reshape(2, self.node.size, layout.slot)
+        self._slots = slots.reshape(layout.turns, self.node.size, layout.slot)
 
     def _meet(self) -> _Meeting:
         """Say that this rank has come so far, and return what is complete once all have."""
@@ -195,18 +196,21 @@ class _Layout(NamedTuple):
     Attributes:
         start: Where the slots begin.
         slot: Size of a slot.
+        turns: How many slots each rank has.
         nbytes: Size of all.
     """
 
     start: int
     slot: int
+    turns: int
     nbytes: int
 
 
 def _layout(ranks: int) -> _Layout:
     start = -(-ranks * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
-    slot = max(_LINE, LIMITS.slot, LIMITS.shared // (2 * ranks)) // _LINE * _LINE
-    return _Layout(start, slot, start + 2 * ranks * slot)
+    slot = max(_LINE, min(LIMITS.slice * ranks, LIMITS.shared // (2 * ranks)) // _LINE * _LINE)
+    turns = max(2, LIMITS.shared // (ranks * slot))
+    return _Layout(start, slot, turns, start + turns * ranks * slot)
 
 
 def _new_file(nbytes: int) -> int:

@@ -181,7 +181,7 @@ def main():
         from lightning_lockstep.distributed._mpi_limits import LIMITS
 
         LIMITS.piece, LIMITS.count, LIMITS.polled = 64, 17, 8
-        LIMITS.slot, LIMITS.shared = 64, 768
+        LIMITS.slice, LIMITS.shared = 100, 2048
     groups = [list(range(size))] + ([[size - 1, 0]] if size > 2 else []) + [[0]]
     found = {"cases": 0, "wrong": [], "not compared": 0, "groups": len(groups)}
     for ranks in groups:
