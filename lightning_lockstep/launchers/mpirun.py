@@ -288,8 +288,11 @@ def _label(source: IO[bytes], target: TextIO, began: threading.Event, lost: thre
     """Pass on what mpirun prints, each line with its rank, without its remarks about an end by force."""
     blocks: dict[str, list[str]] = {}  # by rank: lines since a line of dashes
     for line in source:
-        tagged = _TAGGED.match(line.decode(errors="replace").replace("\0", ""))
-        mark, text = (f"[rank {tagged[1]}] ", tagged[2]) if tagged else ("", line.decode(errors="replace"))
+        said = line.decode(errors="replace").replace("\0", "")
+        tagged = _TAGGED.match(said)
+        mark, text = (f"[rank {tagged[1]}] ", tagged[2]) if tagged else ("", said)
+        if not tagged and _COUNTED.match(text):
+            continue
         if tagged:
             began.set()
         if not tagged and (
@@ -304,7 +307,7 @@ def _label(source: IO[bytes], target: TextIO, began: threading.Event, lost: thre
                 target.write("".join(mark + one for one in block))
         elif mark in blocks:
             blocks[mark].append(text)
-        elif text.strip(" \n\0") and not _COUNTED.match(text):
+        elif text.strip():
             target.write(mark + text)
         target.flush()
     for mark, block in blocks.items():  # the last dashes never came
