@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, interleave
 from lightning_lockstep import AutoBatchSize
+from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryReading
 from lightning_lockstep.callbacks import auto_batch_size
-from lightning_lockstep.memory import MemoryMeter, MemoryReading
 
 WALL = 600
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB"

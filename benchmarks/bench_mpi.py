@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.engine import Comparison, Report
+from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_script
-from tests.mpi.cluster import Cluster, why_not
-from tests.mpi.launch import mpi_command, mpi_environ, why_no
+from tests.helpers.cluster import Cluster, why_not
 
 PROGRAM = str(Path(__file__).with_name("_mpi_program.py"))
 PEER = "gloo"

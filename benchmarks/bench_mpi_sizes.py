@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks.bench_mpi import on_one_host
 from benchmarks.engine import Comparison, Report, interleave
-from lightning_lockstep.distributed._mpi_limits import LIMITS
-from tests.mpi.launch import why_no
+from lightning_lockstep.distributed.mpi.limits import LIMITS
+from tests.distributed.mpi.launch import why_no
 
 MB = 2**20
 ENGINES = {

@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from lightning_lockstep.logs.lines import Line, Place
-from lightning_lockstep.logs.order_book import OrderBook
+from lightning_lockstep.logs.ordering import OrderBook
 
 STEP_TIMEOUT = timedelta(seconds=60)
 

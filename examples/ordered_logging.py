@@ -25,13 +25,13 @@ RANKS = 4
 def rank(number: int, rendezvous: str, folder: str) -> None:
     from lightning_lockstep import get_logger
     from lightning_lockstep.distributed import current_communicator
-    from lightning_lockstep.logs import adapter
+    from lightning_lockstep.logs import logger
     from lightning_lockstep.logs.collector import sender_on
     from lightning_lockstep.logs.handlers import RankFile
 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=number, world_size=RANKS)
     logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(filename)s:%(lineno)d %(message)s")
-    adapter.local_handlers.append(RankFile(Path(folder), number, style="text"))
+    logger.local_handlers.append(RankFile(Path(folder), number, style="text"))
     sender = sender_on(current_communicator().side_channel)
     if sender.collector is not None:
         sender.collector.configure(timeout=2.0, folding=True)

@@ -20,17 +20,17 @@ _EXPORTS: dict[str, str] = {
     "AutoBatchSize": "callbacks.auto_batch_size",
     "EffectiveBatchSize": "callbacks.effective_batch_size",
     "RankOrderedLogging": "callbacks.rank_logging",
-    "StopTogether": "callbacks.breakpoint",
+    "StopTogether": "callbacks.stop_together",
     "SyncedEarlyStopping": "callbacks.early_stopping",
     # functions
-    "check_breakpoint": "callbacks.breakpoint",
-    "find_executable_batch_size": "memory.executable",
+    "check_breakpoint": "stopping.breakpoint",
+    "find_executable_batch_size": "batch_size.find_executable",
     "get_logger": "logs",
     "in_rank_order": "logs",
-    "set_breakpoint": "callbacks.breakpoint",
+    "set_breakpoint": "stopping.breakpoint",
     # overflows
     "FP32Modules": "callbacks.fp32_modules",
-    "OverflowDetector": "callbacks.overflow",
+    "OverflowDetector": "callbacks.overflow_detector",
     "detect_overflow": "numerics.statistics",
     "run_in_fp32": "numerics.float32",
     # errors

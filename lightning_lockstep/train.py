@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 
 from lightning_lockstep._application.checks import check_training, prepare_training
 from lightning_lockstep._application.entry import hydra_main
-from lightning_lockstep._application.fitting import run as train
+from lightning_lockstep._application.run import run as train
 
 __all__ = ["check_training", "hydra_main", "main", "prepare_training", "train"]
 

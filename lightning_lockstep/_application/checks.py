@@ -9,16 +9,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_lockstep._application.build import component_keys
 from lightning_lockstep._application.checkpoints import find_checkpoint
-from lightning_lockstep._application.components import component_keys
-from lightning_lockstep._application.external_ranks import ExternalRanks, external_ranks
+from lightning_lockstep._application.config_channel import ExternalRanks, external_ranks
 from lightning_lockstep._application.faults import Fault
 from lightning_lockstep._application.targets import TargetChecks, target_of
 from lightning_lockstep._application.value_types import mismatch
 from lightning_lockstep._lightning import LightningEnvironment
+from lightning_lockstep.demo.data_module import is_count
+from lightning_lockstep.demo.global_batch_sampler import batch_size_per_rank
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.workloads._data_module import is_count
-from lightning_lockstep.workloads.dealing import batch_size_per_rank
 
 _SWITCHES: dict[str, Any] = {
     "seed": int,

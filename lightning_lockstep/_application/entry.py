@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 import hydra
 from omegaconf import DictConfig, OmegaConf, flag_override
 
-from lightning_lockstep._application import _hydra
-from lightning_lockstep._application.external_ranks import ConfigChannel, Word, external_ranks
+from lightning_lockstep._application import hydra_internals
+from lightning_lockstep._application.config_channel import ConfigChannel, Word, external_ranks
+from lightning_lockstep._application.config_check import JobCheck, preflight, run_requested
 from lightning_lockstep._application.faults import Fault, show_faults
-from lightning_lockstep._application.preflight import JobCheck, preflight, run_requested
-from lightning_lockstep.distributed.leaving import leaving
+from lightning_lockstep.distributed.failure.process_exit import leaving
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.launchers.hydra_ranks import (
+from lightning_lockstep.launchers.hydra_rerun import (
     current_hydra_config,
     for_other_ranks,
     freeze,
@@ -72,7 +72,7 @@ def hydra_main(
         def decorated(passed: DictConfig | None = None) -> Any:
             if passed is not None:
                 return program(passed)
-            arguments = _hydra.get_args_parser().parse_args()
+            arguments = hydra_internals.get_args_parser().parse_args()
             if arguments.experimental_rerun is not None:
                 return _run_child(Path(arguments.experimental_rerun), program)
             ranks = external_ranks()
@@ -131,7 +131,7 @@ class _Application:
                 self.channel.close(exit_code, unusable=unheard)
 
     def _check(self, check: JobCheck | None) -> None:
-        search_path = _hydra.search_path_of(self.program, self.config_path, self.arguments)
+        search_path = hydra_internals.search_path_of(self.program, self.config_path, self.arguments)
         faults, mended = preflight(self.arguments, search_path, self.config_name, check)
         sys.argv[1:] = [mended.get(argument, argument) for argument in sys.argv[1:]]
         if faults:
@@ -142,7 +142,7 @@ class _Application:
         @functools.wraps(self.program)
         def job(_: DictConfig) -> Any:
             config = self._freeze_job(prepare)
-            last = config.hydra.mode != _hydra.RunMode.MULTIRUN
+            last = config.hydra.mode != hydra_internals.RunMode.MULTIRUN
             self.channel.tell(Word(for_other_ranks(config), last=last))
             try:
                 return self.program(without_hydra(config))
@@ -162,7 +162,7 @@ class _Application:
             with flag_override(whole, ["readonly", "struct"], [False, False]):
                 prepare(whole)
         config = freeze(whole)
-        _hydra.HydraConfig.instance().set_config(config)
+        hydra_internals.HydraConfig.instance().set_config(config)
         subdir = config.hydra.output_subdir
         if subdir is not None:
             OmegaConf.save(
@@ -215,18 +215,18 @@ def _run_child(file: Path, program: Program) -> None:
 
 def _run_frozen(config: DictConfig, program: Program) -> Any:
     """Run one job on a finished configuration, with Hydra's surroundings but none of its files."""
-    _hydra.setup_globals()
-    _hydra.configure_log(config.hydra.job_logging, config.hydra.verbose)
-    _hydra.HydraConfig.instance().set_config(config)
+    hydra_internals.setup_globals()
+    hydra_internals.configure_log(config.hydra.job_logging, config.hydra.verbose)
+    hydra_internals.HydraConfig.instance().set_config(config)
     if config.hydra.job.chdir:
         folder = Path(config.hydra.runtime.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         os.chdir(folder)
     try:
-        with _hydra.env_override(dict(config.hydra.job.env_set)):
+        with hydra_internals.env_override(dict(config.hydra.job.env_set)):
             return program(without_hydra(config))
     finally:
-        _hydra.flush_loggers()
+        hydra_internals.flush_loggers()
 
 
 def _end_if_about_settings(error: BaseException) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application._hydra import HydraException, Loader, Override, OverridesParser
 from lightning_lockstep._application.faults import Fault, did_you_mean, nearest
+from lightning_lockstep._application.hydra_internals import HydraException, Loader, Override, OverridesParser
 from lightning_lockstep._application.targets import settings_of
 
 # A sweep is checked one value at a time; beyond this many values the rest is left to Hydra.

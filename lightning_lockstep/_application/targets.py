@@ -19,8 +19,8 @@ import hydra.utils
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application._hydra import HydraException, locate
 from lightning_lockstep._application.faults import Fault, did_you_mean
+from lightning_lockstep._application.hydra_internals import HydraException, locate
 from lightning_lockstep._application.value_types import mismatch
 from lightning_lockstep._lightning import MisconfigurationException
 from lightning_lockstep.errors import ConfigurationError

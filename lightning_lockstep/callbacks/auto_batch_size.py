@@ -10,9 +10,12 @@ from typing import Any, Literal
 import torch
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
-from lightning_lockstep.callbacks._auto_batch_settings import AutoBatchSizeSettings
-from lightning_lockstep.callbacks._batch_place import BatchPlace
-from lightning_lockstep.callbacks._batch_report import (
+from lightning_lockstep.batch_size.loaders import BatchPlace
+from lightning_lockstep.batch_size.memory.malloc import return_freed_memory
+from lightning_lockstep.batch_size.memory.meter import MemoryMeter, meter_for, parse_bytes
+from lightning_lockstep.batch_size.recovery.guarded_step import GuardedOptimization
+from lightning_lockstep.batch_size.recovery.recover import Recovery
+from lightning_lockstep.batch_size.report import (
     SearchResult,
     draw,
     read_result,
@@ -20,22 +23,14 @@ from lightning_lockstep.callbacks._batch_report import (
     table,
     write_result,
 )
-from lightning_lockstep.callbacks._guarded_step import GuardedOptimization
-from lightning_lockstep.callbacks._recovery import Recovery
-from lightning_lockstep.callbacks._search_run import fingerprint_of, refuse_sharded, run_search
-from lightning_lockstep.callbacks._trial import TrialRunner
+from lightning_lockstep.batch_size.search import SizeSearch, search_for
+from lightning_lockstep.batch_size.search_run import fingerprint_of, refuse_sharded, run_search
+from lightning_lockstep.batch_size.settings import AutoBatchSizeSettings
+from lightning_lockstep.batch_size.trial import TrialRunner
 from lightning_lockstep.callbacks.effective_batch_size import keep_effective_batch
 from lightning_lockstep.distributed import Communicator, current_communicator
-from lightning_lockstep.distributed.reducer import untouched_buckets, why_not_resumable
+from lightning_lockstep.distributed.ddp_reducer import untouched_buckets, why_not_resumable
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
-from lightning_lockstep.memory import (
-    MemoryMeter,
-    SizeSearch,
-    meter_for,
-    parse_bytes,
-    return_freed_memory,
-    search_for,
-)
 
 __all__ = ["AutoBatchSize"]
 

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep._lightning import EarlyStopping
-from lightning_lockstep.callbacks._early_stopping_decision import (
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.side_channel.delayed_gather import DelayedGather
+from lightning_lockstep.errors import ConfigurationError, MetricMissingError
+from lightning_lockstep.stopping.early_stopping_rule import (
     MISSING,
     MODES,
     REDUCTIONS,
@@ -24,10 +27,7 @@ from lightning_lockstep.callbacks._early_stopping_decision import (
     missing_message,
     reduce_entries,
 )
-from lightning_lockstep.callbacks._step_watch import StepWatch
-from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.delayed_gather import DelayedGather
-from lightning_lockstep.errors import ConfigurationError, MetricMissingError
+from lightning_lockstep.stopping.step_metric import StepWatch
 
 __all__ = ["SyncedEarlyStopping"]
 

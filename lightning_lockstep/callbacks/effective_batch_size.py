@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
-from lightning_lockstep.callbacks._batch_place import BatchPlace
-from lightning_lockstep.callbacks._batch_report import say
-from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.errors import BatchSizeError, ConfigurationError
-from lightning_lockstep.memory.effective_batch import (
+from lightning_lockstep.batch_size.effective_batch import (
     EffectiveBatch,
     LearningRateScaling,
     plan_effective_batch,
     scaled_learning_rate,
 )
+from lightning_lockstep.batch_size.loaders import BatchPlace
+from lightning_lockstep.batch_size.report import say
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 
 __all__ = ["EffectiveBatchSize"]
 

@@ -8,9 +8,9 @@ from difflib import get_close_matches
 from torch import nn
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
-from lightning_lockstep.callbacks._overflow_values import NamePatterns, module_names
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.numerics.float32 import run_in_fp32, undo_run_in_fp32
+from lightning_lockstep.numerics.module_values import NamePatterns, module_names
 
 __all__ = ["FP32Modules"]
 

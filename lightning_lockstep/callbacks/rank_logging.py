@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning_lockstep._lightning import Callback
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.logs import adapter
+from lightning_lockstep.logs import logger
 from lightning_lockstep.logs.collector import LineSender, NodeMerger, sender_on
 from lightning_lockstep.logs.handlers import ConsoleHandler, RankFile, Takeover, WarningHandler
 
@@ -90,7 +90,7 @@ class RankOrderedLogging(Callback):
             folder = communicator.broadcast(str(self.folder or Path(_run_folder(trainer), "logs")))
             self._file = self._open_file(communicator, Path(folder), self.files)
             handlers.append(self._file)
-            adapter.local_handlers.append(self._file)
+            logger.local_handlers.append(self._file)
         self._takeover = Takeover(handlers)
         self._takeover.begin()
         # Under pytest, warnings are its own business.
@@ -150,8 +150,8 @@ class RankOrderedLogging(Callback):
             if self._sender.collector is not None:
                 # While the console is still ours: the handlers that get it back may want no INFO.
                 self._sender.collector.settle(min(self.order_timeout, _AT_THE_END))
-        if self._file is not None and self._file in adapter.local_handlers:
-            adapter.local_handlers.remove(self._file)
+        if self._file is not None and self._file in logger.local_handlers:
+            logger.local_handlers.remove(self._file)
         if self._takeover is not None:
             self._takeover.end()
         if self._captured:
@@ -171,8 +171,8 @@ def _run_folder(trainer: Any) -> str:
 
 def _faults(level: Any, files: Any, order_timeout: Any) -> list[str]:
     faults = []
-    if not isinstance(level, str) or level.upper() not in adapter.LEVELS:
-        faults.append(f"level={level!r}: expected one of {', '.join(adapter.LEVELS)}.")
+    if not isinstance(level, str) or level.upper() not in logger.LEVELS:
+        faults.append(f"level={level!r}: expected one of {', '.join(logger.LEVELS)}.")
     if files not in ("text", "json", None):
         faults.append(f"files={files!r}: expected 'text', 'json' or None.")
     if not isinstance(order_timeout, (int, float)) or isinstance(order_timeout, bool) or order_timeout <= 0:

@@ -13,16 +13,16 @@ from lightning_lockstep.distributed.communicator import (
     PendingReduction,
     SingleProcessCommunicator,
 )
-from lightning_lockstep.distributed.exchange import exchange
-from lightning_lockstep.distributed.failure import FailureRecord
-from lightning_lockstep.distributed.fan_out import CrashFanOut
+from lightning_lockstep.distributed.failure.propagation import CrashFanOut
+from lightning_lockstep.distributed.failure.record import FailureRecord
 from lightning_lockstep.distributed.rendezvous import rendezvous_store
-from lightning_lockstep.distributed.side_channel import (
+from lightning_lockstep.distributed.side_channel.base import (
     LocalSideChannel,
     Message,
     SideChannel,
 )
-from lightning_lockstep.distributed.store_side_channel import StoreSideChannel
+from lightning_lockstep.distributed.side_channel.gather import exchange
+from lightning_lockstep.distributed.side_channel.store import StoreSideChannel
 from lightning_lockstep.distributed.torch_communicator import (
     TorchCommunicator,
     current_communicator,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_lockstep.distributed.side_channel import LocalSideChannel, SideChannel
+from lightning_lockstep.distributed.side_channel.base import LocalSideChannel, SideChannel
 
 __all__ = ["Agreement", "Communicator", "PendingReduction", "ReduceOperation", "SingleProcessCommunicator"]
 

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lockstep.distributed.channel_opening import close_side_channel, open_side_channel
 from lightning_lockstep.distributed.communicator import (
     Communicator,
     PendingReduction,
     ReduceOperation,
     SingleProcessCommunicator,
 )
-from lightning_lockstep.distributed.side_channel import SideChannel
+from lightning_lockstep.distributed.side_channel.base import SideChannel
+from lightning_lockstep.distributed.side_channel.opening import close_side_channel, open_side_channel
 
 __all__ = ["TorchCommunicator", "current_communicator", "shut_down"]
 

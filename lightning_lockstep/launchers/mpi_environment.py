@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_lockstep._lightning import ClusterEnvironment
-from lightning_lockstep.distributed.mpi_meeting import Meeting, meet
+from lightning_lockstep.distributed.mpi.rendezvous import Meeting, meet
 from lightning_lockstep.errors import LaunchError
 
 __all__ = ["RANK_VARIABLES", "MPIEnvironment", "MPIRank", "find_mpi_rank"]

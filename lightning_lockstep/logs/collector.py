@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.flushing import on_flush
-from lightning_lockstep.logs.bookkeeper import Bookkeeper
+from lightning_lockstep.distributed.failure.flushing import on_flush
 from lightning_lockstep.logs.lines import Line, Said, line_of, rank_list, record_of
-from lightning_lockstep.logs.order_book import Batch, OnceBook, OrderBook
+from lightning_lockstep.logs.ordering import Batch, OnceBook, OrderBook
+from lightning_lockstep.logs.ordering_thread import Bookkeeper
 
 __all__ = ["Collector", "LineSender", "NodeMerger"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.turns import turns_of
+from lightning_lockstep.distributed.rank_order import turns_of
 from lightning_lockstep.errors import ConfigurationError
 
 __all__ = ["in_rank_order"]

@@ -21,20 +21,20 @@ from lightning_lockstep._lightning import (
     reset_seed,
 )
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.compression import compression_hook
+from lightning_lockstep.distributed.ddp_comm_hooks import compression_hook
 from lightning_lockstep.distributed.process_group import (
     default_backend,
     process_group_exists,
     start_process_group,
 )
-from lightning_lockstep.launchers.environment import LockstepEnvironment, detect_environment
-from lightning_lockstep.launchers.keeper import KeeperSettings, RankKeeper
-from lightning_lockstep.launchers.scripts import ScriptLauncher
-from lightning_lockstep.launchers.spawned import SpawnedLauncher
+from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, detect_environment
+from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
+from lightning_lockstep.launchers.rank_supervisor import KeeperSettings, RankKeeper
+from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.numerics.precision import honest_precision, requested_precision
-from lightning_lockstep.strategies._options import DDPSettings, reject_unknown
-from lightning_lockstep.strategies._placement import mixed_cards_warning, placement_of, show_placement
-from lightning_lockstep.strategies._uneven import EvenLoader, even_loader
+from lightning_lockstep.strategies.options import DDPSettings, reject_unknown
+from lightning_lockstep.strategies.placement import mixed_cards_warning, placement_of, show_placement
+from lightning_lockstep.strategies.uneven_inputs import EvenLoader, even_loader
 
 __all__ = ["LockstepDDPStrategy"]
 

@@ -13,15 +13,15 @@ from typing import Any, Literal
 import torch
 
 from lightning_lockstep._lightning import _AcceleratorConnector, rank_zero_only
-from lightning_lockstep.distributed import mpi_backend
-from lightning_lockstep.distributed._mpi_runtime import abort_when_leaving
-from lightning_lockstep.distributed._mpi_work import set_interruption
-from lightning_lockstep.distributed.leaving import tell_mpirun_launcher
+from lightning_lockstep.distributed.failure.process_exit import tell_mpirun_launcher
+from lightning_lockstep.distributed.mpi import backend as mpi_backend
+from lightning_lockstep.distributed.mpi.progress import set_interruption
+from lightning_lockstep.distributed.mpi.runtime import abort_when_leaving
 from lightning_lockstep.distributed.process_group import has_backend
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError, RankFailedError
-from lightning_lockstep.launchers.environment import LockstepEnvironment, detect_environment
+from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, detect_environment
 from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
-from lightning_lockstep.launchers.mpirun import MPIRunLauncher, MPIRunSettings, find_mpirun
+from lightning_lockstep.launchers.mpirun.launcher import MPIRunLauncher, MPIRunSettings, find_mpirun
 from lightning_lockstep.strategies.ddp import LockstepDDPStrategy
 
 __all__ = ["LockstepMPIStrategy"]

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_lockstep.demo.cnn import ConvNet
+from lightning_lockstep.demo.digits import DigitsData
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.workloads.cnn import ConvNet
-from lightning_lockstep.workloads.digits import DigitsData
 from tests.batch_size.models import trainer
 
 GLOBAL_BATCH, STEPS = 64, 20

@@ -219,7 +219,7 @@ def test_the_run_after_a_search_sees_the_same_batches_logs_and_checkpoints(tmp_p
 
 
 def test_an_optimizer_that_already_has_state_is_restored():
-    from lightning_lockstep.callbacks._preserved_state import PreservedState
+    from lightning_lockstep.steps.snapshot import PreservedState
 
     net = nn.Linear(3, 3)
     optimizer = torch.optim.Adam(net.parameters())

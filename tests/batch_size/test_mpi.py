@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_script
-from tests.mpi.launch import mpi_command, mpi_environ, why_no
 
 PROGRAM = Path(__file__).parent / "program_mpi.py"
 

@@ -9,8 +9,9 @@ import weakref
 import pytest
 import torch
 
+from lightning_lockstep.batch_size.memory.meter import parse_bytes
+from lightning_lockstep.batch_size.memory.out_of_memory import attempt, is_out_of_memory
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.memory import attempt, is_out_of_memory, parse_bytes
 from tests.helpers import run_ranks
 
 FULL = [
@@ -85,7 +86,8 @@ def test_amounts():
 
 
 def meter_and_wall() -> tuple[float, float, str, bool]:
-    from lightning_lockstep.memory import memory_wall, meter_for
+    from lightning_lockstep.batch_size.memory.limits import memory_wall
+    from lightning_lockstep.batch_size.memory.meter import meter_for
 
     meter = meter_for(torch.device("cpu"), memory_limit=3 * 2**30)
     assert meter is not None

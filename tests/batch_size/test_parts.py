@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from lightning_lockstep import find_executable_batch_size
-from lightning_lockstep.callbacks._micro_batches import LogRecord, merged_extra, samples_in, split, volume
+from lightning_lockstep.batch_size.effective_batch import plan_effective_batch, scaled_learning_rate
+from lightning_lockstep.batch_size.recovery.micro_batches import (
+    LogRecord,
+    merged_extra,
+    samples_in,
+    split,
+    volume,
+)
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
-from lightning_lockstep.memory import plan_effective_batch, scaled_learning_rate
 from tests.helpers import run_ranks, world_size
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"

@@ -6,7 +6,13 @@ import json
 
 import pytest
 
-from lightning_lockstep.memory import BinarySearch, ModelSearch, PowerSearch, SizeSearch, search_for
+from lightning_lockstep.batch_size.search import (
+    BinarySearch,
+    ModelSearch,
+    PowerSearch,
+    SizeSearch,
+    search_for,
+)
 
 BASE, SLOPE = 1e9, 3.7e6
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed import CrashFanOut, FailureRecord, current_communicator
-from lightning_lockstep.distributed.failure import describe_exit, is_broken_collective
-from lightning_lockstep.distributed.fan_out import fan_out_on
+from lightning_lockstep.distributed.failure.propagation import fan_out_on
+from lightning_lockstep.distributed.failure.record import describe_exit, is_broken_collective
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
 from tests.helpers import run_ranks_raw, world_size
 

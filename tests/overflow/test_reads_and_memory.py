@@ -21,8 +21,8 @@ from lightning_lockstep import (
     detect_overflow,
 )
 from lightning_lockstep.numerics.gradients import GradientCheck
-from lightning_lockstep.numerics.random_state import RandomState
 from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statistics
+from lightning_lockstep.steps.random_state import RandomState
 from tests.helpers import run_ranks
 from tests.overflow.models import MARK, WIDTH, Explode, Task, data, fit
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import graphlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +14,11 @@ import lightning_lockstep
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
 
-GROUND = {"errors", "_lightning", "_environment"}
+GROUND = {"errors", "_lightning", "_environment", "_settings", "_system"}
 TALK = GROUND | {"distributed"}
-MIDDLE = TALK | {"launchers", "numerics", "memory", "logs"}
+MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
+FEATURES = MIDDLE | {"overflow", "batch_size"}
+PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 
 # room (folder or module at the top of the package) -> the rooms it may import; itself always
 ALLOWED: dict[str, set[str]] = {
@@ -23,32 +27,37 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "_lightning": set(),
     "_environment": {"errors"},
+    "_settings": {"errors"},
+    "_system": {"errors"},
     "distributed": GROUND,
     "launchers": TALK,
     "numerics": TALK,
-    "memory": TALK,
+    "steps": TALK,
     "logs": TALK,
+    "stopping": TALK,
+    "overflow": TALK | {"numerics", "steps"},
+    "batch_size": TALK | {"numerics", "steps"},
     "strategies": MIDDLE,
-    "callbacks": MIDDLE,
+    "callbacks": FEATURES,
     # programs, what they build and what they train
     "conf": set(),
-    "workloads": TALK,
-    "components": MIDDLE | {"strategies", "callbacks"},
-    "_application": MIDDLE | {"strategies", "callbacks", "components", "workloads", "conf"},
-    "train": MIDDLE | {"strategies", "callbacks", "components", "workloads", "conf", "_application"},
-    "doctor": MIDDLE | {"strategies", "callbacks", "components", "workloads", "conf", "_application"},
+    "demo": TALK,
+    "components": GROUND,
+    "_application": PARTS,
+    "train": PARTS | {"_application"},
+    "doctor": PARTS | {"_application"},
 }
 
 BETWEEN_RANKS = {"torch.distributed", "mpi4py", "torch_xla"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
-def sources() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+def sources(package: Path = PACKAGE) -> list[Path]:
+    return sorted(package.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0]
+def room_of(path: Path, package: Path = PACKAGE) -> str:
+    first = path.relative_to(package).parts[0]
     return first.removesuffix(".py")
 
 
@@ -75,8 +84,8 @@ def imports_of(tree: ast.AST, module: str, is_package: bool = False) -> Iterator
             yield node.lineno, ast.unparse(node)
 
 
-def parse(path: Path) -> tuple[ast.AST, str, bool]:
-    name = ".".join(["lightning_lockstep", *path.relative_to(PACKAGE).with_suffix("").parts])
+def parse(path: Path, package: Path = PACKAGE) -> tuple[ast.AST, str, bool]:
+    name = ".".join(["lightning_lockstep", *path.relative_to(package).with_suffix("").parts])
     return ast.parse(path.read_text()), name.removesuffix(".__init__"), path.name == "__init__.py"
 
 
@@ -97,18 +106,91 @@ def test_the_rooms_are_layers() -> None:
         done |= ready
 
 
-def test_imports_flow_one_way() -> None:
+def upward_imports(package: Path) -> list[str]:
+    """Imports that the table does not allow, a line each."""
     wrong = []
-    for path in sources():
-        room = room_of(path)
-        for line, name in imports_of(*parse(path)):
+    for path in sources(package):
+        room = room_of(path, package)
+        for line, name in imports_of(*parse(path, package)):
             if not name.startswith("lightning_lockstep."):
                 continue
             target = name.split(".")[1]
             # `from lightning_lockstep import Name` is for users: inside, a name comes from its module.
             if target != room and target not in ALLOWED.get(room, set()):
-                wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
-    assert not wrong, "\n".join(wrong)
+                wrong.append(f"{path.relative_to(package)}:{line} imports {name}")
+    return wrong
+
+
+def test_imports_flow_one_way() -> None:
+    assert upward_imports(PACKAGE) == []
+
+
+def foreign_private_names(package: Path) -> list[str]:
+    """Imports of a name or module with a leading underscore from another room, a line each."""
+    return [
+        f"{path.relative_to(package)}:{line} imports {name}"
+        for path in sources(package)
+        for line, name in imports_of(*parse(path, package))
+        if name.startswith("lightning_lockstep.")
+        and name.split(".")[1] != room_of(path, package)
+        and any(part.startswith("_") for part in name.split(".")[2:])
+        and name.split(".")[1] != "_lightning"
+    ]
+
+
+def test_nobody_imports_a_private_name_of_another_room() -> None:
+    assert foreign_private_names(PACKAGE) == []
+
+
+def file_graph(package: Path) -> dict[str, set[str]]:
+    """Each module of the package with the modules it imports, for type checkers alone included."""
+    parsed = {
+        name: (tree, is_package) for tree, name, is_package in (parse(p, package) for p in sources(package))
+    }
+    graph: dict[str, set[str]] = {}
+    for module, (tree, is_package) in parsed.items():
+        graph[module] = set()
+        for _, name in imports_of(tree, module, is_package):
+            while name and name not in parsed:
+                name = name.rpartition(".")[0]
+            graph[module] |= {name} - {"", module}
+    return graph
+
+
+def test_no_file_imports_in_a_circle() -> None:
+    """Not even for type checkers: two files that need each other are one idea, or hide a third."""
+    assert circle_in(file_graph(PACKAGE)) == []
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def copy_of_the_package(folder: Path) -> Path:
+    return Path(
+        shutil.copytree(PACKAGE, folder / "lightning_lockstep", ignore=shutil.ignore_patterns("*.pyc"))
+    )
+
+
+def test_a_planted_circle_between_two_files_is_found(tmp_path: Path) -> None:
+    package = copy_of_the_package(tmp_path)
+    with open(package / "stopping" / "triggers.py", "a") as file:
+        file.write("\nif TYPE_CHECKING:\n    from lightning_lockstep.stopping.planted import Anything\n")
+    (package / "stopping" / "planted.py").write_text("from lightning_lockstep.stopping import triggers\n")
+    found = circle_in(file_graph(package))
+    assert set(found) == {"lightning_lockstep.stopping.triggers", "lightning_lockstep.stopping.planted"}
+
+
+def test_a_planted_upward_import_is_found(tmp_path: Path) -> None:
+    package = copy_of_the_package(tmp_path)
+    with open(package / "steps" / "__init__.py", "a") as file:
+        file.write("\ndef f():\n    from lightning_lockstep.callbacks import OverflowDetector\n")
+    (found,) = upward_imports(package)
+    assert "steps/__init__.py" in found and "lightning_lockstep.callbacks.OverflowDetector" in found
 
 
 def used_outside(door: str, roots: set[str]) -> str:

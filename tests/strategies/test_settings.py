@@ -11,8 +11,8 @@ import lightning_lockstep
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy
 from lightning_lockstep._lightning import Trainer
 from lightning_lockstep.numerics.precision import honest_precision, supported_precisions
-from lightning_lockstep.strategies._placement import RankPlacement, as_ranges, mixed_cards_warning
-from lightning_lockstep.strategies._uneven import plan_steps
+from lightning_lockstep.strategies.placement import RankPlacement, as_ranges, mixed_cards_warning
+from lightning_lockstep.strategies.uneven_inputs import plan_steps
 
 GIB = 2**30
 

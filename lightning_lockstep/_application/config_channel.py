@@ -1,0 +1,187 @@
+"""The configuration's way to ranks that exist before Hydra does: started by torchrun, srun or by hand.
+
+Rank 0 alone reads the command line. The others wait at the rendezvous store for the frozen configuration of
+each job, and for the word that there is none left or that rank 0 has found the command line at fault.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_lockstep.distributed.rendezvous import rendezvous_store
+from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.cluster_environment import detect_environment
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+# Importing Lightning from a cold network file system can take rank 0 minutes.
+FIRST_WAIT = 300.0
+# A sweeper may think for long between two jobs; a rank 0 that is gone is noticed by its closed store.
+NEXT_WAIT = 24 * 3600.0
+# How long rank 0 stays for the others to hear its last word, where it hosts the store [s].
+_LAST_WORD = 30.0
+_LOOK_EVERY = 0.05
+
+
+@dataclass(frozen=True)
+class ExternalRanks:
+    """Processes of one job that somebody else has started.
+
+    Attributes:
+        rank: This one among them.
+        count: How many there are; `None` where each is the first of its node and will start others.
+        per_node: How many there are on this node, as far as is known.
+        address: Host of rank 0.
+        port: Port on it.
+    """
+
+    rank: int
+    count: int | None
+    per_node: int | None
+    address: str
+    port: int
+
+
+def external_ranks() -> ExternalRanks | None:
+    """Return who this process is among those that were started together, or `None` if it is alone.
+
+    Ranks: any rank, alone; reads environment variables.
+    """
+    environment = detect_environment()
+    if environment.creates_processes_externally:
+        count = environment.world_size()
+        if count < 2:
+            return None
+        rank, per_node = environment.global_rank(), _per_node(count)
+        # Under mpirun the first look at the address is a meeting of all ranks, and all of them come by here.
+        return ExternalRanks(rank, count, per_node, environment.main_address, environment.main_port)
+    if {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        # Started by hand on each node; each starts the other ranks of its node itself.
+        return ExternalRanks(
+            environment.node_rank(), None, None, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        )
+    return None
+
+
+def _per_node(count: int) -> int | None:
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    nodes = os.environ.get("SLURM_NNODES", "")
+    return count // int(nodes) if nodes.isdigit() and int(nodes) > 0 else None
+
+
+@dataclass(frozen=True)
+class Word:
+    """What rank 0 tells the others.
+
+    Attributes:
+        config: The frozen configuration of the next job, or `None` to end.
+        last: Whether no further job follows.
+        exit_code: With which to end.
+    """
+
+    config: DictConfig | None = None
+    last: bool = True
+    exit_code: int = 0
+
+
+class ConfigChannel:
+    """Carries the words of rank 0 to the others, in order.
+
+    Args:
+        ranks: The processes of this job; `None` makes a channel that nobody listens to.
+
+    Ranks: one on each rank; rank 0 `tell`s, the others `hear`.
+    """
+
+    def __init__(self, ranks: ExternalRanks | None) -> None:
+        self.ranks = ranks
+        self._number = 0
+        self._told_last = False
+        # A restarted attempt of torchrun finds the words of the one before in the same store.
+        self._prefix = f"lockstep/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+    def tell(self, word: Word) -> None:
+        """Send the next word to all other ranks.
+
+        Ranks: rank 0. One write to the store.
+        """
+        if self.ranks is None:
+            return
+        self._store().set(f"{self._prefix}/{self._number}", pickle.dumps(word))
+        self._number += 1
+        self._told_last = word.last
+
+    def close(self, exit_code: int, *, unusable: bool) -> None:
+        """Tell the other ranks to end, unless they know that the job they have was the last.
+
+        Args:
+            exit_code: With which to end.
+            unusable: Whether the configuration was at fault; then they listen even after the last job.
+
+        Ranks: rank 0. One write to the store at most, and some seconds at most until all have heard every
+            word: rank 0 may host the store, which ends with it.
+        """
+        if self.ranks is None:
+            return
+        if not self._told_last or unusable:
+            self.tell(Word(exit_code=exit_code))
+        # Of nodes started by hand the number is not known; one of them at least is listening.
+        listeners = (self.ranks.count or 2) - 1
+        deadline = time.monotonic() + _LAST_WORD
+        while time.monotonic() < deadline:
+            if self._store().add(f"{self._prefix}/heard", 0) >= self._number * listeners:
+                return
+            time.sleep(_LOOK_EVERY)
+
+    def hear(self, *, patience: float | None = None) -> Word:
+        """Return the next word of rank 0.
+
+        Args:
+            patience: Longest wait [s]; by default long enough for imports, or for a sweeper to think.
+
+        Raises:
+            LaunchError: There was none in time.
+
+        Ranks: all but rank 0; waits for rank 0.
+        """
+        assert self.ranks is not None
+        key = f"{self._prefix}/{self._number}"
+        if patience is None:
+            patience = NEXT_WAIT if self._number else FIRST_WAIT
+        deadline = time.monotonic() + patience
+        store = None
+        while time.monotonic() < deadline:
+            try:
+                store = store or self._store(timeout=patience)
+                # Asked again and again: a wait inside the store would let no signal through.
+                if not store.check([key]):
+                    time.sleep(_LOOK_EVERY)
+                    continue
+                # Written by rank 0 of this very job, at the store that only its ranks know.
+                word: Word = pickle.loads(store.get(key))
+            except RuntimeError:  # torch's own kinds of lost connection all derive from it
+                if self._number:
+                    return Word()  # rank 0 has ended; how, its own exit code tells
+                break
+            self._number += 1
+            store.add(f"{self._prefix}/heard", 1)
+            return word
+        raise LaunchError(
+            f"Rank {self.ranks.rank} waited {patience:.0f} s at {self.ranks.address}:{self.ranks.port} for"
+            " the configuration of rank 0, which did not come. Look at what rank 0 has printed, and check"
+            " that all ranks were given the same address and port."
+        )
+
+    def _store(self, timeout: float = FIRST_WAIT):  # type: ignore[no-untyped-def]  # torch's class stays in distributed/
+        assert self.ranks is not None
+        ranks = self.ranks
+        return rendezvous_store(
+            ranks.rank, ranks.count or 1, address=ranks.address, port=ranks.port, timeout=timeout
+        )

@@ -1,0 +1,201 @@
+"""One training run: build, fit, validate, test, report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from lightning_lockstep._application.build import Components, build
+from lightning_lockstep._application.summary import Summary, read_metrics, show, write
+from lightning_lockstep._lightning import (
+    Callback,
+    CSVLogger,
+    _extract_batch_size,
+    _MultiProcessingLauncher,
+    seed_everything,
+)
+from lightning_lockstep.launchers.mpirun.launcher import ran_under_mpirun
+
+
+def run(config: DictConfig) -> float | None:
+    """Train as the configuration says.
+
+    Args:
+        config: A configuration such as `lockstep_train.yaml` composes.
+
+    Returns:
+        The final value of `objective.metric`, which a sweeper minimises or maximises; `None` if it was not
+        logged.
+
+    Raises:
+        ConfigurationError: A setting cannot be used; all such are listed.
+
+    Ranks: every rank, alike.
+    """
+    began = time.monotonic()
+    seed_everything(config.seed, workers=True, verbose=False)
+    record = RunRecord()
+    parts = build(config, own_callbacks=[record])
+    loggers = list(parts.trainer.loggers)
+    metrics = _loops(config, parts, record)
+    if ran_under_mpirun():
+        # The ranks have done it all, and rank 0 has reported it.
+        metrics = read_metrics(Path(parts.trainer.default_root_dir))
+    elif parts.trainer.is_global_zero:
+        summary = Summary(
+            metrics=metrics,
+            steps=record.steps,
+            epochs=record.epochs,
+            ranks=parts.trainer.world_size,
+            samples_per_second=record.samples_per_second(parts.trainer.world_size),
+            wall_time=time.monotonic() - began,
+            files=_files(parts.trainer, loggers),
+        )
+        write(summary, Path(parts.trainer.default_root_dir))
+        show(summary)
+    return metrics.get(config.objective.metric)
+
+
+def _loops(config: DictConfig, parts: Components, record: RunRecord) -> dict[str, float]:
+    trainer, metrics = parts.trainer, {}
+    given: dict[str, Any] = {"model": parts.model, "datamodule": parts.data}
+    resume = config.get("ckpt_path")
+    if config.fit:
+        trainer.fit(**given, ckpt_path=resume)
+        metrics.update(_metrics(trainer))
+        resume = None
+        _keep_the_training_log(trainer)
+    if config.validate and record.validation_is_stale():
+        trainer.validate(**given, ckpt_path=resume, verbose=False)
+        metrics.update(_metrics(trainer))
+    if config.test:
+        trainer.test(**given, ckpt_path=_best(trainer) if config.fit else resume, verbose=False)
+        metrics.update(_metrics(trainer))
+    return metrics
+
+
+def _keep_the_training_log(trainer: Any) -> None:
+    """Let evaluations in ranks of their own write no CSV log: a new process would begin the file anew."""
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
+
+
+def _metrics(trainer: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _best(trainer: Any) -> str | None:
+    """The best checkpoint of this run, if one was kept by a metric."""
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "monitor", None) and getattr(callback, "best_model_path", ""):
+            return str(callback.best_model_path)
+    return None
+
+
+def _files(trainer: Any, loggers: list[Any]) -> dict[str, str]:
+    folder = Path(trainer.default_root_dir)
+    files = {"run folder": str(folder)}
+    for logger in loggers:
+        if getattr(logger, "log_dir", None) is not None:
+            metrics = Path(logger.log_dir, "metrics.csv")
+            files[f"log ({type(logger).__name__})"] = str(
+                metrics if metrics.exists() else Path(logger.log_dir)
+            )
+    best = _best(trainer)
+    if best is not None:
+        files["best checkpoint"] = best
+    last = last_checkpoint(trainer)
+    if last is not None and last.exists():
+        files["last checkpoint"] = str(last)
+    return files
+
+
+def last_checkpoint(trainer: Any) -> Path | None:
+    """Where this run keeps its newest checkpoint, if its settings ask for one."""
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "filename", None) == "last" and getattr(callback, "dirpath", None):
+            return Path(callback.dirpath, "last.ckpt")
+    return None
+
+
+class RunRecord(Callback):
+    """Counts what the closing summary tells, and sees to it that the last step of a run is saved.
+
+    The numbers lie in shared memory, so that a parent process reads what a spawned or forked rank has
+    counted.
+
+    Ranks: every rank. What decides about a further validation or checkpoint is the same on all of them;
+        samples and seconds are rank 0's. Communicates only where a checkpoint is saved, on all ranks alike.
+    """
+
+    def __init__(self) -> None:
+        # samples of this rank, seconds of training, steps, epochs, step of the last validation
+        self._numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
+        self._since: float | None = None
+        self._saved_at = -1
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run, those before a resumed checkpoint included."""
+        return int(self._numbers[2])
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the run."""
+        return int(self._numbers[3])
+
+    def samples_per_second(self, world_size: int) -> float | None:
+        """Training samples of all ranks per second of training, evaluation left out."""
+        samples, seconds = self._numbers[:2].tolist()
+        return samples * world_size / seconds if seconds > 0 else None
+
+    def validation_is_stale(self) -> bool:
+        """Whether the weights have changed since the last validation."""
+        return int(self._numbers[4]) != self.steps
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start the clock."""
+        self._since = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the samples of this rank."""
+        self._numbers[2] = trainer.global_step
+        if trainer.is_global_zero:
+            self._numbers[0] += _extract_batch_size(batch)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stop the clock."""
+        self._stop(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note which step was validated; start the clock again in the midst of an epoch."""
+        if not trainer.sanity_checking:
+            self._numbers[4] = trainer.global_step
+            if trainer.state.fn == "fit":
+                self._since = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Stop the clock."""
+        self._stop(trainer)
+        self._numbers[3] = trainer.current_epoch + 1
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Note which step was saved; every rank comes here."""
+        self._saved_at = trainer.global_step
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last step, if training ended between two regular checkpoints."""
+        path = last_checkpoint(trainer)
+        if path is not None and self._saved_at != trainer.global_step and not trainer.fast_dev_run:
+            trainer.save_checkpoint(path)
+
+    def _stop(self, trainer: Any) -> None:
+        if self._since is not None and trainer.is_global_zero:
+            self._numbers[1] += time.monotonic() - self._since
+        self._since = None

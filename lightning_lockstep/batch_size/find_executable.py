@@ -1,0 +1,119 @@
+"""The decorator for code without a Trainer: call a function with ever smaller batches until one fits."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from lightning_lockstep.batch_size.memory.out_of_memory import Failure, release_memory
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+
+__all__ = ["find_executable_batch_size"]
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Call a function with a batch size that fits, trying half of it each time memory runs out.
+
+    The function's first argument is the batch size; the caller leaves it out. A later call starts with the
+    size that worked last.
+
+    Args:
+        function: What to call.
+        starting_batch_size: First size.
+        reduce_batch_size_fn: Returns the next size after a failure; by default half the last.
+
+    Returns:
+        The function without its first argument.
+
+    Raises:
+        BatchSizeError: No size fits. (On every rank.)
+        TypeError: The caller passed a batch size.
+
+    Ranks: all, together. One all-reduce of 4 bytes after each call. When memory runs out on one rank, every
+        rank calls again with the smaller size; that needs the others to come back from the function, so it
+        must not leave them in a collective (run the trial part without one).
+
+    Example:
+        >>> @find_executable_batch_size(starting_batch_size=256)
+        ... def train(batch_size, model): ...
+        >>> train(model)
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    if not isinstance(starting_batch_size, int) or starting_batch_size < 1:
+        raise ConfigurationError(
+            f"starting_batch_size={starting_batch_size!r} must be a whole number from 1 (samples)."
+        )
+    size = starting_batch_size
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal size
+        _refuse_batch_size(function, args)
+        while True:
+            if size < 1:
+                tried, size = size, starting_batch_size
+                raise BatchSizeError(f"no batch size fits: the next one to try would be {tried}")
+            value, failure = _call(function, size, args, kwargs)
+            if not _some_rank_is_full(failure):
+                return value
+            del value  # this rank fitted, another did not: its result goes too
+            release_memory()
+            size = reduce_batch_size_fn() if reduce_batch_size_fn is not None else size // 2
+
+    return call
+
+
+def _call(
+    function: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Failure | None]:
+    try:
+        return function(size, *args, **kwargs), None
+    except Exception as error:
+        return None, Failure.of(error)
+
+
+def _some_rank_is_full(failure: Failure | None) -> bool:
+    """Agree on what happened; an error that is not about memory ends all ranks."""
+    communicator = current_communicator()
+    full = failure is not None and failure.out_of_memory
+    broken = failure is not None and not failure.out_of_memory
+    said = "" if failure is None else f"{'!' if broken else ''}{failure.summary}"
+    happened = communicator.agree(full or broken, said)
+    errors = {rank: text[1:] for rank, text in happened.reasons.items() if text.startswith("!")}
+    if errors:
+        if failure is not None and failure.error is not None:
+            raise failure.error
+        rank, text = min(errors.items())
+        raise BatchSizeError(f"the function failed on rank {rank}, so every rank stops: {text}")
+    return bool(happened)
+
+
+def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a builtin without a signature
+        return
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not positional and not takes_any:
+        name = getattr(function, "__name__", repr(function))
+        raise TypeError(f"{name}() must take the batch size as its first argument")
+    if not takes_any and len(args) + 1 > len(positional):
+        name = getattr(function, "__name__", repr(function))
+        given = ", ".join(repr(argument) for argument in args[1:])
+        raise TypeError(
+            f"{name}() got {len(args)} arguments beside the batch size, which the decorator adds itself."
+            f" Call it without: {name}({given})"
+        )

@@ -1,0 +1,35 @@
+"""What counts as out of memory, how much there is, and how a trial is kept within it.
+
+Everything here works without a Trainer: errors and readings in, frozen dataclasses out.
+"""
+
+from lightning_lockstep.batch_size.memory.limits import memory_wall
+from lightning_lockstep.batch_size.memory.malloc import keep_freed_memory, return_freed_memory
+from lightning_lockstep.batch_size.memory.meter import (
+    CPUMeter,
+    MemoryMeter,
+    MemoryReading,
+    meter_for,
+    parse_bytes,
+)
+from lightning_lockstep.batch_size.memory.out_of_memory import (
+    Failure,
+    attempt,
+    is_out_of_memory,
+    release_memory,
+)
+
+__all__ = [
+    "CPUMeter",
+    "Failure",
+    "MemoryMeter",
+    "MemoryReading",
+    "attempt",
+    "is_out_of_memory",
+    "keep_freed_memory",
+    "memory_wall",
+    "meter_for",
+    "parse_bytes",
+    "release_memory",
+    "return_freed_memory",
+]

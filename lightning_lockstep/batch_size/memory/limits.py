@@ -1,0 +1,55 @@
+"""A wall that raises where the kernel, or a neighbour's allocation, would otherwise strike.
+
+On CPU nothing stops a process that takes too much until the kernel kills it. For the time of a trial the
+process therefore bounds itself: an allocation beyond the limit fails with an ordinary error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lightning_lockstep.batch_size.memory.meter import CPUMeter, CUDAMeter, MemoryMeter
+
+__all__ = ["memory_wall"]
+
+
+@contextmanager
+def memory_wall(meter: MemoryMeter | None) -> Iterator[None]:
+    """Let allocations beyond the limit of ``meter`` fail while the body runs.
+
+    Args:
+        meter: Meter of this process; where it knows a wall that stands by itself, or for ``None``, nothing
+            is done.
+
+    Ranks: any rank, alone; changes a soft limit of this process and puts it back.
+    """
+    if isinstance(meter, CPUMeter) and meter.judges and sys.platform == "linux":
+        with _data_limit(meter):
+            yield
+    elif isinstance(meter, CUDAMeter) and meter.memory_limit is not None:
+        total = torch.cuda.get_device_properties(meter.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, meter.memory_limit / total), meter.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, meter.device)
+    else:
+        yield
+
+
+@contextmanager
+def _data_limit(meter: CPUMeter) -> Iterator[None]:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    ceiling = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
+    # Counted from now: pages that were given back, but whose addresses the heap keeps, are room that is left.
+    resource.setrlimit(resource.RLIMIT_DATA, (min([meter.data_limit, *ceiling]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -1,0 +1,1 @@
+"""A batch that does not fit in mid-run."""

@@ -1,0 +1,173 @@
+"""One rank's step on a batch in micro-batches, unseen by the distributed wrapper.
+
+The micro-batches run on the module itself, with stand-ins for the parameters, so that no gradient hook of the
+wrapper fires; then the gradients are put in place. Sending them is the caller's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lockstep._lightning import LightningModule, Trainer, _ClosureResult
+from lightning_lockstep.batch_size.memory.out_of_memory import attempt
+from lightning_lockstep.batch_size.recovery.guarded_step import GuardedClosure
+from lightning_lockstep.batch_size.recovery.micro_batches import LogRecord, merged_extra, samples_in, split
+from lightning_lockstep.batch_size.trial import replaced
+from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.snapshot import ModuleAttributes
+
+__all__ = ["SplitStep", "as_training_step"]
+
+
+class SplitStep:
+    """Makes a training step on a batch in several parts, as one step on the whole would have been.
+
+    Args:
+        trainer: The Trainer, in a fit.
+        module: Its module.
+        loss_reduction: How the training step's loss adds up over samples: ``mean`` or ``sum``.
+
+    Ranks: any rank, alone; nothing is sent but what the step logs with ``sync_dist=True``, once.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, *, loss_reduction: Literal["mean", "sum"]
+    ) -> None:
+        self._trainer, self._module, self._loss_reduction = trainer, module, loss_reduction
+
+    def run(self, call: GuardedClosure, batch: Any, parts: int, missing: Sequence[nn.Parameter]) -> Any:
+        """Run the batch in that many parts and add the gradients to those of the parameters.
+
+        Args:
+            call: The step on the whole batch, which ran out of memory.
+            batch: The batch.
+            parts: Number of micro-batches, from 2 to the number of samples.
+            missing: Parameters whose gradients have not arrived yet.
+
+        Returns:
+            What the step on the whole batch would have returned; ``None`` when memory runs out again.
+
+        Raises:
+            Exception: What the step itself raises for another reason.
+            BatchSizeError: The step communicates, which one rank cannot do more often than the others.
+
+        Ranks: the rank that ran out of memory.
+        """
+        samples = samples_in(batch)
+        weights = [samples_in(part) / samples for part in split(batch, parts)]
+        log, results = LogRecord(), list[Any]()
+        with self._stand_ins(missing) as stand_ins, self._as_after_forward(call):
+            error = attempt(lambda: results.append(self._run_parts(call, split(batch, parts), weights, log)))
+            if error is None:
+                for parameter in missing:
+                    _add(parameter, stand_ins[parameter].grad)
+        if error is None:
+            with as_training_step(self._module):
+                done = len(log.parts[0]) if call.marks is not None else len(call.logged)
+                log.replay(self._module.log, weights, skip=done)
+            return results[0]
+        if not error.out_of_memory:
+            raise error.error or BatchSizeError(error.summary)
+        return None
+
+    def _run_parts(
+        self, call: GuardedClosure, parts: Sequence[Any], weights: Sequence[float], log: LogRecord
+    ) -> Any:
+        """Forward and backward of each micro-batch; gradients add up in the stand-ins."""
+        trainer, module = self._trainer, self._module
+        names, total, extras = list(call.kwargs), None, []
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(replaced(module, "log", log))
+            for method in ("all_gather", "reduce", "broadcast"):
+                stack.enter_context(replaced(trainer.strategy, method, _refuse_collective))
+            for part, weight in zip(parts, weights, strict=True):
+                log.begin_part()
+                arguments = {**call.kwargs, names[0]: part}
+                with trainer.precision_plugin.train_step_context():
+                    output = module.training_step(*arguments.values())
+                step = _ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
+                if step.closure_loss is None:
+                    continue
+                factor = weight if self._loss_reduction == "mean" else 1.0
+                trainer.strategy.backward(step.closure_loss * factor, call.optimizer)
+                share = step.closure_loss.detach() * factor
+                total = share if total is None else total + share
+                extras.append(step.extra)
+                del step, output
+        extra = merged_extra(extras, weights) if extras and len(extras) == len(weights) else {}
+        return _ClosureResult(closure_loss=total, extra=extra)
+
+    @contextmanager
+    def _stand_ins(self, missing: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+        """Let the module compute with parameters of the same values that nobody has hooked.
+
+        Those whose gradient has arrived already get none.
+        """
+        wanted = set(missing)
+        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+        places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for part in self._module.modules():
+            places += [
+                (part, name, p) for name, p in part._parameters.items() if p is not None and p.requires_grad
+            ]
+        for part, name, parameter in places:
+            if parameter not in stand_ins:
+                stand_ins[parameter] = nn.Parameter(parameter.detach(), requires_grad=parameter in wanted)
+            setattr(part, name, stand_ins[parameter])
+        try:
+            yield stand_ins
+        finally:
+            for part, name, parameter in places:
+                setattr(part, name, parameter)
+
+    @contextmanager
+    def _as_after_forward(self, call: GuardedClosure) -> Iterator[None]:
+        """Where the whole batch had its forward, keep what that left: running statistics, metrics, lists."""
+        if call.marks is None:
+            yield
+            return
+        buffers = [(b, b.detach().clone()) for b in self._module.buffers()]
+        attributes = ModuleAttributes(self._module)
+        try:
+            yield
+        finally:
+            attributes.restore()
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def as_training_step(module: LightningModule) -> Iterator[None]:
+    """Let ``module.log`` take what the body logs as logged in ``training_step``.
+
+    Ranks: any rank, alone.
+    """
+    before = module._current_fx_name
+    module._current_fx_name = "training_step"
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+def _add(parameter: nn.Parameter, grad: Tensor | None) -> None:
+    if grad is None:
+        return
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad += grad
+
+
+def _refuse_collective(*args: Any, **kwargs: Any) -> None:
+    raise BatchSizeError(
+        "training_step communicates (all_gather, reduce or broadcast), so its batch cannot be split on one rank:"
+        " the others do it once. Use on_oom='skip' or a smaller batch."
+    )

@@ -1,0 +1,187 @@
+"""What people see of a search: a line a trial, a table, a picture, and the file a resumed run reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_lockstep.batch_size.search import ModelSearch, SizeSearch, Trial
+from lightning_lockstep.errors import MissingExtraError
+
+__all__ = ["SearchResult", "draw", "gib", "read_result", "say", "table", "trial_line", "write_result"]
+
+FILE = "batch_size.json"
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        size: Samples per rank and micro-batch that the run uses.
+        largest: Largest size that fitted in a trial, before the margin.
+        accumulate: Micro-batches per optimizer step.
+        ranks: Number of ranks.
+        mode: How it was searched.
+        trials: What was tried, in order.
+        seconds: How long it took [s].
+        reason: Why it ended there.
+        limit_source: Where the memory limit comes from.
+        fingerprint: What the answer depends on.
+        tight: See :class:`~lightning_lockstep.batch_size.search_run.Found`.
+    """
+
+    size: int
+    largest: int
+    accumulate: int
+    ranks: int
+    mode: str
+    trials: Sequence[Trial]
+    seconds: float
+    reason: str
+    limit_source: str
+    fingerprint: Mapping[str, Any]
+    tight: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in one optimizer step."""
+        return self.size * self.accumulate * self.ranks
+
+
+def say(text: str) -> None:
+    """Print to the standard error stream, where progress bars live too.
+
+    Ranks: any rank, alone; the callers let rank 0 speak.
+    """
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def gib(size: float | None) -> str:
+    """Return a number of bytes for people; a dash for ``None``.
+
+    Ranks: any rank, alone.
+    """
+    if size is None:
+        return "-"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def trial_line(number: int, trial: Trial, reasons: Mapping[int, str]) -> str:
+    """Return the progress line of one trial.
+
+    Ranks: any rank, alone.
+    """
+    line = f"batch size trial {number}: {trial.size:>6} per rank, "
+    if trial.peak is not None:
+        line += f"peak {gib(trial.peak)} of {gib(trial.limit)}, "
+    if trial.fits:
+        return line + "fits"
+    ranks = ", ".join(str(rank) for rank in sorted(reasons))
+    first = next(iter(reasons.values()), "")
+    return line + f"out of memory on rank {ranks} ({first[:90]})"
+
+
+def table(result: SearchResult) -> str:
+    """Return the closing table of a search.
+
+    Ranks: any rank, alone.
+    """
+    rows = [("size", "peak", "limit", "verdict")]
+    for trial in sorted(result.trials, key=lambda each: each.size):
+        verdict = "fits" if trial.fits else "out of memory"
+        rows.append((str(trial.size), gib(trial.peak), gib(trial.limit), verdict))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = [
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    ]
+    numbers = f"{result.size} per rank x {result.accumulate} accumulated x {result.ranks} rank(s)"
+    head = f"AutoBatchSize ({result.mode}): {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}"
+    return "\n".join([head, *lines, f"  batch size {numbers} = {result.global_batch} per optimizer step"])
+
+
+def write_result(folder: str | Path, result: SearchResult) -> Path:
+    """Write what was found to the run folder.
+
+    Ranks: rank 0.
+    """
+    path = Path(folder) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = asdict(result)
+    content["fingerprint"] = dict(result.fingerprint)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def read_result(folder: str | Path) -> dict[str, Any]:
+    """Return what :func:`write_result` wrote in an earlier run; empty where there is nothing to read.
+
+    Ranks: rank 0.
+    """
+    try:
+        content = json.loads((Path(folder) / FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and isinstance(content.get("size"), int) else {}
+
+
+def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:
+    """Draw peak memory over batch size, with the limit and the choice.
+
+    Args:
+        path: Picture file; its ending gives the format.
+        search: A search that has ended.
+        chosen: The size that the run uses.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+
+    Ranks: any rank, alone.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        needed = "the picture of memory over batch size"
+        raise MissingExtraError("matplotlib", extra="plot", needed_for=needed) from error
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    scale, unit = _scale(search)
+    fits = [t for t in search.trials if t.fits and t.peak is not None]
+    failed = [t for t in search.trials if not t.fits]
+    limits = [t.limit for t in search.trials if t.limit is not None]
+    axes.plot(
+        [t.size for t in fits], [t.peak / scale for t in fits if t.peak], "o", color="tab:blue", label="fits"
+    )
+    if failed:
+        heights = [(t.limit or 0.0) / scale for t in failed]
+        axes.plot([t.size for t in failed], heights, "x", color="tab:red", ms=9, mew=2, label="out of memory")
+    if limits:
+        axes.axhline(limits[-1] / scale, color="tab:red", ls="--", lw=1, label=f"limit {gib(limits[-1])}")
+    line = search.line() if isinstance(search, ModelSearch) else None
+    if line is not None:
+        right = max(t.size for t in search.trials)
+        ends = [0.0, 1.03 * right]
+        label = f"{gib(line[0])} + {line[1] / 2**20:.3g} MiB a sample"
+        axes.plot(ends, [(line[0] + line[1] * x) / scale for x in ends], color="tab:blue", lw=1, label=label)
+    axes.axvline(chosen, color="tab:green", lw=1.5, label=f"chosen: {chosen}")
+    axes.set(
+        title=f"Batch size {chosen} (largest that fitted: {search.low})",
+        xlabel="batch size per rank [samples]",
+        ylabel=f"peak memory [{unit}]",
+    )
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.12)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _scale(search: SizeSearch) -> tuple[float, str]:
+    largest = max((t.peak or t.limit or 0.0 for t in search.trials), default=0.0)
+    return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")

@@ -1,0 +1,196 @@
+"""A whole search on all ranks: try, agree, repeat, report."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_lockstep._lightning import DDPStrategy, SingleDeviceStrategy, Trainer
+from lightning_lockstep.batch_size.memory.malloc import keep_freed_memory, return_freed_memory
+from lightning_lockstep.batch_size.memory.meter import CPUMeter, MemoryMeter
+from lightning_lockstep.batch_size.report import gib, trial_line
+from lightning_lockstep.batch_size.search import SizeSearch, Trial
+from lightning_lockstep.batch_size.trial import TrialOutcome, TrialRunner
+from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.errors import BatchSizeError
+
+__all__ = ["Found", "fingerprint_of", "refuse_sharded", "run_search"]
+
+# On CPU a heap that keeps freed blocks needs up to about half as much again as what is alive.
+_ROOM_FOR_A_HEAP = 0.6
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer of a search.
+
+    Attributes:
+        size: Largest size that was run and fits, with the margin.
+        reason: Why it ended there.
+        tight: Whether memory on CPU is short, so that the process went on returning freed blocks at once.
+    """
+
+    size: int
+    reason: str
+    tight: bool
+
+
+def refuse_sharded(trainer: Trainer) -> None:
+    """Raise where a trial on one rank alone is not possible, with the reason.
+
+    Ranks: all, alike; nothing is sent.
+    """
+    strategy = trainer.strategy
+    name = type(strategy).__name__
+    # DeepSpeed's strategy is a DDPStrategy by inheritance only: its engine makes the step.
+    runs_step_itself = getattr(strategy, "handles_gradient_accumulation", False)
+    if not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)) or runs_step_itself:
+        raise BatchSizeError(
+            f"{name} divides the model or its optimizer among the ranks, or runs the step itself, so a trial on one"
+            " rank alone would not be the step of the run. Search with strategy='lockstep_ddp' or on a single device"
+            " and set the batch size, or use find_executable_batch_size around the whole run."
+        )
+    if strategy.root_device.type == "xla":
+        raise BatchSizeError(
+            f"{name} runs on XLA, which compiles and runs a step later than it is called, so a trial would not see"
+            " that memory runs out. Set the batch size, or use find_executable_batch_size around the whole run."
+        )
+
+
+def run_search(
+    search: SizeSearch,
+    runner: TrialRunner,
+    *,
+    meter: MemoryMeter | None,
+    margin: float,
+    communicator: Communicator,
+    say: Callable[[str], None],
+) -> Found:
+    """Search until an answer is found.
+
+    Args:
+        search: Decides what to try.
+        runner: Tries it.
+        meter: Knows the limit of this rank.
+        margin: Share by which the answer stays below the largest size that fitted (0 to 1), where a size
+            that does not fit is near.
+        communicator: Of all ranks.
+        say: Takes a line for people.
+
+    Raises:
+        BatchSizeError: Not even the smallest size fits.
+
+    Ranks: all, together; see :meth:`TrialRunner.run`.
+    """
+    headroom = None
+    if meter is not None:
+        left = torch.tensor(meter.headroom, dtype=torch.float64)
+        headroom = float(communicator.all_reduce(left, "min"))
+
+    def tell(outcome: TrialOutcome) -> None:
+        if communicator.is_main:
+            say(trial_line(len(search.trials), search.trials[-1], outcome.reasons))
+
+    with runner.preserved(), _cheap_collections(), _steady_heap(meter) as heap:
+        while not (proposal := search.propose()).stop:
+            outcome = runner.run(proposal.size)
+            search.record(outcome.size, outcome.fits, peak=outcome.peak, limit=outcome.limit)
+            tell(outcome)
+        if not proposal.size:
+            raise BatchSizeError(_nothing_fits(search, proposal.reason, headroom))
+        size = _with_margin(search, runner, proposal.size, margin, tell)
+        heap.tight = isinstance(meter, CPUMeter) and _is_short(search, size)
+    return Found(size, proposal.reason, heap.tight)
+
+
+@dataclass
+class _Heap:
+    tight: bool = False
+
+
+@contextmanager
+def _steady_heap(meter: MemoryMeter | None) -> Iterator[_Heap]:
+    """On CPU, let a size need the same whatever was tried before; the run goes on so where memory is short."""
+    heap = _Heap()
+    if not isinstance(meter, CPUMeter):
+        yield heap
+        return
+    return_freed_memory()
+    try:
+        yield heap
+    finally:
+        if not heap.tight:
+            keep_freed_memory()
+
+
+def _is_short(search: SizeSearch, size: int) -> bool:
+    trial = next(trial for trial in reversed(search.trials) if trial.size == size)
+    return trial.peak is None or trial.limit is None or trial.peak > _ROOM_FOR_A_HEAP * trial.limit
+
+
+def _with_margin(
+    search: SizeSearch, runner: TrialRunner, size: int, margin: float, tell: Callable[[TrialOutcome], None]
+) -> int:
+    """Return the size below ``size`` by the margin, after it was run too."""
+    smaller = max(1, int(size * (1 - margin)))
+    if size >= search.max_val or smaller == size:
+        return size  # nothing larger was ever going to be run: the wall is not near
+    first = smaller
+    while smaller >= 1:
+        outcome = runner.run(smaller)
+        search.trials.append(Trial(smaller, outcome.fits, outcome.peak, outcome.limit))
+        tell(outcome)
+        if outcome.fits:
+            return smaller
+        # A heap in pieces, or a neighbour, took what was there before: a size must fit when it is asked again.
+        smaller = int(smaller * min(1 - margin, 0.9))
+    raise BatchSizeError(
+        f"batch size {first} did not fit though {size} did just before, nor did any below it"
+    )
+
+
+def _nothing_fits(search: SizeSearch, reason: str, headroom: float | None) -> str:
+    smallest = min(search.trials, key=lambda trial: trial.size)
+    if smallest.size > 1:
+        return f"no batch size fits ({reason}); the smallest tried was {smallest.size}"
+    limit = smallest.limit
+    if limit is None or headroom is None:
+        return "1 does not fit: model and optimizer alone take all the memory there is"
+    return (
+        f"1 does not fit: model and optimizer alone take {gib(limit - headroom)} of {gib(limit)} before the first"
+        f" step, and one sample needs more than the {gib(headroom)} left. Use a smaller model, a lower precision,"
+        " activation checkpointing, or a strategy that shards or offloads the optimizer."
+    )
+
+
+@contextmanager
+def _cheap_collections() -> Iterator[None]:
+    """Keep the collector from going through all that existed before the search, again and again."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def fingerprint_of(trainer: Any, module: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the answer of a search depends on, as plain values.
+
+    Ranks: any rank, alone; the same on all.
+    """
+    parameters = list(module.parameters())
+    return {
+        "loop": trainer.state.fn.value if trainer.state.fn is not None else "fit",
+        "ranks": trainer.world_size,
+        "device": trainer.strategy.root_device.type,
+        "precision": str(trainer.precision),
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "optimizers": [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers],
+        **settings,
+    }

@@ -1,0 +1,86 @@
+"""Scikit-learn's handwritten digits: 1797 grey images of 8 x 8 pixels, inside the wheel of scikit-learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_lockstep.demo.data_module import DealtDataModule
+from lightning_lockstep.demo.samples import LABELLED_IMAGES
+
+
+class DigitsData(DealtDataModule):
+    """The digits 0 to 9, scanned from 43 writers (UCI optdigits, test part).
+
+    Args:
+        batch_size: Images per rank and micro-batch.
+        global_batch_size: Images of all ranks in one optimizer step; when given, `batch_size` is derived.
+        val_fraction: Share of the images kept for validation (0 to 1).
+        test_fraction: Share of the images kept for the test (0 to 1).
+        split_seed: Seed of the division into the three parts; the same on every run unless changed.
+        num_workers: Loader processes per rank.
+        seed: Seed of the order of the training images.
+
+    Raises:
+        ConfigurationError: A setting is out of range; all faults are listed.
+
+    Ranks:
+        Every rank reads the whole set (0.9 MB) and takes its share of each global batch.
+    """
+
+    yields = LABELLED_IMAGES
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 32,
+        global_batch_size: int | None = None,
+        val_fraction: float = 0.125,
+        test_fraction: float = 0.125,
+        split_seed: int = 0,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            (0 < val_fraction < 1, f"val_fraction must lie between 0 and 1, given {val_fraction!r}"),
+            (0 < test_fraction < 1, f"test_fraction must lie between 0 and 1, given {test_fraction!r}"),
+            (
+                val_fraction + test_fraction < 1,
+                "val_fraction + test_fraction must leave something to train on, given"
+                f" {val_fraction + test_fraction:g}",
+            ),
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            num_workers=num_workers,
+            seed=seed,
+        )
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self.split_seed = split_seed
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the images and divide them into `"train"`, `"val"` and `"test"`."""
+        if self._splits:
+            return
+        images, labels = _read_digits()
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(self.split_seed))
+        images, labels = images[order], labels[order]
+        val = round(len(labels) * self.val_fraction)
+        test = round(len(labels) * self.test_fraction)
+        train = len(labels) - val - test
+        bounds = {"train": (0, train), "val": (train, train + val), "test": (train + val, len(labels))}
+        self._splits = {
+            name: TensorDataset(images[start:end], labels[start:end]) for name, (start, end) in bounds.items()
+        }
+
+
+def _read_digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Images as `(sample, 1, 8, 8)` float32 in 0 to 1, and labels as `(sample,)` int64."""
+    # Imported here: it takes a second, and only a run on this data needs it.
+    from sklearn.datasets import load_digits
+
+    bunch: Any = load_digits()
+    images = torch.from_numpy(bunch.images).to(torch.float32).div_(16.0).unsqueeze(1)
+    return images, torch.from_numpy(bunch.target).to(torch.int64)

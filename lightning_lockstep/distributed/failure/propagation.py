@@ -1,0 +1,308 @@
+"""What happens to the other ranks when one rank fails.
+
+The rank that fails first claims that in the store, tells every rank over the side channel, and waits a
+moment for rank 0 to confirm that it will show the report. The others stop where they are: at the next
+boundary of a training step, or when the collective they sit in breaks, or, at the end of the grace period,
+by force. Nobody enters a barrier or destroys a process group on the way out: both can wait for the dead.
+
+    failing rank                          every other rank
+    ------------                          ----------------
+    report(error)  -- failure message -->  receive thread: remember it, start the countdown
+                   <-- confirmation  ---   (rank 0)
+    raise error                            check() / explain(error) raise RankFailedError
+    exit                                   countdown over: print the report (rank 0), os._exit
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from lightning_lockstep._lightning import SIGTERMException
+from lightning_lockstep.distributed.failure.process_exit import (
+    expected_exit,
+    flush_everything,
+    keep_quiet,
+    leave_without_waiting,
+    show_plainly,
+    tell_torchelastic,
+)
+from lightning_lockstep.distributed.failure.record import (
+    FailureRecord,
+    Kind,
+    describe_exit,
+    is_broken_collective,
+)
+from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
+from lightning_lockstep.distributed.side_channel.store import StoreSideChannel
+from lightning_lockstep.errors import LockstepError, RankFailedError
+
+__all__ = ["CrashFanOut", "fan_out_on"]
+
+_TOPIC, _CONFIRMED, _CLAIM = "failure", "failure/confirmed", "failure/first"
+_ALIKE = "failure/alike"
+
+
+class CrashFanOut:
+    """Tells every rank when one fails, and stops this one when it is another.
+
+    Args:
+        channel: The side channel of the run.
+        grace_period: Time from the news of a failure until this process is ended by force [s].
+        where: Returns what this rank is doing, for the record; called on failure only.
+        shows_report: Whether this rank prints the report of another rank's failure; by default rank 0 does.
+        on_force: Called before this process ends itself by force, to end its child ranks first.
+
+    Ranks: one object on every rank. Nothing is sent until a rank fails.
+    """
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        *,
+        grace_period: float = 10.0,
+        where: Callable[[], Mapping[str, Any]] = dict,
+        shows_report: bool | None = None,
+        on_force: Callable[[], None] | None = None,
+    ) -> None:
+        self.channel, self.grace_period, self.where = channel, grace_period, where
+        self.shows_report = channel.rank == 0 if shows_report is None else shows_report
+        self.on_force = on_force
+        self.record: FailureRecord | None = None
+        self._known = threading.Event()
+        self._confirmed = threading.Event()
+        self._lock = threading.Lock()
+        # How often this rank, and each other one, has raised an error that all ranks raise alike.
+        self._alike_here = 0
+        self._alike_there: Counter[int] = Counter()
+        self._remove = [
+            channel.on(_TOPIC, lambda message: self._learn(FailureRecord.from_json(message.body), message)),
+            channel.on(_CONFIRMED, lambda message: self._confirmed.set()),
+            channel.on(_ALIKE, self._raised_elsewhere),
+        ]
+        if isinstance(channel, StoreSideChannel):
+            channel.on_lost = self._store_lost
+            channel.on_silent = self._rank_silent
+
+    @property
+    def failed(self) -> bool:
+        """Whether any rank is known to have failed; costs one attribute read."""
+        return self.record is not None
+
+    def check(self) -> None:
+        """Stop here if another rank has failed.
+
+        Raises:
+            RankFailedError: Another rank has failed.
+
+        Ranks: any rank, alone; one attribute read while nothing is wrong.
+        """
+        if self.record is not None and self.record.rank != self.channel.rank:
+            raise self._stopped(self.record)
+
+    def handle(self, error: BaseException) -> BaseException:
+        """Turn an error that ended this rank's work into the one it should raise.
+
+        The first rank to fail tells the others and keeps its own error. A rank whose collective broke
+        because of that gets a :class:`RankFailedError` that carries the first one's report.
+
+        Args:
+            error: What was raised here.
+
+        Returns:
+            The error to raise.
+
+        Ranks: the rank whose work was ended; waits up to a third of the grace period for news of an earlier
+            failure when the error looks like the consequence of one.
+        """
+        agreed = isinstance(error, SystemExit) and error.code == (expected_exit() or object())
+        if isinstance(error, RankFailedError) or agreed:
+            return error
+        if isinstance(error, KeyboardInterrupt):
+            return self._interrupted(error)
+        if isinstance(error, LockstepError):
+            return self._alike(error)
+        if is_broken_collective(error):
+            self._known.wait(self.grace_period / 3)
+        if self.record is None:
+            self._announce(self._describe(error))
+        assert self.record is not None
+        if self.record.rank != self.channel.rank:
+            # Ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes.
+            return error if isinstance(error, SystemExit) else self._stopped(self.record)
+        if self._confirmed.is_set() or self.shows_report:
+            leave_without_waiting(self.record.exit_code)
+        if not self.shows_report and self._confirmed.is_set():
+            keep_quiet(error)
+        return error
+
+    def _alike(self, error: BaseException) -> BaseException:
+        """Errors of this package are raised on every rank alike: each keeps its own, rank 0 shows it.
+
+        Should this one be alone after all, the others take it for a failure after half the grace period.
+        """
+        self._alike_here += 1
+        self.channel.post(_ALIKE, self._describe(error).to_json())
+        self.channel.flush(1.0)
+        if not self.shows_report:
+            keep_quiet(error)
+        return error
+
+    def _raised_elsewhere(self, message: Message) -> None:
+        self._alike_there[message.sender] += 1
+        times = self._alike_there[message.sender]
+
+        def wait_for_own() -> None:
+            time.sleep(self.grace_period / 2)
+            if self._alike_here < times:
+                self._learn(FailureRecord.from_json(message.body), message)
+
+        threading.Thread(target=wait_for_own, name="lockstep-alike", daemon=True).start()
+
+    def _interrupted(self, error: BaseException) -> BaseException:
+        """Ctrl-C reaches every rank of a terminal by itself: say so once, wait for nobody."""
+        if self.record is None:
+            self._announce(self._describe(error))
+        leave_without_waiting(130)
+        return error
+
+    def announce_child(self, rank: int, returncode: int, pid: int) -> None:
+        """Tell all ranks that a rank started by this one has ended badly.
+
+        Args:
+            rank: Its number.
+            returncode: As :class:`subprocess.Popen` gives it.
+            pid: Its process id.
+
+        Ranks: the rank that started it, from its watching thread.
+        """
+        kind, summary, code = describe_exit(returncode)
+        record = FailureRecord(
+            rank, self.channel.world_size, socket.gethostname(), pid, kind, summary, exit_code=code
+        )
+        self._announce(record)
+
+    def close(self) -> None:
+        """Stop listening.
+
+        Ranks: any rank, alone.
+        """
+        for remove in self._remove:
+            remove()
+
+    def _describe(self, error: BaseException) -> FailureRecord:
+        kind: Kind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
+        code = 130 if kind == "interrupt" else 1
+        if isinstance(error, SystemExit):
+            # Lightning's SIGTERMException carries no code; alone among the ranks, even code 0 is a failure.
+            code = error.code if isinstance(error.code, int) and error.code else 1
+            code = 128 + signal.SIGTERM if isinstance(error, SIGTERMException) else code
+        where: Mapping[str, Any] = {}
+        with suppress(Exception):
+            where = dict(self.where())
+        summary = f"{type(error).__name__}: {error}".splitlines()[0] if str(error) else type(error).__name__
+        text = "".join(traceback.format_exception(error))
+        channel = self.channel
+        return FailureRecord(
+            channel.rank,
+            channel.world_size,
+            socket.gethostname(),
+            os.getpid(),
+            kind,
+            summary,
+            text,
+            where,
+            code,
+        )
+
+    def _announce(self, record: FailureRecord) -> None:
+        first = FailureRecord.from_json(self.channel.claim(_CLAIM, record.to_json()))
+        mine = first.rank == self.channel.rank
+        with self._lock:
+            if self.record is None:
+                self.record = first
+        if first == record:
+            self.channel.post(_TOPIC, first.to_json())
+            self.channel.flush(1.0)
+        if mine:
+            tell_torchelastic(first)
+            if self.channel.rank != 0 and first.kind != "interrupt":
+                self._confirmed.wait(self.grace_period / 3)
+        elif not self._known.is_set():
+            self._learn(first, None)
+
+    def _learn(self, record: FailureRecord, message: Message | None) -> None:
+        with self._lock:
+            if self._known.is_set():
+                return
+            self.record = self.record or record
+            self._known.set()
+        if self.channel.rank == 0 and record.rank != 0:
+            self.channel.post(_CONFIRMED, to=record.rank)
+        if record.rank != self.channel.rank:
+            threading.Thread(target=self._count_down, name="lockstep-grace", daemon=True).start()
+
+    def _store_lost(self, reason: str) -> None:
+        if self.record is not None:
+            return
+        # The store lives in rank 0: it can only be lost with that process or that host.
+        self.shows_report = self.shows_report or self.channel.rank == 1
+        host = getattr(self.channel, "host", "unknown")
+        summary = f"the connection to its store ended ({reason})"
+        self._learn(
+            FailureRecord(0, self.channel.world_size, host, 0, "vanished", summary, exit_code=1), None
+        )
+
+    def _rank_silent(self, rank: int, seconds: float) -> None:
+        if self.record is None:
+            summary = f"no heartbeat for {seconds:.0f} s"
+            self._announce(
+                FailureRecord(rank, self.channel.world_size, "unknown", 0, "vanished", summary, exit_code=1)
+            )
+
+    def _stopped(self, record: FailureRecord) -> BaseException:
+        if record.kind == "interrupt":
+            return self._interrupted(KeyboardInterrupt())
+        error = RankFailedError(record.report(), record)
+        tell_torchelastic(record)
+        leave_without_waiting(record.exit_code)
+        if self.shows_report:
+            show_plainly(error)
+        else:
+            keep_quiet(error)
+        return error
+
+    def _count_down(self) -> None:
+        time.sleep(self.grace_period * 0.9)
+        record = self.record
+        if record is None:
+            return
+        if self.on_force is not None:
+            self.on_force()
+        if self.shows_report:
+            sys.stderr.write(f"\nlightning-lockstep: {record.report()}\n")
+        flush_everything()
+        os._exit(record.exit_code)
+
+
+_fan_outs: weakref.WeakKeyDictionary[SideChannel, CrashFanOut] = weakref.WeakKeyDictionary()
+
+
+def fan_out_on(channel: SideChannel) -> CrashFanOut:
+    """Return the fan-out of a side channel; the same one for as long as the channel lives.
+
+    Ranks: every rank, for itself; nothing is sent.
+    """
+    if channel not in _fan_outs:
+        _fan_outs[channel] = CrashFanOut(channel)
+    return _fan_outs[channel]

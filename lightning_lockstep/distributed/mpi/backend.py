@@ -1,0 +1,117 @@
+"""The backend ``mpi4py``: MPI collectives for an ordinary build of torch.
+
+    from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
+    register_mpi_backend()
+    torch.distributed.init_process_group("mpi4py", rank=..., world_size=..., store=...)
+
+A group is an MPI communicator of its own. What its operations do is in :mod:`operations`, how they wait
+in :mod:`_mpi_work`, how ranks are compared in :mod:`_mpi_checks`. mpi4py is imported when the first group is
+made, not before.
+
+Torch 2.13 calls ``all_gather_single``, ``reduce_scatter_single`` and ``all_to_all_single`` where older
+releases call ``_allgather_base``, ``_reduce_scatter_base`` and ``alltoall_base``; the group answers to both.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_lockstep.distributed.mpi.runtime import MPIRuntime, start_runtime
+from lightning_lockstep.errors import LaunchError
+
+__all__ = ["MPIBackendOptions", "default_options", "register_mpi_backend"]
+
+NAME = "mpi4py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MPIBackendOptions:
+    """Options of a group, given as ``pg_options``.
+
+    Attributes:
+        check: Whether operation, shape and dtype are compared between the ranks before each operation.
+        cuda_aware: Whether the MPI library takes CUDA memory; by default it is asked.
+        shared_memory: Whether large sums on one node go through memory that its ranks share, instead of messages.
+    """
+
+    check: bool = True
+    cuda_aware: bool | None = None
+    shared_memory: bool = True
+
+
+_defaults = MPIBackendOptions()
+
+
+def default_options(options: MPIBackendOptions) -> None:
+    """Set the options of groups that are made without any, sub-groups included.
+
+    Ranks: all, alike.
+    """
+    global _defaults
+    _defaults = options
+
+
+def register_mpi_backend() -> None:
+    """Make the backend ``mpi4py`` known to torch.distributed; calling it again does nothing.
+
+    Ranks: any rank, alone; mpi4py is not imported.
+    """
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(given: Any, options: MPIBackendOptions | None = None) -> dist.ProcessGroup:
+    """Make a group; torch calls it on every rank of the group."""
+    runtime = start_runtime()
+    from lightning_lockstep.distributed.mpi.group_engine import GroupSettings
+    from lightning_lockstep.distributed.mpi.process_group import MPIProcessGroup
+
+    chosen = options if isinstance(options, MPIBackendOptions) else _defaults
+    rank, size, name = given.group_rank, given.group_size, str(given.group_id)
+    members = _meet(runtime, given.store, rank, size, given.timeout)
+    settings = GroupSettings(
+        name=name,
+        timeout=given.timeout.total_seconds(),
+        check=chosen.check and size > 1,
+        cuda_aware=runtime.cuda_aware if chosen.cuda_aware is None else chosen.cuda_aware,
+    )
+    # Where MPI takes CUDA memory, it also adds there.
+    shared = chosen.shared_memory and not (settings.cuda_aware and torch.cuda.is_available())
+    collectives, messages, memory = runtime.call(_communicators, runtime, members, name, shared)
+    return MPIProcessGroup(given.store, rank, size, runtime, collectives, messages, memory, settings)
+
+
+def _meet(runtime: MPIRuntime, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[int]:
+    """Return the ranks of the group's members in ``COMM_WORLD``, once all have said theirs."""
+    store.set(f"mpi/{rank}", f"{runtime.rank} {runtime.size} {runtime.library}")
+    keys = [f"mpi/{other}" for other in range(size)]
+    store.wait(keys, timeout)
+    said = [bytes(value).decode().split(" ", 2) for value in store.multi_get(keys)]
+    members = [int(one[0]) for one in said]
+    if len(set(members)) < size or len({(one[1], one[2]) for one in said}) > 1:
+        rows = "\n".join(f"  {i:<5}{one[0]:<16}{one[1]:<16}{one[2]}" for i, one in enumerate(said))
+        raise LaunchError(
+            "The ranks were not started as one MPI job:\n\n"
+            f"  {'rank':<5}{'rank in MPI':<16}{'size of MPI':<16}MPI library\n{rows}\n\n"
+            "Start all of them with one mpirun or mpiexec, the one that belongs to the MPI library which"
+            " mpi4py"
+            " loads. With `srun`, give --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
+        )
+    return members
+
+
+def _communicators(runtime: MPIRuntime, members: list[int], name: str, shared: bool) -> tuple[Any, Any, Any]:
+    from lightning_lockstep.distributed.mpi.node_memory import open_node_memory
+
+    world = runtime.MPI.COMM_WORLD
+    group = world.Get_group().Incl(members)
+    # Only members take part, and ranks may make several groups at once: the tag keeps them apart.
+    collectives = world.Create_group(group, zlib.crc32(name.encode()) % 32_000)
+    memory = open_node_memory(collectives, wanted=shared)
+    return collectives, collectives.Dup(), memory

@@ -1,0 +1,315 @@
+"""What each collective does with MPI, on contiguous tensors in memory that MPI takes.
+
+Each operation is a generator as :mod:`_mpi_work` describes. It also yields :class:`Collective`, an MPI
+collective that whoever runs the operation carries out in one of two ways, the same on all ranks: blocking,
+which is faster for large tensors, or started and polled. Which MPI collectives an operation consists of
+depends only on what all ranks know alike, never on where a rank's tensors lie. Memory is handed to MPI by
+address.
+
+Two numbers steer large messages. A reduction goes in pieces that stay in the cache of the CPU, which on one
+host is up to three times as fast as one large call. Transfers go in pieces of at most 2^30 elements, because
+MPI counts elements with 32 bits.
+
+This module is imported once MPI is up, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from lightning_lockstep.distributed.mpi.limits import LIMITS
+from lightning_lockstep.distributed.mpi.node_memory import NodeMemory
+from lightning_lockstep.distributed.mpi.progress import Body
+
+__all__ = [
+    "Collective",
+    "all_gather",
+    "all_gather_into",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+    torch.bool: MPI.UINT8_T,
+}
+# Transfers without arithmetic need the size of an element only.
+_WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
+_HALF = (torch.float16, torch.bfloat16)
+
+_R = dist.ReduceOp
+_OPERATIONS = {
+    _R.SUM: MPI.SUM,
+    _R.AVG: MPI.SUM,
+    _R.PRODUCT: MPI.PROD,
+    _R.MIN: MPI.MIN,
+    _R.MAX: MPI.MAX,
+    _R.BAND: MPI.BAND,
+    _R.BOR: MPI.BOR,
+    _R.BXOR: MPI.BXOR,
+}
+# True and False are the bytes 1 and 0, and must stay so: a sum of truths is "any", a product is "all".
+_OF_TRUTHS = {**_OPERATIONS, _R.SUM: MPI.MAX, _R.PRODUCT: MPI.MIN}
+_BITWISE = (_R.BAND, _R.BOR, _R.BXOR)
+
+_TAG = 7  # of the messages inside gather, scatter and all-to-all; their group is used for nothing else
+
+
+def check_reduction(tensor: Tensor, op: Any) -> None:
+    """Raise if MPI cannot reduce this.
+
+    Args:
+        tensor: What is to be reduced.
+        op: Torch's operation, without parameters.
+
+    Raises:
+        ValueError: There is no such reduction for this dtype.
+
+    Ranks: any rank, alone.
+    """
+    if op not in _OPERATIONS:
+        raise ValueError(
+            f"The backend 'mpi4py' has no {op}: expected one of {', '.join(map(str, _OPERATIONS))}."
+        )
+    dtype = tensor.dtype
+    if dtype not in _TYPES and dtype not in _HALF and not (tensor.is_complex() and op in (_R.SUM, _R.AVG)):
+        raise ValueError(f"The backend 'mpi4py' cannot reduce {dtype} with {op}: convert the tensor first.")
+    floating = dtype.is_floating_point or tensor.is_complex()
+    if op in _BITWISE and floating:
+        raise ValueError(f"{op} works on bits and cannot reduce {dtype}: expected an integer dtype.")
+    if op == _R.AVG and dtype is torch.bool:
+        raise ValueError(f"{op} cannot reduce {dtype}: expected numbers; convert the tensor first.")
+
+
+class Collective(NamedTuple):
+    """One MPI collective, not yet begun.
+
+    Attributes:
+        comm: Communicator.
+        name: Name of the blocking method of mpi4py.
+        arguments: Its arguments.
+    """
+
+    comm: Any
+    name: str
+    arguments: tuple[Any, ...]
+
+    def block(self) -> None:
+        """Carry it out.
+
+        Ranks: all of the communicator, each by this method; waits for all.
+        """
+        getattr(self.comm, self.name)(*self.arguments)
+
+    def start(self) -> Any:
+        """Begin it and return the request.
+
+        Ranks: all of the communicator, each by this method.
+        """
+        return getattr(self.comm, "I" + self.name.lower())(*self.arguments)
+
+
+def barrier(comm: Any) -> Body:
+    """All have come when all have said so, which the check before each operation does; else ask."""
+    yield [comm.Ibarrier()]
+
+
+def all_reduce(comm: Any, tensor: Tensor, op: Any, memory: NodeMemory | None = None) -> Body:
+    """Reduce in place on every rank; large sums by way of ``memory`` where the group has it."""
+    work = _summable(tensor)
+    large = op in (_R.SUM, _R.AVG) and work.dtype is not torch.bool and work.nbytes > LIMITS.polled
+    if memory is not None and large and (yield from memory.ready()):
+        yield from memory.sum(work, lambda nodes, part: _in_pieces(nodes, part, MPI.SUM))
+    else:
+        yield from _in_pieces(comm, work.view(-1), _mpi_op(work, op))
+    _finish(tensor, work, op, comm.size)
+
+
+def _in_pieces(comm: Any, flat: Tensor, mpi_op: Any) -> Body:
+    for piece in _pieces(flat, LIMITS.piece // flat.element_size()):
+        yield Collective(comm, "Allreduce", (MPI.IN_PLACE, _typed(piece), mpi_op))
+
+
+def reduce(comm: Any, tensor: Tensor, op: Any, root: int) -> Body:
+    """Reduce in place on ``root``; the others keep what they have."""
+    work = _summable(tensor)
+    mpi_op = _mpi_op(work, op)
+    for piece in _pieces(work.view(-1), LIMITS.piece // work.element_size()):
+        if comm.rank == root:
+            yield Collective(comm, "Reduce", (MPI.IN_PLACE, _typed(piece), mpi_op, root))
+        else:
+            yield Collective(comm, "Reduce", (_typed(piece), None, mpi_op, root))
+    if comm.rank == root:
+        _finish(tensor, work, op, comm.size)
+
+
+def broadcast(comm: Any, tensor: Tensor, root: int) -> Body:
+    """Copy the tensor of ``root`` into everybody's."""
+    for piece in _pieces(tensor.view(-1), LIMITS.count):
+        yield Collective(comm, "Bcast", (_words(piece), root))
+
+
+def all_gather(comm: Any, outputs: Sequence[Tensor], source: Tensor) -> Body:
+    """Put the input of rank ``i`` into ``outputs[i]`` of every rank.
+
+    Small ones of equal size go in one call, by way of one tensor. Otherwise each rank's input is sent
+    straight into its place.
+    """
+    sizes = {output.numel() for output in outputs}
+    if len(sizes) == 1 and source.nbytes <= LIMITS.polled:
+        whole = source.new_empty(source.numel() * comm.size)
+        yield Collective(comm, "Allgather", (_words(source), _words(whole, source.numel())))
+        for output, part in zip(outputs, whole.chunk(comm.size), strict=False):  # no parts of nothing
+            output.view(-1).copy_(part)
+        return
+    outputs[comm.rank].view(-1).copy_(source.view(-1))
+    for root, output in enumerate(outputs):
+        yield from broadcast(comm, output, root)
+
+
+def all_gather_into(comm: Any, output: Tensor, source: Tensor) -> Body:
+    """Put the inputs of all ranks, one after another, into the output of every rank."""
+    if source.numel() <= LIMITS.count // comm.size:
+        yield Collective(comm, "Allgather", (_words(source), _words(output, source.numel())))
+    else:
+        yield from all_gather(comm, output.view(-1).chunk(comm.size), source)
+
+
+def reduce_scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], op: Any) -> Body:
+    """Reduce ``inputs[i]`` of all ranks into the output of rank ``i``."""
+    works = [_summable(part) for part in inputs]
+    mpi_op, target = _mpi_op(works[0], op), _summable(output)
+    equal = len({work.numel() for work in works}) == 1
+    if equal and works[0].nbytes * len(works) <= LIMITS.piece:
+        whole = _as_one(works)
+        whole = torch.cat([work.view(-1) for work in works]) if whole is None else whole
+        memory, _, datatype = _typed(whole)
+        parts = [memory, target.numel(), datatype]
+        yield Collective(comm, "Reduce_scatter_block", (parts, _typed(target.view(-1)), mpi_op))
+    else:
+        for root, work in enumerate(works):
+            pieces = _pieces(work.view(-1), LIMITS.piece // work.element_size())
+            places = _pieces(target.view(-1), LIMITS.piece // work.element_size())
+            for piece in pieces:
+                place = _typed(next(places)) if comm.rank == root else None
+                yield Collective(comm, "Reduce", (_typed(piece), place, mpi_op, root))
+    _finish(output, target, op, comm.size)
+
+
+def gather(comm: Any, outputs: Sequence[Tensor], source: Tensor, root: int) -> Body:
+    """Put the input of rank ``i`` into ``outputs[i]`` of ``root``."""
+    if comm.rank != root:
+        yield [request for piece in _counted(source) for request in [comm.Isend(_words(piece), root, _TAG)]]
+        return
+    requests = []
+    for rank, output in enumerate(outputs):
+        if rank == root:
+            output.view(-1).copy_(source.view(-1))
+        else:
+            requests += [comm.Irecv(_words(piece), rank, _TAG) for piece in _counted(output)]
+    yield requests
+
+
+def scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], root: int) -> Body:
+    """Put ``inputs[i]`` of ``root`` into the output of rank ``i``."""
+    if comm.rank != root:
+        yield [comm.Irecv(_words(piece), root, _TAG) for piece in _counted(output)]
+        return
+    requests = []
+    for rank, source in enumerate(inputs):
+        if rank == root:
+            output.view(-1).copy_(source.view(-1))
+        else:
+            requests += [comm.Isend(_words(piece), rank, _TAG) for piece in _counted(source)]
+    yield requests
+
+
+def all_to_all(comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Body:
+    """Put ``inputs[j]`` of rank ``i`` into ``outputs[i]`` of rank ``j``."""
+    requests = []
+    for rank, output in enumerate(outputs):
+        if rank != comm.rank:
+            requests += [comm.Irecv(_words(piece), rank, _TAG) for piece in _counted(output)]
+    for rank, source in enumerate(inputs):
+        if rank == comm.rank:
+            outputs[rank].view(-1).copy_(source.view(-1))
+        else:
+            requests += [comm.Isend(_words(piece), rank, _TAG) for piece in _counted(source)]
+    yield requests
+
+
+def plain_reduction(dtype: torch.dtype, op: Any) -> tuple[Any, Any] | None:
+    """Return (MPI datatype, MPI operation) where MPI alone reduces this, else ``None``."""
+    if dtype not in _TYPES or op == _R.AVG or op not in _OPERATIONS:
+        return None
+    return _TYPES[dtype], (_OF_TRUTHS if dtype is torch.bool else _OPERATIONS)[op]
+
+
+def _typed(flat: Tensor) -> list[Any]:
+    memory = MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
+    return [memory, flat.numel(), _TYPES[flat.dtype]]
+
+
+def _words(flat: Tensor, count: int | None = None) -> list[Any]:
+    memory = MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
+    return [memory, flat.numel() if count is None else count, _WORDS[flat.element_size()]]
+
+
+def _pieces(flat: Tensor, elements: int) -> Iterator[Tensor]:
+    elements = max(1, min(elements, LIMITS.count))
+    if flat.numel() <= elements:
+        yield flat
+    else:
+        yield from torch.split(flat, elements)
+
+
+def _counted(tensor: Tensor) -> Iterator[Tensor]:
+    return _pieces(tensor.view(-1), LIMITS.count)
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return one flat tensor over the memory of all parts when they follow each other, else ``None``."""
+    first, each = parts[0], parts[0].nbytes
+    at = first.data_ptr()
+    if any(part.nbytes != each or part.data_ptr() != at + i * each for i, part in enumerate(parts)):
+        return None
+    return first.as_strided((first.numel() * len(parts),), (1,))
+
+
+def _summable(tensor: Tensor) -> Tensor:
+    if tensor.dtype in _HALF:
+        return tensor.float()  # MPI has no half precision; adding in float32 also loses less
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _mpi_op(tensor: Tensor, op: Any) -> Any:
+    return (_OF_TRUTHS if tensor.dtype is torch.bool else _OPERATIONS)[op]
+
+
+def _finish(tensor: Tensor, work: Tensor, op: Any, size: int) -> None:
+    if op == _R.AVG:
+        # Whole numbers are rounded towards zero, as nccl does; Lightning takes such means of flags.
+        work.div_(size, rounding_mode=None if work.is_floating_point() else "trunc")
+    if tensor.dtype in _HALF:
+        tensor.copy_(work)

@@ -1,0 +1,221 @@
+"""How the ranks of an MPI job find each other, without a fixed port and without a shared address list.
+
+Rank 0 listens on a port that the system gives it. Over MPI it tells the others that port and all addresses it
+has, and each says which of them it can reach.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from lightning_lockstep.distributed.rendezvous import host_rendezvous
+from lightning_lockstep.errors import LaunchError
+
+__all__ = ["Attendance", "Meeting", "attendance_fault", "meet"]
+
+_REACH = 3.0  # longest wait for an address to answer [s]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks meet.
+
+    Attributes:
+        address: Address of rank 0 that every rank reaches.
+        port: Port on it.
+        hosts: Host name of each rank.
+        sharing: How many ranks of this node run on the same cores as this one, itself included.
+        place: Number of this rank among those.
+    """
+
+    address: str
+    port: int
+    hosts: tuple[str, ...] = ()
+    sharing: int | None = None
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """What one rank says of itself when the ranks meet.
+
+    Attributes:
+        rank: Its number, from environment variables.
+        mpi_rank: Its number in ``COMM_WORLD``.
+        size: Number of ranks, from environment variables.
+        local_rank: Its number on its node.
+        local_size: Number of ranks on its node.
+        host: Host name.
+        cores: Cores it may use.
+    """
+
+    rank: int
+    mpi_rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    cores: tuple[int, ...]
+
+
+_met: Meeting | None = None
+
+
+def meet(rank: int, size: int, local_rank: int, local_size: int, started_by: str) -> Meeting:
+    """Return where the ranks of this MPI job meet.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        local_rank: Number of this rank on its node.
+        local_size: Number of ranks on its node.
+        started_by: What started them, for messages.
+
+    Raises:
+        LaunchError: The environment variables and MPI disagree, or no address of rank 0 can be reached.
+
+    Ranks: all, together, the first time; then free.
+    """
+    global _met
+    if _met is None:
+        given = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+        if given[0] and given[1].isdigit():
+            _met = Meeting(given[0], int(given[1]))
+        elif size == 1:
+            _met = Meeting("127.0.0.1", host_rendezvous("127.0.0.1"))
+        elif importlib.util.find_spec("mpi4py") is None:
+            _met = _meet_without_mpi(size, local_size)
+        else:
+            _met = _meet_over_mpi(rank, size, local_rank, local_size, started_by)
+    return _met
+
+
+def attendance_fault(everyone: Sequence[Attendance]) -> str | None:
+    """Return what is wrong with the ranks that have come, with a table, or ``None``.
+
+    Args:
+        everyone: What each rank says, by its number in ``COMM_WORLD``.
+
+    Ranks: every rank alike; nothing is sent.
+    """
+    counts = {one.host: 0 for one in everyone}
+    for one in everyone:
+        counts[one.host] += 1
+    if any(one.rank != one.mpi_rank or one.size != len(everyone) for one in everyone):
+        what = "The environment variables and MPI disagree about the ranks."
+        mend = "Start them with the mpirun or mpiexec that belongs to the MPI library which mpi4py loads."
+    elif len(set(counts.values())) > 1:
+        what = "The nodes have different numbers of ranks."
+        mend = "Give every node the same number of slots in the hostfile, or start fewer ranks."
+    else:
+        return None
+    rows = "\n".join(
+        f"  {one.mpi_rank:<13}{one.rank:<13}{one.size:<7}{one.local_rank:<12}{counts[one.host]:<15}{one.host}"
+        for one in everyone
+    )
+    head = f"  {'rank in MPI':<13}{'in variables':<13}{'size':<7}{'local rank':<12}{'ranks of host':<15}host"
+    return f"{what}\n\n{head}\n{rows}\n\n{mend}"
+
+
+def _meet_over_mpi(rank: int, size: int, local_rank: int, local_size: int, started_by: str) -> Meeting:
+    from lightning_lockstep.distributed.mpi.runtime import start_runtime
+
+    runtime = start_runtime()
+    world = runtime.MPI.COMM_WORLD
+    if runtime.size != size:
+        raise LaunchError(
+            "The environment variables and MPI disagree about the number of ranks:\n\n"
+            f"  {started_by + ' (environment)':<40}{size} ranks, this is rank {rank}\n"
+            f"  {runtime.library + ' (COMM_WORLD)':<40}{runtime.size} rank(s), this is rank"
+            f" {runtime.rank}\n\n"
+            "The ranks were started by a launcher of another MPI than the one mpi4py loads, so each is"
+            " alone. Use the"
+            " mpirun of that MPI (for the wheels: the one beside this Python), set MPI4PY_LIBMPI to the"
+            " libmpi.so of"
+            " your launcher, or give `srun` --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
+        )
+    cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    mine = Attendance(rank, runtime.rank, size, local_rank, local_size, socket.gethostname(), cores)
+    everyone: list[Attendance] = runtime.call(world.allgather, mine)
+    fault = attendance_fault(everyone)
+    if fault:
+        raise LaunchError(fault)
+    one_host = len({one.host for one in everyone}) == 1
+    offer = None
+    if rank == 0:
+        addresses = ["127.0.0.1"] if one_host else _addresses()
+        offer = addresses, host_rendezvous(addresses[0])
+    addresses, port = runtime.call(world.bcast, offer)
+    reached = [address for address in addresses if one_host or rank == 0 or _reaches(address, port)]
+    by_all = set.intersection(*map(set, runtime.call(world.allgather, reached)))
+    address = next((address for address in addresses if address in by_all), None)
+    if address is None:
+        raise LaunchError(
+            f"Rank 0 runs on {everyone[0].host} and listens on port {port} at {', '.join(addresses)}, but"
+            f" no address of"
+            " these can be reached from every rank. Let the hosts of the job reach each other on all ports"
+            " above 1024,"
+            " or set MASTER_ADDR and MASTER_PORT to an address and a port that they can reach."
+        )
+    if not one_host:
+        _tell_gloo(address)
+    together = [one.rank for one in everyone if one.host == mine.host and set(one.cores) & set(cores)]
+    hosts = tuple(one.host for one in everyone)
+    return Meeting(address, port, hosts, len(together), together.index(rank) if rank in together else 0)
+
+
+def _meet_without_mpi(size: int, local_size: int) -> Meeting:
+    """Meet at a port that every rank computes from the number of the job; one node only."""
+    job = next((os.environ[name] for name in _JOB_NAMES if os.environ.get(name)), None)
+    if local_size != size or job is None:
+        raise LaunchError(
+            f"{size} ranks were started, of which {local_size} on this node, but mpi4py is not installed,"
+            f" over which they"
+            " would find each other. Install it with `pip install 'lightning-lockstep[mpi]'`, or set"
+            " MASTER_ADDR and"
+            " MASTER_PORT to the host of rank 0 and a free port on it."
+        )
+    return Meeting("127.0.0.1", 20_000 + zlib.crc32(job.encode()) % 12_000)
+
+
+_JOB_NAMES = ("PMIX_NAMESPACE", "PMI_JOBID", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
+
+
+def _addresses() -> list[str]:
+    """Return the IPv4 addresses of this host at which others may look, those of real networks first."""
+    status = psutil.net_if_stats()
+    found = [
+        address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and status[name].isup and not address.address.startswith("127.")
+    ]
+    return found or ["127.0.0.1"]
+
+
+def _reaches(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=_REACH):
+            return True
+    except OSError:
+        return False
+
+
+def _tell_gloo(address: str) -> None:
+    """Name the interface that leads to rank 0; gloo by itself takes the one its host name resolves to."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing, but finds the route
+        own = probe.getsockname()[0]
+    own = address if own.startswith("127.") else own
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == own for one in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name

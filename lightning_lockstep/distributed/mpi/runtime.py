@@ -1,0 +1,258 @@
+"""MPI in this process: brought up once, looked after by one communication thread, ended in order.
+
+MPI is initialised by importing ``mpi4py.MPI``. That happens here, in the communication thread, when the first
+process group of the backend is made, and never before. Where the MPI library allows calls from any thread
+(``MPI_THREAD_MULTIPLE``), callers talk to it directly as well; otherwise every call goes through that thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from lightning_lockstep.distributed.failure.process_exit import leaving
+from lightning_lockstep.distributed.mpi.progress import Engine, set_listener
+from lightning_lockstep.errors import LaunchError, MissingExtraError
+
+__all__ = ["MPIRuntime", "abort_when_leaving", "start_runtime"]
+
+T = TypeVar("T")
+_runtime: MPIRuntime | None = None
+_lock = threading.Lock()
+
+
+class MPIRuntime:
+    """MPI as this process has it.
+
+    Attributes:
+        MPI: The module ``mpi4py.MPI``.
+        engine: The communication thread.
+        anywhere: Whether any thread may call MPI.
+        rank: Number of this process in ``COMM_WORLD``.
+        size: Number of processes in ``COMM_WORLD``.
+        library: One line that names the MPI library.
+        failed: Exit code with which the job shall end by ``MPI_Abort``, or ``None``.
+        gone: Ranks in ``COMM_WORLD`` that have ended their programs while others have not, and since when.
+    """
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.failed: int | None = None
+        self.gone: dict[int, float] = {}
+        self._blocking: object = None
+        ours = "mpi4py.MPI" not in sys.modules
+        try:
+            self.MPI = self.engine.call(_import_mpi)
+        except BaseException:
+            self.engine.stop()
+            raise
+        self._finalises = ours
+        self.anywhere = self.MPI.Query_thread() >= self.MPI.THREAD_MULTIPLE
+        if self.MPI.Query_thread() < self.MPI.THREAD_SERIALIZED and not self.engine.call(
+            self.MPI.Is_thread_main
+        ):
+            raise LaunchError(
+                "mpi4py was initialised by this program's main thread with the thread level"
+                f" {_LEVELS[self.MPI.Query_thread()]}, at which only that thread may use MPI: expected at"
+                " least MPI_THREAD_SERIALIZED. Don't import mpi4py.MPI yourself, or leave mpi4py.rc.thread_level at"
+                " 'multiple'."
+            )
+        world = self.MPI.COMM_WORLD
+        self.rank, self.size = self.call(world.Get_rank), self.call(world.Get_size)
+        self.library = (
+            self.MPI.Get_library_version().strip("\x00 \n").splitlines()[0].split(", package")[0].strip()
+        )
+        self.cuda_aware = _cuda_aware()
+        set_listener(self._hear)
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call ``function`` where MPI may be called.
+
+        Ranks: as ``function``.
+        """
+        return function(*args) if self.anywhere else self.engine.call(function, *args)
+
+    def may_block(self, owner: object) -> bool:
+        """Return whether an operation may block in MPI: one at a time may, whatever its group.
+
+        Args:
+            owner: The operation. If it may, nobody else may until :meth:`blocks_no_more`.
+
+        Ranks: any rank, alone; called in the communication thread.
+        """
+        self._blocking = self._blocking or owner
+        return self._blocking is owner
+
+    def blocks_no_more(self, owner: object) -> None:
+        """Let others block, if ``owner`` is the one that may.
+
+        Ranks: any rank, alone.
+        """
+        if self._blocking is owner:
+            self._blocking = None
+
+    def end(self) -> None:
+        """Finalise MPI, or abort the job if this process has failed.
+
+        Ranks: every rank at its own end; finalisation waits for the others, an abort ends them.
+        """
+        if self.failed is not None:
+            _flush()
+            # MPI asks this host's daemon to end the job, and waits for ever if that is frozen or has just died.
+            self._nowhere = open(os.devnull, "w")  # noqa: SIM115 - stays open until the end
+            faulthandler.dump_traceback_later(_ABORTED, exit=True, file=self._nowhere)
+            self.MPI.COMM_WORLD.Abort(self.failed)
+        if not self.MPI.Is_finalized():
+            self.call(self._leave)
+            set_listener(None)
+            if self._finalises:
+                self.engine.call(self.MPI.Finalize)
+        self.engine.stop()
+
+    def numbers_of(self, comm: Any) -> list[int]:
+        """Return the numbers in ``COMM_WORLD`` of the ranks of a communicator, in its order.
+
+        Ranks: any rank, alone.
+        """
+
+        def translate() -> list[int]:
+            group = comm.Get_group()
+            world = self.MPI.COMM_WORLD.Get_group()
+            return list(group.Translate_ranks(list(range(group.size)), world))
+
+        return self.call(translate)
+
+    def gone_for(self, rank: int) -> float:
+        """Return how long ago [s] this rank heard that a rank in ``COMM_WORLD`` has ended its program; 0 if not.
+
+        Ranks: any rank, alone.
+        """
+        since = self.gone.get(rank)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _leave(self) -> None:
+        """Wait for the other ranks to end too; tell those that take their time not to count on this one."""
+        world = self.MPI.COMM_WORLD
+        together, farewells = world.Ibarrier(), None
+        began = time.monotonic()
+        while not together.Test():
+            if farewells is None and time.monotonic() - began > _TOGETHER:
+                others = (rank for rank in range(self.size) if rank != self.rank)
+                farewells = [world.Isend([b"", 0, self.MPI.BYTE], rank, _FAREWELL) for rank in others]
+            time.sleep(0.001)
+
+    def _hear(self) -> None:
+        """Take in who has ended."""
+        world, status = self.MPI.COMM_WORLD, self.MPI.Status()
+        while world.Iprobe(self.MPI.ANY_SOURCE, _FAREWELL, status):
+            world.Recv([bytearray(), 0, self.MPI.BYTE], status.source, _FAREWELL)
+            self.gone.setdefault(status.source, time.monotonic())
+
+
+_TOGETHER = 2.0  # ranks that end within this time of each other need no farewells [s]
+_FAREWELL = 31_007  # tag of a farewell
+_ABORTED = 10.0  # MPI_Abort has ended this process within this time, or it ends itself [s]
+
+_LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
+
+
+def start_runtime() -> MPIRuntime:
+    """Return MPI as this process has it, brought up when first asked for.
+
+    Returns:
+        The one runtime of this process.
+
+    Raises:
+        MissingExtraError: mpi4py is not installed.
+        LaunchError: It is, but no MPI library can be loaded, or not at a thread level that can be used.
+
+    Ranks: all, together, the first time (``MPI_Init``); then free.
+    """
+    global _runtime
+    with _lock:
+        if _runtime is None:
+            _runtime = MPIRuntime()
+            atexit.register(_at_exit)
+            _abort_on_uncaught(_runtime)
+        return _runtime
+
+
+def abort_when_leaving(delay: float) -> None:
+    """Set how long a rank waits, after a failure, before it ends the whole MPI job by ``MPI_Abort``.
+
+    Args:
+        delay: Time that the rank which prints the report gets to do so [s]; 0 on that rank.
+
+    Ranks: every rank, for itself, at start-up.
+    """
+    global _delay
+    _delay = delay
+
+
+_delay = 0.0
+
+
+def _at_exit() -> None:
+    if _runtime is None:
+        return
+    if leaving() and _runtime.failed is None:
+        _runtime.failed = 1
+    if _runtime.failed is not None:
+        _flush()
+        time.sleep(_delay)  # ended by mpirun meanwhile, once the rank that reports has gone
+    _runtime.end()
+
+
+def _abort_on_uncaught(runtime: MPIRuntime) -> None:
+    """An exception that nobody catches on one rank must not leave the others waiting in MPI."""
+    usual = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        usual(kind, value, trace)
+        runtime.failed = runtime.failed or 1
+
+    sys.excepthook = hook
+
+
+def _import_mpi() -> Any:
+    try:
+        import mpi4py
+    except ImportError as error:
+        raise MissingExtraError("mpi4py", extra="mpi", needed_for="The backend 'mpi4py'") from error
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.finalize = False  # we finalise, in the thread that initialised
+        # While Open MPI waits for another rank, the backward pass may have the core.
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"mpi4py is installed, but it cannot load an MPI library: {str(error).splitlines()[0]}."
+            f" Install one with"
+            " `pip install 'lightning-lockstep[mpi]'`, or set MPI4PY_LIBMPI to the path of your cluster's"
+            " libmpi.so."
+        ) from error
+    return MPI
+
+
+def _cuda_aware() -> bool:
+    """Return whether the loaded MPI library takes pointers to CUDA memory."""
+    for name in ("libmpi.so.40", "libmpi.so.12", "libmpi.so"):
+        with suppress(OSError, AttributeError):
+            library = ctypes.CDLL(name, mode=getattr(os, "RTLD_NOLOAD", 4) | ctypes.RTLD_GLOBAL)
+            return bool(library.MPIX_Query_cuda_support())
+    return False
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()

@@ -1,0 +1,201 @@
+"""The collectives that move tensors and leave them as they are.
+
+This module is imported once MPI is up, never before.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from lightning_lockstep.distributed.mpi import operations
+from lightning_lockstep.distributed.mpi.arguments import (
+    as_list,
+    dense,
+    equal_parts,
+    one,
+    parts_by_sizes,
+    same,
+)
+from lightning_lockstep.distributed.mpi.collective import GroupPart, Prepared, collective, is_small
+from lightning_lockstep.distributed.mpi.group_engine import Call
+from lightning_lockstep.distributed.mpi.progress import Body
+from lightning_lockstep.distributed.mpi.rank_check import call_site
+
+__all__ = ["Transfers"]
+
+
+class Transfers(GroupPart):
+    """Broadcast, gathers, scatter, all-to-all and barrier of the process group."""
+
+    @collective
+    def broadcast(self, tensors: Any, opts: Any = None) -> Prepared:
+        """Copy the root's tensor to every rank.
+
+        Ranks: all of the group.
+        """
+        tensor, root = one(tensors), getattr(opts, "rootRank", 0)
+        signature = ("broadcast", root, tensor.dtype, tensor.shape)
+        call = Call(f"broadcast from {root}", signature, [tensor], 0, [tensor], [tensor], tensor.nbytes)
+        return call, lambda t: operations.broadcast(self._comm, t[0], root), opts, is_small(tensor)
+
+    @collective
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
+        """Gather the tensor of every rank into a list, on every rank; the shapes of ranks may differ.
+
+        Ranks: all of the group, with lists of the same shapes.
+        """
+        source, places = one(inputs), dense(one(outputs, of=list))
+        same("all_gather", places, source, count=self._size, own=self._rank)
+        signature = ("all_gather", source.dtype, *(place.shape for place in places))
+        nbytes = max(place.nbytes for place in places)
+        call = Call("all_gather", signature, [source, *places], 1, [source], outputs, nbytes)
+        small = all(is_small(place) for place in places)
+        return call, lambda t: operations.all_gather(self._comm, t[1:], t[0]), opts, small
+
+    @collective
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Prepared:
+        """Gather the tensor of every rank into one, on every rank.
+
+        Ranks: all of the group.
+        """
+        return self._gathered([output], [source], opts, "all_gather_into_tensor")
+
+    @collective
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
+        """Gather several tensors of every rank, each into one, on every rank.
+
+        Ranks: all of the group.
+        """
+        return self._gathered(outputs, inputs, opts, "all_gather_into_tensor_coalesced")
+
+    def _gathered(self, outputs: Any, inputs: Any, opts: Any, name: str) -> Prepared:
+        outputs, inputs = dense(outputs), dense(inputs)
+        for output, source in zip(outputs, inputs, strict=True):
+            equal_parts(name, output, source, self._size)
+        signature = (name, *((source.dtype, source.shape) for source in inputs))
+        count, comm = len(inputs), self._comm
+        nbytes = max(source.nbytes for source in inputs)
+        call = Call(name, signature, [*inputs, *outputs], count, inputs, outputs, nbytes)
+
+        def make(tensors: list[Tensor]) -> Body:
+            for source, output in zip(tensors[:count], tensors[count:], strict=True):
+                yield from operations.all_gather_into(comm, output, source)
+
+        return call, make, opts, count == 1 and is_small(inputs[0])
+
+    @collective
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
+        """Gather several tensors of every rank into lists, on every rank.
+
+        Ranks: all of the group.
+        """
+        inputs = dense(inputs)
+        by_tensor = [dense(places) for places in outputs]
+        for places, source in zip(by_tensor, inputs, strict=True):
+            same("all_gather_coalesced", places, source, count=self._size, own=self._rank)
+        signature = ("all_gather_coalesced", *((source.dtype, source.shape) for source in inputs))
+        count, size = len(inputs), self._size
+        call = Call(
+            "all_gather_coalesced",
+            signature,
+            [*inputs, *(place for places in by_tensor for place in places)],
+            count,
+            inputs,
+            outputs,
+            max(source.nbytes for source in inputs),
+        )
+
+        def make(tensors: list[Tensor]) -> Body:
+            for i in range(count):
+                places = tensors[count + i * size : count + (i + 1) * size]
+                yield from operations.all_gather(self._comm, places, tensors[i])
+
+        return call, make, opts, False
+
+    @collective
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
+        """Gather the tensor of every rank into a list on the root.
+
+        Ranks: all of the group.
+        """
+        source, root = one(inputs), opts.rootRank
+        places = dense(one(outputs, of=list)) if root == self._rank else []
+        if root == self._rank:
+            same("gather", places, source, count=self._size)
+        signature = ("gather", root, source.dtype, source.shape)
+        call = Call(f"gather to {root}", signature, [source, *places], 1, [source], outputs)
+        return call, lambda t: operations.gather(self._comm, t[1:], t[0], root), opts, is_small(source)
+
+    @collective
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
+        """Give each rank one tensor of the root's list.
+
+        Ranks: all of the group.
+        """
+        target, root = one(outputs), opts.rootRank
+        sources = dense(one(inputs, of=list)) if root == self._rank else []
+        if root == self._rank:
+            same("scatter", sources, target, count=self._size)
+        signature = ("scatter", root, target.dtype, target.shape)
+        call = Call(f"scatter from {root}", signature, [*sources, target], len(sources), [target], outputs)
+        return call, lambda t: operations.scatter(self._comm, t[-1], t[:-1], root), opts, is_small(target)
+
+    @collective
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_sizes: Any = None,
+        input_sizes: Any = None,
+        opts: Any = None,
+    ) -> Prepared:
+        """Send a part of a tensor to each rank and put theirs together.
+
+        Ranks: all of the group; what ``i`` sends to ``j`` must be as large as ``j`` expects from ``i``.
+        """
+        size = self._size
+        places = parts_by_sizes("all_to_all_single", output, output_sizes or [], size)
+        sources = parts_by_sizes("all_to_all_single", source, input_sizes or [], size)
+        return self._exchange("all_to_all_single", places, sources, opts, [output])
+
+    @collective
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
+        """Send a tensor to each rank and receive one from each.
+
+        Ranks: all of the group; what ``i`` sends to ``j`` must be as large as ``j`` expects from ``i``.
+        """
+        places, sources = dense(as_list(outputs)), dense(as_list(inputs))
+        if len(places) != self._size or len(sources) != self._size:
+            raise ValueError(
+                f"all_to_all was given {len(places)} output and {len(sources)} input tensors: expected"
+                f" {self._size} of"
+                " each, one for each rank."
+            )
+        return self._exchange("all_to_all", places, sources, opts, outputs)
+
+    def _exchange(
+        self, name: str, places: list[Tensor], sources: list[Tensor], opts: Any, result: Any
+    ) -> Prepared:
+        size, comm, checked = self._size, self._comm, self.engine.check
+        call = Call(name, (name, places[0].dtype), [*sources, *places], size, sources, result)
+        # Known here only: the operation may run in the communication thread, after later ones were queued.
+        number, site = self.engine.number + 1, call_site() if checked is not None else ""
+
+        def make(tensors: list[Tensor]) -> Body:
+            if checked is not None:
+                yield from checked.agree_on_sizes(tensors[size:], tensors[:size], number, name, site)
+            yield from operations.all_to_all(comm, tensors[size:], tensors[:size])
+
+        return call, make, opts, all(is_small(source) for source in sources)
+
+    @collective
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Prepared:
+        """Wait until every rank has come.
+
+        Ranks: all of the group.
+        """
+        call = Call("barrier", ("barrier",), [], 0, [], [])
+        return call, lambda _: operations.barrier(self._comm), opts, True

@@ -1,0 +1,259 @@
+"""What the multi-node guides tell one to do by hand before a first run, done in seconds.
+
+Each host must take a password-less ssh, have the same Python and the same packages, and let mpirun start
+something there. All hosts are asked at once; what is wrong comes as one table with what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_lockstep.errors import LaunchError
+
+if TYPE_CHECKING:
+    from lightning_lockstep.launchers.mpirun.launcher import MPIRun
+
+__all__ = ["Host", "HostReport", "check_hosts", "judge", "read_hostfile"]
+
+_CONNECT = 6  # longest wait for ssh to connect [s]
+_ANSWER = 40  # longest wait for Python to answer there [s]
+_MPIRUN = 40  # longest wait for `mpirun hostname` [s]
+_PACKAGES = ("torch", "lightning", "pytorch-lightning", "mpi4py")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of a hostfile.
+
+    Attributes:
+        name: Host name or address.
+        slots: How many ranks it takes; ``None`` when the file does not say.
+    """
+
+    name: str
+    slots: int | None = None
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What was found out about a host.
+
+    Attributes:
+        host: Its name.
+        ssh: ``ok``, ``local``, or what ssh said.
+        python: Version of Python there, or what went wrong.
+        packages: Versions of the packages that must agree.
+    """
+
+    host: str
+    ssh: str
+    python: str = ""
+    packages: Mapping[str, str] | None = None
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Return the hosts of a hostfile of Open MPI (``node1 slots=4``) or MPICH (``node1:4``).
+
+    Ranks: any process; reads the file.
+    """
+    hosts = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        name, _, count = words[0].partition(":")
+        slots = re.search(r"\bslots\s*=\s*(\d+)", line)
+        hosts.append(Host(name, int(slots[1]) if slots else int(count) if count.isdigit() else None))
+    return hosts
+
+
+def check_hosts(
+    hosts: Sequence[Host], mpirun: MPIRun, ssh_args: Sequence[str], *, environ: Mapping[str, str]
+) -> None:
+    """Make sure that ranks can be started on all hosts.
+
+    Args:
+        hosts: The hosts.
+        mpirun: The mpirun that will start them.
+        ssh_args: Arguments for ssh.
+        environ: Environment for mpirun.
+
+    Raises:
+        LaunchError: With a table of what is wrong where, and what to do.
+
+    Ranks: the process that starts the ranks; takes about as long as the slowest host, at most 46 s.
+    """
+    with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
+        reports = list(pool.map(lambda host: _ask(host.name, ssh_args), hosts))
+    fault = judge(reports, _here())
+    if fault is None:
+        fault = _try_mpirun(hosts, mpirun, ssh_args, environ)
+    if fault is not None:
+        raise LaunchError(fault)
+
+
+def judge(reports: Sequence[HostReport], here: HostReport) -> str | None:
+    """Return a table of the hosts with what to do about each, or ``None`` when all are ready.
+
+    Args:
+        reports: One for each host.
+        here: The same of this process.
+
+    Ranks: any process; nothing is sent.
+    """
+    advice = [_advice(report, here) for report in reports]
+    if not any(advice):
+        return None
+    wide = max(len(report.host) for report in reports) + 2
+    rows = [f"  {'host':<{wide}}{'ssh':<12}{'python':<12}what to do"]
+    for report, todo in zip(reports, advice, strict=True):
+        ssh = report.ssh if report.ssh in ("ok", "local") else "failed"
+        python = report.python if report.packages is not None else "" if ssh == "failed" else "failed"
+        rows.append(f"  {report.host:<{wide}}{ssh:<12}{python:<12}{todo or 'ready'}")
+    return "Not every host is ready to run ranks:\n\n" + "\n".join(rows)
+
+
+def _advice(report: HostReport, here: HostReport) -> str:
+    if report.ssh not in ("ok", "local"):
+        said = report.ssh.lower()
+        if "resolve" in said or "name or service" in said:
+            return "its name does not resolve: correct the hostfile, or add the host to DNS or /etc/hosts"
+        if "permission denied" in said:
+            return f"it wants a password: run `ssh-copy-id {report.host}`, then try `ssh {report.host} true`"
+        if "host key" in said:
+            return f"its host key is not known: run `ssh {report.host} true` once and accept it"
+        if "refused" in said:
+            return f"nothing listens for ssh there: start sshd, or give its port in ssh_args ({report.ssh})"
+        return f"ssh does not get through: {report.ssh}"
+    if report.packages is None:
+        return report.python
+    if report.python != here.python:
+        return f"Python {report.python} there, {here.python} here: use the same environment on all hosts"
+    theirs, ours = report.packages, here.packages or {}
+    different = [
+        f"{name} {theirs.get(name) or 'missing'} there, {version} here"
+        for name, version in ours.items()
+        if theirs.get(name) != version
+    ]
+    return f"install the same versions: {'; '.join(different)}" if different else ""
+
+
+_PROBE = """
+import importlib.util, json, platform, sys
+from importlib import metadata
+if not {from_folder!r}: sys.path[:] = [place for place in sys.path if place]
+versions = {{}}
+for name in {names!r}:
+    try: versions[name] = metadata.version(name)
+    except metadata.PackageNotFoundError: versions[name] = None
+found = importlib.util.find_spec("lightning_lockstep")
+versions["lightning_lockstep"] = "installed" if found and found.origin else None
+print("LOCKSTEP" + json.dumps([platform.python_version(), versions]))
+"""
+
+
+def _here() -> HostReport:
+    versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
+    return HostReport(
+        "here", "local", sys.version.split()[0], {**versions, "lightning_lockstep": "installed"}
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _ask(host: str, ssh_args: Sequence[str]) -> HostReport:
+    if host in ("localhost", "127.0.0.1", socket.gethostname()):
+        return HostReport(host, "local", _here().python, _here().packages)
+    path = os.environ.get("PYTHONPATH", "")
+    # `python -c` finds what lies in its folder; the program does so only when it is run with `python -m`.
+    from_folder = any(place in ("", str(Path.cwd())) for place in sys.path)
+    probe = _PROBE.format(names=_PACKAGES, from_folder=from_folder)
+    python = f"PYTHONPATH={shlex.quote(path)} {shlex.quote(sys.executable)} -c {shlex.quote(probe)}"
+    remote = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; {python}"
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}", *ssh_args, host, remote]
+    try:
+        answer = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_CONNECT + _ANSWER,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except FileNotFoundError:
+        return HostReport(host, "there is no ssh command on this host")
+    except subprocess.TimeoutExpired:
+        return HostReport(host, f"no answer within {_CONNECT + _ANSWER} s")
+    said = [
+        line
+        for line in answer.stderr.splitlines()
+        if line.strip() and not line.startswith("Warning: Permanently")
+    ]
+    if answer.returncode == 255:
+        return HostReport(host, said[-1] if said else "no connection")
+    for line in answer.stdout.splitlines():
+        if line.startswith("LOCKSTEP"):
+            python, versions = json.loads(line.removeprefix("LOCKSTEP"))
+            return HostReport(host, "ok", python, versions)
+    return HostReport(host, "ok", f"{sys.executable} does not run there: {said[-1] if said else 'no output'}")
+
+
+def _try_mpirun(
+    hosts: Sequence[Host], mpirun: MPIRun, ssh_args: Sequence[str], environ: Mapping[str, str]
+) -> str | None:
+    """Let mpirun print the name of every host; return what is wrong, or ``None``."""
+    names = ",".join(host.name for host in hosts)
+    if mpirun.kind == "hydra":
+        command = [mpirun.command, "-hosts", names, "-ppn", "1", "-n", str(len(hosts)), "hostname"]
+    else:
+        prefix = str(Path(mpirun.command).resolve().parent.parent)
+        command = [
+            mpirun.command,
+            "-H",
+            names,
+            "--prefix",
+            prefix,
+            "-n",
+            str(len(hosts)),
+            "--map-by",
+            "ppr:1:node",
+        ]
+        command += ["--prtemca", "plm_ssh_args", " ".join(ssh_args)] if ssh_args else []
+        command += ["hostname"]
+    try:
+        answer = subprocess.run(
+            command,
+            env=dict(environ),
+            capture_output=True,
+            text=True,
+            timeout=_MPIRUN,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return (
+            f"`{' '.join(command)}` gave no answer within {_MPIRUN} s, though ssh works: the hosts must"
+            f" reach each other"
+            " on all ports, not only ssh's. Open the firewall between them."
+        )
+    if answer.returncode or len(answer.stdout.split()) < len(hosts):
+        said = "\n".join(line for line in (answer.stdout + answer.stderr).splitlines() if line.strip("- "))
+        return f"`{' '.join(command)}` failed with exit code {answer.returncode}:\n\n{said[-1500:]}"
+    return None

@@ -1,0 +1,150 @@
+"""Starts the ranks of this node as children of a process that is no rank itself: spawn, fork, forkserver.
+
+The parent waits for all of them. When one ends badly it reads what that rank wrote down, gives the others the
+grace period, and raises one error with the first failing rank's own traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.multiprocessing as mp
+
+from lightning_lockstep._lightning import (
+    TrainerFn,
+    _check_bad_cuda_fork,
+    _check_missing_main_guard,
+    _GlobalStateSnapshot,
+    _MultiProcessingLauncher,
+)
+from lightning_lockstep.distributed.failure.process_exit import flush_everything, show_plainly
+from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
+from lightning_lockstep.distributed.rendezvous import free_port
+from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
+from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
+
+if TYPE_CHECKING:
+    from lightning_lockstep.launchers.rank_supervisor import RankKeeper
+
+__all__ = ["SpawnedLauncher"]
+
+# Where a rank notes that all ranks have left on purpose, with an exit code of their own.
+_LEFT = "preempted.json"
+
+
+class SpawnedLauncher(_MultiProcessingLauncher):
+    """Starts ranks with :mod:`torch.multiprocessing` and joins them.
+
+    Args:
+        strategy: The strategy; it travels to the ranks.
+        keeper: What looks after each rank.
+        start_method: ``spawn``, ``fork`` or ``forkserver``.
+    """
+
+    _strategy: Any  # Lightning's annotation names a base that knows no numbers of processes and nodes
+
+    def __init__(
+        self, strategy: Any, keeper: RankKeeper, *, start_method: Literal["spawn", "fork", "forkserver"]
+    ) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self._keeper = keeper
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Run ``function`` in every rank and return what rank 0 returned.
+
+        Raises:
+            RankFailedError: A rank failed; the text ends with the first one's traceback.
+
+        Ranks: the parent process, which is no rank.
+        """
+        self._check(trainer)
+        environment = self._strategy.cluster_environment
+        if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
+            environment.adopt_port(free_port())
+        snapshot = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
+        answers = mp.get_context(self._start_method).SimpleQueue()
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+            context = mp.start_processes(  # type: ignore[no-untyped-call]
+                self._in_rank,
+                args=(folder, trainer, function, args, kwargs, answers, snapshot),
+                nprocs=self._strategy.num_processes,
+                start_method=self._start_method,
+                join=False,
+            )
+            self.procs = context.processes
+            self._join(context, Path(folder))
+            left = Path(folder) / _LEFT
+            if left.exists():
+                raise Preempted(*json.loads(left.read_text(encoding="utf-8")))
+        output = answers.get()
+        if trainer is None:
+            return output
+        self._already_fit |= trainer.state.fn == TrainerFn.FITTING
+        self._recover_results_in_main_process(output, trainer)
+        return output.trainer_results
+
+    def _check(self, trainer: Any) -> None:
+        if self._start_method in ("fork", "forkserver"):
+            _check_bad_cuda_fork()
+        if self._start_method == "spawn":
+            _check_missing_main_guard()
+        if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            raise LaunchError(
+                f"Trainer.fit() was called twice on one Trainer whose ranks are started by"
+                f" {self._start_method!r}: the optimizer's state stayed in the ranks of the first call."
+                " Make a new Trainer and pass ckpt_path=..., or use start_method='popen'."
+            )
+
+    def _join(self, context: Any, folder: Path) -> None:
+        grace = self._keeper.settings.grace_period
+        try:
+            while not context.join(grace_period=grace / 2):
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise self._first_failure(error, context, folder) from None
+
+    def _first_failure(
+        self, error: mp.ProcessRaisedException | mp.ProcessExitedException, context: Any, folder: Path
+    ) -> BaseException:
+        written = folder / "first_failure.json"
+        process = context.processes[error.error_index]
+        if written.exists() and (process.exitcode or 0) >= 0:
+            record = FailureRecord.from_json(written.read_text(encoding="utf-8"))
+        elif isinstance(error, mp.ProcessExitedException):
+            # Killed: whatever the others wrote down is a consequence of it.
+            kind, summary, _ = describe_exit(process.exitcode or 0)
+            world = self._strategy.num_processes * self._strategy.num_nodes
+            record = FailureRecord(error.error_index, world, os.uname().nodename, process.pid, kind, summary)
+        else:
+            return error  # raised before the ranks had met: its text has the rank's traceback
+        if record.kind == "interrupt":
+            return KeyboardInterrupt()
+        failed = RankFailedError(record.report(), record)
+        show_plainly(failed)
+        return failed
+
+    def _in_rank(self, process_idx: int, folder: str, trainer: Any, function: Any, *rest: Any) -> None:
+        """Run in a started rank: as Lightning does, under the keeper."""
+        args, kwargs, answers, snapshot = rest
+        self._keeper.attach(trainer)
+        self._keeper.failure_file = Path(folder) / "first_failure.json"
+
+        def under_keeper(*a: Any, **k: Any) -> Any:
+            return self._keeper.run(function, *a, **k)
+
+        try:
+            self._wrapping_function(process_idx, trainer, under_keeper, args, kwargs, answers, snapshot)
+        except KeyboardInterrupt:
+            # Torch's wrapper would turn this into a success, and the parent would wait for an answer.
+            flush_everything()
+            os._exit(130)
+        except Preempted as preempted:
+            # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
+            draft = Path(folder) / f"{_LEFT}.{process_idx}"
+            draft.write_text(json.dumps([preempted.reason, preempted.code, preempted.checkpoint]), "utf-8")
+            draft.replace(Path(folder) / _LEFT)

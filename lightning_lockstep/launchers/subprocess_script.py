@@ -1,0 +1,227 @@
+"""Starts the ranks of this node by running the same program again, and watches over them.
+
+The first process of a node is a rank itself and the parent of the others. The variables that tell a rank who
+it is go into the children's environment only, so that the parent can start the ranks of a next job (a Hydra
+multirun does) as if there had been none before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lightning_lockstep._environment import LAUNCHER_PID, launcher_pid
+from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
+from lightning_lockstep.distributed import shut_down
+from lightning_lockstep.distributed.failure.process_exit import expected_exit, flush_everything, leaving
+from lightning_lockstep.distributed.failure.record import describe_exit
+from lightning_lockstep.distributed.rendezvous import forget_rendezvous, host_rendezvous
+from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
+from lightning_lockstep.launchers.ctrl_c import watch_interrupts
+
+if TYPE_CHECKING:
+    from lightning_lockstep.launchers.rank_supervisor import RankKeeper
+
+__all__ = ["ScriptLauncher", "current_job", "rank_command"]
+
+# How often the parent looks after its children [s]; a look is one system call a child.
+_LOOK_EVERY = 0.1
+# How long a child that ended may have been before its own report reaches us [s].
+_REPORT_DELAY = 0.5
+# How long the parent waits at its own end for children that are still busy [s].
+_LAST_WAIT = 30.0
+
+
+@dataclass
+class _StartedRanks:
+    """The child ranks of one job of this process."""
+
+    job: object
+    processes: list[subprocess.Popen[bytes]]
+    end_watch: Callable[[], None] = field(default=lambda: None)
+
+    def serves(self, num_processes: int) -> bool:
+        """Return whether a Trainer with this many ranks on the node can go on with these."""
+        if not self.processes:  # one rank a node: this process
+            return num_processes == 1
+        return any(process.poll() is None for process in self.processes)
+
+    def end(self, patience: float) -> None:
+        """Wait for the children to end by themselves, then end them."""
+        deadline = time.monotonic() + patience
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5.0)
+
+
+_started: _StartedRanks | None = None
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs this program once more for every further rank of this node.
+
+    Args:
+        keeper: What looks after this rank; it learns when a child ends.
+        cluster_environment: Who this rank is.
+        num_processes: Number of ranks on this node.
+        num_nodes: Number of nodes.
+    """
+
+    def __init__(
+        self, keeper: RankKeeper, cluster_environment: Any, *, num_processes: int, num_nodes: int
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._keeper = keeper
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the ranks of this node unless that has been done, then run ``function`` under the keeper.
+
+        Ranks: every rank; the first one of a node starts the others.
+        """
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._start_ranks()
+        elif launcher_pid() is not None:
+            self._keeper.watch_parent(launcher_pid())
+        self._keeper.attach(trainer)
+        return self._keeper.run(function, *args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Send a signal to the ranks this process has started."""
+        for process in self.procs:
+            if process.poll() is None:
+                process.send_signal(signum)
+
+    def _start_ranks(self) -> None:
+        global _started
+        job = current_job()
+        if _started is not None and _started.job == job and _started.serves(self.num_processes):
+            # The children, and the ranks of other nodes, run this same script and will come to this Trainer too.
+            self.procs = _started.processes
+            return
+        forget_earlier_job(self._keeper.settings.grace_period)
+        self._check_can_spawn_children()
+        environ = self._rank_environment()
+        processes = [self._start_rank(local_rank, environ) for local_rank in range(1, self.num_processes)]
+        self.procs = processes
+        _started = _StartedRanks(job, processes)
+        self._keeper.on_force = _started.kill
+        _started.end_watch = watch_interrupts(self._interrupted, patience=self._keeper.settings.grace_period)
+        threading.Thread(target=self._watch, args=(processes,), name="lockstep-watch", daemon=True).start()
+
+    def _rank_environment(self) -> dict[str, str]:
+        environment = self.cluster_environment
+        unplaced = self.num_nodes == 1 and "MASTER_PORT" not in os.environ
+        if unplaced and isinstance(environment, LockstepEnvironment):
+            # Listening first and telling the port afterwards leaves no gap in which another job takes it.
+            environment.adopt_port(host_rendezvous(environment.main_address))
+        return {
+            **os.environ,
+            "MASTER_ADDR": environment.main_address,
+            "MASTER_PORT": str(environment.main_port),
+            "NODE_RANK": str(environment.node_rank()),
+            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+            LAUNCHER_PID: str(os.getpid()),
+        }
+
+    def _start_rank(self, local_rank: int, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        command, folder = rank_command()
+        return subprocess.Popen(command, env={**environ, "LOCAL_RANK": str(local_rank)}, cwd=folder)
+
+    def _watch(self, processes: list[subprocess.Popen[bytes]]) -> None:
+        while _started is not None and _started.processes is processes:
+            for local_rank, process in enumerate(processes, 1):
+                if process.poll() and process.returncode != expected_exit():
+                    self._child_ended(local_rank, process)
+                    return
+            if all(process.poll() is not None for process in processes):
+                return
+            time.sleep(_LOOK_EVERY)
+
+    def _child_ended(self, local_rank: int, process: subprocess.Popen[bytes]) -> None:
+        time.sleep(_REPORT_DELAY)
+        rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
+        fan_out = self._keeper.fan_out
+        if fan_out is not None:
+            if not fan_out.failed:
+                fan_out.announce_child(rank, process.returncode, process.pid)
+            return
+        # The ranks have not met yet, so the main thread waits for somebody who will not come.
+        _, summary, code = describe_exit(process.returncode)
+        if _started is not None:
+            _started.kill()
+        flush_everything()
+        sys.stderr.write(
+            f"\nlightning-lockstep: rank {rank} (process {process.pid}) ended before all ranks had met:"
+            f" {summary}. What it printed is above. The other ranks were stopped.\n"
+        )
+        flush_everything()
+        os._exit(code)
+
+    def _interrupted(self) -> None:
+        if _started is not None:
+            _started.kill()
+        sys.stderr.write("\nlightning-lockstep: interrupted; all ranks were stopped.\n")
+        flush_everything()
+        os._exit(130)
+
+
+def forget_earlier_job(patience: float) -> None:
+    """End the ranks of an earlier job of this process and take its process group down.
+
+    Args:
+        patience: Time that ranks which are still busy get to end by themselves [s].
+
+    Ranks: the first rank of a node, before it starts the ranks of another job.
+    """
+    global _started
+    if _started is None:
+        return
+    earlier, _started = _started, None
+    earlier.end_watch()
+    shut_down(destroy_process_group=True)
+    earlier.end(patience)
+    forget_rendezvous()
+
+
+def rank_command() -> tuple[list[str], str | None]:
+    """Return (command, folder) that runs this program again."""
+    if "hydra.core.hydra_config" in sys.modules:
+        from lightning_lockstep.launchers.hydra_rerun import hydra_child_command
+
+        by_hydra = hydra_child_command()
+        if by_hydra is not None:
+            return by_hydra
+    return list(_basic_subprocess_cmd()), None
+
+
+def current_job() -> object:
+    """Return what tells one Hydra job of this process from the next; ``None`` without Hydra."""
+    module = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return None
+    hydra = module.HydraConfig.get()
+    return hydra.runtime.output_dir, hydra.job.get("num")
+
+
+@atexit.register
+def _end_children() -> None:
+    if _started is not None:
+        _started.end(3.0 if leaving() else _LAST_WAIT)

@@ -1,0 +1,249 @@
+"""Loggers that know about ranks."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import Any
+
+from lightning_lockstep import _environment
+from lightning_lockstep._lightning import rank_zero_only
+from lightning_lockstep.distributed.side_channel.opening import known_rank
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.logs.lines import filled_in, said_of
+from lightning_lockstep.logs.sender import connected, hand_over, tell_level
+
+__all__ = ["RankLogger", "get_logger"]
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_host = socket.gethostname()
+
+# Handlers of this rank's own files: they get a line where it is made, not where it is printed.
+local_handlers: list[logging.Handler] = []
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
+    """Return a logger whose lines are printed by the main rank, by all, or by all in rank order.
+
+    Args:
+        name: Name of the logger, ``__name__`` as a rule.
+        log_level: Its level; by default ``LOCKSTEP_LOG_LEVEL``, and where that is not set the level is left
+            as it is. Only this logger's level is set, never the root logger's.
+
+    Returns:
+        An adapter with the methods of :class:`logging.Logger`; see :class:`RankLogger`.
+
+    Raises:
+        ConfigurationError: There is no such level.
+
+    Ranks: any rank, at any time, with or without a distributed run; nothing is sent.
+    """
+    level = _environment.log_level() if log_level is None else _checked(log_level)
+    logger = logging.getLogger(name)
+    if level is not None:
+        logger.setLevel(level)
+    return RankLogger(logger)
+
+
+class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
+    """An adapter over a standard logger, with three more keywords on every method.
+
+    ``main_process_only=True`` (the default) prints on the main rank only, ``main_process_only=False`` on
+    every rank that makes the call. ``in_order=True`` prints the lines of all ranks in rank order, through
+    rank 0. ``extra``, ``exc_info``, ``stack_info``, ``stacklevel`` and ``%`` arguments are as in
+    :mod:`logging`.
+
+    Args:
+        logger: The logger underneath.
+
+    Ranks: any rank may call any method alone. ``in_order`` posts one message and returns; no rank ever
+    waits, and a line whose other ranks do not come is printed after ``order_timeout`` with their numbers.
+    """
+
+    logger: logging.Logger
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+
+    def debug(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` at level DEBUG; see the class for the keywords."""
+        self._say(logging.DEBUG, msg, args, kwargs)
+
+    def info(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` at level INFO; see the class for the keywords."""
+        self._say(logging.INFO, msg, args, kwargs)
+
+    def warning(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` at level WARNING; see the class for the keywords."""
+        self._say(logging.WARNING, msg, args, kwargs)
+
+    def error(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` at level ERROR; see the class for the keywords."""
+        self._say(logging.ERROR, msg, args, kwargs)
+
+    def critical(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` at level CRITICAL; see the class for the keywords."""
+        self._say(logging.CRITICAL, msg, args, kwargs)
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` at ``level``; see the class for the keywords."""
+        self._say(level, msg, args, kwargs)
+
+    def _say(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
+        logger = self.logger
+        if not logger.isEnabledFor(level):
+            if kwargs.get("in_order"):
+                tell_level(logger)
+            return
+        # The common case first: what a caller waits for is counted in microseconds.
+        if len(kwargs) == 1 and kwargs.get("in_order") and not local_handlers and not logger.filters:
+            sender = connected()
+            if sender is not None:
+                frame = sys._getframe(2)
+                code = frame.f_code
+                if code.co_filename in _SKIPPED_FILES:
+                    frame = _caller(1)
+                    code = frame.f_code
+                place = (logger.name, level, code.co_filename, frame.f_lineno)
+                sender.send((place, filled_in(msg, args), time.time(), code.co_name, "", {}))
+                return
+        self._log_record(level, msg, args, kwargs)
+
+    def _log_record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
+        main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        rank, world_size = _who_am_i()
+        if main_process_only and not in_order:
+            if rank == 0:
+                self._handle(level, msg, args, kwargs)
+        elif world_size == 1 and rank == 0:
+            self._handle(level, msg, args, kwargs)
+        elif in_order:
+            self._in_order(rank, self._record(level, msg, args, kwargs))
+        else:
+            record = self._record(level, msg, args, kwargs)
+            _mark(record, rank)
+            self.logger.handle(record)
+
+    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log a warning unless this logger has logged the same text before in this run.
+
+        With ``main_process_only=False`` the ranks share the answer as soon as they are connected: of all
+        ranks' equal warnings one is printed.
+        """
+        text = filled_in(msg, args)
+        with _once_lock:
+            if (self.logger.name, text) in _said_once:
+                return
+            _said_once.add((self.logger.name, text))
+        plain = kwargs.get("main_process_only", True) or kwargs.get("in_order", False)
+        rank, world_size = _who_am_i()
+        if plain or world_size == 1 or not self.logger.isEnabledFor(logging.WARNING):
+            self.log(logging.WARNING, msg, *args, **kwargs)
+            return
+        kwargs.pop("main_process_only")
+        record = self._record(logging.WARNING, msg, args, kwargs)
+        to_local_files(record)
+        said = said_of(record)
+        if not hand_over(lambda sender: sender.send_once(said)):
+            self._say_here(rank, record)
+
+    def _record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> logging.LogRecord:
+        exc_info = kwargs.pop("exc_info", None)
+        if isinstance(exc_info, BaseException):
+            exc_info = (type(exc_info), exc_info, exc_info.__traceback__)
+        elif exc_info and not isinstance(exc_info, tuple):
+            exc_info = sys.exc_info()
+        frame = _caller(kwargs.pop("stacklevel", 1))
+        stack = _stack(frame) if kwargs.pop("stack_info", False) else None
+        extra = kwargs.pop("extra", None)
+        if kwargs:
+            names = ", ".join(sorted(kwargs))
+            raise TypeError(f"a logging call got keywords that it does not know: {names}")
+        code = frame.f_code
+        return self.logger.makeRecord(
+            self.logger.name,
+            level,
+            code.co_filename,
+            frame.f_lineno,
+            msg,
+            args,
+            exc_info,
+            code.co_name,
+            extra,
+            stack,
+        )
+
+    def _handle(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
+        self.logger.handle(self._record(level, msg, args, kwargs))
+
+    def _in_order(self, rank: int, record: logging.LogRecord) -> None:
+        passed = self.logger.filter(record)
+        if not passed:
+            return
+        record = passed if isinstance(passed, logging.LogRecord) else record
+        to_local_files(record)
+        said = said_of(record)
+        if not hand_over(lambda sender: sender.send(said)):
+            self._say_here(rank, record)
+
+    def _say_here(self, rank: int, record: logging.LogRecord) -> None:
+        _mark(record, rank)
+        record.lockstep_collected = True  # this rank's files have it already
+        self.logger.handle(record)
+
+
+def to_local_files(record: logging.LogRecord) -> None:
+    """Give a record that is printed elsewhere to this rank's own files."""
+    for handler in local_handlers:
+        if record.levelno >= handler.level:
+            handler.handle(record)
+
+
+def _checked(level: str | int) -> str | int:
+    if isinstance(level, str) and level.upper() in LEVELS:
+        return level.upper()
+    if isinstance(level, int) and not isinstance(level, bool) and level >= 0:
+        return level
+    raise ConfigurationError(f"log_level={level!r}: expected one of {', '.join(LEVELS)}, or a number from 0.")
+
+
+def _who_am_i() -> tuple[int, int]:
+    """Return (rank, world size); before the ranks have met the rank is what the environment says."""
+    known = known_rank()
+    if known is not None:
+        return known
+    return int(getattr(rank_zero_only, "rank", 0) or 0), 1
+
+
+def _mark(record: logging.LogRecord, rank: int) -> None:
+    prefix = f"[rank {rank}] "
+    record.msg = prefix.replace("%", "%%") + str(record.msg)
+    record.lockstep_prefix = prefix
+    record.lockstep_ranks, record.lockstep_hosts = (rank,), (_host,)
+
+
+def _caller(stacklevel: int) -> FrameType:
+    frame: FrameType | None = sys._getframe(1)
+    last = sys._getframe(1)
+    while frame is not None:
+        last = frame
+        if frame.f_code.co_filename not in _SKIPPED_FILES:
+            stacklevel -= 1
+            if stacklevel <= 0:
+                return frame
+        frame = frame.f_back
+    return last
+
+
+def _stack(frame: FrameType) -> str:
+    return "Stack (most recent call last):\n" + "".join(traceback.format_stack(frame)).rstrip()
+
+
+_SKIPPED_FILES = (logging.info.__code__.co_filename, _caller.__code__.co_filename)
+_said_once: set[tuple[str, str]] = set()
+_once_lock = threading.Lock()

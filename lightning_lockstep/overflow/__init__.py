@@ -1,0 +1,1 @@
+"""Finding the module, rank and batch of a nan or infinity."""

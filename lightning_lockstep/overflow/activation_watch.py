@@ -1,0 +1,311 @@
+"""Watching every activation of every step: one fused reduction a tensor into a buffer on the device."""
+
+from __future__ import annotations
+
+import cmath
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.numerics.gradients import fused_flags
+from lightning_lockstep.numerics.module_values import NamePatterns, module_names, output_values
+from lightning_lockstep.numerics.statistics import has_bad_values
+
+__all__ = ["ActivationWatch", "refuse_compiled"]
+
+_HISTORY = 100
+# Outputs up to this size [elements] wait for others, and are looked at once so many elements have come
+# together: a call for each costs more than reading them, and so few are still in the processor's cache.
+_SMALL, _TOGETHER = 16_384, 24_576
+
+
+class _Bank:
+    """Lowest and highest value of each tensor seen in a step, for tensors of one dtype.
+
+    Args:
+        dtype: Their dtype.
+        device: Where they live.
+        allow_inf: Whether infinities are in order.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, allow_inf: bool) -> None:
+        self.dtype, self.device, self.allow_inf = dtype, device, allow_inf
+        self.used = 0
+        self.keys: list[tuple[str, str]] = []
+        self.slots: list[tuple[Tensor, Tensor]] = []
+        self.ends = torch.zeros(2, 0, dtype=dtype, device=device)
+
+    def grow(self) -> None:
+        """Make room for more tensors; what was noted in this step stays."""
+        ends = torch.zeros(2, 2 * len(self.slots) + 64, dtype=self.dtype, device=self.device)
+        ends[:, : self.ends.shape[1]] = self.ends
+        self.ends = ends
+        self.slots = list(zip(ends[0].unbind(), ends[1].unbind(), strict=True))
+        self.keys += [("", "")] * (len(self.slots) - len(self.keys))
+
+    def noted(self) -> Tensor:
+        """Return what was noted in this step, shape (2, tensors), with allowed infinities taken out."""
+        ends = self.ends[:, : self.used]
+        return torch.where(torch.isinf(ends), 0, ends) if self.allow_inf else ends
+
+
+class _Waiting:
+    """Small outputs that are looked at together.
+
+    An operation in place may change one before it is looked at, and hide what was bad in it. Whose outputs
+    that happens to is found out in the first step, by their version counters, where all are looked at at once;
+    these are looked at at once ever after.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.size = 0
+        self.at_once: set[tuple[str, str]] = set()
+        self.first_step = True
+        self._versions: list[tuple[tuple[str, str], int]] = []
+        self._flags: list[Tensor] = []
+
+    def clear(self) -> None:
+        """Forget what was noted in this step."""
+        self.tensors.clear()
+        self._versions.clear()
+        self._flags.clear()
+        self.size = 0
+
+    def look_at_once(self, key: tuple[str, str], tensor: Tensor) -> None:
+        """Look at an output, and in the first step keep an eye on it."""
+        self._flags += _flags_of([tensor])
+        if self.first_step:
+            self.tensors.append(tensor)
+            self._versions.append((key, tensor._version))
+
+    def look(self) -> None:
+        """Look at all that wait."""
+        if self.tensors:
+            self._flags += _flags_of(self.tensors)
+            for tensor, (key, version) in zip(self.tensors, self._versions, strict=False):
+                if tensor._version != version:
+                    self.at_once.add(key)
+            self.tensors.clear()
+            self._versions.clear()
+            self.size = 0
+
+    def flags(self) -> list[Tensor]:
+        """Return one-element tensors; any that is not zero means that something bad was found in this step."""
+        self.look()
+        self.first_step = False
+        return self._flags
+
+
+def _flags_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Return one-element tensors; any that is not zero means that something bad is among the tensors."""
+    with torch.no_grad():
+        try:
+            if tensors[0].device.type != "cpu":
+                # `data` has a version counter of its own: autograd sees no operation in place.
+                return fused_flags([tensor.data for tensor in tensors])
+            flat = tensors[0] if len(tensors) == 1 else _side_by_side(tensors)
+        except (RuntimeError, NotImplementedError, TypeError):  # sparse, expanded, of several devices
+            return [torch.ones(1) for tensor in tensors if has_bad_values(tensor)]
+        # A sum is nan or infinite if anything in it is; where finite numbers add up to that, the exact look tells.
+        if cmath.isfinite(flat.sum().item()) or not has_bad_values(flat):
+            return []
+        return [torch.ones(1)]
+
+
+def _side_by_side(tensors: list[Tensor]) -> Tensor:
+    try:
+        return torch.cat(tensors)
+    except RuntimeError:  # of several shapes
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+class ActivationWatch:
+    """Forward hooks that look at every output.
+
+    Without history, small outputs that are part of the graph are looked at together. All others, and with
+    history every one, get an ``aminmax`` into a slot of a buffer on the device.
+
+    Args:
+        root: The LightningModule.
+        device: Where its activations live.
+        allow_inf: Names of values that may be infinite.
+        modules: Names of the modules to watch; ``None`` for all.
+        keep_history: Whether to keep the magnitudes of the last 100 steps, for the picture.
+
+    Ranks: any rank, alone; nothing is sent, and on a GPU nothing is waited for.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        device: torch.device,
+        *,
+        allow_inf: NamePatterns,
+        modules: NamePatterns | None = None,
+        keep_history: bool = False,
+    ) -> None:
+        self.device, self.allow_inf = device, allow_inf
+        self.active = False
+        self.history: deque[tuple[int, list[tuple[list[tuple[str, str]], Tensor]]]] = deque(maxlen=_HISTORY)
+        self._keep_history = keep_history
+        self._banks: dict[tuple[torch.dtype, bool], _Bank] = {}
+        self._odd: list[tuple[str, str]] = []
+        self._waiting = _Waiting()
+        # A tensor that modules hand on unchanged (dropout of 0, an outer module) is looked at once.
+        self._looked_at: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._handles = [
+            module.register_forward_hook(self._hook(name))
+            for module, name in module_names(root).items()
+            if modules is None or modules.fit(name)
+        ]
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.active = False
+        self._waiting.clear()
+
+    def begin_step(self) -> None:
+        """Forget the last step and watch from here on."""
+        for bank in self._banks.values():
+            bank.used = 0
+        self._odd.clear()
+        self._waiting.clear()
+        self._looked_at.clear()
+        self.active = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Watch nothing for as long as the context lasts, and keep what was noted."""
+        active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = active
+
+    def factor(self) -> Tensor | None:
+        """Return a number on the device that is zero, or nan when something bad was seen in this step.
+
+        Nothing is waited for.
+        """
+        parts = [(bank.noted() * 0).sum(dtype=torch.float32) for bank in self._banks.values() if bank.used]
+        # 1 where something bad was found: its logarithm times zero is nan.
+        parts += [0 * torch.log1p(-flag[0]) for flag in self._waiting.flags()]
+        if self._odd:
+            parts.append(torch.tensor(float("nan"), device=self.device))
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else torch.stack([p.to(self.device) for p in parts]).sum()
+
+    def remember(self, step: int) -> None:
+        """Keep the magnitudes of this step for the picture, on the device."""
+        if self._keep_history:
+            kept = [
+                (bank.keys[: bank.used], bank.ends[:, : bank.used].abs().amax(dim=0).float())
+                for bank in self._banks.values()
+                if bank.used
+            ]
+            self.history.append((step, kept))
+
+    def magnitudes(self) -> dict[int, dict[str, float]]:
+        """Return, by step, the largest magnitude of each module's outputs."""
+        by_step: dict[int, dict[str, float]] = {}
+        for step, kept in self.history:
+            largest = by_step.setdefault(step, {})
+            for keys, values in kept:
+                for (name, _), value in zip(keys, values.tolist(), strict=True):
+                    largest[name] = max(largest.get(name, 0.0), value) if value == value else value
+        return by_step
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        whole = (name, "output")
+        waiting, together = self._waiting, not (self.allow_inf or self._keep_history)
+        note = self._note_once if together else self._note
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not self.active:
+                return
+            if type(output) is Tensor:
+                # What nearly every call comes to; each microsecond here counts a hundred times a step.
+                # An output that needs a gradient is the result of a computation, so its memory may be written.
+                if together and output.requires_grad and (size := output.numel()) <= _SMALL:
+                    if waiting.first_step or whole in waiting.at_once:
+                        waiting.look_at_once(whole, output)
+                        return
+                    waiting.tensors.append(output)
+                    waiting.size += size
+                    if waiting.size > _TOGETHER:
+                        waiting.look()
+                else:
+                    note(whole, output)
+            else:
+                for label, value in output_values(output):
+                    if isinstance(value, Tensor):
+                        note((name, label), value)
+
+        return hook
+
+    def _note_once(self, key: tuple[str, str], tensor: Tensor) -> None:
+        known = self._looked_at.get(id(tensor))
+        version = -1 if tensor.is_inference() else tensor._version
+        if known is None or known[0]() is not tensor or known[1] != version:
+            self._looked_at[id(tensor)] = (weakref.ref(tensor), version)
+            self._note(key, tensor)
+
+    def _note(self, key: tuple[str, str], tensor: Tensor) -> None:
+        kind = (tensor.dtype, bool(self.allow_inf) and self.allow_inf.fit(f"{key[0]}.{key[1]}"))
+        bank = self._banks.get(kind)
+        if bank is None:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return
+            bank = self._banks[kind] = _Bank(_bank_dtype(kind[0]), self.device, kind[1])
+        if bank.used == len(bank.slots):
+            bank.grow()
+        try:
+            torch.aminmax(tensor.detach(), out=bank.slots[bank.used])
+        except (RuntimeError, NotImplementedError, TypeError):
+            # Sparse, complex, empty, meta, a DTensor, or on another device: looked at one by one.
+            if has_bad_values(tensor, allow_inf=kind[1]):
+                self._odd.append(key)
+            return
+        bank.keys[bank.used] = key
+        bank.used += 1
+
+
+def _bank_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.float32
+
+
+def refuse_compiled(root: nn.Module) -> None:
+    """Raise where hooks would not fire because ``torch.compile`` has compiled the module or part of it.
+
+    Args:
+        root: The LightningModule.
+
+    Raises:
+        ConfigurationError: It, or a module in it, is compiled.
+
+    Ranks: every rank alike; nothing is sent.
+    """
+    compiled = [
+        name or type(root).__name__
+        for name, module in root.named_modules()
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    ]
+    if getattr(root, "_compiler_ctx", None) is not None:
+        compiled.insert(0, type(root).__name__)
+    if compiled:
+        raise ConfigurationError(
+            f"OverflowDetector(mode='hooks') was given a model compiled with torch.compile ({', '.join(compiled[:5])});"
+            " hooks do not fire reliably inside compiled code. Use mode='replay', which runs a failing batch again"
+            " uncompiled, or leave torch.compile out while you look for the overflow."
+        )

@@ -1,0 +1,66 @@
+"""Tracing chosen batches: all their frames, no detection."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from lightning_lockstep._lightning import Trainer
+from lightning_lockstep.numerics.module_values import NamePatterns
+from lightning_lockstep.overflow.frame_recorder import FrameRecorder
+from lightning_lockstep.overflow.publishing import Sharing
+from lightning_lockstep.overflow.replay import StepRecord
+from lightning_lockstep.overflow.settings import OverflowSettings
+
+__all__ = ["BatchTrace"]
+
+
+class BatchTrace:
+    """Records every frame of the batches asked for, in the training step itself.
+
+    Args:
+        settings: What the detector was asked to do.
+
+    Ranks: every rank traces the same batches; after each, all post their frames to rank 0, which waits.
+    """
+
+    def __init__(self, settings: OverflowSettings) -> None:
+        self._settings = settings
+        self._batches = frozenset(settings.trace_batch_nums)
+        self._recorder: FrameRecorder | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether the batch under way is traced."""
+        return self._recorder is not None
+
+    def maybe(self, module: nn.Module, record: StepRecord) -> AbstractContextManager[Any]:
+        """Return a context for the training step: a recording one if this batch is traced."""
+        if record.batch_number not in self._batches:
+            return nullcontext()
+        self._recorder = FrameRecorder(
+            module,
+            max_frames=None,
+            allow_inf=NamePatterns(self._settings.allow_inf),
+            modules=None if self._settings.modules is None else NamePatterns(self._settings.modules),
+            gradients=False,
+        )
+        return self._recorder.recording()
+
+    def finish(self, sharing: Sharing, trainer: Trainer, record: StepRecord) -> None:
+        """Print and write what was recorded in the batch that ended."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        rank, number = sharing.communicator.rank, record.batch_number
+        where = f"rank {rank}, epoch {trainer.current_epoch}, step {trainer.global_step}"
+        indent = " " * 17
+        lines = [
+            f"\n{indent} *** Starting batch number={number} *** ({where})",
+            f"{'abs min':8} {'abs max':8} metadata",
+            *(frame.text() for frame in recorder.frames),
+            f"{indent} *** Finished batch number={number} ***\n",
+        ]
+        sharing.publish_trace(number, "\n".join(lines))

@@ -1,0 +1,1 @@
+"""One training step run alone on one rank."""

@@ -1,0 +1,1 @@
+"""When all ranks stop together."""

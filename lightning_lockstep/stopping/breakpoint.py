@@ -1,0 +1,110 @@
+"""The two functions with which user code asks all ranks to leave, and hears that they do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.side_channel.opening import known_rank
+from lightning_lockstep.distributed.stop_agreement import StepAgreement, StopDecision, stop_agreement
+
+__all__ = ["check_breakpoint", "connect", "fit_owns_boundaries", "set_breakpoint"]
+
+_log = logging.getLogger(__name__)
+
+_process = os.getpid()
+_active: StepAgreement | None = None
+_asked_early: list[str] = []
+_owned_by_fit = False
+_lock = threading.RLock()
+
+
+def set_breakpoint(reason: str = "a breakpoint was set") -> None:
+    """Ask all ranks to leave their training loop together, after the same batch.
+
+    Can be called anywhere in the main process of a rank: in a ``training_step``, a callback, a dataset
+    without workers, another thread. In a fit, the callback :class:`StopTogether` acts on it; in a loop of
+    one's own, :func:`check_breakpoint` does.
+
+    Args:
+        reason: Why; every rank gets to know it, with the number of this one.
+
+    Ranks: any rank, alone. One message to rank 0; waits for nobody. Before the ranks are connected the
+    wish is kept until they are.
+    """
+    if os.getpid() != _process and _active is not None and _active.channel.world_size > 1:
+        _log.warning(
+            "set_breakpoint(%r) was called in a worker process, which has no link to the other ranks, and has"
+            " no effect there; call it in the rank's own process",
+            reason,
+        )
+        return
+    with _lock:
+        if _is_current(_active):
+            assert _active is not None
+            _active.request(str(reason))
+        else:
+            _asked_early.append(str(reason))
+
+
+def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
+    """Return the breakpoint on which all ranks have agreed, or ``None``.
+
+    After a ``fit`` with :class:`StopTogether`, or during one, it only tells. In a loop of one's own it is the
+    point at which all ranks leave: call it on every rank after every batch.
+
+        for batch in loader:
+            ...
+            if check_breakpoint():
+                break
+
+    Args:
+        reset: Forget the breakpoint once it was told, so that the ranks can agree on another one. To be
+            passed alike on every rank.
+
+    Returns:
+        Who asked and why, equal on every rank, from the agreed batch on; ``None`` before.
+
+    Ranks: every rank, after every batch. Costs about a microsecond while nobody asks.
+    """
+    agreement = _active
+    if agreement is None or not _is_current(agreement):
+        agreement = connect()
+    decision = agreement.decision
+    if decision is None and not _owned_by_fit:
+        decision = agreement.passed()
+    if decision is not None and reset and not _owned_by_fit:
+        agreement.start_over()
+    return decision
+
+
+def connect() -> StepAgreement:
+    """Return the agreement of the current process group, and hand it what was asked for before it existed.
+
+    Ranks: every rank, alike, the first time; see :func:`current_communicator`.
+    """
+    global _active, _process
+    agreement = stop_agreement(current_communicator().side_channel)
+    with _lock:
+        _active, _process = agreement, os.getpid()
+        while _asked_early:
+            agreement.request(_asked_early.pop(0))
+    return agreement
+
+
+def fit_owns_boundaries(owned: bool) -> None:
+    """Say whether a fit counts the batches, so that :func:`check_breakpoint` must not.
+
+    Ranks: every rank, alike.
+    """
+    global _owned_by_fit
+    _owned_by_fit = owned
+
+
+def _is_current(agreement: StepAgreement | None) -> bool:
+    if agreement is None or not agreement.channel.usable:
+        return False
+    known = known_rank()
+    return agreement.channel.world_size == (known[1] if known is not None else 1)

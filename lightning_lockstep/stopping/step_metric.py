@@ -1,0 +1,102 @@
+"""A metric of every rank at every k-th step, handed out a step later, without a stall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lockstep.distributed.side_channel.delayed_gather import DelayedGather
+from lightning_lockstep.stopping.early_stopping_rule import Entry
+
+__all__ = ["StepWatch"]
+
+
+@dataclass
+class _Copy:
+    """A value on its way from the device; read once the step after its own has been queued."""
+
+    step: int
+    value: Tensor
+    arrived: Any
+
+
+class StepWatch:
+    """Posts this rank's value at every k-th optimizer step and returns all ranks' at the next one.
+
+    Every rank takes the same steps, so every rank reads the same values after the same step. A value on an
+    accelerator is copied without blocking and takes one step more.
+
+    Args:
+        gather: Carries the values between the ranks.
+        every: k [optimizer steps].
+    """
+
+    def __init__(self, gather: DelayedGather, every: int) -> None:
+        self.gather, self.every = gather, every
+        self._last_step = 0
+        self._copy: _Copy | None = None
+        self._posted: list[int] = []
+
+    def begin(self, step: int) -> None:
+        """Start to count at ``step`` [optimizer steps]."""
+        self._last_step = step
+
+    def after_batch(
+        self, step: int, read: Callable[[], tuple[Tensor | None, list[str]]]
+    ) -> list[list[Entry]]:
+        """Return what all ranks had at earlier steps and has not been returned yet, oldest first.
+
+        Args:
+            step: Optimizer steps done so far; a batch that only accumulates gradients leaves it as it is.
+            read: Returns the metric and the names of all that were logged; called when a check is due.
+
+        Ranks: every rank, after every batch; posts one message at every k-th step, and waits only for what
+        is still under way.
+        """
+        if step == self._last_step:
+            return []
+        came = self._read_all()
+        if self._copy is not None:
+            self._post_copy(self._copy)
+        if step // self.every > self._last_step // self.every:
+            self._start(step, *read())
+        self._last_step = step
+        return came
+
+    def drain(self) -> list[list[Entry]]:
+        """Return all that is under way; after it nothing is.
+
+        Ranks: every rank, at the same place.
+        """
+        if self._copy is not None:
+            self._post_copy(self._copy)
+        return self._read_all()
+
+    def _start(self, step: int, metric: Tensor | None, names: list[str]) -> None:
+        if metric is None or metric.is_cpu:
+            self._post(step, Entry.of(metric, names))
+            return
+        value = metric.detach().to("cpu", non_blocking=True)
+        arrived = None
+        if metric.device.type == "cuda":
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(torch.cuda.current_stream(metric.device))
+        self._copy = _Copy(step, value, arrived)
+
+    def _post_copy(self, copy: _Copy) -> None:
+        if copy.arrived is not None:
+            copy.arrived.synchronize()
+        self._copy = None
+        self._post(copy.step, Entry.of(copy.value, ()))
+
+    def _post(self, step: int, entry: Entry) -> None:
+        self.gather.post(step, entry.pack())
+        self._posted.append(step)
+
+    def _read_all(self) -> list[list[Entry]]:
+        steps, self._posted = self._posted, []
+        return [[Entry.unpack(packed) for packed in self.gather.read(step)] for step in steps]

@@ -1,0 +1,21 @@
+"""Looks at command lines of `lockstep-train` without running them."""
+
+from __future__ import annotations
+
+from lightning_lockstep._application import hydra_internals
+from lightning_lockstep._application.config_check import preflight
+from lightning_lockstep.train import check_training, main
+
+
+def faults_of(*arguments: str) -> list[str]:
+    """What `lockstep-train` finds wrong with these arguments, as it would say it."""
+    parsed = hydra_internals.get_args_parser().parse_args(list(arguments))
+    search_path = hydra_internals.search_path_of(main, "pkg://lightning_lockstep.conf", parsed)
+    faults, _ = preflight(parsed, search_path, "lockstep_train", check_training)
+    return [fault.text for fault in faults]
+
+
+def only(faults: list[str]) -> str:
+    """The one fault there is."""
+    assert len(faults) == 1, faults
+    return faults[0]

@@ -1,0 +1,81 @@
+"""Every config file composes, fits what it names, and explains itself."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+import lightning_lockstep
+from lightning_lockstep._application.hydra_internals import locate
+from lightning_lockstep._application.targets import target_nodes
+from tests.application.command_lines import faults_of
+
+CONF = Path(lightning_lockstep.__file__).parent / "conf"
+FILES = sorted(path for path in CONF.rglob("*.yaml"))
+CHOICES = [path for path in FILES if path.parent != CONF]
+
+# What a choice needs beside it to be judged on this machine.
+WITH = {
+    "callbacks/effective_batch_size": ["callbacks.effective_batch_size.global_batch_size=256"],
+    "data/source_text": ["model=byte_gpt"],
+    "model/byte_gpt": ["data=source_text"],
+    "trainer/gpu": ["trainer.accelerator=cpu"],
+}
+
+
+# Settings that take an object, which no plain value of a file stands for.
+OBJECTS = {"cluster_environment", "ddp_comm_state"}
+
+
+def choice_of(path: Path) -> str:
+    return path.relative_to(CONF).with_suffix("").as_posix()
+
+
+@pytest.mark.parametrize("path", CHOICES, ids=choice_of)
+def test_a_choice_composes_and_its_values_fit_their_targets(path: Path) -> None:
+    group, _, name = choice_of(path).rpartition("/")
+    optional = "+" if group.startswith("hydra/") else ""
+    company = WITH.get(choice_of(path), [])
+    assert faults_of(f"{optional}{group}={name}", *company) == []
+
+
+def test_several_callbacks_and_loggers_compose() -> None:
+    assert faults_of("callbacks=[lr_monitor,none]", "logger=[csv,tensorboard]") == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=choice_of)
+def test_a_file_opens_with_a_comment_and_explains_each_of_its_keys(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    opening = [line for line in lines[:3] if line.startswith("# ") and not line.startswith("# @package")]
+    assert opening or len(lines) <= 3, "say in the first line what it is"
+    in_defaults = False
+    for line in lines:
+        if re.match(r"\S", line):
+            in_defaults = line.startswith("defaults:")
+        value = re.match(r"\s*([\w]+): +[^#\s]", line)
+        if in_defaults or value is None or value[1] == "_target_" or path.name == "lockstep_train.yaml":
+            continue
+        assert " # " in line, f"{line!r} needs a comment with its unit or its choices"
+
+
+@pytest.mark.parametrize("path", [path for path in CHOICES if path.parent.name != "debug"], ids=choice_of)
+def test_a_file_lists_every_setting_of_a_class_of_ours(path: Path) -> None:
+    """Of Lightning's classes the files list what is often set; `debug` only changes what others list."""
+    config = OmegaConf.load(path)
+    assert isinstance(config, DictConfig)
+    for _, node in target_nodes(config):
+        if node["_target_"].startswith("lightning_lockstep.components."):
+            continue
+        parameters = inspect.signature(locate(node["_target_"])).parameters.values()
+        settings = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+        assert settings - OBJECTS <= set(node), f"{node['_target_']} in {path.name}"
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_experiment_opens_with_its_launch_command(path: Path) -> None:
+    opening = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert any(f"lockstep-train experiment={path.stem}" in line for line in opening)

@@ -1,0 +1,169 @@
+"""What is said about command lines that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_lockstep._application.faults import Fault, describe, did_you_mean
+from lightning_lockstep.demo.cnn import ConvNet
+from tests.application.command_lines import faults_of, only
+
+
+def test_nothing_is_said_about_a_good_command_line() -> None:
+    assert faults_of("strategy=ddp", "trainer.devices=2", "trainer.max_epochs=1", "seed=3") == []
+
+
+def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
+    choice, key, value = faults_of("strategy=dpp", "trainer.max_epochz=3", "data.batch_size=-1")
+    assert choice.startswith("strategy=dpp: group 'strategy' has no choice 'dpp'. Did you mean 'ddp'?")
+    assert key.startswith(
+        "trainer.max_epochz=3: there is no key 'max_epochz' in 'trainer'. Did you mean 'max_epochs'"
+    )
+    assert value.startswith("data.batch_size=-1: batch_size must be a whole number from 1")
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("stategy=ddp", "there is no key 'stategy' in the configuration. Did you mean 'strategy'"),
+        ("max_epochs=3", "Did you mean 'trainer.max_epochs'?"),
+        ("callbacks=[lr_monitr]", "no choice 'lr_monitr'. Did you mean 'lr_monitor'"),
+        ("precision=16-mixd", "Did you mean '16-mixed'"),
+        ("precision=16", "group 'precision' has no choice '16'. Did you mean"),
+        ("trainer.precision=16-mixd", "Did you mean '16-mixed'"),
+        ("trainer.max_epochs=abc", "expected a whole number or null, given the text 'abc'."),
+        ("trainer.fast_dev_run=maybe", "expected a whole number or true or false"),
+        ("data.batch_size=abc", "expected a whole number, given the text 'abc'"),
+        ("+data.foo=3", "DigitsData has no setting 'foo'."),
+        ("+data.batch_sise=3", "DigitsData has no setting 'batch_sise'. Did you mean 'batch_size'"),
+        ("trainer.plugins=x", "not among the settings of this config; add it with +trainer.plugins=x"),
+        ("~trainer.foo", "there is no key 'foo' in 'trainer'."),
+        ("hydra.run.dirr=x", "there is no key 'dirr' in 'hydra.run'. Did you mean 'dir'?"),
+        ("model.width=12", "width must be a multiple of 8"),
+        ("strategy.uneven_inputs=jion", "strategy.uneven_inputs=jion"),
+        ("strategy.grace_period=0", "more than 0"),
+        ("seed=1,2", "Add -m to run a job for each, or write a list as seed=[1,2]."),
+        ("data._target_=lightning_lockstep.demo.digits.DigitData", "Did you mean 'DigitsData'?"),
+        ("data._target_=no_such_module.Data", "cannot be imported. No module named 'no_such_module'"),
+        ("ckpt_path=nowhere.ckpt", "ckpt_path=nowhere.ckpt: there is no file"),
+        ("ckpt_path=last", "ckpt_path=last: no run under"),
+        ("trainer.max_epochs=-5", "max_epochs"),
+    ],
+)
+def test_one_wrong_argument_is_one_fault_that_tells_what_is_right(argument: str, expected: str) -> None:
+    assert expected in only(faults_of(argument))
+
+
+def test_a_value_that_others_refer_to_is_reported_first_where_it_was_given() -> None:
+    assert faults_of("seed=one")[0].startswith("seed=one: expected a whole number")
+    assert faults_of("objective.mode=low")[0] == "objective.mode=low: expected min or max."
+
+
+def test_what_cannot_be_parsed_is_reported_beside_the_rest() -> None:
+    key, syntax = faults_of("data.batch=1", "a b=c")
+    assert "did you mean 'batch_size'" in key.lower()
+    assert "cannot be read as key=value" in syntax
+
+
+def test_an_unresolvable_reference_and_a_missing_value_are_named() -> None:
+    fault = only(faults_of("model.width=${data.context}"))
+    assert (
+        "model.width: takes its value from ${data.context}, and this configuration has no such key" in fault
+    )
+    assert only(faults_of("data.batch_size=???")) == "data.batch_size: has to be given, data.batch_size=..."
+
+
+def test_the_global_batch_must_divide_among_ranks_and_micro_batches() -> None:
+    fault = only(
+        faults_of("data.global_batch_size=34", "trainer.devices=2", "trainer.accumulate_grad_batches=2")
+    )
+    assert "global_batch_size=34 does not divide by 2 rank(s) x 2 accumulated micro-batch(es) = 4" in fault
+    assert "32 or 36" in fault
+
+
+@pytest.mark.parametrize(
+    ("typed", "opening", "mend"),
+    [
+        (
+            ["data=source_text"],
+            "model=cnn does not fit data=source_text: the model takes images with a class each; the data are"
+            " windows of bytes.",
+            "Take model=byte_gpt or data=digits.",
+        ),
+        (
+            ["data=digits", "model=byte_gpt"],
+            "model=byte_gpt does not fit data=digits: the model takes windows of bytes; the data are images with a"
+            " class each.",
+            "Take model=cnn or data=source_text.",
+        ),
+    ],
+)
+def test_a_model_that_takes_other_samples_than_the_data_yields_is_named_with_those_that_fit(
+    typed: list[str], opening: str, mend: str
+) -> None:
+    assert f"{opening} {mend}" in faults_of(*typed)
+
+
+def test_a_model_that_does_not_say_what_it_takes_is_not_judged() -> None:
+    # torch's own, and a subclass of ours that takes more than its parent
+    for target in ("torch.nn.Identity", f"{__name__}.Versatile"):
+        assert faults_of("data=source_text", "~model", f"+model._target_={target}") == []
+    assert faults_of("data=source_text", "~model", f"+model._target_={__name__}.Heir") != []
+
+
+class Heir(ConvNet):
+    """Takes what its parent takes."""
+
+
+class Versatile(ConvNet):
+    """Takes samples of any kind."""
+
+    takes = None
+
+
+def test_several_devices_need_a_strategy() -> None:
+    fault = only(faults_of("strategy=single", "trainer.devices=2"))
+    assert "several need strategy=ddp" in fault
+
+
+def test_each_value_of_a_sweep_is_checked() -> None:
+    faults = faults_of("-m", "seed=1,2", "model.width=8,9,16", "data=digits,digit")
+    assert len(faults) == 2
+    assert faults[0].startswith("model.width=9: width must be a multiple of 8")
+    assert faults[1].startswith("data=digit: group 'data' has no choice 'digit'.")
+
+
+def test_the_groups_of_a_users_own_folder_are_checked_too(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("_target_: lightning_lockstep.demo.cnn.ConvNet\nwidht: 8\n")
+    folder = ("--config-dir", str(tmp_path))
+    assert "Did you mean 'mine'?" in only(faults_of(*folder, "model=mime"))
+    assert (
+        only(faults_of(*folder, "model=mine"))
+        == "model.widht=8: ConvNet has no setting 'widht'. Did you mean 'width'?"
+    )
+    assert "there is no such folder" in only(faults_of("--config-dir", str(tmp_path / "no")))
+
+
+def test_a_wrong_config_name_is_one_fault() -> None:
+    assert "There is: lockstep_train." in only(faults_of("--config-name", "lockstep_trane"))
+
+
+def test_the_message_numbers_the_faults_and_says_that_nothing_was_started() -> None:
+    text = describe("lockstep-train", [Fault("a=1: wrong."), Fault("b=2: wrong\ntoo.", ValueError())])
+    assert text.splitlines() == [
+        "lockstep-train: 2 faults in the configuration; nothing was started.",
+        "",
+        "  1. a=1: wrong.",
+        "  2. b=2: wrong",
+        "     too.",
+        "",
+        "HYDRA_FULL_ERROR=1 shows the exceptions behind this.",
+    ]
+
+
+def test_the_nearest_names_ignore_case_and_stay_silent_when_nothing_is_near() -> None:
+    assert did_you_mean("DDP", ["ddp", "single"]) == " Did you mean 'ddp'?"
+    assert did_you_mean("xyz", ["ddp", "single"]) == ""

@@ -1,0 +1,151 @@
+"""The configuration that every rank gets."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers import hydra_rerun
+from lightning_lockstep.launchers.hydra_rerun import (
+    for_other_ranks,
+    freeze,
+    hydra_child_command,
+    without_hydra,
+)
+
+
+@dataclass
+class Part:
+    size: int = 3
+
+
+@dataclass
+class Whole:
+    part: Part = field(default_factory=Part)
+    again: Any = "${part}"
+    twice: int = "${part.size}"  # type: ignore[assignment]
+    stamp: str = "${now:%f}"
+    later: int = "???"  # type: ignore[assignment]
+    depends: int = "${later}"  # type: ignore[assignment]
+    secret: str = "${oc.env:LOCKSTEP_TEST_NOT_SET}"
+    many: list[Any] = field(default_factory=lambda: [1, {"deep": "${part.size}"}])
+
+
+@pytest.fixture
+def job() -> Any:
+    """A composed configuration with Hydra's part, as in a job."""
+    with initialize_config_module("lightning_lockstep.conf", version_base="1.3"):
+        config = compose("lockstep_train", return_hydra_config=True)
+    config.hydra.runtime.output_dir = "/runs/1"
+    config.hydra.runtime.cwd = str(Path.cwd())
+    config.hydra.job.name = "train"
+    HydraConfig.instance().set_config(config)
+    yield config
+    HydraConfig.instance().cfg = None
+    hydra_rerun._written = None
+
+
+def test_interpolations_become_values_and_types_stay() -> None:
+    frozen = freeze(OmegaConf.structured(Whole))
+    assert frozen.twice == 3
+    assert OmegaConf.get_type(frozen) is Whole
+    assert OmegaConf.get_type(frozen.again) is Part
+    assert OmegaConf.to_container(frozen, resolve=False)["many"] == [1, {"deep": 3}]  # type: ignore[index,call-overload]
+    assert not OmegaConf.is_interpolation(frozen, "stamp")
+
+
+def test_the_original_is_not_changed_and_a_cached_value_is_kept() -> None:
+    config = OmegaConf.structured(Whole)
+    stamp = config.stamp
+    assert freeze(config).stamp == stamp
+    assert OmegaConf.is_interpolation(config, "stamp")
+
+
+def test_what_cannot_be_resolved_is_left_to_whoever_reads_it() -> None:
+    frozen = freeze(OmegaConf.structured(Whole))
+    assert OmegaConf.is_missing(frozen, "later")
+    assert OmegaConf.is_interpolation(frozen, "depends")
+    assert OmegaConf.is_interpolation(frozen, "secret")
+
+
+def test_freezing_twice_changes_nothing(job: DictConfig) -> None:
+    once = freeze(job)
+    assert OmegaConf.to_container(freeze(once)) == OmegaConf.to_container(once)
+
+
+def test_hydras_own_part_is_frozen_though_it_is_read_only(job: DictConfig) -> None:
+    frozen = freeze(job)
+    assert frozen.trainer.default_root_dir == "/runs/1"
+    assert frozen.hydra.job_logging.handlers.file.filename == "/runs/1/train.log"
+    assert OmegaConf.is_readonly(frozen.hydra)
+    assert "hydra" not in without_hydra(frozen)
+
+
+def test_other_ranks_get_no_file_handler_and_no_folder(job: DictConfig) -> None:
+    other = for_other_ranks(freeze(job))
+    assert other.hydra.output_subdir is None
+    assert list(other.hydra.job_logging.handlers) == ["console"]
+    assert list(other.hydra.job_logging.root.handlers) == ["console"]
+    assert other.hydra.runtime.output_dir == "/runs/1"
+
+
+def test_handlers_are_dropped_from_every_logger(job: DictConfig) -> None:
+    job = freeze(job)
+    OmegaConf.set_readonly(job.hydra, False)
+    OmegaConf.set_struct(job, False)
+    job.hydra.job_logging = {
+        "version": 1,
+        "handlers": {
+            "rotating": {"class": "logging.handlers.RotatingFileHandler"},
+            "null": {"class": "logging.NullHandler"},
+        },
+        "loggers": {"mine": {"handlers": ["rotating", "null"]}},
+        "root": None,
+    }
+    other = for_other_ranks(job).hydra.job_logging
+    assert list(other.handlers) == ["null"]
+    assert list(other.loggers.mine.handlers) == ["null"]
+
+
+def test_outside_of_a_hydra_job_there_is_no_command() -> None:
+    HydraConfig.instance().cfg = None
+    assert hydra_child_command() is None
+
+
+@pytest.mark.allow_leaks("files")
+def test_the_command_reruns_this_program_on_a_private_file(
+    job: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "program.py"
+    script.touch()
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", [str(script), "seed=1"])
+    first, again = hydra_child_command(), hydra_child_command()
+    assert first is not None
+    command, folder = first
+    assert first == again, "all ranks of a job share one file"
+    assert command[0] == sys.executable
+    assert command[-3:-1] == [str(script), "--experimental-rerun"]
+    assert folder == str(Path.cwd())
+    file = Path(command[-1])
+    assert file.stat().st_mode & 0o077 == 0, "nobody else may read or write it"
+    assert pickle.loads(file.read_bytes()).hydra.output_subdir is None
+    file.unlink()
+
+
+def test_a_program_without_a_file_cannot_be_started_again(
+    job: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    with pytest.raises(LaunchError, match="started as '-c', which is no file"):
+        hydra_child_command()

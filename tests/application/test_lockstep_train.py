@@ -1,0 +1,143 @@
+"""`lockstep-train` from the command line, on real ranks and real data."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ScriptOutcome, run_script
+
+QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu")
+
+
+def lockstep_train(*arguments: str, cwd: Path, **env: str) -> ScriptOutcome:
+    command = [sys.executable, "-m", "lightning_lockstep.train", *arguments]
+    return run_script(command, env=env, cwd=cwd, timeout=180)
+
+
+def column(run: Path, name: str) -> list[float]:
+    with open(run / "csv" / "metrics.csv", newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+def summary(run: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return loaded
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_the_digits_like_one_and_resume(tmp_path: Path) -> None:
+    """One test for three runs, because each costs ten seconds of imports."""
+    same = (*QUICK, "data.global_batch_size=64", "trainer.max_epochs=3")
+    one = lockstep_train(*same, "trainer.devices=1", "hydra.run.dir=runs/one", cwd=tmp_path)
+    two = lockstep_train(*same, "trainer.devices=2", "hydra.run.dir=runs/two", cwd=tmp_path)
+    for outcome in (one, two):
+        assert outcome.returncode == 0, outcome.output
+        assert not outcome.leftovers
+    first, second = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
+    losses = column(first, "train_loss"), column(second, "train_loss")
+    assert len(losses[0]) == len(losses[1]) == 63
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-4
+    assert column(first, "val_acc") == column(second, "val_acc")
+    result = summary(second)
+    assert result["metrics"]["val_acc"] >= 0.95
+    assert (result["steps"], result["epochs"], result["ranks"]) == (63, 3, 2)
+    assert result["samples_per_second"] > 0
+    assert Path(result["files"]["last checkpoint"]).is_file()
+    assert "run finished" in two.stdout
+    assert two.stdout.count("run finished") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"], "one folder for all ranks"
+
+    more = lockstep_train(
+        *QUICK,
+        "data.global_batch_size=64",
+        "trainer.max_epochs=4",
+        "trainer.devices=2",
+        "ckpt_path=last",
+        "hydra.run.dir=runs/three",
+        cwd=tmp_path,
+    )
+    assert more.returncode == 0, more.output
+    resumed = summary(tmp_path / "runs" / "three")
+    assert resumed["steps"] == 84
+    assert len(column(tmp_path / "runs" / "three", "train_loss")) == 21, "only the fourth epoch was run"
+
+
+@pytest.mark.slow
+def test_a_sweep_starts_the_ranks_of_each_job(tmp_path: Path) -> None:
+    outcome = lockstep_train(
+        "-m",
+        *QUICK,
+        "trainer.devices=2",
+        "trainer.max_epochs=1",
+        "trainer.limit_train_batches=4",
+        "seed=1,2",
+        "hydra.sweep.dir=sweep",
+        cwd=tmp_path,
+    )
+    assert outcome.returncode == 0, outcome.output
+    assert not outcome.leftovers
+    sweep = tmp_path / "sweep"
+    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "multirun.yaml"]
+    assert len(list(sweep.rglob("*.log"))) == 2, "no log of another rank"
+    assert [summary(sweep / job)["ranks"] for job in ("0", "1")] == [2, 2]
+    assert column(sweep / "0", "train_loss") != column(sweep / "1", "train_loss")
+
+
+@pytest.mark.slow
+def test_torchrun_makes_one_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "lightning_lockstep.train", *QUICK, "data=source_text", "model=byte_gpt"]
+    outcome = run_script(
+        [*command, "trainer.max_steps=5", "data.max_bytes=100000", "logger=[csv,tensorboard]"],
+        cwd=tmp_path,
+        timeout=180,
+    )
+    assert outcome.returncode == 0, outcome.output
+    [run] = (tmp_path / "outputs" / "train").iterdir()
+    result = summary(run)
+    assert (result["steps"], result["ranks"]) == (5, 2)
+    assert {"val_loss", "val_acc", "test_loss"} <= set(result["metrics"]), (
+        "validated though it ended mid-epoch"
+    )
+    assert list((run / "tensorboard").glob("events.*"))
+    assert (run / "checkpoints" / "last.ckpt").is_file()
+    assert len(list(tmp_path.rglob("*.log"))) == 1
+
+
+def test_a_wrong_command_line_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    outcome = lockstep_train("strategy=dpp", "trainer.max_epochz=3", "data.batch_size=-1", cwd=run)
+    assert outcome.returncode == 2
+    assert outcome.stderr.startswith("lockstep-train: 3 faults in the configuration; nothing was started.")
+    assert "Traceback" not in outcome.output
+    assert list(run.iterdir()) == []
+
+
+def test_what_a_users_own_constructor_objects_to_is_a_message_too(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from lightning_lockstep.demo.cnn import ConvNet\n"
+        "class Own(ConvNet):\n"
+        "    def __init__(self, width: int):\n"
+        "        raise ValueError('width is out of fashion')\n"
+    )
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "own.yaml").write_text("_target_: own.Own\nwidth: 8\n")
+    outcome = lockstep_train(
+        "--config-dir", "conf", "model=own", cwd=tmp_path, PYTHONPATH=path_with(tmp_path)
+    )
+    assert outcome.returncode == 2, outcome.output
+    assert "1. model: width is out of fashion" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+def path_with(folder: Path) -> str:
+    import os
+
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))

@@ -1,0 +1,31 @@
+"""Rank 1 ends its program while ranks 0 and 2 go on between themselves, and then need it."""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
+from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
+
+
+def main():
+    register_mpi_backend()
+    env = MPIEnvironment()
+    rank, size = env.global_rank(), env.world_size()
+    store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
+    dist.init_process_group("mpi4py", rank=rank, world_size=size, store=store)
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        sys.exit(3)
+    if rank == 2:
+        time.sleep(9)  # longer than a farewell takes to count
+    dist.all_reduce(torch.ones(3), group=pair)
+    if rank == 0:
+        print("the pair went on", flush=True)
+    dist.all_reduce(torch.ones(3))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Two hosts on one machine: network namespaces with a cable between them, host names and sshd of their own.
+
+Everything lives in private address space inside the namespaces; nothing outside is touched. Needs root, the
+right to make namespaces, iproute2 and openssh-server; :func:`why_not` says what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.distributed.mpi.launch import mpi_command
+
+__all__ = ["Cluster", "why_not"]
+
+_SSH_PORT = 2222  # inside the namespaces, where nobody else listens
+
+
+def why_not() -> str | None:
+    """Return why this machine cannot have a cluster, or ``None`` when it can."""
+    if os.geteuid() != 0:
+        return "two hosts need root, to make network namespaces"
+    for command, package in (("ip", "iproute2"), ("unshare", "util-linux"), ("ssh-keygen", "openssh-client")):
+        if shutil.which(command) is None:
+            return f"two hosts need the command {command} (package {package})"
+    if not Path("/usr/sbin/sshd").exists():
+        return "two hosts need /usr/sbin/sshd (package openssh-server)"
+    name = f"lockstep-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"two hosts need network namespaces, which are not allowed here: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+    return None
+
+
+class Cluster:
+    """Two hosts, ``10.77.<n>.1`` (alpha) and ``10.77.<n>.2`` (beta). Use it as a context manager.
+
+    Attributes:
+        folder: Private folder with the keys and the logs of both.
+        addresses: Their addresses.
+        ssh_args: What ssh needs to get from one to the other.
+    """
+
+    def __init__(self) -> None:
+        number = os.getpid() % 250
+        self.addresses = (f"10.77.{number}.1", f"10.77.{number}.2")
+        self._spaces = tuple(f"lockstep-{os.getpid()}-{name}" for name in ("alpha", "beta"))
+        self._cables = (f"lka{os.getpid()}", f"lkb{os.getpid()}")
+        self.folder = Path(tempfile.mkdtemp(prefix="lockstep-cluster-"))
+        key, known = self.folder / "key", "/dev/null"
+        self.ssh_args = [
+            *("-p", str(_SSH_PORT), "-i", str(key), "-o", "StrictHostKeyChecking=no"),
+            *("-o", f"UserKnownHostsFile={known}", "-o", "LogLevel=ERROR"),
+        ]
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, host: int, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
+        """Start a command on host 0 or 1, in a session of its own; its output is text through pipes."""
+        inside = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c"]
+        named = f'hostname {("alpha", "beta")[host]}; exec "$@"'
+        return subprocess.Popen(
+            [*inside, named, "sh", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            **options,  # type: ignore[call-overload]
+        )
+
+    def run(
+        self, host: int, command: Sequence[str], timeout: float = 60.0, **options: object
+    ) -> tuple[int, str]:
+        """Run a command on a host; return (exit code, output). It is ended when the time is up."""
+        process = self.start(host, command, **options)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            return 124, output
+        return process.returncode, output
+
+    def mpi_command(self, ranks: int) -> list[str]:
+        """Return the command that starts ``ranks`` Pythons on each host, up to the arguments of Python."""
+        mpirun = mpi_command("open_mpi", 1)[0]
+        prefix = str(Path(mpirun).resolve().parent.parent)
+        hosts = ",".join(f"{address}:{ranks}" for address in self.addresses)
+        ssh = ["--prtemca", "plm_ssh_args", " ".join(self.ssh_args)]
+        places = ["-n", str(2 * ranks), "--map-by", f"ppr:{ranks}:node", "--bind-to", "none"]
+        return [
+            *(mpirun, *places, "-H", hosts, "--prefix", prefix, *ssh),
+            *("-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", sys.executable),
+        ]
+
+    def cut(self) -> None:
+        """Cut the cable: nothing arrives any more, and nobody is told."""
+        subprocess.run(
+            ["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self._cables[0], "down"], check=True
+        )
+
+    def mend(self) -> None:
+        """Mend the cable."""
+        subprocess.run(
+            ["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self._cables[0], "up"], check=True
+        )
+
+    def stop_sshd(self) -> None:
+        """End the ssh daemon of the second host, so that connections are refused."""
+        self._daemons[1].terminate()
+        self._daemons[1].wait(10)
+
+    def start_sshd(self, host: int, *, hide: Path | None = None) -> None:
+        """Start the ssh daemon of a host; whoever comes through it finds the folder ``hide`` empty."""
+        config = self.folder / f"sshd{host}.conf"
+        config.write_text(
+            f"Port {_SSH_PORT}\nHostKey {self.folder / 'hostkey'}\nAuthorizedKeysFile"
+            f" {self.folder / 'key.pub'}\n"
+            "StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nUsePAM no\nAcceptEnv *\n"
+            f"PidFile {self.folder / f'sshd{host}.pid'}\nMaxStartups 100\n"
+        )
+        inside = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c"]
+        empty = f"mount -t tmpfs none {hide}; " if hide is not None else ""
+        command = f"{empty}hostname {('alpha', 'beta')[host]}; exec /usr/sbin/sshd -D -e -f {config}"
+        with (self.folder / f"sshd{host}.log").open("ab") as log:
+            daemon = subprocess.Popen([*inside, command], stdout=log, stderr=log, start_new_session=True)
+        if len(self._daemons) > host:
+            self._daemons[host] = daemon
+        else:
+            self._daemons.append(daemon)
+
+    def pids_on(self, host: int) -> list[int]:
+        """Return the processes of a host but its ssh daemon."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self._spaces[host]], capture_output=True, text=True, check=True
+        )
+        return [int(pid) for pid in listed.stdout.split() if int(pid) != self._daemons[host].pid]
+
+    def kill(self, pids: Sequence[int]) -> None:
+        """Kill processes of the cluster."""
+        for pid in pids:
+            with_name = Path(f"/proc/{pid}")
+            if with_name.exists():
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End everything that runs on the hosts, and take them down."""
+        for host, space in enumerate(self._spaces):
+            listed = subprocess.run(
+                ["ip", "netns", "pids", space], capture_output=True, text=True, check=False
+            )
+            self.kill([int(pid) for pid in listed.stdout.split()])
+            if host < len(self._daemons):
+                self._daemons[host].wait(10)
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _build(self) -> None:
+        def ip(*words: str) -> None:
+            subprocess.run(["ip", *words], check=True, capture_output=True)
+
+        for name in ("key", "hostkey"):
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True
+            )
+        Path("/run/sshd").mkdir(exist_ok=True)
+        for space in self._spaces:
+            ip("netns", "add", space)
+            ip("-n", space, "link", "set", "lo", "up")
+        ip("link", "add", self._cables[0], "type", "veth", "peer", "name", self._cables[1])
+        for space, cable, address in zip(self._spaces, self._cables, self.addresses, strict=True):
+            ip("link", "set", cable, "netns", space)
+            ip("-n", space, "address", "add", f"{address}/24", "dev", cable)
+            ip("-n", space, "link", "set", cable, "up")
+        for host in (0, 1):
+            self.start_sshd(host)
+        deadline = time.monotonic() + 15
+        while time.monotonic() < deadline:
+            code, _ = self.run(
+                0, ["ssh", *self.ssh_args, "-o", "BatchMode=yes", self.addresses[1], "true"], timeout=10
+            )
+            if code == 0:
+                return
+            time.sleep(0.2)
+        raise RuntimeError(f"sshd did not come up: {(self.folder / 'sshd1.log').read_text()}")

@@ -1,0 +1,155 @@
+"""Ranks are recognised by environment variables alone, and disagreement is one table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_lockstep.distributed.mpi.rendezvous import Attendance, attendance_fault
+from lightning_lockstep.errors import ConfigurationError, LaunchError
+from lightning_lockstep.launchers.mpi_environment import MPIEnvironment, MPIRank, find_mpi_rank
+from lightning_lockstep.launchers.mpirun.hosts import Host, HostReport, judge, read_hostfile
+from lightning_lockstep.launchers.mpirun.launcher import MPIRunSettings
+from lightning_lockstep.strategies.mpi import LockstepMPIStrategy
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+def test_open_mpi(tmp_path: Path) -> None:
+    alive = {**OPEN_MPI, "PMIX_NAMESPACE": "job", "PMIX_SERVER_TMPDIR": str(tmp_path)}
+    assert find_mpi_rank(alive) == MPIRank("Open MPI's mpirun", 3, 4, 1, 2)
+
+
+def test_variables_left_behind_are_no_mpi(tmp_path: Path) -> None:
+    assert find_mpi_rank({}) is None
+    assert find_mpi_rank(OPEN_MPI) is None
+    assert (
+        find_mpi_rank({**OPEN_MPI, "PMIX_NAMESPACE": "job", "PMIX_SERVER_TMPDIR": str(tmp_path / "gone")})
+        is None
+    )
+    assert find_mpi_rank({"PMI_RANK": "0", "PMI_SIZE": "4", "PMI_FD": "9999"}) is None
+
+
+def test_mpich_and_intel_mpi() -> None:
+    with open(os.devnull) as stream:
+        found = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": str(stream.fileno())}
+        local = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+        assert find_mpi_rank(found | local) == MPIRank("MPICH's mpiexec", 1, 2, 1, 2)
+        assert find_mpi_rank(found | local | {"I_MPI_ROOT": "/opt"}) == MPIRank(
+            "Intel MPI's mpiexec", 1, 2, 1, 2
+        )
+
+
+def test_mvapich() -> None:
+    environ = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
+    assert find_mpi_rank(environ) == MPIRank("MVAPICH's mpirun", 3, 4, 1, 2)
+
+
+def test_srun() -> None:
+    step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+    step["SLURM_STEP_TASKS_PER_NODE"] = "4(x2)"
+    assert find_mpi_rank({**step, "PMIX_RANK": "5"}) == MPIRank("srun", 5, 8, 1, 4)
+    assert find_mpi_rank(step) is None, "srun without --mpi"
+    assert find_mpi_rank({**step, "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None, "a single task"
+
+
+def test_the_trainer_and_mpirun_disagree() -> None:
+    environment = MPIEnvironment(MPIRank("Open MPI's mpirun", 0, 4, 0, 2))
+    environment.validate_settings(num_devices=2, num_nodes=2)
+    with pytest.raises(LaunchError, match="disagree") as caught:
+        environment.validate_settings(num_devices=3, num_nodes=1)
+    assert "Trainer (devices x num_nodes)  3       3" in str(caught.value)
+    assert "Open MPI's mpirun              4       2                    2" in str(caught.value)
+
+
+def attendance(rank: int, mpi_rank: int, host: str) -> Attendance:
+    return Attendance(rank, mpi_rank, 3, rank, 3, host, (0, 1))
+
+
+def test_unequal_slots_and_foreign_numbers_are_a_table() -> None:
+    fault = attendance_fault([attendance(i, i, "ab"[i > 1]) for i in range(3)])
+    assert fault is not None and "different numbers of ranks" in fault
+    fault = attendance_fault([attendance(2 - i, i, "a") for i in range(3)])
+    assert fault is not None and "MPI disagree" in fault
+    assert attendance_fault([attendance(i, i, "a") for i in range(3)]) is None
+
+
+def test_hostfiles_of_both_kinds(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# comment\nnode1 slots=4\nnode2:2\n\nnode3\n")
+    assert read_hostfile(file) == [Host("node1", 4), Host("node2", 2), Host("node3", None)]
+    with pytest.raises(ConfigurationError, match="there is no such file"):
+        MPIRunSettings(hostfile=tmp_path / "none")
+
+
+def test_the_table_of_hosts_says_what_to_do() -> None:
+    here = HostReport("here", "local", "3.11.7", {"torch": "2.13.0"})
+    reports = [
+        HostReport("fine", "ok", "3.11.7", {"torch": "2.13.0"}),
+        HostReport("old", "ok", "3.11.7", {"torch": "2.9.0"}),
+        HostReport("strange", "ok", "3.12.1", {"torch": "2.13.0"}),
+        HostReport("closed", "root@closed: Permission denied (publickey)."),
+        HostReport("nowhere", "ssh: Could not resolve hostname nowhere: Name or service not known"),
+        HostReport("deaf", "ssh: connect to host deaf port 22: Connection refused"),
+        HostReport("bare", "ok", "/usr/bin/python does not run there"),
+    ]
+    table = judge(reports, here)
+    assert table is not None
+    for text in (
+        "ready",
+        "torch 2.9.0 there, 2.13.0 here",
+        "Python 3.12.1 there",
+        "ssh-copy-id closed",
+        "does not resolve",
+        "nothing listens for ssh",
+        "does not run there",
+    ):
+        assert text in table
+    assert judge(reports[:1], here) is None
+
+
+def test_all_wrong_options_come_at_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        LockstepMPIStrategy(backend="mpich", start_method="spawn", process_group_backend="gloo")  # type: ignore[arg-type]
+    assert len(caught.value.faults) == 3
+    with pytest.raises(ConfigurationError, match="built without MPI"):
+        LockstepMPIStrategy(backend="mpi")
+
+
+BROKEN = """
+import sys
+import lightning
+import lightning_lockstep
+from lightning_lockstep import LockstepMPIStrategy
+trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", devices=1,
+strategy=LockstepMPIStrategy())
+assert "mpi4py" not in sys.modules, sorted(m for m in sys.modules if "mpi4py" in m)
+print("unaffected")
+from lightning_lockstep.distributed.mpi.runtime import start_runtime
+from lightning_lockstep.errors import LaunchError
+try:
+    start_runtime()
+except LaunchError as error:
+    print("LaunchError", error)
+"""
+
+
+def test_a_broken_mpi_library_affects_nobody_who_does_not_use_it(tmp_path: Path) -> None:
+    """mpi4py is installed, but no libmpi can be loaded."""
+    environ = {**os.environ, "MPI4PY_LIBMPI": str(tmp_path / "no" / "libmpi.so"), "MPI4PY_MPIABI": "openmpi"}
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120, env=environ, check=False
+    )
+    assert "unaffected" in done.stdout, done.stderr
+    assert "LaunchError mpi4py is installed, but it cannot load an MPI library" in done.stdout, (
+        done.stdout + done.stderr
+    )

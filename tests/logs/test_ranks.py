@@ -1,0 +1,299 @@
+"""In-order logging between real processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lightning_lockstep import CollectiveStallError, RankFailedError, get_logger, in_rank_order
+from tests.helpers import run_ranks, run_ranks_raw
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.places: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        self.places.append((record.filename, record.funcName))
+
+
+def prepared(name: str, timeout: float = 60.0):
+    """A logger of this rank, what its handlers print here, and a way to wait for lines."""
+    from lightning_lockstep.distributed import current_communicator
+    from lightning_lockstep.logs.collector import sender_on
+
+    kept = Kept()
+    logger = logging.getLogger(name)
+    logger.addHandler(kept)
+    logger.propagate = False
+    sender = sender_on(current_communicator().side_channel)
+    if sender.collector is not None:
+        sender.collector.configure(timeout=timeout, folding=True)
+    return get_logger(name, "INFO"), kept
+
+
+def until(kept: Kept, count: int, limit: float = 20.0) -> list[str]:
+    deadline = time.monotonic() + limit
+    while len(kept.lines) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return kept.lines
+
+
+def ordinary_calls() -> dict[str, list]:
+    rank = dist.get_rank()
+    log, kept = prepared("ordinary")
+    log.info("main")
+    log.info("all", main_process_only=False)
+    log.info("same %s", "words", in_order=True)
+    time.sleep(0.05 * (3 - rank))  # the last rank calls first
+    log.info("mine is %d", rank, in_order=True)
+    numbers = [1]
+    log.info("now %s", numbers, in_order=True)
+    numbers.append(2)  # too late for the line above
+    log.warning_once("careful", main_process_only=False)
+    log.warning_once("careful", main_process_only=False)
+    if rank == 0:
+        until(kept, 9)
+        time.sleep(0.5)  # a second warning would have come by now
+    dist.barrier()
+    return {"lines": kept.lines, "places": kept.places}
+
+
+def test_who_prints_what():
+    values = run_ranks(4, ordinary_calls)
+    lines = values[0]["lines"]
+    assert lines[:2] == ["main", "[rank 0] all"]
+    assert sorted(lines[2:]) == sorted(
+        [
+            "[ranks 0-3] same words",
+            "[ranks 0-3] now [1]",
+            *[f"[rank {r}] mine is {r}" for r in range(4)],
+            "[ranks 0-3] careful",
+        ]
+    )
+    mine = [line for line in lines if "mine" in line]
+    assert mine == sorted(mine)
+    assert set(values[0]["places"]) == {("test_ranks.py", "ordinary_calls")}
+    assert [v["lines"] for v in values[1:]] == [[f"[rank {r}] all"] for r in (1, 2, 3)]
+
+
+def odd_calls() -> list[str]:
+    rank = dist.get_rank()
+    log, kept = prepared("odd", timeout=1.0)
+    if rank == 1:
+        logging.getLogger("odd").setLevel(logging.WARNING)
+    log.info("rank 1 has another level", in_order=True)
+    if rank != 2:
+        log.warning("rank 2 is silent", in_order=True)
+    for turn in range(2 if rank == 3 else 1):
+        log.warning("rank 3 says it twice, %d", turn, in_order=True)
+    if rank == 0:
+        until(kept, 6)
+    dist.barrier()
+    return kept.lines
+
+
+def test_ranks_with_other_levels_silent_ranks_and_double_calls():
+    lines = run_ranks(4, odd_calls)[0]
+    assert "[ranks 0,2-3] rank 1 has another level" in lines
+    assert "[ranks 0-1,3] rank 2 is silent" in lines
+    assert "[ranks 0-3] rank 3 says it twice, 0" in lines
+    assert "[rank 3] rank 3 says it twice, 1" in lines
+    missing = sorted(line.split(" within")[0] for line in lines if "nothing came" in line)
+    assert missing == ["nothing came from rank 2", "nothing came from ranks 0-2"]
+    assert len(lines) == 6
+
+
+def one_dies() -> list[str]:
+    rank = dist.get_rank()
+    log, kept = prepared("dies", timeout=1.0)
+    dist.barrier()
+    if rank == 2:
+        log.info("last words", in_order=True)
+        from lightning_lockstep.distributed import current_communicator
+
+        current_communicator().side_channel.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    log.info("still here", in_order=True)
+    if rank == 0:
+        return list(until(kept, 4))
+    time.sleep(2.5)
+    return []
+
+
+def test_a_rank_that_dies_holds_nobody_up_and_its_words_are_printed():
+    outcomes = run_ranks_raw(3, one_dies, timeout=40)
+    assert outcomes[2].signal == signal.SIGKILL
+    lines = outcomes[0].value
+    assert "[rank 2] last words" in lines and "[ranks 0-1] still here" in lines
+    assert sum("nothing came from rank 2 " in line for line in lines) == 1
+    assert sum("nothing came from ranks 0-1 " in line for line in lines) == 1
+
+
+def alone_and_out() -> None:
+    """Rank 1 alone calls in order, and all leave at once: what is held back comes out at the exit."""
+    log, _ = prepared("alone", timeout=60.0)
+    logging.getLogger("alone").addHandler(logging.StreamHandler())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        log.info("only I", in_order=True)
+
+
+def test_what_is_held_back_comes_out_at_the_exit():
+    outcomes = run_ranks_raw(2, alone_and_out, timeout=40)
+    assert all(o.ok for o in outcomes)
+    assert "[rank 1] only I" in outcomes[0].stderr
+    assert "nothing came from rank 0" in outcomes[0].stderr
+
+
+def rank_0_goes_first() -> list[str]:
+    log, kept = prepared("orphans")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    from lightning_lockstep.distributed import current_communicator
+    from lightning_lockstep.distributed.failure.flushing import run_flushers
+
+    log.info("who hears me", in_order=True)
+    deadline = time.monotonic() + 20
+    while current_communicator().side_channel.usable and time.monotonic() < deadline:
+        time.sleep(0.01)
+    run_flushers()  # what the way out after a failure does
+    return kept.lines
+
+
+def test_when_rank_0_is_gone_the_others_say_themselves_what_it_may_not_have_printed():
+    outcomes = run_ranks_raw(2, rank_0_goes_first, timeout=40)
+    assert outcomes[1].value == ["[rank 1, said here since rank 0 is gone] who hears me"]
+
+
+def late_channel() -> list[str]:
+    """No set-up at all: rank 1 calls before rank 0 has opened anything."""
+    kept = Kept()
+    logging.getLogger("late").addHandler(kept)
+    logging.getLogger("late").propagate = False
+    log = get_logger("late", "INFO")
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+    log.info("hello %d", dist.get_rank(), in_order=True)
+    if dist.get_rank() == 0:
+        until(kept, 2)
+    dist.barrier()
+    return kept.lines
+
+
+def test_a_plain_process_group_needs_no_set_up():
+    assert run_ranks(2, late_channel)[0] == ["[rank 0] hello 0", "[rank 1] hello 1"]
+
+
+def take_turns() -> dict:
+    rank, seen = dist.get_rank(), {}
+    with in_rank_order() as number:
+        began = time.monotonic()
+        time.sleep(0.05)
+        seen["first"] = (number, began, time.monotonic())
+    try:
+        with in_rank_order():
+            seen["body"] = True
+            if rank == 1:
+                raise ValueError("disk full")
+    except (ValueError, RankFailedError) as error:
+        seen["raised"] = (type(error).__name__, str(error).splitlines()[0])
+    with in_rank_order(per_node=True):
+        seen["after"] = True
+    try:
+        if rank != 2:
+            with in_rank_order(timeout=0.5):
+                pass
+    except CollectiveStallError as error:
+        seen["stall"] = str(error)
+    dist.barrier()
+    return seen
+
+
+def test_in_rank_order():
+    values = run_ranks(3, take_turns)
+    spans = [v["first"] for v in values]
+    assert [number for number, _, _ in spans] == [0, 1, 2]
+    assert spans[0][2] <= spans[1][1] and spans[1][2] <= spans[2][1], "one after the other"
+    text = "rank 1 failed while it was its turn: ValueError: disk full"
+    assert [v["raised"] for v in values] == [
+        ("RankFailedError", text),
+        ("ValueError", "disk full"),
+        ("RankFailedError", text),
+    ]
+    assert [("body" in v) for v in values] == [True, True, False], "ranks after the failure skip the body"
+    assert all(v["after"] for v in values), "and the next block works again"
+    for value in values[:2]:
+        assert "rank(s) 2 never came to it" in value["stall"]
+
+
+def merged() -> tuple[list[str], int]:
+    """Ranks 2 and 3 play a second node: their lines go by way of rank 2."""
+    from lightning_lockstep.distributed import current_communicator
+    from lightning_lockstep.logs.collector import LINES, NodeMerger, sender_on
+
+    rank = dist.get_rank()
+    log, kept = prepared("node", timeout=10.0)
+    channel = current_communicator().side_channel
+    sender, heard = sender_on(channel), []
+    if rank == 0:
+        channel.on(LINES, lambda message: heard.append(message.sender))
+    if rank == 2:
+        sender.merger = NodeMerger(channel, range(2, 4), merge_for=2.0)
+    if rank == 3:
+        sender.node_leader = 2
+    dist.barrier()
+    log.info("same", in_order=True)
+    if rank == 0:
+        until(kept, 1)
+    dist.barrier()
+    return kept.lines, len(heard)
+
+
+def test_lines_of_a_node_reach_rank_0_as_one_message():
+    lines, messages = run_ranks(4, merged)[0]
+    assert lines == ["[ranks 0-3] same"]
+    assert messages == 2, "one of rank 1, one of the node of ranks 2 and 3"
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_a_faulty_handler_does_not_silence_the_collector(ranks):
+    lines = run_ranks(ranks, broken_handler)[0]
+    assert lines[:2] == ["[ranks 0-1] first", "[ranks 0-1] second"]
+    # These two are printed by the thread that looks after what has waited long enough, and it lives on.
+    assert lines[2] == lines[4] == "[rank 0] alone" and all("from rank 1 within" in lines[i] for i in (3, 5))
+
+
+def broken_handler() -> list[str]:
+    log, kept = prepared("broken")
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("no")
+
+    logging.getLogger("broken").addHandler(Broken())
+    log.info("first", in_order=True)
+    if dist.get_rank() == 0:
+        until(kept, 1)
+    dist.barrier()
+    log.info("second", in_order=True)
+    if dist.get_rank() == 0:
+        until(kept, 2)
+        from lightning_lockstep.distributed import current_communicator
+        from lightning_lockstep.logs.collector import sender_on
+
+        sender_on(current_communicator().side_channel).collector.configure(timeout=0.3, folding=True)
+        for lines in (4, 6):
+            log.info("alone", in_order=True)
+            until(kept, lines)
+    dist.barrier()
+    return kept.lines

@@ -1,0 +1,146 @@
+"""Whether to stop, from numbers: the same as Lightning's, without a Trainer."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from lightning_lockstep import ConfigurationError, SyncedEarlyStopping
+from lightning_lockstep._lightning import EarlyStopping, EarlyStoppingReason
+from lightning_lockstep.stopping.early_stopping_rule import (
+    Entry,
+    Progress,
+    StopRule,
+    missing_message,
+    reduce_entries,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+def entries(*values: float | None) -> list[Entry]:
+    return [Entry(v, names=() if v is not None else ("train_loss",)) for v in values]
+
+
+@pytest.mark.parametrize(
+    ("how", "values", "value", "not_finite"),
+    [
+        ("mean", (1.0, 3.0), 2.0, ()),
+        ("min", (1.0, 3.0), 1.0, ()),
+        ("max", (1.0, 3.0), 3.0, ()),
+        ("rank0", (1.0, 3.0), 1.0, ()),
+        ("mean", (1.0, NAN), NAN, (1,)),
+        ("min", (1.0, NAN), NAN, (1,)),
+        ("max", (NAN, 3.0), NAN, (0,)),
+        ("rank0", (1.0, NAN), 1.0, ()),
+        ("min", (1.0, INF), 1.0, (1,)),
+        ("mean", (None, 3.0), 3.0, ()),
+        ("rank0", (None, 3.0), 3.0, ()),
+    ],
+)
+def test_one_value_is_made_of_all_ranks(how, values, value, not_finite):
+    reduced = reduce_entries(entries(*values), how)
+    assert reduced.not_finite == not_finite and reduced.ranks == 2
+    torch.testing.assert_close(reduced.value, torch.tensor(value), equal_nan=True)
+
+
+def test_the_dtype_is_the_metrics():
+    assert reduce_entries([Entry(0.1, "float64")] * 2, "mean").value.dtype == torch.float64
+    assert reduce_entries([Entry(3.0, "int64")], "mean").value.dtype == torch.int64
+    assert reduce_entries([Entry(3.0, "int64"), Entry(4.0, "int64")], "mean").value == 3.5
+
+
+def test_an_entry_survives_the_way():
+    for metric in (torch.tensor(0.1), torch.tensor(NAN), torch.tensor(-INF), torch.tensor(7), None):
+        entry = Entry.of(metric, ["a"])
+        there = Entry.unpack(entry.pack())
+        assert repr(there) == repr(entry)
+
+
+def stock_and_ours(**settings):
+    return EarlyStopping("m", **settings), SyncedEarlyStopping("m", **settings)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_sequence_of_values_ends_as_with_lightnings(seed):
+    chance = random.Random(seed)
+    settings = {
+        "mode": chance.choice(["min", "max"]),
+        "patience": chance.randint(0, 4),
+        "min_delta": chance.choice([0.0, 0.1, 0.25]),
+        "check_finite": chance.random() < 0.5,
+        "stopping_threshold": chance.choice([None, 0.1, 2.0]),
+        "divergence_threshold": chance.choice([None, 3.0]),
+    }
+    stock, ours = stock_and_ours(**settings)
+    for _ in range(25):
+        number = chance.choice([NAN, INF, 0.9, 1.0, 0.1]) if chance.random() < 0.2 else chance.random() * 3
+        value = torch.tensor(number)
+        assert ours._evaluate_stopping_criteria(value) == stock._evaluate_stopping_criteria(value)
+        mine, theirs = ours.state_dict(), stock.state_dict()
+        torch.testing.assert_close(mine.pop("best_score"), theirs.pop("best_score"), equal_nan=True)
+        mine.pop("stopping_reason_message"), theirs.pop("stopping_reason_message")
+        assert mine == theirs
+
+
+def test_attributes_and_state_are_lightnings():
+    stock, ours = stock_and_ours(min_delta=0.5, mode="max")
+    assert isinstance(ours, EarlyStopping) and ours.state_key == stock.state_key
+    assert all(hasattr(ours, name) for name in vars(stock)) and ours.min_delta == stock.min_delta
+    assert ours.state_dict().keys() == stock.state_dict().keys()
+    ours._evaluate_stopping_criteria(torch.tensor(2.0))
+    stock.load_state_dict(ours.state_dict())
+    back = SyncedEarlyStopping("m", mode="max")
+    back.load_state_dict(stock.state_dict())
+    assert back.state_dict() == ours.state_dict()
+
+
+def test_a_verdict_leaves_the_state_it_was_given_alone():
+    rule = StopRule(monitor="m", patience=1)
+    before = Progress(torch.tensor(1.0), 0)
+    verdict = rule.decide(before, reduce_entries(entries(2.0), "mean"))
+    assert verdict.stop and verdict.reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+    assert verdict.progress.wait_count == 1 and before.wait_count == 0
+
+
+def test_nan_on_one_rank_is_named():
+    verdict = StopRule(monitor="m").decide(
+        Progress(torch.tensor(1.0)), reduce_entries(entries(1.0, NAN), "min")
+    )
+    assert verdict.reason is EarlyStoppingReason.NON_FINITE_METRIC
+    assert "It is not finite on rank(s) 1." in verdict.message
+
+
+def test_the_messages_for_a_missing_metric():
+    nobody = missing_message("val_los", [Entry(None, names=("val_loss", "acc"))] * 2)
+    assert nobody.startswith("Early stopping conditioned on metric `val_los` which is not available.")
+    assert "`val_loss`, `acc`" in nobody and "Nearest: `val_loss`." in nobody
+    some = missing_message("m", entries(1.0, None, 2.0))
+    assert "which rank(s) 0, 2 have logged and rank(s) 1 have not" in some and "use_present" in some
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"min_delta": -0.1}, "min_delta=-0.1"),
+        ({"min_delta": NAN}, "min_delta=nan"),
+        ({"patience": -1}, "patience=-1"),
+        ({"patience": 1.5}, "patience=1.5"),
+        ({"mode": "lowest"}, "mode='lowest': expected one of 'min', 'max'"),
+        ({"reduce": "sum"}, "reduce='sum': expected one of 'mean', 'min', 'max', 'rank0'"),
+        ({"missing": "ignore"}, "missing='ignore'"),
+        ({"check_every_n_steps": 0}, "check_every_n_steps=0"),
+    ],
+)
+def test_bad_arguments(arguments, text):
+    with pytest.raises(ConfigurationError, match=text.replace("(", r"\(")):
+        SyncedEarlyStopping("m", **arguments)
+
+
+def test_all_faults_come_at_once():
+    with pytest.raises(ConfigurationError) as caught:
+        SyncedEarlyStopping("", patience=-1, reduce="sum")
+    assert len(caught.value.faults) == 3
