@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from lightning_lockstep.logs.lines import Line, Place
-from lightning_lockstep.logs.ordering import OrderBook
+from lightning_lockstep.logs.ordering import LineOrdering
 
 STEP_TIMEOUT = timedelta(seconds=60)
 
@@ -39,7 +39,7 @@ def lines_of(call: int, ranks: int, same: bool) -> list[Line]:
 def simulate(
     store: TCPStore, *, ranks: int, per_node: int, calls: int, same: bool, merge: bool
 ) -> dict[str, float]:
-    book = OrderBook(range(ranks))
+    book = LineOrdering(range(ranks))
     messages = size = printed = 0
     busy = 0.0
     for call in range(calls):
@@ -49,7 +49,7 @@ def simulate(
             if not merge or start == 0:
                 batches = [[line] for line in node]  # the ranks of rank 0's own node post to it directly
             else:
-                merger = OrderBook(range(start, start + len(node)))
+                merger = LineOrdering(range(start, start + len(node)))
                 for line in node:
                     ready = merger.add(line, 0.0)
                 batches = [list(batch.lines) for batch in ready]

@@ -20,13 +20,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_lockstep._lightning import DummyLogger, LightningModule, Trainer
 from lightning_lockstep.batch_size.loaders import BatchPlace
-from lightning_lockstep.batch_size.memory.limits import memory_wall
+from lightning_lockstep.batch_size.memory.limits import limited_memory
 from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryReading
 from lightning_lockstep.batch_size.memory.out_of_memory import Failure, attempt, release_memory
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.ddp_reducer import ddp_of
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.steps.snapshot import PreservedState
+from lightning_lockstep.steps.snapshot import Snapshot
 
 __all__ = ["TrialOutcome", "TrialRunner", "loss_of", "replaced", "step_arguments"]
 
@@ -88,7 +88,7 @@ class TrialRunner:
         Ranks: every rank, alone.
         """
         trainer = self._trainer
-        kept = PreservedState(
+        kept = Snapshot(
             self._module,
             trainer.strategy.optimizers if self._kind == "fit" else (),
             scaler=getattr(trainer.precision_plugin, "scaler", None),
@@ -114,7 +114,7 @@ class TrialRunner:
         """
         if self._meter is not None:
             self._meter.start()
-        with memory_wall(self._meter):
+        with limited_memory(self._meter):
             failure = attempt(lambda: self._steps_of(size))
         reading = self._meter.stop() if self._meter is not None else None
         if failure is None and reading is not None:

@@ -27,7 +27,7 @@ from lightning_lockstep.stopping.early_stopping_rule import (
     missing_message,
     reduce_entries,
 )
-from lightning_lockstep.stopping.step_metric import StepWatch
+from lightning_lockstep.stopping.step_metric import StepMetric
 
 __all__ = ["SyncedEarlyStopping"]
 
@@ -112,7 +112,7 @@ class SyncedEarlyStopping(EarlyStopping):
         )
         self.reduce, self.missing = reduce, missing
         self.check_every_n_steps = check_every_n_steps
-        self._watch: StepWatch | None = None
+        self._watch: StepMetric | None = None
         self._trainer: Any = None
 
     _best: Tensor | Reduced
@@ -144,7 +144,7 @@ class SyncedEarlyStopping(EarlyStopping):
         gather = DelayedGather(
             communicator.side_channel, name=f"early_stopping/{next(_watches)}", timeout=_PATIENCE
         )
-        self._watch = StepWatch(gather, self.check_every_n_steps)
+        self._watch = StepMetric(gather, self.check_every_n_steps)
         self._trainer = trainer
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -22,7 +22,7 @@ from lightning_lockstep.overflow.publishing import Sharing
 from lightning_lockstep.overflow.replay import BufferKeeper, StepRecord
 from lightning_lockstep.overflow.report import RankReport
 from lightning_lockstep.overflow.settings import Action, Mode, OverflowSettings, sequence
-from lightning_lockstep.overflow.step_check import Look, spread, wrap_training_step
+from lightning_lockstep.overflow.step_check import StepCheck, spread, wrap_training_step
 from lightning_lockstep.overflow.trace import BatchTrace
 from lightning_lockstep.overflow.underflow_watch import UnderflowWatch
 from lightning_lockstep.steps.random_state import RandomState
@@ -168,7 +168,7 @@ class OverflowDetector(Callback):
         # A warning must not change the run, and one process needs no telling.
         self._spreads = settings.action != "warn" and self._communicator.world_size > 1
         self._buffers = BufferKeeper(pl_module)
-        self._look = Look(settings, self._communicator)
+        self._look = StepCheck(settings, self._communicator)
         self._underflow = UnderflowWatch(settings, pl_module)
         self._watch: ActivationWatch | None = None
         if settings.mode == "hooks":
@@ -271,15 +271,15 @@ class OverflowDetector(Callback):
         record.stepped = True
         if self._watch is not None:
             self._watch.remember(trainer.global_step)
-        everywhere, culprit = self._look(optimizer, record, self._suspect)
+        everywhere, origin = self._look(optimizer, record, self._suspect)
         if everywhere:
-            culprit = self._suspect or culprit or record
-            self._response.common_hit(trainer, pl_module, optimizer, culprit)
-            record.skipped = culprit.skipped
+            origin = self._suspect or origin or record
+            self._response.common_hit(trainer, pl_module, optimizer, origin)
+            record.skipped = origin.skipped
         else:
             self._tally.bad_in_a_row = 0
-            if culprit is not None:
-                self._response.lone_hit(trainer, pl_module, culprit)
+            if origin is not None:
+                self._response.lone_hit(trainer, pl_module, origin)
             self._underflow.look(trainer, optimizer, main=self._communicator.is_main)
         self._suspect = None
 
@@ -309,10 +309,10 @@ class OverflowDetector(Callback):
 
     def _read_rest(self, trainer: Trainer, module: LightningModule) -> None:
         """Act on a bad activation of the last steps, where the run ends between two reads."""
-        culprit = self._look.rest()
-        if culprit is None:
+        origin = self._look.rest()
+        if origin is None:
             return
         if self._communicator.world_size == 1:
-            self._response.common_hit(trainer, module, trainer.optimizers[0], culprit)
+            self._response.common_hit(trainer, module, trainer.optimizers[0], origin)
         else:
-            self._response.lone_hit(trainer, module, culprit)
+            self._response.lone_hit(trainer, module, origin)

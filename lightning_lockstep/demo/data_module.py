@@ -8,7 +8,11 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_lockstep._lightning import LightningDataModule
-from lightning_lockstep.demo.global_batch_sampler import Deal, DealtSampler, batch_size_per_rank
+from lightning_lockstep.demo.global_batch_sampler import (
+    GlobalBatchPartition,
+    GlobalBatchSampler,
+    batch_size_per_rank,
+)
 from lightning_lockstep.errors import ConfigurationError
 
 
@@ -24,7 +28,7 @@ def is_count(value: Any, *, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-class DealtDataModule(LightningDataModule):
+class GlobalBatchDataModule(LightningDataModule):
     """A data module that deals the same global batches to any number of ranks.
 
     A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`, and says what
@@ -87,22 +91,22 @@ class DealtDataModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Loader of the shuffled training samples, equal for all ranks in length."""
         self._divide_global_batch()
-        deal = self._deal("train")
-        if deal.steps == 0:
+        partition = self._partition("train")
+        if partition.steps == 0:
             raise ConfigurationError(
-                f"one global batch ({deal.batch_size} per rank x {deal.world_size} ranks x {deal.accumulate}"
-                f" accumulated = {deal.global_batch_size} samples) is larger than the {deal.samples} training"
-                " samples; make it smaller"
+                f"one global batch ({partition.batch_size} per rank x {partition.world_size} ranks"
+                f" x {partition.accumulate} accumulated = {partition.global_batch_size} samples) is larger than"
+                f" the {partition.samples} training samples; make it smaller"
             )
-        return self._loader("train", deal, shuffle=True)
+        return self._loader("train", partition, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Loader of the validation samples, each exactly once over all ranks."""
-        return self._loader("val", self._deal("val"), shuffle=False)
+        return self._loader("val", self._partition("val"), shuffle=False)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """Loader of the test samples, each exactly once over all ranks."""
-        return self._loader("test", self._deal("test"), shuffle=False)
+        return self._loader("test", self._partition("test"), shuffle=False)
 
     def _divide_global_batch(self) -> None:
         # Once only: a callback that changes the batch size afterwards has the last word.
@@ -110,20 +114,26 @@ class DealtDataModule(LightningDataModule):
             self.batch_size = batch_size_per_rank(self.global_batch_size, self._world_size, self._accumulate)
             self._divided = True
 
-    def _deal(self, split: str) -> Deal:
+    def _partition(self, split: str) -> GlobalBatchPartition:
         samples = len(self._splits[split])  # type: ignore[arg-type]
         accumulate = self._accumulate if split == "train" else 1
-        return Deal(
+        return GlobalBatchPartition(
             samples=samples, batch_size=self.batch_size, world_size=self._world_size, accumulate=accumulate
         )
 
-    def _loader(self, split: str, deal: Deal, *, shuffle: bool) -> DataLoader[Any]:
+    def _loader(self, split: str, partition: GlobalBatchPartition, *, shuffle: bool) -> DataLoader[Any]:
         dataset = self._splits[split]
-        sampler = DealtSampler(dataset, deal=deal, rank=self._rank, shuffle=shuffle, seed=self.seed)  # type: ignore[arg-type]
+        sampler = GlobalBatchSampler(
+            dataset,  # type: ignore[arg-type]
+            partition=partition,
+            rank=self._rank,
+            shuffle=shuffle,
+            seed=self.seed,
+        )
         collate: Callable[..., Any] | None = getattr(dataset, "collate", None)
         return DataLoader(
             dataset,
-            batch_size=deal.batch_size if shuffle else deal.eval_batch_size,
+            batch_size=partition.batch_size if shuffle else partition.eval_batch_size,
             sampler=sampler,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_lockstep.demo.data_module import DealtDataModule
+from lightning_lockstep.demo.data_module import GlobalBatchDataModule
 from lightning_lockstep.demo.samples import LABELLED_IMAGES
 
 
-class DigitsData(DealtDataModule):
+class DigitsData(GlobalBatchDataModule):
     """The digits 0 to 9, scanned from 43 writers (UCI optdigits, test part).
 
     Args:

@@ -2,7 +2,7 @@
 
 Lightning's defaults do not promise that: on one device a `RandomSampler` draws its order from torch's global
 generator, on several a `DistributedSampler` draws another one from its own seed, and pads the last batch with
-samples that then count twice. `DealtSampler` draws one global order by seed and epoch whatever the number of
+samples that then count twice. `GlobalBatchSampler` draws one global order by seed and epoch whatever the number of
 ranks, cuts it into global batches and deals each out in equal slices: one optimizer step sees the same
 samples on 1, 2 or 8 ranks, with or without accumulation, and an evaluation sees every sample exactly once.
 """
@@ -19,7 +19,7 @@ from lightning_lockstep.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deal:
+class GlobalBatchPartition:
     """How the samples of one epoch are dealt to the ranks.
 
     Args:
@@ -70,7 +70,7 @@ class Deal:
         return size
 
 
-class DealtSampler(DistributedSampler):  # type: ignore[type-arg]
+class GlobalBatchSampler(DistributedSampler):  # type: ignore[type-arg]
     """A sampler that deals the same global batches to any number of ranks.
 
     It is a `DistributedSampler`, which tells Lightning that the samples are already divided and must not be
@@ -78,7 +78,7 @@ class DealtSampler(DistributedSampler):  # type: ignore[type-arg]
 
     Args:
         dataset: The data; only its length is used.
-        deal: The division, see `Deal`.
+        partition: The division, see `Deal`.
         rank: This rank.
         shuffle: `True` deals one new global order an epoch in full batches (training); `False` deals every
             sample once in its own order (evaluation).
@@ -89,22 +89,24 @@ class DealtSampler(DistributedSampler):  # type: ignore[type-arg]
         the whole permutation (8 bytes a sample) and keeps its slice.
     """
 
-    def __init__(self, dataset: Sized, *, deal: Deal, rank: int, shuffle: bool, seed: int = 0) -> None:
-        super().__init__(dataset, num_replicas=deal.world_size, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
-        self.deal = deal
+    def __init__(
+        self, dataset: Sized, *, partition: GlobalBatchPartition, rank: int, shuffle: bool, seed: int = 0
+    ) -> None:
+        super().__init__(dataset, num_replicas=partition.world_size, rank=rank, shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        self.partition = partition
         if shuffle:
-            self.num_samples = deal.steps * deal.batch_size * deal.accumulate
+            self.num_samples = partition.steps * partition.batch_size * partition.accumulate
         else:
-            self.num_samples = len(deal.eval_indices(rank))
-        self.total_size = deal.samples
+            self.num_samples = len(partition.eval_indices(rank))
+        self.total_size = partition.samples
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's positions for the epoch set by `set_epoch`."""
         if not self.shuffle:
-            return iter(self.deal.eval_indices(self.rank))
+            return iter(self.partition.eval_indices(self.rank))
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self.deal.samples, generator=generator).tolist()
-        return iter(self.deal.train_indices(order, self.rank))
+        order = torch.randperm(self.partition.samples, generator=generator).tolist()
+        return iter(self.partition.train_indices(order, self.rank))
 
     def __len__(self) -> int:
         """Samples of this rank in one epoch."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_lockstep.demo.data_module import DealtDataModule, is_count
+from lightning_lockstep.demo.data_module import GlobalBatchDataModule, is_count
 from lightning_lockstep.demo.samples import BYTE_WINDOWS
 from lightning_lockstep.errors import ConfigurationError
 
@@ -19,7 +19,7 @@ _LEFT_OUT = frozenset(
 )
 
 
-class SourceTextData(DealtDataModule):
+class SourceTextData(GlobalBatchDataModule):
     """Next-byte prediction over the standard library's `.py` files.
 
     The files are read in the order of their relative paths and cut off at `max_bytes`, so the text is the

@@ -13,7 +13,7 @@ from lightning_lockstep.distributed.communicator import (
     PendingReduction,
     SingleProcessCommunicator,
 )
-from lightning_lockstep.distributed.failure.propagation import CrashFanOut
+from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import FailureRecord
 from lightning_lockstep.distributed.rendezvous import rendezvous_store
 from lightning_lockstep.distributed.side_channel.base import (
@@ -32,7 +32,7 @@ from lightning_lockstep.distributed.torch_communicator import (
 __all__ = [
     "Agreement",
     "Communicator",
-    "CrashFanOut",
+    "FailurePropagation",
     "FailureRecord",
     "LocalSideChannel",
     "Message",

@@ -15,7 +15,7 @@ from lightning_lockstep.distributed.communicator import Communicator
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
 from lightning_lockstep.errors import CollectiveStallError, RankFailedError
 
-__all__ = ["Turns", "turns_of"]
+__all__ = ["RankOrderedSections", "rank_ordered_sections"]
 
 _TOPIC = "turns"
 _LOOK_EVERY = 0.5
@@ -31,7 +31,7 @@ class _Round:
     told_to_go: set[int] = field(default_factory=set)
 
 
-class Turns:
+class RankOrderedSections:
     """Gives ranks their turn, in rank order, round after round.
 
     Args:
@@ -185,15 +185,15 @@ class Turns:
         return " and ".join(parts) or "the last word was just on its way"
 
 
-_turns: tuple[Communicator, Turns] | None = None
+_turns: tuple[Communicator, RankOrderedSections] | None = None
 
 
-def turns_of(communicator: Communicator) -> Turns:
+def rank_ordered_sections(communicator: Communicator) -> RankOrderedSections:
     """Return the turns of a communicator; the same object while it is the current one.
 
     Ranks: every rank, for itself; nothing is sent.
     """
     global _turns
     if _turns is None or _turns[0] is not communicator:
-        _turns = (communicator, Turns(communicator))
+        _turns = (communicator, RankOrderedSections(communicator))
     return _turns[1]

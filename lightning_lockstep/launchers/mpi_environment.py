@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_lockstep._lightning import ClusterEnvironment
-from lightning_lockstep.distributed.mpi.rendezvous import Meeting, meet
+from lightning_lockstep.distributed.mpi.rendezvous import MPIRendezvous, meet
 from lightning_lockstep.errors import LaunchError
 
 __all__ = ["RANK_VARIABLES", "MPIEnvironment", "MPIRank", "find_mpi_rank"]
@@ -153,7 +153,7 @@ class MPIEnvironment(ClusterEnvironment):
         return find_mpi_rank() is not None
 
     @property
-    def meeting(self) -> Meeting:
+    def meeting(self) -> MPIRendezvous:
         """Where and as whom the ranks have met.
 
         Ranks: the first access must happen on every rank alike; it starts MPI where mpi4py is installed.

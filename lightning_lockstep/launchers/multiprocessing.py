@@ -29,7 +29,7 @@ from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 
 if TYPE_CHECKING:
-    from lightning_lockstep.launchers.rank_supervisor import RankKeeper
+    from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 
 __all__ = ["SpawnedLauncher"]
 
@@ -42,17 +42,21 @@ class SpawnedLauncher(_MultiProcessingLauncher):
 
     Args:
         strategy: The strategy; it travels to the ranks.
-        keeper: What looks after each rank.
+        supervisor: What looks after each rank.
         start_method: ``spawn``, ``fork`` or ``forkserver``.
     """
 
     _strategy: Any  # Lightning's annotation names a base that knows no numbers of processes and nodes
 
     def __init__(
-        self, strategy: Any, keeper: RankKeeper, *, start_method: Literal["spawn", "fork", "forkserver"]
+        self,
+        strategy: Any,
+        supervisor: RankSupervisor,
+        *,
+        start_method: Literal["spawn", "fork", "forkserver"],
     ) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._keeper = keeper
+        self._supervisor = supervisor
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run ``function`` in every rank and return what rank 0 returned.
@@ -101,7 +105,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             )
 
     def _join(self, context: Any, folder: Path) -> None:
-        grace = self._keeper.settings.grace_period
+        grace = self._supervisor.settings.grace_period
         try:
             while not context.join(grace_period=grace / 2):
                 pass
@@ -129,13 +133,13 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         return failed
 
     def _in_rank(self, process_idx: int, folder: str, trainer: Any, function: Any, *rest: Any) -> None:
-        """Run in a started rank: as Lightning does, under the keeper."""
+        """Run in a started rank: as Lightning does, under the supervisor."""
         args, kwargs, answers, snapshot = rest
-        self._keeper.attach(trainer)
-        self._keeper.failure_file = Path(folder) / "first_failure.json"
+        self._supervisor.attach(trainer)
+        self._supervisor.failure_file = Path(folder) / "first_failure.json"
 
         def under_keeper(*a: Any, **k: Any) -> Any:
-            return self._keeper.run(function, *a, **k)
+            return self._supervisor.run(function, *a, **k)
 
         try:
             self._wrapping_function(process_idx, trainer, under_keeper, args, kwargs, answers, snapshot)

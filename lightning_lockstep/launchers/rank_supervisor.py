@@ -1,6 +1,6 @@
 """Looks after one rank: what it may use, how it stops when another rank fails, what it says on its way out.
 
-Every strategy of ours holds one keeper and hands it the few moments that matter: the launch, the process
+Every strategy of ours holds one supervisor and hands it the few moments that matter: the launch, the process
 group being up, a step boundary, the teardown.
 """
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_lockstep._lightning import SIGTERMException
-from lightning_lockstep.distributed import Communicator, CrashFanOut, current_communicator
-from lightning_lockstep.distributed.failure.propagation import fan_out_on
+from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
+from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.cpu_threads import apply_threads
 
-__all__ = ["KeeperSettings", "RankKeeper"]
+__all__ = ["SupervisorSettings", "RankSupervisor"]
 
 
 def _nobody() -> None:
@@ -30,7 +30,7 @@ def _nobody() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeeperSettings:
+class SupervisorSettings:
     """What a user may set about how a rank is looked after; see the strategies for the meaning.
 
     Raises:
@@ -58,23 +58,23 @@ class KeeperSettings:
             raise ConfigurationError(faults)
 
 
-class RankKeeper:
+class RankSupervisor:
     """Keeps one rank in step with the others from launch to teardown.
 
     Args:
         settings: What the user has set.
 
     Attributes:
-        fan_out: Tells the ranks when one fails; ``None`` until they have met.
+        propagation: Tells the ranks when one fails; ``None`` until they have met.
         threads: CPU threads of this rank; 0 until the launch.
         cores: Numbers of the cores it may use.
         failure_file: Where this rank writes down its failure for a parent process that is no rank.
         on_force: Called before this process is ended by force; a launcher ends its children here.
     """
 
-    def __init__(self, settings: KeeperSettings) -> None:
+    def __init__(self, settings: SupervisorSettings) -> None:
         self.settings = settings
-        self.fan_out: CrashFanOut | None = None
+        self.propagation: FailurePropagation | None = None
         self.threads = 0
         self.cores: tuple[int, ...] = ()
         self.on_force: Callable[[], None] | None = None
@@ -120,11 +120,11 @@ class RankKeeper:
         """
         communicator = current_communicator()
         if communicator.world_size > 1:
-            self.fan_out = fan_out_on(communicator.side_channel)
-            self.fan_out.grace_period = self.settings.grace_period
-            self.fan_out.shows_report = shows_report
-            self.fan_out.where = self._where
-            self.fan_out.on_force = self.on_force
+            self.propagation = propagation_on(communicator.side_channel)
+            self.propagation.grace_period = self.settings.grace_period
+            self.propagation.shows_report = shows_report
+            self.propagation.where = self._where
+            self.propagation.on_force = self.on_force
         return communicator
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ class RankKeeper:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            raised = self.fan_out.handle(error) if self.fan_out is not None else error
+            raised = self.propagation.handle(error) if self.propagation is not None else error
             self._write_down()
             if raised is error:
                 raise
@@ -150,8 +150,8 @@ class RankKeeper:
 
         Ranks: every rank, before each batch; nothing is sent.
         """
-        if self.fan_out is not None:
-            self.fan_out.check()
+        if self.propagation is not None:
+            self.propagation.check()
         trainer = self._trainer()
         if trainer is not None and trainer.received_sigterm:
             raise SIGTERMException(128 + signal.SIGTERM)
@@ -163,7 +163,7 @@ class RankKeeper:
         """
 
         def watch() -> None:
-            while self.fan_out is None:
+            while self.propagation is None:
                 if os.getppid() != parent:
                     os._exit(1)
                 time.sleep(1.0)
@@ -171,7 +171,7 @@ class RankKeeper:
         threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()
 
     def _write_down(self) -> None:
-        record = self.fan_out.record if self.fan_out is not None else None
+        record = self.propagation.record if self.propagation is not None else None
         if record is not None and self.failure_file is not None:
             # Every rank that knows writes the same record; the move makes it appear whole.
             draft = self.failure_file.with_suffix(f".{os.getpid()}")
@@ -179,7 +179,7 @@ class RankKeeper:
             draft.replace(self.failure_file)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "fan_out": None, "on_force": None, "_trainer": _nobody}
+        return {**self.__dict__, "propagation": None, "on_force": None, "_trainer": _nobody}
 
     def _told_to_end(self, signum: int, _: Any) -> None:
         trainer = self._trainer()

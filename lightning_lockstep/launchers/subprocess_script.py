@@ -28,7 +28,7 @@ from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 from lightning_lockstep.launchers.ctrl_c import watch_interrupts
 
 if TYPE_CHECKING:
-    from lightning_lockstep.launchers.rank_supervisor import RankKeeper
+    from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 
 __all__ = ["ScriptLauncher", "current_job", "rank_command"]
 
@@ -78,20 +78,20 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """Runs this program once more for every further rank of this node.
 
     Args:
-        keeper: What looks after this rank; it learns when a child ends.
+        supervisor: What looks after this rank; it learns when a child ends.
         cluster_environment: Who this rank is.
         num_processes: Number of ranks on this node.
         num_nodes: Number of nodes.
     """
 
     def __init__(
-        self, keeper: RankKeeper, cluster_environment: Any, *, num_processes: int, num_nodes: int
+        self, supervisor: RankSupervisor, cluster_environment: Any, *, num_processes: int, num_nodes: int
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._keeper = keeper
+        self._supervisor = supervisor
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the ranks of this node unless that has been done, then run ``function`` under the keeper.
+        """Start the ranks of this node unless that has been done, then run ``function`` under the supervisor.
 
         Ranks: every rank; the first one of a node starts the others.
         """
@@ -99,9 +99,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
         elif launcher_pid() is not None:
-            self._keeper.watch_parent(launcher_pid())
-        self._keeper.attach(trainer)
-        return self._keeper.run(function, *args, **kwargs)
+            self._supervisor.watch_parent(launcher_pid())
+        self._supervisor.attach(trainer)
+        return self._supervisor.run(function, *args, **kwargs)
 
     def kill(self, signum: Any) -> None:
         """Send a signal to the ranks this process has started."""
@@ -116,14 +116,16 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             # The children, and the ranks of other nodes, run this same script and will come to this Trainer too.
             self.procs = _started.processes
             return
-        forget_earlier_job(self._keeper.settings.grace_period)
+        forget_earlier_job(self._supervisor.settings.grace_period)
         self._check_can_spawn_children()
         environ = self._rank_environment()
         processes = [self._start_rank(local_rank, environ) for local_rank in range(1, self.num_processes)]
         self.procs = processes
         _started = _StartedRanks(job, processes)
-        self._keeper.on_force = _started.kill
-        _started.end_watch = watch_interrupts(self._interrupted, patience=self._keeper.settings.grace_period)
+        self._supervisor.on_force = _started.kill
+        _started.end_watch = watch_interrupts(
+            self._interrupted, patience=self._supervisor.settings.grace_period
+        )
         threading.Thread(target=self._watch, args=(processes,), name="lockstep-watch", daemon=True).start()
 
     def _rank_environment(self) -> dict[str, str]:
@@ -158,10 +160,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _child_ended(self, local_rank: int, process: subprocess.Popen[bytes]) -> None:
         time.sleep(_REPORT_DELAY)
         rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
-        fan_out = self._keeper.fan_out
-        if fan_out is not None:
-            if not fan_out.failed:
-                fan_out.announce_child(rank, process.returncode, process.pid)
+        propagation = self._supervisor.propagation
+        if propagation is not None:
+            if not propagation.failed:
+                propagation.announce_child(rank, process.returncode, process.pid)
             return
         # The ranks have not met yet, so the main thread waits for somebody who will not come.
         _, summary, code = describe_exit(process.returncode)

@@ -21,8 +21,8 @@ from typing import Any
 from lightning_lockstep.distributed import SideChannel
 from lightning_lockstep.distributed.failure.flushing import on_flush
 from lightning_lockstep.logs.lines import Line, Said, line_of, rank_list, record_of
-from lightning_lockstep.logs.ordering import Batch, OnceBook, OrderBook
-from lightning_lockstep.logs.ordering_thread import Bookkeeper
+from lightning_lockstep.logs.ordering import Batch, LineOrdering, OnceBook
+from lightning_lockstep.logs.ordering_thread import OrderingThread
 
 __all__ = ["Collector", "LineSender", "NodeMerger"]
 
@@ -52,10 +52,10 @@ class Collector:
         emit: Callable[[logging.LogRecord], None] | None = None,
     ) -> None:
         self._emit = emit or (lambda record: logging.getLogger(record.name).handle(record))
-        self._book = OrderBook(range(channel.world_size), timeout=timeout, folding=folding)
-        self._keeper = Bookkeeper(self._book, self._print, name="lockstep-log-order", look_every=0.25)
+        self._book = LineOrdering(range(channel.world_size), timeout=timeout, folding=folding)
+        self._supervisor = OrderingThread(self._book, self._print, name="lockstep-log-order", look_every=0.25)
         self._once = OnceBook()
-        self._once_keeper = Bookkeeper(self._once, self._print, name="lockstep-log-once", look_every=0.1)
+        self._once_keeper = OrderingThread(self._once, self._print, name="lockstep-log-once", look_every=0.1)
         self._remove = [
             channel.on(LINES, lambda message: self.add(message.body)),
             channel.on(LEVEL, lambda message: self.hear_level(message.sender, *message.body)),
@@ -71,7 +71,7 @@ class Collector:
             self._book.timeout, self._book.folding = timeout, folding
             return []
 
-        self._keeper.do(change, print_here=True)
+        self._supervisor.do(change, print_here=True)
 
     def add(self, packed: Sequence[Sequence[Any]]) -> None:
         """Take lines of other ranks and print what is ready, here.
@@ -80,7 +80,7 @@ class Collector:
             packed: The lines, packed.
         """
         now = time.monotonic()
-        self._keeper.do(
+        self._supervisor.do(
             lambda: [batch for p in packed for batch in self._book.add(Line.unpack(p), now)], print_here=True
         )
 
@@ -92,11 +92,11 @@ class Collector:
             make: Makes the line of it, on another thread, in the order of the calls.
         """
         now = time.monotonic()
-        self._keeper.do(lambda: self._book.add(make(said), now), print_here=False, can_wait=True)
+        self._supervisor.do(lambda: self._book.add(make(said), now), print_here=False, can_wait=True)
 
     def hear_level(self, rank: int, logger: str, level: int) -> None:
         """Note that a rank says nothing below ``level`` in a logger; returns at once."""
-        self._keeper.do(lambda: self._book.hear_level(rank, logger, level), print_here=False)
+        self._supervisor.do(lambda: self._book.hear_level(rank, logger, level), print_here=False)
 
     def add_once(self, line: Line, *, printed: bool = False) -> None:
         """Take a line of which one is enough for all ranks; returns at once.
@@ -115,13 +115,13 @@ class Collector:
             timeout: Longest wait [s].
         """
         deadline = time.monotonic() + timeout
-        while self._keeper.busy and time.monotonic() < deadline:
+        while self._supervisor.busy and time.monotonic() < deadline:
             time.sleep(0.01)
         self.flush()
 
     def flush(self) -> None:
         """Print all that is held back."""
-        self._keeper.flush()
+        self._supervisor.flush()
         self._once_keeper.flush()
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Collector:
         self.flush()
         for remove in self._remove:
             remove()
-        self._keeper.stop()
+        self._supervisor.stop()
         self._once_keeper.stop()
 
     def _print(self, batches: list[Batch]) -> None:
@@ -159,8 +159,10 @@ class NodeMerger:
 
     def __init__(self, channel: SideChannel, ranks: Iterable[int], *, merge_for: float = _MERGE_FOR) -> None:
         self._channel = channel
-        self._book = OrderBook(ranks, timeout=merge_for, folding=True)
-        self._keeper = Bookkeeper(self._book, self._pass_on, name="lockstep-log-node", look_every=merge_for)
+        self._book = LineOrdering(ranks, timeout=merge_for, folding=True)
+        self._supervisor = OrderingThread(
+            self._book, self._pass_on, name="lockstep-log-node", look_every=merge_for
+        )
         self._remove = [
             channel.on(NODE, lambda message: self.add(message.body)),
             on_flush(self.flush),
@@ -169,18 +171,18 @@ class NodeMerger:
     def add(self, packed: Sequence[Sequence[Any]]) -> None:
         """Take lines of this node; returns at once."""
         now = time.monotonic()
-        self._keeper.do(
+        self._supervisor.do(
             lambda: [batch for p in packed for batch in self._book.add(Line.unpack(p), now)], print_here=True
         )
 
     def add_own(self, said: Said, make: Callable[[Said], Line]) -> None:
         """Take what this rank says; see :meth:`Collector.add_own`."""
         now = time.monotonic()
-        self._keeper.do(lambda: self._book.add(make(said), now), print_here=False, can_wait=True)
+        self._supervisor.do(lambda: self._book.add(make(said), now), print_here=False, can_wait=True)
 
     def flush(self) -> None:
         """Pass on all that is held back."""
-        self._keeper.flush()
+        self._supervisor.flush()
         self._channel.flush(1.0)
 
     def close(self) -> None:
@@ -188,7 +190,7 @@ class NodeMerger:
         self.flush()
         for remove in self._remove:
             remove()
-        self._keeper.stop()
+        self._supervisor.stop()
 
     def _pass_on(self, batches: list[Batch]) -> None:
         lines = [line for batch in batches for line in batch.lines]

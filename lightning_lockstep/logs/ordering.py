@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lightning_lockstep.logs.lines import Line, Place, by_rank, fold
 
-__all__ = ["Batch", "OnceBook", "OrderBook"]
+__all__ = ["Batch", "OnceBook", "LineOrdering"]
 
 # How many places are remembered for lines that come after theirs were printed.
 _REMEMBERED = 10_000
@@ -42,7 +42,7 @@ class _Waiting:
     came: set[int]
 
 
-class OrderBook:
+class LineOrdering:
     """Holds lines back until they can be printed in rank order.
 
     Args:

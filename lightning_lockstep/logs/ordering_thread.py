@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from lightning_lockstep.logs.ordering import Batch, OnceBook, OrderBook
+from lightning_lockstep.logs.ordering import Batch, LineOrdering, OnceBook
 
-__all__ = ["Bookkeeper"]
+__all__ = ["OrderingThread"]
 
 Work = Callable[[], list[Batch]]
 
 
-class Bookkeeper:
+class OrderingThread:
     """Owns an order book and prints what comes out of it.
 
     The receiving thread does its work at once and prints, without a detour over another thread. The main
@@ -31,7 +31,7 @@ class Bookkeeper:
 
     def __init__(
         self,
-        book: OrderBook | OnceBook,
+        book: LineOrdering | OnceBook,
         on_batches: Callable[[list[Batch]], None],
         *,
         name: str,

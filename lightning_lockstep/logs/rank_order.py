@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.rank_order import turns_of
+from lightning_lockstep.distributed.rank_order import rank_ordered_sections
 from lightning_lockstep.errors import ConfigurationError
 
 __all__ = ["in_rank_order"]
@@ -42,7 +42,7 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
     if communicator.world_size == 1:
         yield communicator.rank
         return
-    turns = turns_of(communicator)
+    turns = rank_ordered_sections(communicator)
     number = turns.wait_for_turn(queue="node" if per_node else "all", timeout=timeout)
     try:
         yield communicator.rank

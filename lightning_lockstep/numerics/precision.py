@@ -19,7 +19,7 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["honest_precision", "requested_precision", "supported_precisions"]
+__all__ = ["resolve_precision", "requested_precision", "supported_precisions"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def requested_precision() -> str | None:
     return None
 
 
-def honest_precision(plugin: Precision, requested: str | None, device_type: str) -> Precision:
+def resolve_precision(plugin: Precision, requested: str | None, device_type: str) -> Precision:
     """Return the plugin that does what was asked for.
 
     Args:

@@ -13,7 +13,7 @@ from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import OverflowDetectedError
 from lightning_lockstep.numerics.statistics import has_bad_values
 from lightning_lockstep.overflow.activation_watch import ActivationWatch
-from lightning_lockstep.overflow.diagnosis import Inquest, talks_in_forward
+from lightning_lockstep.overflow.diagnosis import Diagnosis, talks_in_forward
 from lightning_lockstep.overflow.publishing import Sharing
 from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.report import RankReport
@@ -84,7 +84,7 @@ class Response:
         head = ""
         if in_a_row == 1:
             with self._unwatched():
-                report = Inquest(trainer, module, self.settings, self.communicator).hold(record)
+                report = Diagnosis(trainer, module, self.settings, self.communicator).hold(record)
             self.tally.reports.append(report)
             head = self.sharing.publish(report, why, self.watch)
         if self.settings.action == "raise":
@@ -108,8 +108,8 @@ class Response:
             return
         may_replay = not talks_in_forward(module, self.communicator.world_size)
         with self._unwatched():
-            inquest = Inquest(trainer, module, self.settings, self.communicator)
-            report = inquest.hold(record, may_replay=may_replay)
+            diagnosis = Diagnosis(trainer, module, self.settings, self.communicator)
+            report = diagnosis.hold(record, may_replay=may_replay)
         self.tally.reports.append(report)
         self.sharing.publish_alone(report)
 

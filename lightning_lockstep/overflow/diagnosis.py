@@ -20,7 +20,7 @@ from lightning_lockstep.overflow.replay import StepRecord, replay
 from lightning_lockstep.overflow.report import Occasion, RankReport
 from lightning_lockstep.overflow.settings import OverflowSettings
 
-__all__ = ["Inquest", "talks_in_forward"]
+__all__ = ["Diagnosis", "talks_in_forward"]
 
 
 def talks_in_forward(module: nn.Module, world_size: int) -> bool:
@@ -34,7 +34,7 @@ def talks_in_forward(module: nn.Module, world_size: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Inquest:
+class Diagnosis:
     """Investigates one hit on one rank.
 
     Args:

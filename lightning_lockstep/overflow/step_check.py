@@ -21,10 +21,10 @@ from lightning_lockstep.numerics.statistics import has_bad_values
 from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.settings import OverflowSettings
 
-__all__ = ["Look", "spread", "wrap_training_step"]
+__all__ = ["StepCheck", "spread", "wrap_training_step"]
 
 
-class Look:
+class StepCheck:
     """Looks at the loss, the gradients and what was seen of the activations.
 
     Args:
@@ -58,14 +58,14 @@ class Look:
         if self._settings.gradients:
             # A mean over ranks carries a nan of any of them into the gradients of all.
             everywhere = self._gradients(optimizer).result()
-        culprit = next((one for one in (suspect, record) if one is not None and self._is_bad(one)), None)
-        culprit = self._read(record) or culprit
+        origin = next((one for one in (suspect, record) if one is not None and self._is_bad(one)), None)
+        origin = self._read(record) or origin
         alone = self._communicator.world_size == 1
         if everywhere is None and not alone:
-            here = torch.tensor(int(culprit is not None), dtype=torch.int32)
+            here = torch.tensor(int(origin is not None), dtype=torch.int32)
             everywhere = bool(self._communicator.all_reduce(here, "max"))
-        everywhere = bool(everywhere) or (alone and culprit is not None)
-        return everywhere, culprit
+        everywhere = bool(everywhere) or (alone and origin is not None)
+        return everywhere, origin
 
     def keep(self, record: StepRecord) -> None:
         """Have what a step saw of the activations read at a later optimizer step."""
@@ -96,13 +96,13 @@ class Look:
         self.keep(record)
         self._looks += 1
         every = self._settings.check_every_n_steps
-        culprit = None if self._looks % every else self.rest()
-        if culprit is not None and culprit is not record and every > 1:
-            culprit.notes.append(
-                f"Found {record.batch_number - culprit.batch_number} batches later (check_every_n_steps={every}), and"
+        origin = None if self._looks % every else self.rest()
+        if origin is not None and origin is not record and every > 1:
+            origin.notes.append(
+                f"Found {record.batch_number - origin.batch_number} batches later (check_every_n_steps={every}), and"
                 " run again with the weights of then."
             )
-        return culprit
+        return origin
 
 
 def spread(factors: Sequence[Tensor], gradient: Tensor) -> Tensor:

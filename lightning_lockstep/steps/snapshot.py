@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["ModuleAttributes", "PreservedState"]
+__all__ = ["ModuleAttributes", "Snapshot"]
 
 
-class PreservedState:
+class Snapshot:
     """Takes down the state of a run and puts it back.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_lockstep.distributed.side_channel.delayed_gather import DelayedGather
 from lightning_lockstep.stopping.early_stopping_rule import Entry
 
-__all__ = ["StepWatch"]
+__all__ = ["StepMetric"]
 
 
 @dataclass
@@ -24,7 +24,7 @@ class _Copy:
     arrived: Any
 
 
-class StepWatch:
+class StepMetric:
     """Posts this rank's value at every k-th optimizer step and returns all ranks' at the next one.
 
     Every rank takes the same steps, so every rank reads the same values after the same step. A value on an

@@ -29,9 +29,9 @@ from lightning_lockstep.distributed.process_group import (
 )
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, detect_environment
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
-from lightning_lockstep.launchers.rank_supervisor import KeeperSettings, RankKeeper
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
-from lightning_lockstep.numerics.precision import honest_precision, requested_precision
+from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
 from lightning_lockstep.strategies.options import DDPSettings, reject_unknown
 from lightning_lockstep.strategies.placement import mixed_cards_warning, placement_of, show_placement
 from lightning_lockstep.strategies.uneven_inputs import EvenLoader, even_loader
@@ -105,8 +105,8 @@ class LockstepDDPStrategy(DDPStrategy):
             timeout=timeout,
             ddp_comm_hook=ddp_comm_hook,
         )
-        self.keeper = RankKeeper(
-            KeeperSettings(
+        self.supervisor = RankSupervisor(
+            SupervisorSettings(
                 on_rank_failure=on_rank_failure,
                 grace_period=grace_period,
                 threads_per_rank=threads_per_rank,
@@ -129,16 +129,16 @@ class LockstepDDPStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
         requested = requested_precision()
-        self.precision_plugin = honest_precision(self.precision_plugin, requested, self.root_device.type)
+        self.precision_plugin = resolve_precision(self.precision_plugin, requested, self.root_device.type)
         if self._start_method == "popen" or self.cluster_environment.creates_processes_externally:
             self._launcher = ScriptLauncher(
-                self.keeper,
+                self.supervisor,
                 self.cluster_environment,
                 num_processes=self.num_processes,
                 num_nodes=self.num_nodes,
             )
         else:
-            self._launcher = SpawnedLauncher(self, self.keeper, start_method=self._start_method)
+            self._launcher = SpawnedLauncher(self, self.supervisor, start_method=self._start_method)
 
     def setup_distributed(self) -> None:
         """Make the process group, open the side channel and show who runs where.
@@ -159,15 +159,15 @@ class LockstepDDPStrategy(DDPStrategy):
             timeout=timedelta(seconds=self.settings.seconds or 0),
             device=self.root_device,
         )
-        communicator = self.keeper.ranks_have_met(shows_report=self._owns_a_terminal())
+        communicator = self.supervisor.ranks_have_met(shows_report=self._owns_a_terminal())
         if first_time and communicator.world_size > 1:
             placements = communicator.gather(
                 placement_of(
                     self.root_device,
                     rank=self.global_rank,
                     host=communicator.host,
-                    threads=self.keeper.threads,
-                    cores=self.keeper.cores,
+                    threads=self.supervisor.threads,
+                    cores=self.supervisor.cores,
                 )
             )
             if communicator.is_main:
@@ -177,7 +177,7 @@ class LockstepDDPStrategy(DDPStrategy):
                     _log.warning(warning)
 
     def _apply_threads(self) -> None:
-        self.keeper.apply_threads(local_rank=self.local_rank, local_world_size=self.num_processes)
+        self.supervisor.apply_threads(local_rank=self.local_rank, local_world_size=self.num_processes)
 
     def _owns_a_terminal(self) -> bool:
         """Return whether this rank prints reports: rank 0, and the first rank of a node started by hand."""
@@ -198,7 +198,7 @@ class LockstepDDPStrategy(DDPStrategy):
             self._uneven_loaders.append(loader)
         return loader
 
-    def repeats_a_batch(self) -> bool:
+    def is_padding_batch(self) -> bool:
         """Return whether this rank's current training batch is a repeat that must contribute nothing.
 
         Ranks: any rank, alone.
@@ -217,7 +217,7 @@ class LockstepDDPStrategy(DDPStrategy):
 
         Ranks: all, together.
         """
-        if self.keeper.fan_out is not None and self.keeper.fan_out.failed:
+        if self.supervisor.propagation is not None and self.supervisor.propagation.failed:
             return
         super().barrier(*args, **kwargs)
 
@@ -278,7 +278,7 @@ class _ContributingRedirection(_DDPForwardRedirection):
             output = original(*a, **k)
             if output is None:
                 return nothing_of(original_module)
-            if self._strategy.repeats_a_batch():
+            if self._strategy.is_padding_batch():
                 return _without_weight(output, original_module)
             return output
 

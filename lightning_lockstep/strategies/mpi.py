@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_lockstep._lightning import _AcceleratorConnector, rank_zero_only
-from lightning_lockstep.distributed.failure.process_exit import tell_mpirun_launcher
+from lightning_lockstep.distributed.failure.process_exit import note_exit_for_mpirun
 from lightning_lockstep.distributed.mpi import backend as mpi_backend
 from lightning_lockstep.distributed.mpi.progress import set_interruption
 from lightning_lockstep.distributed.mpi.runtime import abort_when_leaving
@@ -33,7 +33,7 @@ _BACKENDS = ("auto", "mpi4py", "gloo", "nccl", "mpi")
 class LockstepMPIStrategy(LockstepDDPStrategy):
     """DDP for ranks that mpirun, mpiexec or srun has started, or that it starts itself with mpirun.
 
-    Everything of :class:`LockstepDDPStrategy` holds here too: crash fan-out, honest precision, the table of
+    Everything of :class:`LockstepDDPStrategy` holds here too: failure propagation, honest precision, the table of
     who runs where, uneven inputs, gradient compression.
 
     Args:
@@ -87,7 +87,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
             mpirun=mpirun,
             mpirun_args=tuple(mpirun_args),
             ssh_args=tuple(ssh_args),
-            grace_period=self.keeper.settings.grace_period,
+            grace_period=self.supervisor.settings.grace_period,
         )
         if self._under_mpi:
             # Lightning takes every rank for rank 0 until the ranks have met, and greets once on each.
@@ -150,20 +150,22 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         self._process_group_backend = self._choose_backend()
         mpi_backend.default_options(self._backend_options)
         super().setup_distributed()
-        tell_mpirun_launcher()
-        fan_out = self.keeper.fan_out
-        if fan_out is not None:
+        note_exit_for_mpirun()
+        propagation = self.supervisor.propagation
+        if propagation is not None:
 
             def failed_elsewhere() -> BaseException | None:
                 try:
-                    fan_out.check()
+                    propagation.check()
                 except RankFailedError as error:
                     return error
                 return None
 
             set_interruption(failed_elsewhere)
             # mpirun ends all ranks once one has ended badly: let the one that prints the report go first.
-            abort_when_leaving(0.0 if fan_out.shows_report else self.keeper.settings.grace_period + 2.0)
+            abort_when_leaving(
+                0.0 if propagation.shows_report else self.supervisor.settings.grace_period + 2.0
+            )
 
     def _choose_backend(self) -> str:
         device = self.root_device.type
@@ -186,7 +188,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
             super()._apply_threads()
             return
         # mpirun may have bound each rank to cores of its own, which then need not be divided once more.
-        self.keeper.apply_threads(local_rank=meeting.place, local_world_size=meeting.sharing)
+        self.supervisor.apply_threads(local_rank=meeting.place, local_world_size=meeting.sharing)
 
 
 @functools.cache

@@ -22,7 +22,7 @@ UNEVEN = ("error", "truncate", "join")
 
 @dataclass(frozen=True, kw_only=True)
 class DDPSettings:
-    """Settings of a DDP strategy beyond those of its keeper; see the strategy for the meaning.
+    """Settings of a DDP strategy beyond those of its supervisor; see the strategy for the meaning.
 
     Raises:
         ConfigurationError: One message with every value that cannot be used.

@@ -86,7 +86,7 @@ def test_amounts():
 
 
 def meter_and_wall() -> tuple[float, float, str, bool]:
-    from lightning_lockstep.batch_size.memory.limits import memory_wall
+    from lightning_lockstep.batch_size.memory.limits import limited_memory
     from lightning_lockstep.batch_size.memory.meter import meter_for
 
     meter = meter_for(torch.device("cpu"), memory_limit=3 * 2**30)
@@ -96,7 +96,7 @@ def meter_and_wall() -> tuple[float, float, str, bool]:
     torch.ones(128 * 2**20 // 4).sum()
     reading = meter.stop()
     del block
-    with memory_wall(meter):
+    with limited_memory(meter):
         failure = attempt(lambda: torch.ones(int(meter.headroom) // 4 + 2**20))
         allowed = attempt(lambda: torch.ones(2**20)) is None
     after = attempt(lambda: torch.empty(int(meter.headroom) // 4 + 2**20)) is None

@@ -6,7 +6,11 @@ import itertools
 
 import pytest
 
-from lightning_lockstep.demo.global_batch_sampler import Deal, DealtSampler, batch_size_per_rank
+from lightning_lockstep.demo.global_batch_sampler import (
+    GlobalBatchPartition,
+    GlobalBatchSampler,
+    batch_size_per_rank,
+)
 from lightning_lockstep.errors import ConfigurationError
 
 
@@ -14,17 +18,19 @@ def global_batches(
     samples: int, batch_size: int, world_size: int, accumulate: int, epoch: int
 ) -> list[set[int]]:
     """The samples of all ranks in each optimizer step."""
-    deal = Deal(samples=samples, batch_size=batch_size, world_size=world_size, accumulate=accumulate)
+    partition = GlobalBatchPartition(
+        samples=samples, batch_size=batch_size, world_size=world_size, accumulate=accumulate
+    )
     ranks = []
     for rank in range(world_size):
-        sampler = DealtSampler(range(samples), deal=deal, rank=rank, shuffle=True, seed=7)
+        sampler = GlobalBatchSampler(range(samples), partition=partition, rank=rank, shuffle=True, seed=7)
         sampler.set_epoch(epoch)
         ranks.append(list(sampler))
         assert len(sampler) == len(ranks[-1])
     share = batch_size * accumulate
     return [
         set(itertools.chain.from_iterable(rank[step * share : (step + 1) * share] for rank in ranks))
-        for step in range(deal.steps)
+        for step in range(partition.steps)
     ]
 
 
@@ -40,9 +46,10 @@ def test_one_global_batch_holds_the_same_samples_for_every_division(epoch: int) 
 
 def test_another_epoch_and_another_seed_give_another_order() -> None:
     assert global_batches(100, 10, 2, 1, 0) != global_batches(100, 10, 2, 1, 1)
-    deal = Deal(samples=50, batch_size=5)
+    partition = GlobalBatchPartition(samples=50, batch_size=5)
     one, other = (
-        list(DealtSampler(range(50), deal=deal, rank=0, shuffle=True, seed=seed)) for seed in (1, 2)
+        list(GlobalBatchSampler(range(50), partition=partition, rank=0, shuffle=True, seed=seed))
+        for seed in (1, 2)
     )
     assert one != other
     assert set(one) == set(other)
@@ -51,12 +58,19 @@ def test_another_epoch_and_another_seed_give_another_order() -> None:
 @pytest.mark.parametrize("samples", [1, 7, 31, 32, 33, 64, 65, 225, 297])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_evaluation_sees_every_sample_once_in_equally_many_batches(samples: int, world_size: int) -> None:
-    deal = Deal(samples=samples, batch_size=16, world_size=world_size)
-    shards = [list(DealtSampler(range(samples), deal=deal, rank=r, shuffle=False)) for r in range(world_size)]
+    partition = GlobalBatchPartition(samples=samples, batch_size=16, world_size=world_size)
+    shards = [
+        list(GlobalBatchSampler(range(samples), partition=partition, rank=r, shuffle=False))
+        for r in range(world_size)
+    ]
     assert sorted(itertools.chain.from_iterable(shards)) == list(range(samples))
     if samples >= world_size:
-        assert len({-(-len(shard) // deal.eval_batch_size) for shard in shards}) == 1
-        assert deal.batch_size <= deal.eval_batch_size <= max(deal.batch_size, samples // world_size + 1)
+        assert len({-(-len(shard) // partition.eval_batch_size) for shard in shards}) == 1
+        assert (
+            partition.batch_size
+            <= partition.eval_batch_size
+            <= max(partition.batch_size, samples // world_size + 1)
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed import CrashFanOut, FailureRecord, current_communicator
-from lightning_lockstep.distributed.failure.propagation import fan_out_on
+from lightning_lockstep.distributed import FailurePropagation, FailureRecord, current_communicator
+from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.failure.record import describe_exit, is_broken_collective
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
 from tests.helpers import run_ranks_raw, world_size
@@ -68,8 +68,8 @@ def test_consequences_are_told_from_causes(error: BaseException, broken: bool) -
     assert is_broken_collective(error) is broken
 
 
-def fan_out(grace: float) -> CrashFanOut:
-    made = fan_out_on(current_communicator().side_channel)
+def propagation(grace: float) -> FailurePropagation:
+    made = propagation_on(current_communicator().side_channel)
     made.grace_period = grace
     made.where = lambda: {"step": 7}
     return made
@@ -77,7 +77,7 @@ def fan_out(grace: float) -> CrashFanOut:
 
 def work(fault: str, rank: int, grace: float) -> str:
     """All-reduce for ever; one rank is given a fault at step 5."""
-    crash = fan_out(grace)
+    crash = propagation(grace)
     try:
         for step in range(100_000):
             crash.check()
@@ -136,7 +136,7 @@ def test_when_rank_zero_is_killed_the_others_say_so() -> None:
 
 def stuck(grace: float) -> str:
     """Rank 0 sits where no exception reaches it; the countdown has to end it."""
-    crash = fan_out(grace)
+    crash = propagation(grace)
     if dist.get_rank() == 1:
         try:
             raise ValueError("boom while rank 0 sleeps")
@@ -156,7 +156,7 @@ def test_a_rank_that_cannot_be_reached_is_ended_by_force_with_the_report() -> No
 
 
 def raise_alike(alone: bool) -> str:
-    crash = fan_out(2.0)
+    crash = propagation(2.0)
     for attempt in range(2):
         if alone and dist.get_rank() == 0:
             break
@@ -181,7 +181,7 @@ def test_an_error_that_only_one_rank_raises_stops_the_others() -> None:
 
 
 def interrupted() -> str:
-    crash = fan_out(5.0)
+    crash = propagation(5.0)
     if dist.get_rank() == 1:
         raise crash.handle(KeyboardInterrupt())
     deadline = time.monotonic() + 20

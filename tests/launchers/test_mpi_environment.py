@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.distributed.mpi.rendezvous import Attendance, attendance_fault
+from lightning_lockstep.distributed.mpi.rendezvous import RankIdentity, identity_fault
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.mpi_environment import MPIEnvironment, MPIRank, find_mpi_rank
 from lightning_lockstep.launchers.mpirun.hosts import Host, HostReport, judge, read_hostfile
@@ -71,16 +71,16 @@ def test_the_trainer_and_mpirun_disagree() -> None:
     assert "Open MPI's mpirun              4       2                    2" in str(caught.value)
 
 
-def attendance(rank: int, mpi_rank: int, host: str) -> Attendance:
-    return Attendance(rank, mpi_rank, 3, rank, 3, host, (0, 1))
+def attendance(rank: int, mpi_rank: int, host: str) -> RankIdentity:
+    return RankIdentity(rank, mpi_rank, 3, rank, 3, host, (0, 1))
 
 
 def test_unequal_slots_and_foreign_numbers_are_a_table() -> None:
-    fault = attendance_fault([attendance(i, i, "ab"[i > 1]) for i in range(3)])
+    fault = identity_fault([attendance(i, i, "ab"[i > 1]) for i in range(3)])
     assert fault is not None and "different numbers of ranks" in fault
-    fault = attendance_fault([attendance(2 - i, i, "a") for i in range(3)])
+    fault = identity_fault([attendance(2 - i, i, "a") for i in range(3)])
     assert fault is not None and "MPI disagree" in fault
-    assert attendance_fault([attendance(i, i, "a") for i in range(3)]) is None
+    assert identity_fault([attendance(i, i, "a") for i in range(3)]) is None
 
 
 def test_hostfiles_of_both_kinds(tmp_path: Path) -> None:

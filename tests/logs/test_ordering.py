@@ -7,7 +7,7 @@ import logging
 import random
 
 from lightning_lockstep.logs.lines import Line, Place, fold, line_of, rank_list, record_of, said_of
-from lightning_lockstep.logs.ordering import OnceBook, OrderBook
+from lightning_lockstep.logs.ordering import LineOrdering, OnceBook
 
 
 def line(rank: int, text: str = "same", *, turn: int = 0, level: int = 20, at: int = 7) -> Line:
@@ -21,7 +21,7 @@ def texts(batches) -> list[tuple[tuple[int, ...], str]]:
 
 
 def test_prints_in_rank_order_once_all_have_come():
-    book = OrderBook(range(3))
+    book = LineOrdering(range(3))
     assert book.add(line(2, "c"), 0.0) == []
     assert book.add(line(0, "a"), 0.1) == []
     assert texts(book.add(line(1, "b"), 0.2)) == [((0,), "a"), ((1,), "b"), ((2,), "c")]
@@ -29,7 +29,7 @@ def test_prints_in_rank_order_once_all_have_come():
 
 
 def test_equal_lines_fold_and_can_be_told_not_to():
-    folded, plain = OrderBook(range(3)), OrderBook(range(3), folding=False)
+    folded, plain = LineOrdering(range(3)), LineOrdering(range(3), folding=False)
     for rank in (2, 0):
         folded.add(line(rank), 0.0)
         plain.add(line(rank), 0.0)
@@ -38,7 +38,7 @@ def test_equal_lines_fold_and_can_be_told_not_to():
 
 
 def test_a_rank_that_never_comes_is_named_after_the_timeout():
-    book = OrderBook(range(3), timeout=5.0)
+    book = LineOrdering(range(3), timeout=5.0)
     book.add(line(2, "c"), 10.0)
     book.add(line(0, "a"), 12.0)
     assert book.due(14.9) == [] and book.next_due() == 15.0
@@ -48,7 +48,7 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout():
 
 
 def test_a_line_that_comes_after_the_timeout_is_printed_alone_and_at_once():
-    book = OrderBook(range(2), timeout=1.0)
+    book = LineOrdering(range(2), timeout=1.0)
     book.add(line(0), 0.0)
     book.due(1.0)
     (batch,) = book.add(line(1, "slow"), 9.0)
@@ -56,7 +56,7 @@ def test_a_line_that_comes_after_the_timeout_is_printed_alone_and_at_once():
 
 
 def test_a_rank_that_calls_twice_does_not_disturb_the_first_call():
-    book = OrderBook(range(2), timeout=1.0)
+    book = LineOrdering(range(2), timeout=1.0)
     book.add(line(0, "one"), 0.0)
     book.add(line(0, "two", turn=1), 0.0)
     assert texts(book.add(line(1, "one"), 0.1)) == [((0, 1), "one")]
@@ -65,27 +65,27 @@ def test_a_rank_that_calls_twice_does_not_disturb_the_first_call():
 
 
 def test_a_rank_with_a_higher_level_is_not_waited_for():
-    book = OrderBook(range(2))
+    book = LineOrdering(range(2))
     book.hear_level(1, "lib", logging.WARNING)
     assert texts(book.add(line(0), 0.0)) == [((0,), "same")]
     assert book.add(line(0, level=logging.WARNING, at=9), 0.0) == []  # that one it would say
 
 
 def test_news_of_a_level_lets_waiting_lines_go():
-    book = OrderBook(range(2))
+    book = LineOrdering(range(2))
     book.add(line(0), 0.0)
     assert texts(book.hear_level(1, "lib", logging.ERROR)) == [((0,), "same")]
 
 
 def test_a_line_takes_back_what_was_said_about_the_level():
-    book = OrderBook(range(2))
+    book = LineOrdering(range(2))
     book.hear_level(1, "lib", logging.WARNING)
     book.add(line(1, at=1), 0.0)
     assert book.add(line(0, at=2), 0.0) == []
 
 
 def test_flush_gives_everything_in_the_order_of_the_first_lines():
-    book = OrderBook(range(2))
+    book = LineOrdering(range(2))
     book.add(line(1, "first", at=1), 0.0)
     book.add(line(0, "second", at=2), 0.0)
     assert [t for _, t in texts(book.flush(0.5))] == ["first", "second"]
@@ -98,7 +98,7 @@ def test_nothing_is_lost_or_doubled_whatever_the_order_of_arrival():
         ranks, calls = chance.randint(1, 6), chance.randint(1, 5)
         said = [(r, c) for r in range(ranks) for c in range(calls) if chance.random() < 0.8]
         chance.shuffle(said)
-        book, out, now = OrderBook(range(ranks), timeout=3.0), [], 0.0
+        book, out, now = LineOrdering(range(ranks), timeout=3.0), [], 0.0
         for rank, call in said:
             now += chance.random()
             out += book.due(now) + book.add(line(rank, f"{rank} {call}", at=call), now)
@@ -183,5 +183,5 @@ def test_one_file_under_two_names_is_one_place(tmp_path):
         line_of((("lib", 20, str(name), 7), "same", 0.0, "f", "", {}), rank=rank, host="h", turn=0)
         for rank, name in enumerate(names)
     ]
-    book = OrderBook(range(3))
+    book = LineOrdering(range(3))
     assert [texts(book.add(one, 0.0)) for one in lines] == [[], [], [((0, 1, 2), "same")]]

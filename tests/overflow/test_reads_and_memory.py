@@ -161,11 +161,11 @@ class _Also(OverflowDetector):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keeper: list[Tensor] = []
+        self.supervisor: list[Tensor] = []
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         assert self._record is not None
-        self.keeper.append(self._record.args[0].clone())
+        self.supervisor.append(self._record.args[0].clone())
         super().on_before_backward(trainer, pl_module, loss)
 
 

@@ -10,7 +10,7 @@ import torch
 import lightning_lockstep
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy
 from lightning_lockstep._lightning import Trainer
-from lightning_lockstep.numerics.precision import honest_precision, supported_precisions
+from lightning_lockstep.numerics.precision import resolve_precision, supported_precisions
 from lightning_lockstep.strategies.placement import RankPlacement, as_ranges, mixed_cards_warning
 from lightning_lockstep.strategies.uneven_inputs import plan_steps
 
@@ -57,7 +57,7 @@ def test_all_faults_of_a_group_come_together() -> None:
 def test_a_precision_that_the_device_lacks_is_refused_by_name() -> None:
     plugin = Trainer(accelerator="cpu", devices=1, logger=False).precision_plugin
     with pytest.raises(ConfigurationError) as caught:
-        honest_precision(plugin, "transformer-engine", "cpu")
+        resolve_precision(plugin, "transformer-engine", "cpu")
     assert "precision='transformer-engine' was given" in str(caught.value)
     assert "What works here: 64-true, 32-true, 16-true, 16-mixed, bf16-true, bf16-mixed." in str(caught.value)
     assert "transformer-engine" not in supported_precisions("cpu")

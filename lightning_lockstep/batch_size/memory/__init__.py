@@ -3,7 +3,7 @@
 Everything here works without a Trainer: errors and readings in, frozen dataclasses out.
 """
 
-from lightning_lockstep.batch_size.memory.limits import memory_wall
+from lightning_lockstep.batch_size.memory.limits import limited_memory
 from lightning_lockstep.batch_size.memory.malloc import keep_freed_memory, return_freed_memory
 from lightning_lockstep.batch_size.memory.meter import (
     CPUMeter,
@@ -27,7 +27,7 @@ __all__ = [
     "attempt",
     "is_out_of_memory",
     "keep_freed_memory",
-    "memory_wall",
+    "limited_memory",
     "meter_for",
     "parse_bytes",
     "release_memory",

@@ -14,11 +14,11 @@ import torch
 
 from lightning_lockstep.batch_size.memory.meter import CPUMeter, CUDAMeter, MemoryMeter
 
-__all__ = ["memory_wall"]
+__all__ = ["limited_memory"]
 
 
 @contextmanager
-def memory_wall(meter: MemoryMeter | None) -> Iterator[None]:
+def limited_memory(meter: MemoryMeter | None) -> Iterator[None]:
     """Let allocations beyond the limit of ``meter`` fail while the body runs.
 
     Args:

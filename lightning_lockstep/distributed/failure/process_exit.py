@@ -26,8 +26,8 @@ __all__ = [
     "leave_without_waiting",
     "leaving",
     "show_plainly",
-    "tell_mpirun_launcher",
-    "tell_torchelastic",
+    "note_exit_for_mpirun",
+    "write_torchelastic_error",
 ]
 
 
@@ -119,7 +119,7 @@ def leave_without_waiting(exit_code: int) -> None:
     atexit.register(leave)
 
 
-def tell_mpirun_launcher() -> None:
+def note_exit_for_mpirun() -> None:
     """Have the launcher of this host's ranks told, at this process's end, if it ends in good order.
 
     Ranks: every rank, for itself, once.
@@ -135,7 +135,7 @@ def tell_mpirun_launcher() -> None:
         atexit.register(tell)
 
 
-def tell_torchelastic(record: FailureRecord) -> None:
+def write_torchelastic_error(record: FailureRecord) -> None:
     """Write the error file that ``torchrun`` reads, so that its closing summary has the traceback.
 
     Every rank writes what the first one said, since the agent sums up whichever it sees end first.

@@ -35,7 +35,7 @@ from lightning_lockstep.distributed.failure.process_exit import (
     keep_quiet,
     leave_without_waiting,
     show_plainly,
-    tell_torchelastic,
+    write_torchelastic_error,
 )
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
@@ -47,13 +47,13 @@ from lightning_lockstep.distributed.side_channel.base import Message, SideChanne
 from lightning_lockstep.distributed.side_channel.store import StoreSideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
 
-__all__ = ["CrashFanOut", "fan_out_on"]
+__all__ = ["FailurePropagation", "propagation_on"]
 
 _TOPIC, _CONFIRMED, _CLAIM = "failure", "failure/confirmed", "failure/first"
 _ALIKE = "failure/alike"
 
 
-class CrashFanOut:
+class FailurePropagation:
     """Tells every rank when one fails, and stops this one when it is another.
 
     Args:
@@ -235,7 +235,7 @@ class CrashFanOut:
             self.channel.post(_TOPIC, first.to_json())
             self.channel.flush(1.0)
         if mine:
-            tell_torchelastic(first)
+            write_torchelastic_error(first)
             if self.channel.rank != 0 and first.kind != "interrupt":
                 self._confirmed.wait(self.grace_period / 3)
         elif not self._known.is_set():
@@ -274,7 +274,7 @@ class CrashFanOut:
         if record.kind == "interrupt":
             return self._interrupted(KeyboardInterrupt())
         error = RankFailedError(record.report(), record)
-        tell_torchelastic(record)
+        write_torchelastic_error(record)
         leave_without_waiting(record.exit_code)
         if self.shows_report:
             show_plainly(error)
@@ -295,14 +295,14 @@ class CrashFanOut:
         os._exit(record.exit_code)
 
 
-_fan_outs: weakref.WeakKeyDictionary[SideChannel, CrashFanOut] = weakref.WeakKeyDictionary()
+_propagations: weakref.WeakKeyDictionary[SideChannel, FailurePropagation] = weakref.WeakKeyDictionary()
 
 
-def fan_out_on(channel: SideChannel) -> CrashFanOut:
-    """Return the fan-out of a side channel; the same one for as long as the channel lives.
+def propagation_on(channel: SideChannel) -> FailurePropagation:
+    """Return the failure propagation of a side channel; the same one for as long as the channel lives.
 
     Ranks: every rank, for itself; nothing is sent.
     """
-    if channel not in _fan_outs:
-        _fan_outs[channel] = CrashFanOut(channel)
-    return _fan_outs[channel]
+    if channel not in _propagations:
+        _propagations[channel] = FailurePropagation(channel)
+    return _propagations[channel]

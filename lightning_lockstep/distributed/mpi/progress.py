@@ -20,7 +20,7 @@ from typing import Any
 
 __all__ = [
     "Body",
-    "Engine",
+    "ProgressThread",
     "Pause",
     "Task",
     "run_here",
@@ -190,7 +190,7 @@ def run_here(task: Task, timeout: float) -> None:
             raise error
 
 
-class Engine:
+class ProgressThread:
     """The communication thread: takes tasks and steps them until they are over."""
 
     def __init__(self) -> None:

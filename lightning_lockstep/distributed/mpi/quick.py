@@ -41,7 +41,7 @@ class QuickReductions:
     """Small all-reduces of one group.
 
     Args:
-        engine: Engine of the group.
+        engine: ProgressThread of the group.
     """
 
     def __init__(self, engine: GroupEngine) -> None:

@@ -18,13 +18,13 @@ import psutil
 from lightning_lockstep.distributed.rendezvous import host_rendezvous
 from lightning_lockstep.errors import LaunchError
 
-__all__ = ["Attendance", "Meeting", "attendance_fault", "meet"]
+__all__ = ["RankIdentity", "MPIRendezvous", "identity_fault", "meet"]
 
 _REACH = 3.0  # longest wait for an address to answer [s]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MPIRendezvous:
     """Where the ranks meet.
 
     Attributes:
@@ -43,7 +43,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Attendance:
+class RankIdentity:
     """What one rank says of itself when the ranks meet.
 
     Attributes:
@@ -65,10 +65,10 @@ class Attendance:
     cores: tuple[int, ...]
 
 
-_met: Meeting | None = None
+_met: MPIRendezvous | None = None
 
 
-def meet(rank: int, size: int, local_rank: int, local_size: int, started_by: str) -> Meeting:
+def meet(rank: int, size: int, local_rank: int, local_size: int, started_by: str) -> MPIRendezvous:
     """Return where the ranks of this MPI job meet.
 
     Args:
@@ -87,9 +87,9 @@ def meet(rank: int, size: int, local_rank: int, local_size: int, started_by: str
     if _met is None:
         given = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
         if given[0] and given[1].isdigit():
-            _met = Meeting(given[0], int(given[1]))
+            _met = MPIRendezvous(given[0], int(given[1]))
         elif size == 1:
-            _met = Meeting("127.0.0.1", host_rendezvous("127.0.0.1"))
+            _met = MPIRendezvous("127.0.0.1", host_rendezvous("127.0.0.1"))
         elif importlib.util.find_spec("mpi4py") is None:
             _met = _meet_without_mpi(size, local_size)
         else:
@@ -97,7 +97,7 @@ def meet(rank: int, size: int, local_rank: int, local_size: int, started_by: str
     return _met
 
 
-def attendance_fault(everyone: Sequence[Attendance]) -> str | None:
+def identity_fault(everyone: Sequence[RankIdentity]) -> str | None:
     """Return what is wrong with the ranks that have come, with a table, or ``None``.
 
     Args:
@@ -124,7 +124,7 @@ def attendance_fault(everyone: Sequence[Attendance]) -> str | None:
     return f"{what}\n\n{head}\n{rows}\n\n{mend}"
 
 
-def _meet_over_mpi(rank: int, size: int, local_rank: int, local_size: int, started_by: str) -> Meeting:
+def _meet_over_mpi(rank: int, size: int, local_rank: int, local_size: int, started_by: str) -> MPIRendezvous:
     from lightning_lockstep.distributed.mpi.runtime import start_runtime
 
     runtime = start_runtime()
@@ -142,9 +142,9 @@ def _meet_over_mpi(rank: int, size: int, local_rank: int, local_size: int, start
             " your launcher, or give `srun` --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
         )
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    mine = Attendance(rank, runtime.rank, size, local_rank, local_size, socket.gethostname(), cores)
-    everyone: list[Attendance] = runtime.call(world.allgather, mine)
-    fault = attendance_fault(everyone)
+    mine = RankIdentity(rank, runtime.rank, size, local_rank, local_size, socket.gethostname(), cores)
+    everyone: list[RankIdentity] = runtime.call(world.allgather, mine)
+    fault = identity_fault(everyone)
     if fault:
         raise LaunchError(fault)
     one_host = len({one.host for one in everyone}) == 1
@@ -168,10 +168,10 @@ def _meet_over_mpi(rank: int, size: int, local_rank: int, local_size: int, start
         _tell_gloo(address)
     together = [one.rank for one in everyone if one.host == mine.host and set(one.cores) & set(cores)]
     hosts = tuple(one.host for one in everyone)
-    return Meeting(address, port, hosts, len(together), together.index(rank) if rank in together else 0)
+    return MPIRendezvous(address, port, hosts, len(together), together.index(rank) if rank in together else 0)
 
 
-def _meet_without_mpi(size: int, local_size: int) -> Meeting:
+def _meet_without_mpi(size: int, local_size: int) -> MPIRendezvous:
     """Meet at a port that every rank computes from the number of the job; one node only."""
     job = next((os.environ[name] for name in _JOB_NAMES if os.environ.get(name)), None)
     if local_size != size or job is None:
@@ -182,7 +182,7 @@ def _meet_without_mpi(size: int, local_size: int) -> Meeting:
             " MASTER_ADDR and"
             " MASTER_PORT to the host of rank 0 and a free port on it."
         )
-    return Meeting("127.0.0.1", 20_000 + zlib.crc32(job.encode()) % 12_000)
+    return MPIRendezvous("127.0.0.1", 20_000 + zlib.crc32(job.encode()) % 12_000)
 
 
 _JOB_NAMES = ("PMIX_NAMESPACE", "PMI_JOBID", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")

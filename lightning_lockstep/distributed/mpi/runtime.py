@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from lightning_lockstep.distributed.failure.process_exit import leaving
-from lightning_lockstep.distributed.mpi.progress import Engine, set_listener
+from lightning_lockstep.distributed.mpi.progress import ProgressThread, set_listener
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 
 __all__ = ["MPIRuntime", "abort_when_leaving", "start_runtime"]
@@ -44,7 +44,7 @@ class MPIRuntime:
     """
 
     def __init__(self) -> None:
-        self.engine = Engine()
+        self.engine = ProgressThread()
         self.failed: int | None = None
         self.gone: dict[int, float] = {}
         self._blocking: object = None
