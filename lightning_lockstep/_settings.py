@@ -1,0 +1,221 @@
+"""What is wrong with settings, collected and raised as one error.
+
+Every settings class checks itself with a :class:`Faults` on construction, so that a user sees all that is
+wrong at once, each fault in the same form: ``name=value: expected ... .``
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lightning_lockstep.errors import ConfigurationError
+
+__all__ = ["Faults", "did_you_mean", "is_number", "is_whole", "nearest"]
+
+
+class Faults:
+    """Collects what is wrong with a set of settings.
+
+    Args:
+        owner: Put before each fault where the names alone do not say whose they are, such as a class.
+    """
+
+    def __init__(self, owner: str = "") -> None:
+        self._before = f"{owner}: " if owner else ""
+        self.texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Add a fault in full: what was given, what was expected, how to fix it."""
+        self.texts.append(self._before + text)
+
+    def check(self, is_right: bool, name: str, given: object, expected: str) -> bool:
+        """Add ``name=given: expected <expected>.`` unless it is right; returns whether it is.
+
+        Args:
+            is_right: Whether the value can be used.
+            name: Of the setting.
+            given: Its value.
+            expected: What it has to be, without the full stop.
+        """
+        if not is_right:
+            self.add(f"{name}={given!r}: expected {expected}.")
+        return is_right
+
+    def choice(self, name: str, given: object, choices: Sequence[object], *, more: str = "") -> bool:
+        """Check that a value is one of several.
+
+        Args:
+            name: Of the setting.
+            given: Its value.
+            choices: What it may be.
+            more: What else it may be, in words, such as ``or a function``.
+        """
+        if any(given is choice or given == choice for choice in choices):
+            return True
+        listed = " ".join(filter(None, [", ".join(map(repr, choices)), more]))
+        hint = (
+            did_you_mean(given, [c for c in choices if isinstance(c, str)]) if isinstance(given, str) else ""
+        )
+        self.add(f"{name}={given!r}: expected one of {listed}.{hint}")
+        return False
+
+    def number(
+        self,
+        name: str,
+        given: object,
+        *,
+        what: str = "a number",
+        least: float | None = None,
+        above: float | None = None,
+        below: float | None = None,
+        most: float | None = None,
+        such_as: object = None,
+        optional: bool = False,
+    ) -> bool:
+        """Check a finite number.
+
+        Args:
+            name: Of the setting.
+            given: Its value.
+            what: What it is, with its unit, such as ``seconds``.
+            least: Smallest value.
+            above: It must be larger than this.
+            below: It must be smaller than this.
+            most: Largest value.
+            such_as: An example.
+            optional: Whether ``None`` is right too.
+        """
+        bounds = [
+            (least is None or (is_number(given) and given >= least), f"{least} or more"),  # type: ignore[operator]
+            (above is None or (is_number(given) and given > above), f"more than {above}"),  # type: ignore[operator]
+            (below is None or (is_number(given) and given < below), f"less than {below}"),  # type: ignore[operator]
+            (most is None or (is_number(given) and given <= most), f"at most {most}"),  # type: ignore[operator]
+        ]
+        wanted = [
+            text
+            for bound, (_, text) in zip((least, above, below, most), bounds, strict=True)
+            if bound is not None
+        ]
+        expected = ", ".join(filter(None, [what, " and ".join(wanted)]))
+        is_right = is_number(given) and all(holds for holds, _ in bounds)
+        return self.check(
+            is_right or (optional and given is None), name, given, _with_example(expected, such_as, optional)
+        )
+
+    def whole(
+        self,
+        name: str,
+        given: object,
+        *,
+        least: int = 1,
+        most: int | None = None,
+        what: str = "a whole number",
+        such_as: object = None,
+        optional: bool = False,
+    ) -> bool:
+        """Check a whole number; ``True`` and ``False`` are none.
+
+        Args:
+            name: Of the setting.
+            given: Its value.
+            least: Smallest value.
+            most: Largest value.
+            what: What it is, such as ``a whole number of checks``.
+            such_as: An example.
+            optional: Whether ``None`` is right too.
+        """
+        is_right = is_whole(given) and given >= least and (most is None or given <= most)  # type: ignore[operator]
+        expected = f"{what} from {least}" + ("" if most is None else f" to {most}")
+        return self.check(
+            is_right or (optional and given is None), name, given, _with_example(expected, such_as, optional)
+        )
+
+    def flag(self, name: str, given: object, *, optional: bool = False) -> bool:
+        """Check a truth value.
+
+        Args:
+            name: Of the setting.
+            given: Its value.
+            optional: Whether ``None`` is right too.
+        """
+        is_right = isinstance(given, bool) or (optional and given is None)
+        return self.check(is_right, name, given, "true or false" + (", or None" if optional else ""))
+
+    def unknown(self, given: Iterable[str], known: Iterable[str], *, owner: str) -> None:
+        """Add a fault for each name that is not known, with the nearest right ones.
+
+        Args:
+            given: Names that were given.
+            known: All names there are.
+            owner: Whose options they are, such as a class.
+        """
+        names = list(known)
+        for name in given:
+            if name not in names:
+                near = did_you_mean(name, names) or f" It takes {', '.join(sorted(names))}."
+                self.add(f"{owner} has no option {name!r}.{near}")
+
+    def raise_all(self) -> None:
+        """Raise what was collected.
+
+        Raises:
+            ConfigurationError: At least one fault was found; it holds all of them.
+        """
+        if self.texts:
+            raise ConfigurationError(self.texts)
+
+
+def did_you_mean(given: str, known: Iterable[str], *, most: int = 2) -> str:
+    """Return `` Did you mean 'this' or 'that'?`` with the nearest known names, or nothing if none is near.
+
+    Args:
+        given: What was given; upper and lower case count alike.
+        known: What would have been right.
+        most: How many names to say at most.
+    """
+    near = _near(given, known, most)
+    return " Did you mean " + " or ".join(map(repr, near)) + "?" if near else ""
+
+
+def nearest(given: str, known: Iterable[str]) -> str | None:
+    """Return the known name nearest to ``given``, or ``None`` if none is near.
+
+    Args:
+        given: What was given; upper and lower case count alike.
+        known: What would have been right.
+    """
+    return next(iter(_near(given, known, 1)), None)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether ``value`` is a finite number; truth values are none.
+
+    Args:
+        value: Anything.
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Return whether ``value`` is a whole number; truth values are none.
+
+    Args:
+        value: Anything.
+    """
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _near(given: str, known: Iterable[str], most: int) -> list[str]:
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(given.lower(), list(by_lower), n=most, cutoff=0.6)
+    if not near and given:
+        near = [name for name in by_lower if name.startswith(given.lower())][:most]
+    return [by_lower[name] for name in near]
+
+
+def _with_example(expected: str, such_as: object, optional: bool) -> str:
+    text = expected if such_as is None else f"{expected}, such as {such_as}"
+    return f"{text}, or None" if optional else text
