@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 import benchmarks
+from benchmarks.against import run_against
 from benchmarks.engine import Report
 from benchmarks.machine import facts
 
@@ -72,15 +73,25 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a few rounds, to see that it runs; writes no file"
     )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="CHECKOUT",
+        help="compare with another checkout of this project, in turn",
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of --against (default: 6)")
     given = parser.parse_args()
     # Written to a file or a pipe, a narrow default width would break every cell.
     console = Console(width=None if sys.stdout.isatty() else 120)
     started = time.monotonic()
-    report = importlib.import_module(f"benchmarks.bench_{given.topic}").run(given.quick)
+    if given.against is not None:
+        report = run_against(given.topic, given.against.resolve(), HERE.parent, rounds=given.rounds)
+    else:
+        report = importlib.import_module(f"benchmarks.bench_{given.topic}").run(given.quick)
     about = facts(given.quick)
     about["took"] = f"{time.monotonic() - started:.0f} s"
     show(report, about, console)
-    if not given.quick:
+    if not given.quick and given.against is None:
         target = HERE / "results" / f"{given.topic}.md"
         target.parent.mkdir(exist_ok=True)
         target.write_text(markdown(report, about, f"python -m benchmarks {given.topic}"))

@@ -16,7 +16,13 @@ def benchmarks_importable() -> None:
     """The benchmarks are not installed: import them from the repository without touching sys.path."""
     import importlib.util
 
-    for name in ("benchmarks", "benchmarks.engine", "benchmarks.machine", "benchmarks.__main__"):
+    for name in (
+        "benchmarks",
+        "benchmarks.engine",
+        "benchmarks.machine",
+        "benchmarks.against",
+        "benchmarks.__main__",
+    ):
         path = ROOT / "benchmarks" / ("__init__.py" if name == "benchmarks" else f"{name.split('.')[1]}.py")
         spec = importlib.util.spec_from_file_location(
             name, path, submodule_search_locations=[str(path.parent)] if name == "benchmarks" else None
@@ -117,3 +123,31 @@ def test_an_unknown_topic_is_refused() -> None:
     )
     assert done.returncode == 2
     assert "invalid choice: 'nothing'" in done.stderr
+
+
+FAKE_TOPIC = """
+from benchmarks.engine import Comparison, Report
+
+def run(quick):
+    samples = {{"peer": [1.0, 1.0], "ours": [{ours}, {ours}], "other": [3.0, 3.0]}}
+    return Report("fake", [Comparison("a step", samples, peer="peer")])
+"""
+
+
+def test_two_checkouts_are_compared_by_what_the_topic_compares(tmp_path: Path) -> None:
+    from benchmarks.against import run_against
+
+    for name, ours in (("before", 1.0), ("after", 1.5)):
+        folder = tmp_path / name / "benchmarks"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("")
+        (folder / "engine.py").write_text((ROOT / "benchmarks" / "engine.py").read_text())
+        (folder / "bench_fake.py").write_text(FAKE_TOPIC.format(ours=ours))
+    order: list[str] = []
+    report = run_against("fake", tmp_path / "before", tmp_path / "after", rounds=2, progress=order.append)
+    assert [line.split(": ")[1] for line in order] == ["before", "after", "after", "before"]
+    (table,) = report.tables
+    assert table.rows() == [
+        ["ours", "1.000", "1.500", "1.500", "1.500 to 1.500", "slower"],
+        ["other", "3.000", "3.000", "1.000", "1.000 to 1.000", "no difference"],
+    ]
