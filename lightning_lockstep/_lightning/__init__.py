@@ -4,8 +4,10 @@ Lightning is published twice, as ``lightning`` (``lightning.pytorch``) and as ``
 classes are distinct, and a Trainer accepts only those of its own family. So this module takes the family
 that the program has already imported, and ``lightning`` where it has imported neither.
 
-Public names are listed first. Each private name says why it is needed; a test resolves all of them in both
-families, so that a new Lightning release which moves one fails there and nowhere else.
+Public names are listed first. Each private name says why it is needed; the private attributes and methods of
+Lightning's objects are in :mod:`lightning_lockstep._lightning.internals`. ``python -m
+lightning_lockstep._lightning`` lists all of them. A test looks for each in both families, so that a new Lightning
+release which moves one fails there and nowhere else.
 """
 
 from __future__ import annotations
@@ -23,86 +25,116 @@ def _chosen_family() -> tuple[str, str]:
 
 PYTORCH, FABRIC = _chosen_family()
 
-# name here -> (family, module below it, name there)
-_PUBLIC: dict[str, tuple[str, str, str]] = {
-    "Trainer": ("pytorch", "", "Trainer"),
-    "LightningModule": ("pytorch", "", "LightningModule"),
-    "LightningDataModule": ("pytorch", "", "LightningDataModule"),
-    "Callback": ("pytorch", "", "Callback"),
-    "seed_everything": ("pytorch", "", "seed_everything"),
-    "EarlyStopping": ("pytorch", "callbacks", "EarlyStopping"),
-    "EarlyStoppingReason": ("pytorch", "callbacks.early_stopping", "EarlyStoppingReason"),
-    "Checkpoint": ("pytorch", "callbacks", "Checkpoint"),
-    "ModelCheckpoint": ("pytorch", "callbacks", "ModelCheckpoint"),
-    "LearningRateMonitor": ("pytorch", "callbacks", "LearningRateMonitor"),
-    "CSVLogger": ("pytorch", "loggers", "CSVLogger"),
-    "TensorBoardLogger": ("pytorch", "loggers", "TensorBoardLogger"),
-    "DDPStrategy": ("pytorch", "strategies", "DDPStrategy"),
-    "Strategy": ("pytorch", "strategies", "Strategy"),
-    "SingleDeviceStrategy": ("pytorch", "strategies", "SingleDeviceStrategy"),
-    "StrategyRegistry": ("pytorch", "strategies", "StrategyRegistry"),
-    "Precision": ("pytorch", "plugins.precision", "Precision"),
-    "MixedPrecision": ("pytorch", "plugins.precision", "MixedPrecision"),
-    "HalfPrecision": ("pytorch", "plugins.precision", "HalfPrecision"),
-    "DoublePrecision": ("pytorch", "plugins.precision", "DoublePrecision"),
-    "TrainerFn": ("pytorch", "trainer.states", "TrainerFn"),
-    "RunningStage": ("pytorch", "trainer.states", "RunningStage"),
-    "SIGTERMException": ("pytorch", "utilities.exceptions", "SIGTERMException"),
-    "CombinedLoader": ("pytorch", "utilities", "CombinedLoader"),
-    "DummyLogger": ("pytorch", "loggers.logger", "DummyLogger"),
-    "MisconfigurationException": ("pytorch", "utilities.exceptions", "MisconfigurationException"),
-    "ClusterEnvironment": ("fabric", "plugins.environments", "ClusterEnvironment"),
-    "LightningEnvironment": ("fabric", "plugins.environments", "LightningEnvironment"),
-    "LSFEnvironment": ("fabric", "plugins.environments", "LSFEnvironment"),
-    "SLURMEnvironment": ("fabric", "plugins.environments", "SLURMEnvironment"),
-    "TorchElasticEnvironment": ("fabric", "plugins.environments", "TorchElasticEnvironment"),
-    "rank_zero_only": ("fabric", "utilities.rank_zero", "rank_zero_only"),
-    "reset_seed": ("fabric", "utilities.seed", "reset_seed"),
+# name here -> family, module and name there
+_PUBLIC: dict[str, str] = {
+    "Trainer": "pytorch.Trainer",
+    "LightningModule": "pytorch.LightningModule",
+    "LightningDataModule": "pytorch.LightningDataModule",
+    "Callback": "pytorch.Callback",
+    "seed_everything": "pytorch.seed_everything",
+    "EarlyStopping": "pytorch.callbacks.EarlyStopping",
+    "EarlyStoppingReason": "pytorch.callbacks.early_stopping.EarlyStoppingReason",
+    "Checkpoint": "pytorch.callbacks.Checkpoint",
+    "ModelCheckpoint": "pytorch.callbacks.ModelCheckpoint",
+    "LearningRateMonitor": "pytorch.callbacks.LearningRateMonitor",
+    "CSVLogger": "pytorch.loggers.CSVLogger",
+    "TensorBoardLogger": "pytorch.loggers.TensorBoardLogger",
+    "DDPStrategy": "pytorch.strategies.DDPStrategy",
+    "Strategy": "pytorch.strategies.Strategy",
+    "SingleDeviceStrategy": "pytorch.strategies.SingleDeviceStrategy",
+    "StrategyRegistry": "pytorch.strategies.StrategyRegistry",
+    "Precision": "pytorch.plugins.precision.Precision",
+    "MixedPrecision": "pytorch.plugins.precision.MixedPrecision",
+    "HalfPrecision": "pytorch.plugins.precision.HalfPrecision",
+    "DoublePrecision": "pytorch.plugins.precision.DoublePrecision",
+    "TrainerFn": "pytorch.trainer.states.TrainerFn",
+    "RunningStage": "pytorch.trainer.states.RunningStage",
+    "SIGTERMException": "pytorch.utilities.exceptions.SIGTERMException",
+    "CombinedLoader": "pytorch.utilities.CombinedLoader",
+    "DummyLogger": "pytorch.loggers.logger.DummyLogger",
+    "MisconfigurationException": "pytorch.utilities.exceptions.MisconfigurationException",
+    "ClusterEnvironment": "fabric.plugins.environments.ClusterEnvironment",
+    "LightningEnvironment": "fabric.plugins.environments.LightningEnvironment",
+    "LSFEnvironment": "fabric.plugins.environments.LSFEnvironment",
+    "SLURMEnvironment": "fabric.plugins.environments.SLURMEnvironment",
+    "TorchElasticEnvironment": "fabric.plugins.environments.TorchElasticEnvironment",
+    "rank_zero_only": "fabric.utilities.rank_zero.rank_zero_only",
+    "reset_seed": "fabric.utilities.seed.reset_seed",
 }
 
-_PRIVATE: dict[str, tuple[str, str, str]] = {
-    # The launchers below are the only way to decide how ranks are started and what happens when one ends.
-    "_SubprocessScriptLauncher": ("pytorch", "strategies.launchers", "_SubprocessScriptLauncher"),
-    "_MultiProcessingLauncher": ("pytorch", "strategies.launchers", "_MultiProcessingLauncher"),
-    # Spawned ranks must restore these globals exactly as Lightning's own launcher does.
-    "_GlobalStateSnapshot": ("pytorch", "strategies.launchers.multiprocessing", "_GlobalStateSnapshot"),
-    # Spawn and fork have preconditions (main guard, no CUDA context) that Lightning checks with these.
-    "_check_bad_cuda_fork": ("fabric", "strategies.launchers.multiprocessing", "_check_bad_cuda_fork"),
+# name here -> (family, module and name there; why it is needed)
+_PRIVATE: dict[str, tuple[str, str]] = {
+    "_SubprocessScriptLauncher": (
+        "pytorch.strategies.launchers._SubprocessScriptLauncher",
+        "decides how ranks are started by running the program again; there is no public way",
+    ),
+    "_MultiProcessingLauncher": (
+        "pytorch.strategies.launchers._MultiProcessingLauncher",
+        "decides how ranks are spawned or forked; there is no public way",
+    ),
+    "_GlobalStateSnapshot": (
+        "pytorch.strategies.launchers.multiprocessing._GlobalStateSnapshot",
+        "spawned ranks restore these globals as Lightning's own launcher does",
+    ),
+    "_check_bad_cuda_fork": (
+        "fabric.strategies.launchers.multiprocessing._check_bad_cuda_fork",
+        "fork needs that CUDA was not initialized; Lightning checks it with this",
+    ),
     "_check_missing_main_guard": (
-        "fabric",
-        "strategies.launchers.multiprocessing",
-        "_check_missing_main_guard",
+        "fabric.strategies.launchers.multiprocessing._check_missing_main_guard",
+        "spawn needs a main guard in the script; Lightning checks it with this",
     ),
-    # The command that starts this same program again; building it anew would drift from Lightning's.
-    "_basic_subprocess_cmd": ("fabric", "strategies.launchers.subprocess_script", "_basic_subprocess_cmd"),
-    # A training_step that returns None on one rank is mended inside DDP's forward, which this redirects.
-    "_DDPForwardRedirection": ("pytorch", "strategies.ddp", "_DDPForwardRedirection"),
-    # Registers a gradient compression hook; Lightning itself calls it on CUDA only.
-    "_register_ddp_comm_hook": ("pytorch", "overrides.distributed", "_register_ddp_comm_hook"),
-    # Lightning registers this at exit for nccl; after a failure it must not run, since it waits for peers.
-    "_destroy_dist_connection": ("fabric", "utilities.distributed", "_destroy_dist_connection"),
-    # The connector turns fp16 on CPU into bf16; its frame still holds the precision that was asked for.
-    "_AcceleratorConnector": ("pytorch", "trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
-    # Turns 16, "16", "bf16" and the like into the one name that Lightning documents.
+    "_basic_subprocess_cmd": (
+        "fabric.strategies.launchers.subprocess_script._basic_subprocess_cmd",
+        "the command that runs this program again; one of our own would drift from Lightning's",
+    ),
+    "_DDPForwardRedirection": (
+        "pytorch.strategies.ddp._DDPForwardRedirection",
+        "a training_step that returns None on one rank is completed inside DDP's forward, which this redirects",
+    ),
+    "_register_ddp_comm_hook": (
+        "pytorch.overrides.distributed._register_ddp_comm_hook",
+        "registers a gradient compression hook, which Lightning itself does on CUDA only",
+    ),
+    "_destroy_dist_connection": (
+        "fabric.utilities.distributed._destroy_dist_connection",
+        "Lightning calls it at exit for nccl; after a failure it must not run, since it waits for peers",
+    ),
+    "_AcceleratorConnector": (
+        "pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector",
+        "turns fp16 on CPU into bf16; its frame still holds the arguments as the user gave them",
+    ),
     "_convert_precision_to_unified_args": (
-        "fabric",
-        "connector",
-        "_convert_precision_to_unified_args",
+        "fabric.connector._convert_precision_to_unified_args",
+        'turns 16, "16", "bf16" and the like into the one name that Lightning documents',
     ),
-    # Counts the samples of a batch of any structure, as Lightning itself does for its logged means.
-    "_extract_batch_size": ("pytorch", "utilities.data", "extract_batch_size"),
-    # A batch size may live in the module, the data module or the hparams of either; Lightning knows the order.
-    "_lightning_get_all_attr_holders": ("pytorch", "utilities.parsing", "_lightning_get_all_attr_holders"),
-    # A batch that does not fit is run again under the same optimizer step; only this loop knows the step.
-    "_AutomaticOptimization": ("pytorch", "loops.optimization.automatic", "_AutomaticOptimization"),
-    "_Closure": ("pytorch", "loops.optimization.automatic", "Closure"),
-    "_ClosureResult": ("pytorch", "loops.optimization.automatic", "ClosureResult"),
+    "_extract_batch_size": (
+        "pytorch.utilities.data.extract_batch_size",
+        "counts the samples of a batch of any structure as Lightning does for its logged means",
+    ),
+    "_lightning_get_all_attr_holders": (
+        "pytorch.utilities.parsing._lightning_get_all_attr_holders",
+        "finds a batch size in the module, the data module or their hparams, in Lightning's order",
+    ),
+    "_AutomaticOptimization": (
+        "pytorch.loops.optimization.automatic._AutomaticOptimization",
+        "a batch that does not fit is run again within its optimizer step, which only this loop knows",
+    ),
+    "_Closure": (
+        "pytorch.loops.optimization.automatic.Closure",
+        "the step, zero_grad and backward of one batch, as automatic optimization runs them",
+    ),
+    "_ClosureResult": (
+        "pytorch.loops.optimization.automatic.ClosureResult",
+        "what automatic optimization takes from a closure",
+    ),
     # -- add further private names here, each with the reason --
 }
 
 
-def _resolve(where: tuple[str, str, str]) -> Any:
-    family, module, name = where
+def _resolve(path: str) -> Any:
+    family, _, rest = path.partition(".")
+    module, _, name = rest.rpartition(".")
     root = PYTORCH if family == "pytorch" else FABRIC
     return getattr(importlib.import_module(f"{root}.{module}" if module else root), name)
 
@@ -145,6 +177,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
     from lightning.pytorch.utilities.parsing import _lightning_get_all_attr_holders
 else:
-    globals().update({name: _resolve(where) for name, where in {**_PUBLIC, **_PRIVATE}.items()})
+    globals().update({name: _resolve(path) for name, path in _PUBLIC.items()})
+    globals().update({name: _resolve(path) for name, (path, _) in _PRIVATE.items()})
 
 __all__ = [*_PUBLIC, *_PRIVATE]

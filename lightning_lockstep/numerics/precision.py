@@ -7,16 +7,15 @@ device at hand, or is refused with the names that would work.
 from __future__ import annotations
 
 import logging
-import sys
 
 import torch
 
 from lightning_lockstep._lightning import (
     MixedPrecision,
     Precision,
-    _AcceleratorConnector,
     _convert_precision_to_unified_args,
 )
+from lightning_lockstep._lightning.internals import given_to_trainer
 from lightning_lockstep.errors import ConfigurationError
 
 __all__ = ["resolve_precision", "requested_precision", "supported_precisions"]
@@ -43,22 +42,13 @@ def supported_precisions(device_type: str) -> tuple[str, ...]:
 def requested_precision() -> str | None:
     """Return the precision that was given to the Trainer under construction, in Lightning's unified form.
 
-    By the time a strategy is asked, the Trainer's connector has already overwritten what it changed its mind
-    about; the argument itself is only left in the frame that received it. Nothing is written there.
-
     Returns:
         The name, or ``None`` when no Trainer is being made or it was given no precision.
 
     Ranks: any rank, alone.
     """
-    code = _AcceleratorConnector.__init__.__code__
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            given = frame.f_locals.get("precision")
-            return None if given is None else str(_convert_precision_to_unified_args(given))
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    given = given_to_trainer("precision")
+    return None if given is None else str(_convert_precision_to_unified_args(given))
 
 
 def resolve_precision(plugin: Precision, requested: str | None, device_type: str) -> Precision:

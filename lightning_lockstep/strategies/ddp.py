@@ -20,6 +20,7 @@ from lightning_lockstep._lightning import (
     _register_ddp_comm_hook,
     reset_seed,
 )
+from lightning_lockstep._lightning.internals import reloads_training_loader
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.ddp_comm_hooks import compression_hook
 from lightning_lockstep.distributed.process_group import (
@@ -311,5 +312,4 @@ def _is_for_training(trainer: Any) -> bool:
     """Return whether the loader in hand is one of the fit loop's own, not one of a validation inside it."""
     if trainer.state.fn != TrainerFn.FITTING or not trainer.training:
         return False
-    loop = trainer.fit_loop
-    return loop._combined_loader is None or bool(loop._should_reload_train_dl)
+    return trainer.train_dataloader is None or reloads_training_loader(trainer)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lightning_lockstep._lightning import _AcceleratorConnector, rank_zero_only
+from lightning_lockstep._lightning import rank_zero_only
+from lightning_lockstep._lightning.internals import given_to_trainer
 from lightning_lockstep.distributed.failure.process_exit import note_exit_for_mpirun
 from lightning_lockstep.distributed.mpi import backend as mpi_backend
 from lightning_lockstep.distributed.mpi.progress import set_interruption
@@ -132,7 +132,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
     def _take_the_ranks_there_are(self) -> None:
         """With devices='auto', train on as many ranks as were started."""
         rank = self._mpi.mpi_rank
-        if _given_to_trainer("devices") != "auto" or rank.size % rank.local_size:
+        if given_to_trainer("devices") != "auto" or rank.size % rank.local_size:
             return
         devices = list(self.parallel_devices or [torch.device("cpu")])
         self.parallel_devices = (devices * rank.local_size)[: rank.local_size]
@@ -217,14 +217,3 @@ def _check_backend(backend: str, options: dict[str, Any]) -> None:
         raise ConfigurationError(faults)
     if backend == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
         raise MissingExtraError("mpi4py", extra="mpi", needed_for="backend='mpi4py'")
-
-
-def _given_to_trainer(name: str) -> Any:
-    """Return an argument of the Trainer under construction, as the user gave it."""
-    code = _AcceleratorConnector.__init__.__code__
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            return frame.f_locals.get(name)
-        frame = frame.f_back  # type: ignore[assignment]
-    return None

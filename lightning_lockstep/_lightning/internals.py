@@ -1,0 +1,121 @@
+"""The private attributes and methods of Lightning's objects that this package uses, each with its reason.
+
+No other module touches them. A function here names what it touches (``@touches("Class.attribute", why=...)``);
+what our subclasses override or read of their Lightning base is listed in :data:`INHERITED`. A test looks for
+each name in real objects of both families, so that a release which moves one fails there and nowhere else.
+``python -m lightning_lockstep._lightning`` prints the list.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning_lockstep._lightning import _AcceleratorConnector
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# Lightning class -> module below lightning.pytorch
+OWNERS: dict[str, str] = {
+    "Trainer": "",
+    "LightningModule": "",
+    "LightningOptimizer": "core.optimizer",
+    "Strategy": "strategies",
+    "DDPStrategy": "strategies",
+    "EarlyStopping": "callbacks",
+    "_FitLoop": "loops.fit_loop",
+    "_TrainingEpochLoop": "loops.training_epoch_loop",
+    "_AutomaticOptimization": "loops.optimization.automatic",
+    "Closure": "loops.optimization.automatic",
+    "CombinedLoader": "utilities",
+    "_SignalConnector": "trainer.connectors.signal_connector",
+    "_CheckpointConnector": "trainer.connectors.checkpoint_connector",
+    "_ResultMetric": "trainer.connectors.logger_connector.result",
+    "_SubprocessScriptLauncher": "strategies.launchers",
+    "_MultiProcessingLauncher": "strategies.launchers",
+    # -- add further classes here --
+}
+
+# "Class.attribute" -> why it is needed; filled by the decorator below
+TOUCHED: dict[str, str] = {}
+
+# "Class.attribute" that a subclass of ours overrides or uses on itself -> why it is needed
+INHERITED: dict[str, str] = {
+    "Strategy._configure_launcher": "the Trainer asks a strategy for its launcher by this method",
+    "Strategy._launcher": "where Lightning looks for the launcher of a strategy",
+    "Strategy._forward_redirection": "what calls training_step inside DDP's forward",
+    "DDPStrategy._process_group_backend": "the backend that process_group_backend shows",
+    "DDPStrategy._ddp_comm_state": "the state of a gradient compression hook",
+    "DDPStrategy._ddp_comm_wrapper": "the wrapper of a gradient compression hook",
+    "DDPStrategy._register_ddp_hooks": "Lightning registers compression hooks on CUDA only",
+    "DDPStrategy._start_method": "how ranks are started",
+    "EarlyStopping._evaluate_stopping_criteria": "the rule of Lightning's early stopping, replaced by ours",
+    "EarlyStopping._log_info": "prints the reason of a stop as Lightning does",
+    "EarlyStopping._run_early_stopping_check": "the moment at which Lightning looks at the monitored value",
+    "_AutomaticOptimization._make_closure": "the closure of a batch, which is run again when it does not fit",
+    "_AutomaticOptimization._make_step_fn": "the forward part of a closure",
+    "_AutomaticOptimization._make_zero_grad_fn": "the zero_grad part of a closure",
+    "_AutomaticOptimization._make_backward_fn": "the backward part of a closure",
+    "_AutomaticOptimization._skip_backward": "a loop that replaces another one keeps its setting",
+    "Closure._backward_fn": "the backward part of a closure, run again for a part of a batch",
+    "_SubprocessScriptLauncher._check_can_spawn_children": "refuses to start ranks from a rank",
+    "_MultiProcessingLauncher._already_fit": "refuses a second fit, whose optimizers stayed in the ranks",
+    "_MultiProcessingLauncher._recover_results_in_main_process": "brings weights and metrics back from rank 0",
+    "_MultiProcessingLauncher._start_method": "how ranks are started",
+    "_MultiProcessingLauncher._strategy": "the strategy that goes to the ranks",
+    "_MultiProcessingLauncher._wrapping_function": "what runs in a started rank, with its results collected",
+    # -- add further names here, each with the reason --
+}
+
+
+def touches(*names: str, why: str) -> Callable[[_F], _F]:
+    """Note which private names a function touches, each as ``Class.attribute``, and why it is needed."""
+
+    def note(function: _F) -> _F:
+        TOUCHED.update(dict.fromkeys(names, why))
+        return function
+
+    return note
+
+
+# -- strategies, numerics --
+
+
+def given_to_trainer(name: str) -> Any:
+    """Return an argument of the Trainer under construction as the user gave it, or ``None`` without one.
+
+    By the time a strategy is asked, the Trainer's connector has overwritten what it changed its mind about; the
+    argument is left only in the frame that received it.
+
+    Args:
+        name: Of the argument, such as ``precision``.
+    """
+    code = _AcceleratorConnector.__init__.__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return frame.f_locals.get(name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+@touches(
+    "_FitLoop._should_reload_train_dl", why="tells the training loader from one of a validation inside a fit"
+)
+def reloads_training_loader(trainer: Any) -> bool:
+    """Return whether the fit loop makes its training loader anew now."""
+    return bool(trainer.fit_loop._should_reload_train_dl)
+
+
+# -- launchers --
+
+# -- steps --
+
+# -- overflow --
+
+# -- batch_size --
+
+# -- stopping --
+
+# -- callbacks --
