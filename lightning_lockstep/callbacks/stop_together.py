@@ -151,7 +151,7 @@ class StopTogether(Callback):
             return
         self._end_watches()
         self._restore_minimum(trainer)
-        unheard = self._agreement.unheard(PREEMPTED)
+        unheard = self._agreement.unanswered(PREEMPTED)
         agreed = self._communicator.agree(bool(unheard), "; ".join(unheard))
         if agreed:
             self._save_and_end(trainer, str(agreed).replace("\n", "; "))

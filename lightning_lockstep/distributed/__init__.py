@@ -21,7 +21,7 @@ from lightning_lockstep.distributed.side_channel.base import (
     Message,
     SideChannel,
 )
-from lightning_lockstep.distributed.side_channel.gather import exchange
+from lightning_lockstep.distributed.side_channel.gather import Gather, Gathered, exchange
 from lightning_lockstep.distributed.side_channel.store import StoreSideChannel
 from lightning_lockstep.distributed.torch_communicator import (
     TorchCommunicator,
@@ -34,6 +34,8 @@ __all__ = [
     "Communicator",
     "FailurePropagation",
     "FailureRecord",
+    "Gather",
+    "Gathered",
     "LocalSideChannel",
     "Message",
     "PendingReduction",

@@ -1,13 +1,12 @@
-"""One rank after the other, without a barrier a rank and without a hang when one of them fails.
+"""A section of code that ranks enter one after the other, without a barrier and without a hang when one fails.
 
-Rank 0 keeps the list: a rank that comes, and a rank that is done, tells rank 0, which tells the next one to
-go and, at the end, tells all how it went. All of it travels over the side channel.
+Rank 0 coordinates: each rank tells it when it arrives at the section and when it has left it. Rank 0 lets the
+next one enter and, once all have left, tells everyone how it went. All messages use the side channel.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,183 +16,176 @@ from lightning_lockstep.errors import CollectiveStallError, RankFailedError
 
 __all__ = ["RankOrderedSections", "rank_ordered_sections"]
 
-_TOPIC = "turns"
-_LOOK_EVERY = 0.5
+_TOPIC = "rank_order"
+# How long rank 0 may take to say which ranks the others wait for [s].
+_ANSWER_LIMIT = 2.0
 Queue = Literal["all", "node"]
 
 
 @dataclass
-class _Round:
-    """What rank 0 knows of one round."""
+class _Section:
+    """What rank 0 knows of one section."""
 
-    came: dict[int, str] = field(default_factory=dict)  # rank -> the queue it stands in
-    done: dict[int, str] = field(default_factory=dict)  # rank -> what went wrong, or ""
-    told_to_go: set[int] = field(default_factory=set)
+    arrived: dict[int, str] = field(default_factory=dict)  # rank -> the queue in which it waits
+    left: dict[int, str] = field(default_factory=dict)  # rank -> its error, or ""
+    admitted: set[int] = field(default_factory=set)
 
 
 class RankOrderedSections:
-    """Gives ranks their turn, in rank order, round after round.
+    """Lets ranks enter a section in rank order, one section after another.
 
     Args:
         communicator: The communicator of the run.
 
-    Ranks: one object on every rank; a round costs 4 messages a rank.
+    Ranks: one object on every rank; a section costs 4 messages per rank.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.channel: SideChannel = communicator.side_channel
         self._number = 0
-        self._rounds: dict[int, _Round] = {}
-        self._told: dict[tuple[int, str], Any] = {}
+        self._sections: dict[int, _Section] = {}
+        self._answers: dict[tuple[int, str], Any] = {}
         self._news = threading.Condition()
         self.channel.on(_TOPIC, self._take)
 
-    def wait_for_turn(self, *, queue: Queue, timeout: float) -> int:
-        """Wait until it is this rank's turn and return the number of the round.
+    def enter(self, *, queue: Queue, timeout: float) -> int:
+        """Wait until this rank may enter the section, and return the section's number.
 
         Args:
-            queue: ``all`` is one rank after the other; ``node`` is one rank of each node at a time.
+            queue: ``all`` admits one rank after the other; ``node`` one rank of each node at a time.
             timeout: Longest wait [s].
 
         Raises:
-            RankFailedError: A rank that had its turn before failed.
-            CollectiveStallError: The turn did not come in time.
+            RankFailedError: A rank that entered before failed.
+            CollectiveStallError: The ranks before did not arrive or leave in time.
 
         Ranks: every rank.
         """
         number, self._number = self._number, self._number + 1
-        here = f"{self.communicator.node_rank} {self.communicator.host}"
-        place = "all" if queue == "all" else f"node {here}"
-        self._tell(number, "came", place)
-        failed = self._hear(number, "go", timeout)
+        node = f"node {self.communicator.node_rank} {self.communicator.host}"
+        self._send(number, "arrived", "all" if queue == "all" else node)
+        failed = self._receive(number, "enter", timeout)
         if failed:
-            self._tell(number, "done", "")
+            self._send(number, "left", "")
             self._raise(failed)
         return number
 
-    def finish(self, number: int, *, error: str, timeout: float) -> None:
-        """Give the turn away, wait until all have had theirs, and see that all end alike.
+    def leave(self, number: int, *, error: str, timeout: float) -> None:
+        """Admit the next rank, wait until all have left, and see that all end alike.
 
         Args:
-            number: What :meth:`wait_for_turn` returned.
+            number: What :meth:`enter` returned.
             error: What went wrong here, with its traceback; empty if nothing did.
             timeout: Longest wait for the other ranks [s].
 
         Raises:
             RankFailedError: Another rank failed.
-            CollectiveStallError: A rank did not come or is still busy.
+            CollectiveStallError: A rank did not arrive or has not left.
 
-        Ranks: every rank that got its turn.
+        Ranks: every rank that has entered.
         """
-        self._tell(number, "done", error)
-        failed = self._hear(number, "over", timeout)
+        self._send(number, "left", error)
+        failed = self._receive(number, "all left", timeout)
         if failed and not error:
             self._raise(failed)
 
     def _raise(self, failed: dict[str, str]) -> None:
         rank, text = min(failed.items(), key=lambda item: int(item[0]))
-        first = text.rstrip().splitlines()[-1] if text.strip() else "no reason given"
-        raise RankFailedError(f"rank {rank} failed while it was its turn: {first}\n\n{text.rstrip()}")
+        summary = text.rstrip().splitlines()[-1] if text.strip() else "no reason given"
+        raise RankFailedError(f"rank {rank} failed in in_rank_order(): {summary}\n\n{text.rstrip()}")
 
-    def _tell(self, number: int, what: str, text: str) -> None:
+    def _send(self, number: int, what: str, text: str) -> None:
         if self.channel.rank == 0:
-            self._keep_list(number, 0, what, text)
+            self._coordinate(number, 0, what, text)
         else:
             self.channel.post(_TOPIC, [number, what, text], to=0)
 
-    def _hear(self, number: int, what: str, timeout: float) -> dict[str, str]:
-        deadline = time.monotonic() + timeout
-        asked = False
+    def _receive(self, number: int, what: str, timeout: float) -> dict[str, str]:
+        def arrived() -> bool:
+            return (number, what) in self._answers
+
         with self._news:
-            while (number, what) not in self._told:
-                left = deadline - time.monotonic()
-                if left <= 0 and not asked:
-                    # Rank 0 knows whom all are waiting for.
-                    asked, deadline = True, time.monotonic() + 2.0
-                    self._tell(number, "why", "")
-                elif left <= 0 or not self.channel.usable:
-                    why = self._told.get((number, "why"), "rank 0 does not answer")
+            if not self.channel.wait_for(self._news, arrived, timeout):
+                self._send(number, "who is missing", "")  # rank 0 knows
+                if not self.channel.wait_for(self._news, arrived, _ANSWER_LIMIT):
+                    missing = self._answers.get((number, "missing"), "rank 0 does not answer")
                     raise CollectiveStallError(
-                        f"rank {self.channel.rank} waited {timeout:.0f} s in in_rank_order(): {why}."
+                        f"rank {self.channel.rank} waited {timeout:.0f} s in in_rank_order(): {missing}."
                         " Every rank must enter the block; a longer `timeout` gives slow ranks more time."
                     )
-                self._news.wait(max(0.0, min(left, _LOOK_EVERY)))
-            failed: dict[str, str] = self._told.pop((number, what))
+            failed: dict[str, str] = self._answers.pop((number, what))
             return failed
 
     def _take(self, message: Message) -> None:
         number, what, content = message.body
-        if what in ("go", "over", "why") and message.sender == 0 and not (what == "why" and content == ""):
-            self._be_told(number, what, content)
+        if what in ("enter", "all left", "missing"):
+            self._keep_answer(number, what, content)
         else:
-            self._keep_list(number, message.sender, what, content)
+            self._coordinate(number, message.sender, what, content)
 
-    def _be_told(self, number: int, what: str, content: Any) -> None:
+    def _keep_answer(self, number: int, what: str, content: Any) -> None:
         with self._news:
-            self._told[number, what] = content
+            self._answers[number, what] = content
             self._news.notify_all()
 
-    def _keep_list(self, number: int, rank: int, what: str, text: str) -> None:
+    def _coordinate(self, number: int, rank: int, what: str, text: str) -> None:
         with self._news:
-            round_ = self._rounds.setdefault(number, _Round())
-            if what == "why":
-                self._answer(number, rank, "why", self._who_is_missing(round_))
+            section = self._sections.setdefault(number, _Section())
+            if what == "who is missing":
+                self._answer(number, rank, "missing", self._missing(section))
                 return
-            (round_.came if what == "came" else round_.done)[rank] = text
-            failed = {str(r): error for r, error in round_.done.items() if error}
-            for ready in self._ready(round_, bool(failed)):
-                round_.told_to_go.add(ready)
-                self._answer(number, ready, "go", failed)
-            if len(round_.done) == self.channel.world_size:
-                del self._rounds[number]
+            (section.arrived if what == "arrived" else section.left)[rank] = text
+            failed = {str(r): error for r, error in section.left.items() if error}
+            for ready in self._ready(section, bool(failed)):
+                section.admitted.add(ready)
+                self._answer(number, ready, "enter", failed)
+            if len(section.left) == self.channel.world_size:
+                del self._sections[number]
                 for every in range(self.channel.world_size):
-                    self._answer(number, every, "over", failed)
+                    self._answer(number, every, "all left", failed)
 
-    def _ready(self, round_: _Round, failed: bool) -> list[int]:
-        """Return the ranks that may go on now: the next of each queue, or all once one has failed."""
-        waiting = [rank for rank in sorted(round_.came) if rank not in round_.told_to_go]
+    def _ready(self, section: _Section, failed: bool) -> list[int]:
+        """Return the ranks that may enter now: the next of each queue, or all once one has failed."""
+        waiting = [rank for rank in sorted(section.arrived) if rank not in section.admitted]
         if failed:
             return waiting
+        inside = {section.arrived[rank] for rank in section.admitted if rank not in section.left}
         ready = []
         for rank in waiting:
-            queue = round_.came[rank]
-            busy = any(
-                r in round_.told_to_go and r not in round_.done for r, q in round_.came.items() if q == queue
-            )
-            first = not any(r < rank and round_.came[r] == queue for r in waiting)
-            in_turn = queue != "all" or all(r in round_.done for r in range(rank))
-            if first and not busy and in_turn:
+            queue = section.arrived[rank]
+            first = not any(r < rank and section.arrived[r] == queue for r in waiting)
+            in_order = queue != "all" or all(r in section.left for r in range(rank))
+            if first and queue not in inside and in_order:
                 ready.append(rank)
         return ready
 
     def _answer(self, number: int, rank: int, what: str, content: Any) -> None:
         if rank == 0:
-            self._be_told(number, what, content)
+            self._keep_answer(number, what, content)
         else:
             self.channel.post(_TOPIC, [number, what, content], to=rank)
 
-    def _who_is_missing(self, round_: _Round) -> str:
-        everyone = set(range(self.channel.world_size))
-        busy = sorted(round_.told_to_go - set(round_.done))
-        absent = sorted(everyone - set(round_.came))
+    def _missing(self, section: _Section) -> str:
+        busy = sorted(section.admitted - set(section.left))
+        absent = sorted(set(range(self.channel.world_size)) - set(section.arrived))
         parts = []
         if busy:
             parts.append(f"rank(s) {', '.join(map(str, busy))} still in the block")
         if absent:
             parts.append(f"rank(s) {', '.join(map(str, absent))} never came to it")
-        return " and ".join(parts) or "the last word was just on its way"
+        return " and ".join(parts) or "all ranks had arrived; the release message was still in flight"
 
 
-_turns: tuple[Communicator, RankOrderedSections] | None = None
+_sections: tuple[Communicator, RankOrderedSections] | None = None
 
 
 def rank_ordered_sections(communicator: Communicator) -> RankOrderedSections:
-    """Return the turns of a communicator; the same object while it is the current one.
+    """Return the rank-ordered sections of a communicator; the same object while it is the current one.
 
     Ranks: every rank, for itself; nothing is sent.
     """
-    global _turns
-    if _turns is None or _turns[0] is not communicator:
-        _turns = (communicator, RankOrderedSections(communicator))
-    return _turns[1]
+    global _sections
+    if _sections is None or _sections[0] is not communicator:
+        _sections = (communicator, RankOrderedSections(communicator))
+    return _sections[1]

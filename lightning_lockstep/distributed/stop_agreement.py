@@ -5,39 +5,34 @@ asks every rank for a promise, and picks the furthest one:
 
     any rank         rank 0                        every rank (receiving thread)
     --------         ------                        -----------------------------
-    request  ----->  PROMISE?   ----------------->  "I shall not go beyond step h without your word"
+    request  ----->  PROMISE?   ----------------->  "I shall not go beyond step h before you decide"
                                 <-----------------  h = steps passed + 1
                      last = max(h)
                      COMMIT last  --------------->  leave after step `last`
 
-No rank can be beyond ``last`` when the word comes, since none goes beyond its own promise before. The main
-thread takes no part until a request exists: then it waits, at the step it has promised, for the few hundred
-microseconds that the word may still need. Steps are counted by each rank for itself; every rank must count
-the same ones.
+No rank can be beyond ``last`` when the decision arrives, since none goes beyond its own promise before. The
+main thread takes no part until a request exists: then it waits, at the step it has promised, for the few
+hundred microseconds that the decision may still need. Each rank counts steps for itself; every rank must
+count the same ones.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
 
 __all__ = ["Request", "StepAgreement", "StopDecision", "stop_agreement"]
 
 _log = logging.getLogger(__name__)
-# How often a rank that waits for the word looks whether the channel still lives [s].
-_LOOK_EVERY = 0.5
 
 
 @dataclass(frozen=True)
 class Request:
-    """One rank's wish that all ranks leave.
+    """One rank's request that all ranks leave.
 
     Attributes:
         rank: Rank that asked.
@@ -56,7 +51,7 @@ class StopDecision:
 
     Attributes:
         step: Number of steps after which all leave.
-        requests: Who asked, in the order in which rank 0 heard of it.
+        requests: Who asked, in the order in which rank 0 received it.
     """
 
     step: int
@@ -78,9 +73,9 @@ class StepAgreement:
     Args:
         channel: The side channel of the run.
         name: Tells several agreements on one channel apart.
-        timeout: Longest wait for a rank's promise and for rank 0's word [s].
+        timeout: Longest wait for a rank's promise and for rank 0's decision [s].
 
-    Ranks: one object on every rank. Nothing is sent until a rank asks; then 4 messages a rank.
+    Ranks: one object on every rank. Nothing is sent until a rank asks; then 4 messages per rank.
     """
 
     def __init__(self, channel: SideChannel, *, name: str = "stop", timeout: float = 60.0) -> None:
@@ -90,11 +85,11 @@ class StepAgreement:
         self._attention = False
         self._round = 0
         self._promise: int | None = None
-        self._word: StopDecision | None = None
+        self._committed: StopDecision | None = None
         self._news = threading.Condition(threading.RLock())
         self._later: list[Message] = []
         self._own: list[tuple[str, str]] = []
-        # rank 0 only: what was asked in this round, and who has promised what
+        # rank 0 only: what was requested in this round, and who has promised what
         self._requests: list[Request] = []
         self._promises: dict[int, int] = {}
         self._has_committed = False
@@ -114,19 +109,19 @@ class StepAgreement:
         self._own.append((kind, reason))
         self.channel.post(self._topic, ["request", self._round, kind, reason], to=0)
 
-    def unheard(self, kind: str) -> list[str]:
+    def unanswered(self, kind: str) -> list[str]:
         """Return the reasons of this rank's own requests of a kind that no decision has answered yet.
 
         Ranks: any rank, alone; nothing is sent.
         """
-        heard = {(r.kind, r.reason) for r in self.decision.requests} if self.decision else set()
-        return [reason for own, reason in self._own if own == kind and (own, reason) not in heard]
+        answered = {(r.kind, r.reason) for r in self.decision.requests} if self.decision else set()
+        return [reason for own, reason in self._own if own == kind and (own, reason) not in answered]
 
     def passed(self) -> StopDecision | None:
         """Count one step as done and return the decision if all ranks leave here.
 
         Ranks: every rank, after each step, from one thread. Costs a fraction of a microsecond while nobody
-        has asked; once somebody has, waits for rank 0's word at the step this rank has promised.
+        has asked; once somebody has, waits for rank 0's decision at the step this rank has promised.
         """
         # The order matters: the receiving thread raises the flag before it reads the count, so either it
         # sees this step counted, or this step sees the flag.
@@ -149,12 +144,12 @@ class StepAgreement:
             again = [own for own in self._own if keep_requests and Request(rank, *own) not in answered]
             self._round += 1
             self._passed, self._attention = 0, False
-            self._promise = self._word = self.decision = None
+            self._promise = self._committed = self.decision = None
             self._own.clear()
             self._requests.clear()
             self._promises.clear()
             self._has_committed = False
-            self._wait_no_more()
+            self._stop_timer()
             later, self._later = self._later, []
         for message in later:
             self._take(message)
@@ -167,31 +162,31 @@ class StepAgreement:
         Ranks: any rank, alone.
         """
         self._remove()
-        self._wait_no_more()
+        self._stop_timer()
 
-    def _wait_no_more(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _consider(self) -> StopDecision | None:
         with self._news:
-            deadline = time.monotonic() + self.timeout
-            while self._word is None and self._promise is not None and self._passed >= self._promise:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self.channel.usable:
-                    _log.warning(
-                        "rank %d has waited %.0f s for the word of rank 0 on when to stop, and goes on without it",
-                        self.channel.rank,
-                        self.timeout - max(left, 0.0),
-                    )
-                    self._attention, self._promise = False, None
-                    return None
-                self._news.wait(min(left, _LOOK_EVERY))
-            if self._word is not None and self._passed >= self._word.step:
-                self.decision = self._word
+            must_wait = self._promise is not None and self._passed >= self._promise
+            if must_wait and not self.channel.wait_for(self._news, self._may_go_on, self.timeout):
+                _log.warning(
+                    "rank %d got no decision of rank 0 on when to stop within %.0f s, and goes on without it",
+                    self.channel.rank,
+                    self.timeout,
+                )
+                self._attention, self._promise = False, None
+                return None
+            if self._committed is not None and self._passed >= self._committed.step:
+                self.decision = self._committed
                 self._attention = False
             return self.decision
+
+    def _may_go_on(self) -> bool:
+        return self._committed is not None or self._promise is None or self._passed < self._promise
 
     def _take(self, message: Message) -> None:
         what, number, *rest = message.body
@@ -202,7 +197,7 @@ class StepAgreement:
             if number < self._round:
                 return
             if what == "request":
-                self._hear(Request(message.sender, *rest))
+                self._requested(Request(message.sender, *rest))
             elif what == "promise?":
                 self._give_promise()
             elif what == "promise":
@@ -211,7 +206,7 @@ class StepAgreement:
                     self._commit()
             elif what == "commit":
                 step, requests = rest
-                self._word = StopDecision(step, tuple(Request(*r) for r in requests))
+                self._committed = StopDecision(step, tuple(Request(*r) for r in requests))
                 self._attention = True
                 self._news.notify_all()
 
@@ -220,14 +215,14 @@ class StepAgreement:
         self._promise = self._passed + 1
         self.channel.post(self._topic, ["promise", self._round, self._promise], to=0)
 
-    def _hear(self, request: Request) -> None:
-        if self._word is not None:
+    def _requested(self, request: Request) -> None:
+        if self._committed is not None:
             return  # all are leaving already
         self._requests.append(request)
         if len(self._requests) == 1:
             everyone = range(self.channel.world_size)
             self.channel.post(self._topic, ["promise?", self._round], to=everyone)
-            if self._word is not None:
+            if self._committed is not None:
                 return  # one process alone answers at once
             self._timer = threading.Timer(self.timeout / 2, self._no_answer, [self._round])
             self._timer.daemon = True
@@ -237,25 +232,23 @@ class StepAgreement:
         with self._news:
             if number != self._round or self._has_committed or not self._promises:
                 return
-            silent = sorted(set(range(self.channel.world_size)) - set(self._promises))
+            missing = sorted(set(range(self.channel.world_size)) - set(self._promises))
             _log.warning(
                 "no answer from rank(s) %s for %.0f s on when to stop; the other ranks stop without asking again",
-                ", ".join(map(str, silent)),
+                ", ".join(map(str, missing)),
                 self.timeout / 2,
             )
             self._commit()
 
     def _commit(self) -> None:
-        # Once, whatever is still on its way: a rank may have left already when a second word comes.
+        # Once, whatever is still under way: a rank may have left already when a second decision arrives.
         if self._has_committed:
             return
         self._has_committed = True
-        self._wait_no_more()
-        body = self._committed(max(self._promises.values()), self._requests)
+        self._stop_timer()
+        requests = [[r.rank, r.kind, r.reason] for r in self._requests]
+        body = ["commit", self._round, max(self._promises.values()), requests]
         self.channel.post(self._topic, body, to=range(self.channel.world_size))
-
-    def _committed(self, step: int, requests: Sequence[Request]) -> list[Any]:
-        return ["commit", self._round, step, [[r.rank, r.kind, r.reason] for r in requests]]
 
 
 _agreements: weakref.WeakKeyDictionary[SideChannel, StepAgreement] = weakref.WeakKeyDictionary()

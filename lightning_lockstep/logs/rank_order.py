@@ -42,11 +42,11 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
     if communicator.world_size == 1:
         yield communicator.rank
         return
-    turns = rank_ordered_sections(communicator)
-    number = turns.wait_for_turn(queue="node" if per_node else "all", timeout=timeout)
+    sections = rank_ordered_sections(communicator)
+    number = sections.enter(queue="node" if per_node else "all", timeout=timeout)
     try:
         yield communicator.rank
     except BaseException as error:
-        turns.finish(number, error="".join(traceback.format_exception(error)), timeout=timeout)
+        sections.leave(number, error="".join(traceback.format_exception(error)), timeout=timeout)
         raise
-    turns.finish(number, error="", timeout=timeout)
+    sections.leave(number, error="", timeout=timeout)

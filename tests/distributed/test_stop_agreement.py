@@ -123,11 +123,11 @@ def test_one_process_agrees_with_itself():
 def test_a_request_that_no_step_has_answered_is_asked_again():
     agreement = StepAgreement(LocalSideChannel())
     agreement.request("late", kind="preempted")
-    assert agreement.unheard("preempted") == ["late"] and agreement.unheard("breakpoint") == []
+    assert agreement.unanswered("preempted") == ["late"] and agreement.unanswered("breakpoint") == []
     agreement.start_over(keep_requests=True)
     assert agreement.passed().asks_for("preempted")
     agreement.start_over()
-    assert agreement.unheard("preempted") == []
+    assert agreement.unanswered("preempted") == []
 
 
 def gather_over_steps() -> dict:

@@ -224,7 +224,7 @@ def test_in_rank_order():
     spans = [v["first"] for v in values]
     assert [number for number, _, _ in spans] == [0, 1, 2]
     assert spans[0][2] <= spans[1][1] and spans[1][2] <= spans[2][1], "one after the other"
-    text = "rank 1 failed while it was its turn: ValueError: disk full"
+    text = "rank 1 failed in in_rank_order(): ValueError: disk full"
     assert [v["raised"] for v in values] == [
         ("RankFailedError", text),
         ("ValueError", "disk full"),

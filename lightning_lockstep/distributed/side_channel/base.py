@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -16,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 # Messages that came before anybody asked for their topic; older ones are dropped beyond this number.
 _KEPT_UNREAD = 10_000
+# How often a waiting rank looks whether the channel can still deliver [s].
+_LOOK_EVERY = 0.5
 
 Handler = Callable[["Message"], None]
 
@@ -144,6 +147,29 @@ class SideChannel(ABC):
 
         Ranks: any rank, alone; one round trip to the store. Every caller of a key gets the same answer.
         """
+
+    def wait_for(self, news: threading.Condition, arrived: Callable[[], bool], timeout: float) -> bool:
+        """Wait until messages of other ranks have made ``arrived`` true.
+
+        The one place in which a rank waits for what others send over this channel.
+
+        Args:
+            news: Held by the caller; a handler notifies it of each message that matters.
+            arrived: Tells whether the wait is over.
+            timeout: Longest wait [s].
+
+        Returns:
+            Whether it is; false when the time is over or nothing can arrive any more.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        deadline = time.monotonic() + timeout
+        while not arrived():
+            left = deadline - time.monotonic()
+            if left <= 0 or not self.usable:
+                return False
+            news.wait(min(left, _LOOK_EVERY))
+        return True
 
     @abstractmethod
     def flush(self, timeout: float = 5.0) -> bool:
