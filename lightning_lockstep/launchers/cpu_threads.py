@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Literal
 
 import torch
 
+from lightning_lockstep._system import usable_cores
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["apply_threads", "plan_threads", "usable_cores"]
-
-_CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")
-_CGROUP_V1_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-_CGROUP_V1_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
-
-# Pinning narrows the affinity of this process; later questions must still see what it began with.
-_first_seen: tuple[int, ...] | None = None
-
-
-def usable_cores() -> tuple[int, ...]:
-    """Return the numbers of the cores this process may use, fewer where a cgroup limits its CPU time.
-
-    Ranks: any rank, alone; reads files of the operating system.
-    """
-    global _first_seen
-    if _first_seen is None:
-        affinity = getattr(os, "sched_getaffinity", None)
-        cores = sorted(affinity(0)) if affinity else list(range(os.cpu_count() or 1))
-        limit = _cgroup_limit()
-        _first_seen = tuple(cores[: max(1, int(limit))] if limit is not None else cores)
-    return _first_seen
+__all__ = ["apply_threads", "plan_threads"]
 
 
 def plan_threads(
@@ -47,8 +26,6 @@ def plan_threads(
 
     Returns:
         (threads, cores); with more ranks than cores, ranks share.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     share = max(1, len(cores) // local_world_size)
     threads = share if threads_per_rank == "auto" else int(threads_per_rank)
@@ -97,15 +74,3 @@ def apply_threads(
         )
     os.sched_setaffinity(0, mine)
     return threads, mine
-
-
-def _cgroup_limit() -> float | None:
-    """Return the CPU time limit of this process's cgroup in cores, or ``None`` where there is none."""
-    try:
-        if _CGROUP_V2.exists():
-            quota, period = _CGROUP_V2.read_text().split()
-            return None if quota == "max" else int(quota) / int(period)
-        quota_us = int(_CGROUP_V1_QUOTA.read_text())
-        return None if quota_us <= 0 else quota_us / int(_CGROUP_V1_PERIOD.read_text())
-    except (OSError, ValueError):
-        return None

@@ -6,11 +6,9 @@ import os
 import signal
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.launchers import cpu_threads
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, detect_environment
 from lightning_lockstep.launchers.cpu_threads import plan_threads
 from tests.helpers import run_script
@@ -31,27 +29,6 @@ def test_the_cores_are_shared_out(asked: object, cores: int, ranks: int, expecte
         for rank in range(ranks)
     ]
     assert plans == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "limit"), [("max 100000", None), ("150000 100000", 1.5), ("400000 100000", 4.0)]
-)
-def test_a_cgroup_limit_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, limit: float
-) -> None:
-    file = tmp_path / "cpu.max"
-    file.write_text(text)
-    monkeypatch.setattr(cpu_threads, "_CGROUP_V2", file)
-    assert cpu_threads._cgroup_limit() == limit
-
-
-def test_a_cgroup_limit_narrows_the_usable_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "cpu.max"
-    file.write_text("50000 100000")
-    monkeypatch.setattr(cpu_threads, "_CGROUP_V2", file)
-    monkeypatch.setattr(cpu_threads, "_first_seen", None)
-    assert len(cpu_threads.usable_cores()) == 1
-    monkeypatch.setattr(cpu_threads, "_first_seen", None)
 
 
 def test_nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:

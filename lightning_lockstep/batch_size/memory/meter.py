@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_lockstep._system import memory_limit
 from lightning_lockstep.errors import ConfigurationError
 
 __all__ = ["CPUMeter", "CUDAMeter", "MemoryMeter", "MemoryReading", "meter_for", "parse_bytes"]
@@ -267,16 +268,5 @@ def _address_space_limit() -> int | None:
 
 def _host_limit(local_ranks: int) -> tuple[int, str]:
     """Return (bytes for this process, where that comes from)."""
-    limits = [(_physical_memory(), "memory of this host")]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # absent, or the word "max"
-            limits.append((int(Path(file).read_text()), "memory of this control group"))
-    size, source = min(limits)
-    if local_ranks > 1:
-        source = f"{source} / {local_ranks} ranks"
-    return size // local_ranks, source
-
-
-def _physical_memory() -> int:
-    found = re.search(r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else 2**63
+    size, source = memory_limit()
+    return size // local_ranks, source if local_ranks == 1 else f"{source} / {local_ranks} ranks"
