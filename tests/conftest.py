@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
+from tests.helpers.children import save_imports
 from tests.helpers.leaks import LeakCheck
 from tests.helpers.ranks import stop_server
+
+save_imports()
 
 # A shell without job control starts what it puts into the background deaf to Ctrl-C, and so would be every
 # process that a test starts.
@@ -26,6 +31,34 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
     before.restore()
     if leaks:
         pytest.fail("the test left something behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out the tests that are marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is slow where only the fast part was asked for; else begin with it.
+
+    A worker that gets a long test at the very end keeps all others waiting.
+    """
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    if config.getoption("fast"):
+        config.hook.pytest_deselected(items=slow)
+        items[:] = quick
+    else:
+        items[:] = slow + quick
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """``-n auto``: two workers per core, for most tests wait most of the time; 2 GB of memory for each."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    if all(".py" in argument for argument in config.args):
+        return 0  # a file or a test: not worth the start of workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(2 * cores, 16, psutil.virtual_memory().available // 2**31))
 
 
 def pytest_sessionfinish() -> None:

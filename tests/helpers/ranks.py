@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers._protocol import Job, RankOutcome
+from tests.helpers.patience import patience
 
 __all__ = ["RankError", "RankOutcome", "RankTimeoutError", "run_ranks", "run_ranks_raw"]
 
@@ -92,6 +93,7 @@ def run_ranks_raw(
         RankTimeoutError: The time limit ran out and ``allow_timeout`` is False.
     """
     folder = Path(tempfile.mkdtemp(prefix="ranks.", dir=_start_server()))
+    timeout = patience(timeout)
     started = time.monotonic()
     try:
         job = Job(

@@ -19,7 +19,10 @@ from types import TracebackType
 
 import psutil
 
-# Inherited by everything the script starts, also by processes that leave its session (torchrun's do).
+from tests.helpers.patience import patience
+
+# Inherited by everything the script starts, also by processes that leave its session (torchrun's do). Python
+# processes that have it write whole lines (child_site/sitecustomize.py).
 _MARK = "LOCKSTEP_TEST_SCRIPT"
 
 
@@ -64,7 +67,8 @@ class Script:
         command = [os.fspath(arg) for arg in args]
         if command[0].endswith(".py"):
             command.insert(0, sys.executable)
-        merged = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {}), _MARK: self._mark}
+        # Unbuffered, a printed line is two writes, and the lines of ranks that share a file meet.
+        merged = {**os.environ, "PYTHONUNBUFFERED": None, **(env or {}), _MARK: self._mark}
         with open(self._path("stdout"), "wb") as out, open(self._path("stderr"), "wb") as err:
             self.process = subprocess.Popen(
                 command,
@@ -109,6 +113,7 @@ class Script:
         Raises:
             AssertionError: The script ended or the time ran out first; the message holds its output.
         """
+        timeout = patience(timeout)
         deadline = time.monotonic() + timeout
         while True:
             ended = self.process.poll() is not None
@@ -143,7 +148,7 @@ class Script:
         """
         timed_out = False
         try:
-            self.process.wait(timeout)
+            self.process.wait(patience(timeout))
         except subprocess.TimeoutExpired:
             timed_out = True
         seconds = time.monotonic() - self._started

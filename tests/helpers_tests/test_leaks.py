@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_the_fixture_fails_a_leaking_test(tmp_path: Path) -> None:
     ini = tmp_path / "pytest.ini"
     ini.write_text("[pytest]\naddopts = --import-mode=importlib\nmarkers = allow_leaks(*kinds)\n")
     done = subprocess.run(
-        ["pytest", "-q", "-p", "no:cacheprovider", "-c", ini, folder],
+        [Path(sys.executable).with_name("pytest"), "-q", "-p", "no:cacheprovider", "-c", ini, folder],
         cwd=tmp_path,
         capture_output=True,
         text=True,

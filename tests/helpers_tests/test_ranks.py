@@ -158,7 +158,8 @@ def test_an_exit_code_is_kept() -> None:
         run_ranks(1, exit_with, 7, backend=None)
 
 
-def test_the_time_limit_kills_and_shows_stacks() -> None:
+def test_the_time_limit_kills_and_shows_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TESTS_PATIENCE", "1")
     with pytest.raises(RankTimeoutError, match="time limit of 3 s") as caught:
         run_ranks(2, a_place_to_wait, timeout=3, backend=None)
     assert str(caught.value).count("in a_place_to_wait") == 2

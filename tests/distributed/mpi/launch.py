@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning_lockstep
 from tests.helpers import ScriptOutcome, run_script
+from tests.helpers.children import CHILD_SITE
 
 __all__ = ["MPI_KINDS", "PACKAGE", "mpi_command", "mpi_environ", "run_program", "why_no"]
 
@@ -73,7 +74,7 @@ def _path_to_package() -> str:
 def mpi_environ() -> dict[str, str]:
     """Return the environment for such a job."""
     return {
-        "PYTHONPATH": _path_to_package(),
+        "PYTHONPATH": os.pathsep.join([_path_to_package(), str(CHILD_SITE)]),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",

@@ -1,0 +1,15 @@
+"""How long to wait for what only a hang keeps from happening."""
+
+from __future__ import annotations
+
+import os
+
+
+def patience(seconds: float) -> float:
+    """Return a time limit for this run: longer where several tests share the cores.
+
+    ``LOCKSTEP_TESTS_PATIENCE`` multiplies every limit of ``run_ranks`` and ``run_script`` (default: 1, and 2
+    in a worker of pytest-xdist).
+    """
+    default = "2" if "PYTEST_XDIST_WORKER" in os.environ else "1"
+    return seconds * float(os.environ.get("LOCKSTEP_TESTS_PATIENCE", default))
