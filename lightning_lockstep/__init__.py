@@ -1,67 +1,41 @@
 """lightning-lockstep keeps every rank of a distributed PyTorch Lightning run in step.
 
 Importing this package registers its strategies with Lightning and does nothing else; the public names
-below are loaded when first used.
+are loaded when first used.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
+from lightning_lockstep._exports import EXPORTS as _EXPORTS
+from lightning_lockstep._exports import lazy as _lazy
 from lightning_lockstep._registry import register_strategies as _register_strategies
 
-# public name -> the module that defines it
-_EXPORTS: dict[str, str] = {
-    # strategies
-    "LockstepDDPStrategy": "strategies.ddp",
-    "LockstepMPIStrategy": "strategies.mpi",
-    # callbacks
-    "AutoBatchSize": "callbacks.auto_batch_size",
-    "EffectiveBatchSize": "callbacks.effective_batch_size",
-    "RankOrderedLogging": "callbacks.rank_logging",
-    "StopTogether": "callbacks.stop_together",
-    "SyncedEarlyStopping": "callbacks.early_stopping",
-    # functions
-    "check_breakpoint": "stopping.breakpoint",
-    "find_executable_batch_size": "batch_size.find_executable",
-    "get_logger": "logs",
-    "in_rank_order": "logs",
-    "set_breakpoint": "stopping.breakpoint",
-    # overflows
-    "FP32Modules": "callbacks.fp32_modules",
-    "OverflowDetector": "callbacks.overflow_detector",
-    "detect_overflow": "numerics.statistics",
-    "run_in_fp32": "numerics.float32",
-    # errors
-    "BatchSizeError": "errors",
-    "CollectiveError": "errors",
-    "CollectiveMismatchError": "errors",
-    "CollectiveStallError": "errors",
-    "ConfigurationError": "errors",
-    "LaunchError": "errors",
-    "LockstepError": "errors",
-    "MetricMissingError": "errors",
-    "MissingExtraError": "errors",
-    "OverflowDetectedError": "errors",
-    "Preempted": "errors",
-    "RankFailedError": "errors",
-}
-
 __version__ = "0.1.0"
-__all__ = sorted(_EXPORTS)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_EXPORTS])
-
+if TYPE_CHECKING:
+    from lightning_lockstep.batch_size.find_executable import (
+        find_executable_batch_size as find_executable_batch_size,
+    )
+    from lightning_lockstep.callbacks import AutoBatchSize as AutoBatchSize
+    from lightning_lockstep.callbacks import EffectiveBatchSize as EffectiveBatchSize
+    from lightning_lockstep.callbacks import FP32Modules as FP32Modules
+    from lightning_lockstep.callbacks import OverflowDetector as OverflowDetector
+    from lightning_lockstep.callbacks import RankOrderedLogging as RankOrderedLogging
+    from lightning_lockstep.callbacks import StopTogether as StopTogether
+    from lightning_lockstep.callbacks import SyncedEarlyStopping as SyncedEarlyStopping
+    from lightning_lockstep.errors import *  # noqa: F403
+    from lightning_lockstep.logs import get_logger as get_logger
+    from lightning_lockstep.logs import in_rank_order as in_rank_order
+    from lightning_lockstep.numerics.float32 import run_in_fp32 as run_in_fp32
+    from lightning_lockstep.numerics.statistics import detect_overflow as detect_overflow
+    from lightning_lockstep.stopping.breakpoint import check_breakpoint as check_breakpoint
+    from lightning_lockstep.stopping.breakpoint import set_breakpoint as set_breakpoint
+    from lightning_lockstep.strategies import LockstepDDPStrategy as LockstepDDPStrategy
+    from lightning_lockstep.strategies import LockstepMPIStrategy as LockstepMPIStrategy
+else:
+    __all__ = sorted(_EXPORTS)
+    __getattr__, __dir__ = _lazy(__name__, _EXPORTS)
 
 _register_strategies()

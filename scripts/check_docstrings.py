@@ -15,12 +15,12 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def exports() -> dict[str, str]:
-    """Public name to the module that defines it, from the literal table in ``__init__.py``."""
-    for node in ast.parse((PACKAGE / "__init__.py").read_text()).body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_EXPORTS" and node.value:
+    """Public name to the module that defines it, from the literal table in ``_exports.py``."""
+    for node in ast.parse((PACKAGE / "_exports.py").read_text()).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "EXPORTS" and node.value:
             table: dict[str, str] = ast.literal_eval(node.value)
             return table
-    raise SystemExit("check_docstrings: lightning_lockstep/__init__.py has no literal table _EXPORTS")
+    raise SystemExit("check_docstrings: lightning_lockstep/_exports.py has no literal table EXPORTS")
 
 
 def find(name: str, module: str) -> Definition | None:

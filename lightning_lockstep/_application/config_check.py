@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.config_search_path import ConfigSearchPath
 from omegaconf import DictConfig, OmegaConf, flag_override
@@ -16,11 +16,29 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_lockstep._application.faults import Fault, did_you_mean
 from lightning_lockstep._application.hydra_internals import HydraConfig, HydraException, Loader, setup_globals
 from lightning_lockstep._application.overrides import Composed, compose_job, parse, quote_numbers, variants
-from lightning_lockstep._application.targets import TargetChecks
+from lightning_lockstep._application.targets import TargetChecks, target_nodes
+from lightning_lockstep._exports import new_path, renamed
 from lightning_lockstep.launchers.hydra_rerun import freeze
+
+# Old key -> new key of a choice that was renamed; the old one is removed after the next release.
+_RENAMED_KEYS = {"callbacks.breakpoint": "callbacks.stop_together"}
 
 # A program's own checks of one job: from its configuration and its checks to what is wrong.
 JobCheck = Callable[[DictConfig, TargetChecks], list[Fault]]
+
+
+class Checked(NamedTuple):
+    """What the checks of a command line have found.
+
+    Attributes:
+        faults: What is wrong, each once, in the order of the command line.
+        quoted: Overrides that Hydra must be given in another form, by the form typed.
+        old_names: What to write instead of old names that are still read.
+    """
+
+    faults: list[Fault]
+    quoted: dict[str, str]
+    old_names: list[str]
 
 
 def preflight(
@@ -28,7 +46,7 @@ def preflight(
     search_path: ConfigSearchPath,
     config_name: str | None,
     check: JobCheck | None,
-) -> tuple[list[Fault], dict[str, str]]:
+) -> Checked:
     """Look for everything that is wrong with a command line.
 
     Args:
@@ -38,8 +56,7 @@ def preflight(
         check: The program's own checks of each job.
 
     Returns:
-        All faults, each once, in the order of the command line, none when the run can begin; and the
-        overrides that Hydra must be given in another form, by the form typed.
+        No fault when the run can begin.
 
     Ranks: rank 0, before any other rank is started; nothing is communicated.
     """
@@ -52,7 +69,7 @@ def preflight(
     try:
         loader = Loader(search_path, name, lines)
     except (HydraException, OSError) as error:
-        return [*faults, Fault(str(error).splitlines()[0], error)], {}
+        return Checked([*faults, Fault(str(error).splitlines()[0], error)], {}, [])
     if name is not None and not loader.is_choice("", name):
         known = loader.choices("")
         faults.append(
@@ -61,19 +78,21 @@ def preflight(
                 f" There is: {', '.join(known)}."
             )
         )
-        return faults, {}
+        return Checked(faults, {}, [])
     mended = quote_numbers(loader, lines)
     overrides, _ = parse([mended.get(line, line) for line in lines])
     jobs, sweep_faults = variants(overrides, multirun=arguments.multirun)
     faults += sweep_faults
+    old_names: list[str] = []
     for number, job in enumerate(jobs):
         composed = compose_job(loader, job)
         faults += composed.faults
         if composed.config is not None:
             faults += check_job(composed, number, check)
+            old_names += _old_names(composed.config)
     for typed, line in mended.items():
         faults = [Fault(fault.text.replace(line, typed), fault.error) for fault in faults]
-    return _in_order_typed(faults, lines), mended
+    return Checked(_in_order_typed(faults, lines), mended, list(dict.fromkeys(old_names)))
 
 
 def check_job(composed: Composed, number: int, check: JobCheck | None) -> list[Fault]:
@@ -85,6 +104,18 @@ def check_job(composed: Composed, number: int, check: JobCheck | None) -> list[F
         faults = [*checks.signature_faults(), *(check(frozen, checks) if check is not None else [])]
     typed, guessed = tuple(composed.typed.values()), tuple(composed.guessed)
     return [fault for fault in faults if fault.text.startswith(typed) or not fault.text.startswith(guessed)]
+
+
+def _old_names(config: DictConfig) -> Iterator[str]:
+    for key, node in target_nodes(config):
+        if OmegaConf.is_interpolation(node, "_target_"):
+            continue
+        target = str(node["_target_"])
+        new = new_path(target)
+        if new is not None:
+            yield renamed(f"{key}._target_={target}", new)
+        if key in _RENAMED_KEYS and target == "lightning_lockstep.StopTogether":
+            yield renamed(key, _RENAMED_KEYS[key])
 
 
 @contextmanager

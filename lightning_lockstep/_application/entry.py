@@ -132,8 +132,10 @@ class _Application:
 
     def _check(self, check: JobCheck | None) -> None:
         search_path = hydra_internals.search_path_of(self.program, self.config_path, self.arguments)
-        faults, mended = preflight(self.arguments, search_path, self.config_name, check)
-        sys.argv[1:] = [mended.get(argument, argument) for argument in sys.argv[1:]]
+        faults, quoted, old_names = preflight(self.arguments, search_path, self.config_name, check)
+        sys.argv[1:] = [quoted.get(argument, argument) for argument in sys.argv[1:]]
+        for sentence in old_names:
+            sys.stderr.write(f"{program_name()}: {sentence}\n")
         if faults:
             show_faults(program_name(), faults, stack_traces=stack_traces())
             sys.exit(UNUSABLE)

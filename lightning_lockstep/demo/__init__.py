@@ -11,3 +11,24 @@ They are the demo, the tests' real load and the pattern to copy: metrics reduced
 global batch that is the same on any number of ranks (`lightning_lockstep.demo.global_batch_sampler`), and
 checks of their settings that report every fault at once.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_lockstep._exports import lazy
+
+if TYPE_CHECKING:
+    from lightning_lockstep.demo.byte_gpt import ByteGPT as ByteGPT
+    from lightning_lockstep.demo.cnn import ConvNet as ConvNet
+    from lightning_lockstep.demo.digits import DigitsData as DigitsData
+    from lightning_lockstep.demo.source_text import SourceTextData as SourceTextData
+else:
+    _NAMES = {
+        "ByteGPT": "demo.byte_gpt",
+        "ConvNet": "demo.cnn",
+        "DigitsData": "demo.digits",
+        "SourceTextData": "demo.source_text",
+    }
+    __all__ = sorted(_NAMES)
+    __getattr__, __dir__ = lazy(__name__, _NAMES)

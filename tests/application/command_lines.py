@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from lightning_lockstep._application import hydra_internals
-from lightning_lockstep._application.config_check import preflight
+from lightning_lockstep._application.config_check import Checked, preflight
 from lightning_lockstep.train import check_training, main
+
+
+def look_at(*arguments: str) -> Checked:
+    """What `lockstep-train` finds out about these arguments before it starts anything."""
+    parsed = hydra_internals.get_args_parser().parse_args(list(arguments))
+    search_path = hydra_internals.search_path_of(main, "pkg://lightning_lockstep.conf", parsed)
+    return preflight(parsed, search_path, "lockstep_train", check_training)
 
 
 def faults_of(*arguments: str) -> list[str]:
     """What `lockstep-train` finds wrong with these arguments, as it would say it."""
-    parsed = hydra_internals.get_args_parser().parse_args(list(arguments))
-    search_path = hydra_internals.search_path_of(main, "pkg://lightning_lockstep.conf", parsed)
-    faults, _ = preflight(parsed, search_path, "lockstep_train", check_training)
-    return [fault.text for fault in faults]
+    return [fault.text for fault in look_at(*arguments).faults]
 
 
 def only(faults: list[str]) -> str:

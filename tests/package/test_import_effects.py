@@ -1,4 +1,4 @@
-"""Importing the package registers the strategies and does nothing else."""
+"""Importing the package, and its rooms that people import from, registers the strategies and does nothing else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 import pytest
+
+from lightning_lockstep._exports import MOVED
 
 # Engines and tools that only somebody who asks for them should pay for. Lightning itself imports some of
 # them (torchmetrics: matplotlib, transformers), so what counts is what our import adds to Lightning's.
@@ -50,7 +52,7 @@ def state():
     }
 
 before, modules, strategies = state(), set(sys.modules), set(StrategyRegistry)
-import lightning_lockstep
+import lightning_lockstep, lightning_lockstep.callbacks, lightning_lockstep.strategies
 own = [logging.getLogger(n) for n in logging.Logger.manager.loggerDict if n.startswith("lightning_lockstep")]
 after = state()
 print(json.dumps({
@@ -116,8 +118,9 @@ def test_it_imports_no_engine(imported: Any) -> None:
 
 def test_it_imports_few_modules_of_its_own(imported: Any) -> None:
     """The public names are loaded when first used: the rooms stay untouched until then."""
-    rooms = {name.split(".")[1] for name in imported["modules"] if name.startswith("lightning_lockstep.")}
-    assert rooms <= {"_environment", "_lightning", "_registry", "errors"}
+    own = {name.split(".", 1)[1] for name in imported["modules"] if name.startswith("lightning_lockstep.")}
+    old_paths = {old.rpartition(".")[0] for old in MOVED}
+    assert own - old_paths == {"_exports", "_lightning", "_registry", "callbacks", "strategies"}
 
 
 def test_it_registers_its_strategies_and_takes_none_away(imported: Any) -> None:

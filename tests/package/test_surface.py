@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import lightning_lockstep
+from lightning_lockstep import errors
 from tests.helpers import run_ranks
 
-SURFACE = [
-    # strategies
-    "LockstepDDPStrategy",
-    "LockstepMPIStrategy",
-    # overflows
-    "FP32Modules",
-    "OverflowDetector",
-    "detect_overflow",
-    "run_in_fp32",
-    # callbacks and functions
+STRATEGIES = ["LockstepDDPStrategy", "LockstepMPIStrategy"]
+CALLBACKS = [
     "AutoBatchSize",
     "EffectiveBatchSize",
+    "FP32Modules",
+    "OverflowDetector",
     "RankOrderedLogging",
     "StopTogether",
     "SyncedEarlyStopping",
+]
+SURFACE = [
+    *STRATEGIES,
+    *CALLBACKS,
+    # functions
     "check_breakpoint",
+    "detect_overflow",
     "find_executable_batch_size",
     "get_logger",
     "in_rank_order",
+    "run_in_fp32",
     "set_breakpoint",
     # errors
     "BatchSizeError",
@@ -57,17 +63,65 @@ def test_each_name_resolves_to_something_of_that_name(name: str) -> None:
     assert name in dir(lightning_lockstep)
 
 
-def star_import() -> tuple[list[str], list[str]]:
+# Names that people import from a room, as they do from Lightning.
+ROOMS = {
+    "callbacks": CALLBACKS,
+    "strategies": STRATEGIES,
+    "demo": ["ByteGPT", "ConvNet", "DigitsData", "SourceTextData"],
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_exactly_its_names_and_its_files_stay_importable(room: str) -> None:
+    package = importlib.import_module(f"lightning_lockstep.{room}")
+    assert sorted(package.__all__) == ROOMS[room]
+    assert set(ROOMS[room]) <= set(dir(package))
+    for name in ROOMS[room]:
+        value = getattr(package, name)
+        assert value.__name__ == name
+        if name in SURFACE:
+            assert value is getattr(lightning_lockstep, name)
+        # The files keep their own names: `from lightning_lockstep.callbacks import early_stopping` is one.
+        file = value.__module__.rpartition(".")[2]
+        assert isinstance(
+            getattr(importlib.import_module(value.__module__.rpartition(".")[0]), file), ModuleType
+        )
+    with pytest.raises(
+        AttributeError, match=f"module 'lightning_lockstep.{room}' has no attribute 'Nothing'"
+    ):
+        _ = package.Nothing
+
+
+@pytest.mark.parametrize("module", ["__init__", *(f"{room}/__init__" for room in ROOMS)])
+def test_type_checkers_see_the_names_that_are_there_at_run_time(module: str) -> None:
+    """They read the imports under TYPE_CHECKING, the program reads the table: it must be one list."""
+    path = Path(lightning_lockstep.__file__).parent / f"{module}.py"
+    tree = ast.parse(path.read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = set()
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            typed |= set(errors.__all__) if alias.name == "*" else {alias.asname}
+    assert typed == set(ROOMS.get(module.partition("/")[0], SURFACE))
+
+
+def star_import(package: str) -> tuple[list[str], list[str]]:
     """In a process of its own: the names a star import brings, and the engines that came along."""
     namespace: dict[str, object] = {}
-    exec("from lightning_lockstep import *", namespace)
+    exec(f"from {package} import *", namespace)
     engines = [name for name in ("mpi4py", "deepspeed", "torch_xla", "hydra") if name in sys.modules]
     return sorted(name for name in namespace if not name.startswith("__")), engines
 
 
 def test_star_import_brings_the_surface_and_no_engine() -> None:
     """Engines are imported where they are used, not where a class that could use them is defined."""
-    assert run_ranks(1, star_import, backend=None) == [(sorted(SURFACE), [])]
+    assert run_ranks(1, star_import, "lightning_lockstep", backend=None) == [(sorted(SURFACE), [])]
+
+
+@pytest.mark.parametrize("room", ["callbacks", "strategies"])
+def test_so_does_a_star_import_from_a_room(room: str) -> None:
+    assert run_ranks(1, star_import, f"lightning_lockstep.{room}", backend=None) == [(ROOMS[room], [])]
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
