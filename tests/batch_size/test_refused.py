@@ -52,8 +52,6 @@ def bad(case: str):
         )
     if case == "batch norm":
         return AutoBatchSize(init_val=1), Walled(), None, "cannot be trained with batch norm"
-    if case == "shape":
-        return AutoBatchSize(), Walled(where="shape"), None, "shapes cannot be multiplied"
     return AutoBatchSize(), FromLoader(), loader, ""
 
 
