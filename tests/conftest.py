@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.children import save_imports
 from tests.helpers.leaks import LeakCheck
 from tests.helpers.ranks import stop_server
+from tests.helpers.selection import group_of, starts_programs
 
 save_imports()
 
@@ -34,14 +35,22 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="leave out the tests that are marked slow")
+    parser.addoption(
+        "--fast", action="store_true", help="leave out the slow tests: those that start programs"
+    )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is slow where only the fast part was asked for; else begin with it.
+    """Mark as slow what starts programs; leave it out of the fast part, and begin with it otherwise.
 
     A worker that gets a long test at the very end keeps all others waiting.
     """
+    for item in items:
+        if starts_programs(item):
+            item.add_marker("slow")
+        if group := group_of(item):
+            item.add_marker(pytest.mark.xdist_group(group))
     slow = [item for item in items if item.get_closest_marker("slow")]
     quick = [item for item in items if not item.get_closest_marker("slow")]
     if config.getoption("fast"):

@@ -22,7 +22,7 @@ print("found:", version("scipy") == scipy.__version__)
 @pytest.mark.parametrize("show", [False, True])
 def test_optional_packages_are_hidden_from_torchmetrics_alone(show: bool) -> None:
     env = {"LOCKSTEP_TESTS_SHOW_ALL": "1" if show else None}
-    outcome = run_script([sys.executable, "-c", PROGRAM], env=env)
+    outcome = run_script([sys.executable, "-c", PROGRAM], env=env, timeout=180)
     assert outcome.returncode == 0, outcome.output
     imported, found = outcome.stdout.splitlines()
     assert ("scipy" in imported.split()) == show

@@ -1,0 +1,61 @@
+"""Which tests start programs, and which belong together: found in their code, so that nobody keeps a list."""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+#: What starts an interpreter (one that imports torch and Lightning takes seconds), or a program that does.
+STARTERS = frozenset({"Popen", "Script", "run_script", "start_script", "subprocess"})
+#: What starts ranks under MPI.
+MPI_STARTERS = frozenset({"mpi_command", "mpi_environ"})
+
+
+def starts_programs(item: pytest.Item) -> bool:
+    """Whether a test starts a program; ranks that are forked from the server do not count."""
+    return _reaches(item, STARTERS)
+
+
+def group_of(item: pytest.Item) -> str | None:
+    """Return the group of tests that run one after the other in one worker, if the test needs one.
+
+    Tests that share a fixture of their module: another worker would make a second one. Tests with two hosts, in
+    the same way. Tests that start ranks under MPI: such a rank spins while it waits, and two jobs at a time
+    would only keep each other from their work.
+    """
+    fixtures = getattr(item, "fixturenames", ())
+    if "cluster" in fixtures:
+        return "hosts"
+    if _reaches(item, MPI_STARTERS):
+        return "mpi"
+    known = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+    if any(known[name][-1].scope == "module" for name in fixtures if known.get(name)):
+        return item.nodeid.partition("::")[0]
+    return None
+
+
+def _reaches(item: pytest.Item, names: frozenset[str]) -> bool:
+    """Whether a test, a function of the tests that it calls or a fixture that it asks for uses one of the names."""
+    function, module = getattr(item, "function", None), getattr(item, "module", None)
+    fixtures = [getattr(module, name, None) for name in getattr(item, "fixturenames", ())]
+    seen: set[FunctionType] = set()
+    return any(_uses(thing, names, seen) for thing in (function, *fixtures))
+
+
+def _uses(thing: Any, names: frozenset[str], seen: set[FunctionType]) -> bool:
+    function = inspect.unwrap(thing) if callable(thing) else None
+    if not isinstance(function, FunctionType) or function in seen:
+        return False
+    if not function.__module__.startswith("tests.") or function.__module__.startswith("tests.helpers."):
+        return False  # the helpers themselves start the process that ranks are forked from
+    seen.add(function)
+    used = _names(function.__code__)
+    return bool(used & names) or any(_uses(function.__globals__.get(name), names, seen) for name in used)
+
+
+def _names(code: Any) -> set[str]:
+    inner = [_names(constant) for constant in code.co_consts if inspect.iscode(constant)]
+    return set(code.co_names).union(*inner)
