@@ -6,14 +6,11 @@ import shutil
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.helpers import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.slow
 def test_the_plain_trainer(tmp_path: Path) -> None:
     outcome = run_script([EXAMPLES / "plain_trainer.py"], cwd=tmp_path, timeout=120)
     assert outcome.returncode == 0, outcome.output
@@ -22,7 +19,6 @@ def test_the_plain_trainer(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_the_research_project(tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.helpers import ScriptOutcome, run_script
 
 QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu")
@@ -30,7 +28,6 @@ def summary(run: Path) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.slow
 def test_two_ranks_learn_the_digits_like_one_and_resume(tmp_path: Path) -> None:
     """One test for three runs, because each costs ten seconds of imports."""
     same = (*QUICK, "data.global_batch_size=64", "trainer.max_epochs=3")
@@ -68,7 +65,6 @@ def test_two_ranks_learn_the_digits_like_one_and_resume(tmp_path: Path) -> None:
     assert len(column(tmp_path / "runs" / "three", "train_loss")) == 21, "only the fourth epoch was run"
 
 
-@pytest.mark.slow
 def test_a_sweep_starts_the_ranks_of_each_job(tmp_path: Path) -> None:
     outcome = lockstep_train(
         "-m",
@@ -89,7 +85,6 @@ def test_a_sweep_starts_the_ranks_of_each_job(tmp_path: Path) -> None:
     assert column(sweep / "0", "train_loss") != column(sweep / "1", "train_loss")
 
 
-@pytest.mark.slow
 def test_torchrun_makes_one_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "lightning_lockstep.train", *QUICK, "data=source_text", "model=byte_gpt"]

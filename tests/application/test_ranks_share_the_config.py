@@ -38,7 +38,6 @@ def logs(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.rglob("*.log"))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", ["lockstep", "hydra"])
 def test_ranks_that_the_strategy_starts(program: str, tmp_path: Path) -> None:
     env = {"ECHO_TO": str(tmp_path), "ECHO_FIT": "1", "ECHO_MAIN": program}

@@ -6,8 +6,6 @@ import csv
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.batch_size.same_run import SETUPS, STEPS, Variant, curves, largest_difference
 from tests.helpers import run_ranks, run_script
 
@@ -38,7 +36,6 @@ def losses(run: Path, name: str) -> list[float]:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
-@pytest.mark.slow
 def test_the_global_batch_of_a_config_is_all_that_a_run_hangs_on(tmp_path):
     same = [sys.executable, "-m", "lightning_lockstep.train", "data.global_batch_size=64", "seed=3"]
     same += ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.max_epochs=1"]
