@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from lightning_lockstep.callbacks import RankOrderedLogging as RankOrderedLogging
     from lightning_lockstep.callbacks import StopTogether as StopTogether
     from lightning_lockstep.callbacks import SyncedEarlyStopping as SyncedEarlyStopping
+    from lightning_lockstep.distributed.rank_order import in_rank_order as in_rank_order
     from lightning_lockstep.errors import *  # noqa: F403
     from lightning_lockstep.logs import get_logger as get_logger
-    from lightning_lockstep.logs import in_rank_order as in_rank_order
     from lightning_lockstep.numerics.float32 import run_in_fp32 as run_in_fp32
     from lightning_lockstep.numerics.statistics import detect_overflow as detect_overflow
     from lightning_lockstep.stopping.breakpoint import check_breakpoint as check_breakpoint

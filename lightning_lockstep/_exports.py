@@ -31,7 +31,7 @@ EXPORTS: dict[str, str] = {
     "detect_overflow": "numerics.statistics",
     "find_executable_batch_size": "batch_size.find_executable",
     "get_logger": "logs",
-    "in_rank_order": "logs",
+    "in_rank_order": "distributed.rank_order",
     "run_in_fp32": "numerics.float32",
     "set_breakpoint": "stopping.breakpoint",
     # errors

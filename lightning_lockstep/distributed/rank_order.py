@@ -1,38 +1,115 @@
-"""A section of code that ranks enter one after the other, without a barrier and without a hang when one fails.
+"""Code that must run on one rank after the other: a download, a compile cache, a file that all append to.
 
-Rank 0 coordinates: each rank tells it when it arrives at the section and when it has left it. Rank 0 lets the
-next one enter and, once all have left, tells everyone how it went. All messages use the side channel.
+Rank 0 schedules a section: every rank reports to it that it has arrived and that it has finished, and rank 0
+sends each rank its start and, at the end, the outcome. All of it goes over the side channel, so there is no
+barrier per rank, and nobody hangs when the body fails on one of them.
 """
 
 from __future__ import annotations
 
 import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed.communicator import Communicator
-from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
+from lightning_lockstep.distributed.side_channel.base import Message
+from lightning_lockstep.distributed.torch_communicator import current_communicator
 from lightning_lockstep.errors import CollectiveStallError, RankFailedError
 
-__all__ = ["RankOrderedSections", "rank_ordered_sections"]
+__all__ = ["RankOrderedSections", "in_rank_order"]
 
-_TOPIC = "rank_order"
+_REPORTS, _ANSWERS = "rank_order/report", "rank_order/answer"
+_ALL_RANKS = "all ranks"
+_IN_FLIGHT = "all ranks had arrived; the release message was still in flight"
 # How long rank 0 may take to say which ranks the others wait for [s].
-_ANSWER_LIMIT = 2.0
-Queue = Literal["all", "node"]
+_STATUS_WITHIN = 2.0
+
+
+@contextmanager
+def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterator[int]:
+    """Run the body on one rank after the other; all ranks leave together.
+
+    When the body raises on a rank, that rank keeps its error, the ranks before it and after it raise a
+    :class:`RankFailedError` that carries it, and nobody hangs. The ranks after it skip the body.
+
+    Args:
+        per_node: Let one rank of each node run at a time, in the order of their arrival, rather than one rank
+            of all; for what is done once on each node's own disk.
+        timeout: Longest wait for the start of the body, and for the ranks after this one [s].
+
+    Yields:
+        This rank's number.
+
+    Raises:
+        ConfigurationError: ``timeout`` is no duration.
+        RankFailedError: The body failed on another rank.
+        CollectiveStallError: A rank did not arrive, or is still in the body; it is named.
+
+    Ranks: all, together, though not at the same time; 4 messages per rank over the side channel and no
+    collective. Without a process group the body just runs.
+    """
+    faults = Faults()
+    faults.number("timeout", timeout, what="seconds", above=0, such_as=1800)
+    faults.raise_all()
+    communicator = current_communicator()
+    if communicator.world_size == 1:
+        yield communicator.rank
+        return
+    sections = _sections_of(communicator)
+    section = sections.enter(per_node=per_node, timeout=timeout)
+    try:
+        yield communicator.rank
+    except BaseException as error:
+        sections.leave(section, error="".join(traceback.format_exception(error)), timeout=timeout)
+        raise
+    sections.leave(section, error="", timeout=timeout)
 
 
 @dataclass
 class _Section:
     """What rank 0 knows of one section."""
 
-    arrived: dict[int, str] = field(default_factory=dict)  # rank -> the queue in which it waits
-    left: dict[int, str] = field(default_factory=dict)  # rank -> its error, or ""
-    admitted: set[int] = field(default_factory=set)
+    queues: dict[int, str] = field(default_factory=dict)  # rank -> the queue in which it waits
+    started: set[int] = field(default_factory=set)
+    outcomes: dict[int, str] = field(default_factory=dict)  # rank -> its error, or ""
+
+    @property
+    def errors(self) -> dict[str, str]:
+        return {str(rank): error for rank, error in self.outcomes.items() if error}
+
+    def ready(self) -> list[int]:
+        """Return the ranks that may start now: the next one of each queue, or all once one has failed."""
+        waiting = sorted(set(self.queues) - self.started)
+        if self.errors:
+            return waiting
+        busy = {self.queues[rank] for rank in self.started - set(self.outcomes)}
+        next_of: dict[str, int] = {}
+        for rank in waiting:
+            queue = self.queues[rank]
+            # In the queue of all ranks a rank also waits for lower ones that have not arrived yet.
+            in_order = queue != _ALL_RANKS or all(lower in self.outcomes for lower in range(rank))
+            if queue not in busy and in_order:
+                next_of.setdefault(queue, rank)
+        return list(next_of.values())
+
+    def status(self, world_size: int) -> str:
+        """Return for whom the others are waiting."""
+        inside = sorted(self.started - set(self.outcomes))
+        absent = sorted(set(range(world_size)) - set(self.queues))
+        parts = []
+        if inside:
+            parts.append(f"rank(s) {', '.join(map(str, inside))} still in the block")
+        if absent:
+            parts.append(f"rank(s) {', '.join(map(str, absent))} never entered it")
+        return " and ".join(parts) or _IN_FLIGHT
 
 
 class RankOrderedSections:
-    """Lets ranks enter a section in rank order, one section after another.
+    """Lets the ranks into one section after the other, in rank order.
 
     Args:
         communicator: The communicator of the run.
@@ -41,151 +118,113 @@ class RankOrderedSections:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
-        self.channel: SideChannel = communicator.side_channel
-        self._number = 0
-        self._sections: dict[int, _Section] = {}
+        self._channel = communicator.side_channel
+        self._node = f"node {communicator.node_rank} {communicator.host}"
+        self._entered = 0
+        self._sections: dict[int, _Section] = {}  # on rank 0
         self._answers: dict[tuple[int, str], Any] = {}
-        self._news = threading.Condition()
-        self.channel.on(_TOPIC, self._take)
+        self._changed = threading.Condition()
+        self._channel.on(_REPORTS, self._on_report)
+        self._channel.on(_ANSWERS, self._on_answer)
 
-    def enter(self, *, queue: Queue, timeout: float) -> int:
-        """Wait until this rank may enter the section, and return the section's number.
+    def enter(self, *, per_node: bool, timeout: float) -> int:
+        """Wait until this rank may start and return the number of the section.
 
         Args:
-            queue: ``all`` admits one rank after the other; ``node`` one rank of each node at a time.
+            per_node: Whether each node has its own queue.
             timeout: Longest wait [s].
 
         Raises:
-            RankFailedError: A rank that entered before failed.
-            CollectiveStallError: The ranks before did not arrive or leave in time.
+            RankFailedError: A rank that started before failed.
+            CollectiveStallError: The start did not come in time.
 
         Ranks: every rank.
         """
-        number, self._number = self._number, self._number + 1
-        node = f"node {self.communicator.node_rank} {self.communicator.host}"
-        self._send(number, "arrived", "all" if queue == "all" else node)
-        failed = self._receive(number, "enter", timeout)
-        if failed:
-            self._send(number, "left", "")
-            self._raise(failed)
-        return number
+        section, self._entered = self._entered, self._entered + 1
+        self._report(section, "arrived", self._node if per_node else _ALL_RANKS)
+        errors = self._answer(section, "start", timeout)
+        if errors:
+            self._report(section, "finished", "")
+            raise _failure(errors)
+        return section
 
-    def leave(self, number: int, *, error: str, timeout: float) -> None:
-        """Admit the next rank, wait until all have left, and see that all end alike.
+    def leave(self, section: int, *, error: str, timeout: float) -> None:
+        """Let the next rank start and wait until all have finished.
 
         Args:
-            number: What :meth:`enter` returned.
+            section: What :meth:`enter` returned.
             error: What went wrong here, with its traceback; empty if nothing did.
             timeout: Longest wait for the other ranks [s].
 
         Raises:
             RankFailedError: Another rank failed.
-            CollectiveStallError: A rank did not arrive or has not left.
+            CollectiveStallError: A rank did not arrive or is still in the body.
 
-        Ranks: every rank that has entered.
+        Ranks: every rank that has started.
         """
-        self._send(number, "left", error)
-        failed = self._receive(number, "all left", timeout)
-        if failed and not error:
-            self._raise(failed)
+        self._report(section, "finished", error)
+        errors = self._answer(section, "outcome", timeout)
+        if errors and not error:
+            raise _failure(errors)
 
-    def _raise(self, failed: dict[str, str]) -> None:
-        rank, text = min(failed.items(), key=lambda item: int(item[0]))
-        summary = text.rstrip().splitlines()[-1] if text.strip() else "no reason given"
-        raise RankFailedError(f"rank {rank} failed in in_rank_order(): {summary}\n\n{text.rstrip()}")
+    def _report(self, section: int, what: str, text: str = "") -> None:
+        self._channel.post(_REPORTS, [section, what, text], to=0)
 
-    def _send(self, number: int, what: str, text: str) -> None:
-        if self.channel.rank == 0:
-            self._coordinate(number, 0, what, text)
-        else:
-            self.channel.post(_TOPIC, [number, what, text], to=0)
+    def _answer(self, section: int, what: str, timeout: float) -> dict[str, str]:
+        wanted, status = (section, what), (section, "status")
+        wait_for = self._channel.wait_for
+        with self._changed:
+            if not wait_for(self._changed, lambda: wanted in self._answers, timeout):
+                self._report(section, "status?")
+                wait_for(
+                    self._changed, lambda: not {wanted, status}.isdisjoint(self._answers), _STATUS_WITHIN
+                )
+            if wanted in self._answers:
+                errors: dict[str, str] = self._answers.pop(wanted)
+                return errors
+            missing = self._answers.pop(status, "rank 0 does not answer")
+        raise CollectiveStallError(
+            f"rank {self._channel.rank} waited {timeout:.0f} s in in_rank_order(): {missing}."
+            " Every rank must enter the block; a longer `timeout` gives slow ranks more time."
+        )
 
-    def _receive(self, number: int, what: str, timeout: float) -> dict[str, str]:
-        def arrived() -> bool:
-            return (number, what) in self._answers
+    def _on_answer(self, message: Message) -> None:
+        section, what, content = message.body
+        with self._changed:
+            self._answers[section, what] = content
+            self._changed.notify_all()
 
-        with self._news:
-            if not self.channel.wait_for(self._news, arrived, timeout):
-                self._send(number, "who is missing", "")  # rank 0 knows
-                if not self.channel.wait_for(self._news, arrived, _ANSWER_LIMIT):
-                    missing = self._answers.get((number, "missing"), "rank 0 does not answer")
-                    raise CollectiveStallError(
-                        f"rank {self.channel.rank} waited {timeout:.0f} s in in_rank_order(): {missing}."
-                        " Every rank must enter the block; a longer `timeout` gives slow ranks more time."
-                    )
-            failed: dict[str, str] = self._answers.pop((number, what))
-            return failed
-
-    def _take(self, message: Message) -> None:
-        number, what, content = message.body
-        if what in ("enter", "all left", "missing"):
-            self._keep_answer(number, what, content)
-        else:
-            self._coordinate(number, message.sender, what, content)
-
-    def _keep_answer(self, number: int, what: str, content: Any) -> None:
-        with self._news:
-            self._answers[number, what] = content
-            self._news.notify_all()
-
-    def _coordinate(self, number: int, rank: int, what: str, text: str) -> None:
-        with self._news:
-            section = self._sections.setdefault(number, _Section())
-            if what == "who is missing":
-                self._answer(number, rank, "missing", self._missing(section))
-                return
-            (section.arrived if what == "arrived" else section.left)[rank] = text
-            failed = {str(r): error for r, error in section.left.items() if error}
-            for ready in self._ready(section, bool(failed)):
-                section.admitted.add(ready)
-                self._answer(number, ready, "enter", failed)
-            if len(section.left) == self.channel.world_size:
-                del self._sections[number]
-                for every in range(self.channel.world_size):
-                    self._answer(number, every, "all left", failed)
-
-    def _ready(self, section: _Section, failed: bool) -> list[int]:
-        """Return the ranks that may enter now: the next of each queue, or all once one has failed."""
-        waiting = [rank for rank in sorted(section.arrived) if rank not in section.admitted]
-        if failed:
-            return waiting
-        inside = {section.arrived[rank] for rank in section.admitted if rank not in section.left}
-        ready = []
-        for rank in waiting:
-            queue = section.arrived[rank]
-            first = not any(r < rank and section.arrived[r] == queue for r in waiting)
-            in_order = queue != "all" or all(r in section.left for r in range(rank))
-            if first and queue not in inside and in_order:
-                ready.append(rank)
-        return ready
-
-    def _answer(self, number: int, rank: int, what: str, content: Any) -> None:
-        if rank == 0:
-            self._keep_answer(number, what, content)
-        else:
-            self.channel.post(_TOPIC, [number, what, content], to=rank)
-
-    def _missing(self, section: _Section) -> str:
-        busy = sorted(section.admitted - set(section.left))
-        absent = sorted(set(range(self.channel.world_size)) - set(section.arrived))
-        parts = []
-        if busy:
-            parts.append(f"rank(s) {', '.join(map(str, busy))} still in the block")
-        if absent:
-            parts.append(f"rank(s) {', '.join(map(str, absent))} never came to it")
-        return " and ".join(parts) or "all ranks had arrived; the release message was still in flight"
+    def _on_report(self, message: Message) -> None:
+        """Schedule; on rank 0, on the receiving thread alone."""
+        number, what, text = message.body
+        rank, world_size = message.sender, self._channel.world_size
+        if what == "status?":
+            known = self._sections.get(number)
+            status = known.status(world_size) if known is not None else _IN_FLIGHT
+            self._channel.post(_ANSWERS, [number, "status", status], to=rank)
+            return
+        section = self._sections.setdefault(number, _Section())
+        (section.queues if what == "arrived" else section.outcomes)[rank] = text
+        if ready := section.ready():
+            section.started.update(ready)
+            self._channel.post(_ANSWERS, [number, "start", section.errors], to=ready)
+        if len(section.outcomes) == world_size:
+            del self._sections[number]
+            self._channel.post(_ANSWERS, [number, "outcome", section.errors], to=range(world_size))
 
 
-_sections: tuple[Communicator, RankOrderedSections] | None = None
+def _failure(errors: dict[str, str]) -> RankFailedError:
+    rank, text = min(errors.items(), key=lambda item: int(item[0]))
+    last = text.rstrip().splitlines()[-1] if text.strip() else "no reason given"
+    return RankFailedError(f"rank {rank} failed in in_rank_order(): {last}\n\n{text.rstrip()}")
 
 
-def rank_ordered_sections(communicator: Communicator) -> RankOrderedSections:
-    """Return the rank-ordered sections of a communicator; the same object while it is the current one.
+_current: tuple[Communicator, RankOrderedSections] | None = None
 
-    Ranks: every rank, for itself; nothing is sent.
-    """
-    global _sections
-    if _sections is None or _sections[0] is not communicator:
-        _sections = (communicator, RankOrderedSections(communicator))
-    return _sections[1]
+
+def _sections_of(communicator: Communicator) -> RankOrderedSections:
+    """Return the sections of a communicator; the same object while it is the current one."""
+    global _current
+    if _current is None or _current[0] is not communicator:
+        _current = (communicator, RankOrderedSections(communicator))
+    return _current[1]

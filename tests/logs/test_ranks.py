@@ -233,7 +233,7 @@ def test_in_rank_order():
     assert [("body" in v) for v in values] == [True, True, False], "ranks after the failure skip the body"
     assert all(v["after"] for v in values), "and the next block works again"
     for value in values[:2]:
-        assert "rank(s) 2 never came to it" in value["stall"]
+        assert "rank(s) 2 never entered it" in value["stall"]
 
 
 def merged() -> tuple[list[str], int]:
