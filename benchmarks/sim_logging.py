@@ -2,9 +2,9 @@
 
     python -m benchmarks.sim_logging [--ranks 1000] [--per-node 8] [--calls 20]
 
-All ranks are played by this process, over a real TCP store: each posts its line by a real push, each node's
-first rank merges with the real NodeMerger's book, and the real order book of rank 0 prints. What is counted
-is what rank 0 would have to receive.
+All ranks are played by this process, over a real TCP store: each posts its line by a real push, and lines are
+merged on each node's first rank and ordered on rank 0 as in a real run. What is counted is what rank 0 would
+have to receive.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from lightning_lockstep.logs.lines import Line, Place
+from lightning_lockstep.logs.lines import CallSite, Line
 from lightning_lockstep.logs.ordering import LineOrdering
 
 STEP_TIMEOUT = timedelta(seconds=60)
 
 
 def lines_of(call: int, ranks: int, same: bool) -> list[Line]:
-    place = Place("train", 20, "/job/train.py", 40 + call, 0)
+    site = CallSite("train", 20, "/job/train.py", 40 + call, 0)
     return [
         Line(
-            place,
+            site,
             (rank,),
             (f"node{rank // 8}",),
             f"step {call} done" if same else f"loss {rank / 7:.4f}",
@@ -39,7 +39,7 @@ def lines_of(call: int, ranks: int, same: bool) -> list[Line]:
 def simulate(
     store: TCPStore, *, ranks: int, per_node: int, calls: int, same: bool, merge: bool
 ) -> dict[str, float]:
-    book = LineOrdering(range(ranks))
+    ordering = LineOrdering(range(ranks))
     messages = size = printed = 0
     busy = 0.0
     for call in range(calls):
@@ -61,7 +61,7 @@ def simulate(
             data = bytes(store.queue_pop("mail/0"))
             size += len(data)
             for packed in json.loads(data)[2]:
-                printed += sum(len(out.lines) for out in book.add(Line.unpack(packed), 0.0))
+                printed += sum(len(out.lines) for out in ordering.add(Line.unpack(packed), 0.0))
         busy += time.perf_counter() - began
     return {
         "messages": messages / calls,

@@ -26,15 +26,15 @@ def rank(number: int, rendezvous: str, folder: str) -> None:
     from lightning_lockstep import get_logger
     from lightning_lockstep.distributed import current_communicator
     from lightning_lockstep.logs import logger
-    from lightning_lockstep.logs.collector import sender_on
     from lightning_lockstep.logs.handlers import RankFile
+    from lightning_lockstep.logs.sender import sender_on
 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=number, world_size=RANKS)
     logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(filename)s:%(lineno)d %(message)s")
     logger.local_handlers.append(RankFile(Path(folder), number, style="text"))
     sender = sender_on(current_communicator().side_channel)
     if sender.collector is not None:
-        sender.collector.configure(timeout=2.0, folding=True)
+        sender.collector.configure(timeout=2.0, merging=True)
     log = get_logger("example", "DEBUG" if number == 3 else "INFO")
 
     log.info("only the main rank says this")

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_lockstep._lightning import Callback
+from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs import logger
-from lightning_lockstep.logs.collector import LineSender, NodeMerger, sender_on
-from lightning_lockstep.logs.handlers import ConsoleHandler, RankFile, Takeover, WarningHandler
+from lightning_lockstep.logs.collector import NodeMerger
+from lightning_lockstep.logs.handlers import ConsoleHandler, ConsoleTakeover, RankFile, WarningHandler
+from lightning_lockstep.logs.sender import LineSender, sender_on
 
 __all__ = ["RankOrderedLogging"]
 
@@ -23,8 +25,8 @@ _AT_THE_END = 1.0
 class RankOrderedLogging(Callback):
     """Makes the logs of a run with many ranks readable.
 
-    The console shows ``host:rank`` with every line, once: rank 0's own lines, what all ranks said with
-    ``in_order=True``, and of the ranks' equal warnings one. Each rank's file has everything that rank said.
+    The console shows ``host:rank`` with every line, once: rank 0's own lines, what any rank logs with
+    ``in_order=True``, and of the ranks' equal warnings one. Each rank's file has everything that rank logs.
     Lightning's loggers, those of other libraries and Python's warnings are included. Root logger and levels
     are left alone.
 
@@ -34,16 +36,16 @@ class RankOrderedLogging(Callback):
             no files.
         folder: Where the files go; by default ``logs`` in the Trainer's log folder.
         fold: Whether equal lines of several ranks become one.
-        order_timeout: Longest time that a line said in order waits for those of other ranks [s].
+        order_timeout: Longest time that an in-order line waits for those of other ranks [s].
         warnings_once: Whether of the ranks' equal warnings one is shown.
         colour: Whether the console is coloured; ``None`` does so on a terminal.
 
     Raises:
         ConfigurationError: One message with every argument that cannot be used.
 
-    Ranks: every rank has one. At start-up it opens the side channel and agrees on the folder; afterwards a
-    line said in order, and a warning, is one message to rank 0, on other nodes by way of the node's first
-    rank. No collective.
+    Ranks: every rank has one. At start-up it opens the side channel and agrees on the folder; afterwards an
+    in-order line, and a warning, is one message to rank 0; an in-order line of another node goes by way of
+    that node's first rank. No collective.
     """
 
     def __init__(
@@ -57,13 +59,16 @@ class RankOrderedLogging(Callback):
         warnings_once: bool = True,
         colour: bool | None = None,
     ) -> None:
-        faults = _faults(level, files, order_timeout)
-        if faults:
-            raise ConfigurationError(faults)
+        faults = Faults()
+        is_level = isinstance(level, str) and level.upper() in logger.LEVELS
+        faults.check(is_level, "level", level, f"one of {', '.join(logger.LEVELS)}")
+        faults.choice("files", files, ("text", "json", None))
+        faults.number("order_timeout", order_timeout, what="seconds", above=0, such_as=5)
+        faults.raise_all()
         self.level, self.files, self.folder = level.upper(), files, folder
         self.fold, self.order_timeout = fold, order_timeout
         self.warnings_once, self.colour = warnings_once, colour
-        self._takeover: Takeover | None = None
+        self._takeover: ConsoleTakeover | None = None
         self._file: RankFile | None = None
         self._sender: LineSender | None = None
         self._captured = False
@@ -73,25 +78,25 @@ class RankOrderedLogging(Callback):
 
         Ranks: all, together; a gather and a broadcast.
         """
-        global _in_charge
-        if _in_charge is not None:
-            _in_charge._end()  # of a fit that ended with an exception, perhaps in a notebook
-        _in_charge = self
+        global _active
+        if _active is not None:
+            _active._end()  # of a fit that ended with an exception, perhaps in a notebook
+        _active = self
         communicator = current_communicator()
         if communicator.world_size > 1:
             self._sender = sender_on(communicator.side_channel)
             if self._sender.collector is not None:
-                self._sender.collector.configure(timeout=self.order_timeout, folding=self.fold)
+                self._sender.collector.configure(timeout=self.order_timeout, merging=self.fold)
             self._merge_on_node(communicator, self._sender)
         handlers: list[logging.Handler] = [self._console(communicator)]
-        if self.warnings_once and communicator.world_size > 1:
-            handlers.append(WarningHandler(communicator.rank, lambda: self._sender))
+        if self.warnings_once and self._sender is not None:
+            handlers.append(WarningHandler(self._sender))
         if self.files is not None:
             folder = communicator.broadcast(str(self.folder or Path(_run_folder(trainer), "logs")))
             self._file = self._open_file(communicator, Path(folder), self.files)
             handlers.append(self._file)
             logger.local_handlers.append(self._file)
-        self._takeover = Takeover(handlers)
+        self._takeover = ConsoleTakeover(handlers)
         self._takeover.begin()
         # Under pytest, warnings are its own business.
         if warnings.showwarning.__module__ == "warnings":
@@ -99,24 +104,27 @@ class RankOrderedLogging(Callback):
             self._captured = True
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Print what is held back and give the console back.
+        """Print what is held back and restore the console.
 
         Ranks: every rank; waits for nobody.
         """
         self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Hand over what is under way; the files stay open for what the way out still says."""
+        """Send what is queued; the files stay open for what is logged until the process ends."""
         if self._sender is not None:
             self._sender.flush()
 
     def _console(self, communicator: Communicator) -> ConsoleHandler:
-        def shown_elsewhere(record: logging.LogRecord) -> bool:
-            if communicator.rank == 0 or getattr(record, "lockstep_ranks", None):
-                return False  # collected, or meant for every rank's console by the caller
-            return self.warnings_once or record.levelno < logging.WARNING
+        def is_printed_here(record: logging.LogRecord) -> bool:
+            if hasattr(record, "lockstep_ranks"):
+                return True  # meant for every rank's console by the caller
+            return not self.warnings_once and record.levelno >= logging.WARNING
 
-        return ConsoleHandler(communicator.rank, level=self.level, colour=self.colour, skip=shown_elsewhere)
+        console = ConsoleHandler(communicator.rank, level=self.level, colour=self.colour)
+        if communicator.rank != 0:
+            console.addFilter(is_printed_here)
+        return console
 
     def _open_file(self, communicator: Communicator, folder: Path, style: str) -> RankFile:
         file, problem = None, ""
@@ -134,9 +142,9 @@ class RankOrderedLogging(Callback):
 
     def _merge_on_node(self, communicator: Communicator, sender: LineSender) -> None:
         """Send lines by way of the node's first rank where that spares rank 0 messages."""
-        # Ranks need not be dealt to the nodes one node after the other, so who is where is asked.
-        places = communicator.gather([communicator.node_rank, communicator.host])
-        here = [rank for rank, place in enumerate(places) if place == places[communicator.rank]]
+        # The ranks of a node need not be consecutive, so they are gathered.
+        nodes = communicator.gather([communicator.node_rank, communicator.host])
+        here = [rank for rank, node in enumerate(nodes) if node == nodes[communicator.rank]]
         if here[0] == 0 or len(here) == 1:
             return
         if communicator.rank != here[0]:
@@ -148,7 +156,7 @@ class RankOrderedLogging(Callback):
         if self._sender is not None:
             self._sender.flush()
             if self._sender.collector is not None:
-                # While the console is still ours: the handlers that get it back may want no INFO.
+                # While the console is still ours: the handlers that it had before may print no INFO.
                 self._sender.collector.settle(min(self.order_timeout, _AT_THE_END))
         if self._file is not None and self._file in logger.local_handlers:
             logger.local_handlers.remove(self._file)
@@ -158,23 +166,12 @@ class RankOrderedLogging(Callback):
             logging.captureWarnings(False)
         self._takeover = self._file = self._sender = None
         self._captured = False
-        global _in_charge
-        _in_charge = None
+        global _active
+        _active = None
 
 
-_in_charge: RankOrderedLogging | None = None
+_active: RankOrderedLogging | None = None
 
 
 def _run_folder(trainer: Any) -> str:
     return str(trainer.log_dir or trainer.default_root_dir)
-
-
-def _faults(level: Any, files: Any, order_timeout: Any) -> list[str]:
-    faults = []
-    if not isinstance(level, str) or level.upper() not in logger.LEVELS:
-        faults.append(f"level={level!r}: expected one of {', '.join(logger.LEVELS)}.")
-    if files not in ("text", "json", None):
-        faults.append(f"files={files!r}: expected 'text', 'json' or None.")
-    if not isinstance(order_timeout, (int, float)) or isinstance(order_timeout, bool) or order_timeout <= 0:
-        faults.append(f"order_timeout={order_timeout!r}: expected seconds, more than 0, such as 5.")
-    return faults

@@ -1,4 +1,4 @@
-"""Where records go: the console of rank 0, this rank's file, and, for warnings, rank 0's ear."""
+"""Where records go: the console of rank 0, this rank's file, and, for warnings, the collector on rank 0."""
 
 from __future__ import annotations
 
@@ -6,44 +6,32 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
-from lightning_lockstep.logs.collector import LineSender
-from lightning_lockstep.logs.formats import ConsoleFormat, JsonFormat, TextFormat
-from lightning_lockstep.logs.lines import said_of
+from lightning_lockstep.logs.formats import JsonFormat, TextFormat
+from lightning_lockstep.logs.lines import call_of
+from lightning_lockstep.logs.sender import LineSender
 
-__all__ = ["ConsoleHandler", "RankFile", "Takeover", "WarningHandler"]
+__all__ = ["ConsoleHandler", "ConsoleTakeover", "RankFile", "WarningHandler"]
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes to the console without tearing a progress bar apart.
+    """Writes to the console, above a progress bar where there is one.
 
     Args:
         rank: This rank.
         level: Lowest level that is written.
         colour: Whether to write colours; ``None`` does so on a terminal.
-        skip: Returns whether a record is printed by somebody else.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        level: int | str,
-        colour: bool | None,
-        skip: Callable[[logging.LogRecord], bool],
-    ) -> None:
+    def __init__(self, rank: int, *, level: int | str, colour: bool | None) -> None:
         super().__init__(level)
-        self._skip = skip
         if colour is None:
             colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        self.setFormatter(ConsoleFormat(rank, colour=colour))
+        self.setFormatter(TextFormat(rank, colour=colour))
 
     def emit(self, record: logging.LogRecord) -> None:
         """See :meth:`logging.Handler.emit`."""
-        if self._skip(record):
-            return
         try:
             _write_above_bar(self.format(record))
         except (OSError, ValueError):
@@ -56,7 +44,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class RankFile(logging.FileHandler):
-    """One file for each rank, with everything that rank says.
+    """One file per rank, with everything that rank logs; what was collected from ranks is in their files.
 
     Args:
         folder: Where the files of all ranks are.
@@ -69,42 +57,34 @@ class RankFile(logging.FileHandler):
         ending = "jsonl" if style == "json" else "log"
         super().__init__(folder / f"rank-{rank}.{ending}", encoding="utf-8", delay=True)
         self.setFormatter(JsonFormat(rank) if style == "json" else TextFormat(rank))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See :meth:`logging.Handler.emit`; what was collected from ranks stands in their files already."""
-        if not getattr(record, "lockstep_collected", False):
-            super().emit(record)
+        self.addFilter(lambda record: not getattr(record, "lockstep_collected", False))
 
 
 class WarningHandler(logging.Handler):
-    """Sees to it that of the ranks' equal warnings one is printed.
+    """Sends warnings to the collector on rank 0, so that one of the ranks' equal ones is printed.
 
-    Rank 0 prints its own at once and tells the collector so; the others send theirs.
+    Rank 0 prints its own at once, which the collector takes into account.
 
     Args:
-        rank: This rank.
-        sender: Returns what takes lines to rank 0, or ``None`` while there is nothing.
+        sender: Takes lines to rank 0.
     """
 
-    def __init__(self, rank: int, sender: Callable[[], LineSender | None]) -> None:
+    def __init__(self, sender: LineSender) -> None:
         super().__init__(logging.WARNING)
-        self._rank, self._sender = rank, sender
-        self._said: Counter[tuple[str, int, str]] = Counter()
+        self._sender = sender
+        self._repeats: Counter[tuple[str, int, str]] = Counter()
+        # What names its ranks was collected, or is printed by every rank on its own console.
+        self.addFilter(lambda record: not hasattr(record, "lockstep_ranks"))
 
     def emit(self, record: logging.LogRecord) -> None:
         """See :meth:`logging.Handler.emit`."""
-        if getattr(record, "lockstep_collected", False):
-            return
-        sender = self._sender()
-        if sender is None:
-            return
-        said = said_of(record)
-        key = (record.name, record.levelno, said[1])
-        sender.send_once(said, turn=self._said[key], printed=self._rank == 0)
-        self._said[key] += 1
+        call = call_of(record)
+        key = (record.name, record.levelno, call[1])
+        self._sender.send_once(call, repeat=self._repeats[key], printed=self._sender.channel.rank == 0)
+        self._repeats[key] += 1
 
 
-class Takeover:
+class ConsoleTakeover:
     """Puts handlers in the place of the console handlers of all loggers, and undoes it.
 
     Args:
@@ -167,5 +147,6 @@ def _write_above_bar(text: str) -> None:
     if tqdm is not None and getattr(tqdm, "_instances", None):
         tqdm.write(text, file=sys.stderr)
         return
+    # One write, so that lines of other processes do not get between the text and its end.
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

@@ -10,59 +10,58 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 __all__ = [
+    "CallSite",
     "Line",
-    "Place",
-    "Said",
+    "LogCall",
     "by_rank",
-    "filled_in",
-    "fold",
+    "call_of",
+    "extra_of",
+    "format_message",
     "line_of",
+    "merge_equal",
     "rank_list",
     "record_of",
-    "said_of",
 ]
 
 # Attributes that every LogRecord has; whatever else a record carries came with `extra`.
 _BLANK = vars(logging.makeLogRecord({}))
-_OWN = frozenset(_BLANK) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(_BLANK) | {"message", "asctime", "taskName"}
 
-
-#: What one call of a logger says, as its caller hands it over: ((logger, level, path, line), text, created,
-#: function, trace, extra). A plain tuple, since the caller waits while it is made.
-Said = tuple[tuple[str, int, str, int], str, float, str, str, dict[str, Any]]
-
+#: One call of a logger, as its caller hands it over: ((logger, level, path, line), text, created, function,
+#: trace, extra). A plain tuple, since the caller waits while it is made.
+LogCall = tuple[tuple[str, int, str, int], str, float, str, str, dict[str, Any]]
 
 _NOTHING: Mapping[str, Any] = {}
 
 
-class Place(NamedTuple):
-    """Which call of a program a line comes from, and the how-manieth time that call was made.
+class CallSite(NamedTuple):
+    """Which call of a program a line comes from, and how often its rank has made that call before.
 
-    Ranks that run the same program make the same call at the same place; that is how their lines are matched.
+    Ranks that run the same program make the same call at the same site; that is how their lines are matched.
     """
 
     logger: str
     level: int
     path: str
     line: int
-    turn: int
+    repeat: int
 
 
 class Line(NamedTuple):
     """One message of one or several ranks.
 
     Attributes:
-        place: Where it comes from.
-        ranks: Ranks that said it, in rising order.
+        site: Where it comes from.
+        ranks: Ranks that logged it, in rising order.
         hosts: Their hosts, in the same order.
-        text: What was said, with its arguments filled in.
-        created: When the first of them said it [s since the epoch].
+        text: The message, with its arguments filled in.
+        created: When the first of them logged it [s since the epoch].
         function: Name of the function that made the call.
         trace: Formatted exception; empty if there is none.
         extra: What the caller passed as ``extra``, as far as JSON can hold it.
     """
 
-    place: Place
+    site: CallSite
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     text: str
@@ -74,11 +73,11 @@ class Line(NamedTuple):
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> Line:
         """Return the line that JSON has made a list of."""
-        where, ranks, hosts, *rest = packed
-        return cls(Place(*where), tuple(ranks), tuple(hosts), *rest)
+        site, ranks, hosts, *rest = packed
+        return cls(CallSite(*site), tuple(ranks), tuple(hosts), *rest)
 
 
-def filled_in(msg: object, args: Any) -> str:
+def format_message(msg: object, args: Any) -> str:
     """Return the text as :meth:`logging.LogRecord.getMessage` would, and a text even if the arguments do not fit."""
     try:
         text = str(msg)
@@ -90,42 +89,35 @@ def filled_in(msg: object, args: Any) -> str:
     return text
 
 
-def said_of(record: logging.LogRecord) -> Said:
-    """Return what a log record of this rank says, with its arguments filled in."""
+def call_of(record: logging.LogRecord) -> LogCall:
+    """Return the call that made a log record of this rank, with its arguments filled in."""
     trace = ""
     if record.exc_info:
         trace = logging.Formatter().formatException(record.exc_info)
     if record.stack_info:
         trace = f"{trace}\n{record.stack_info}".strip()
-    place = (record.name, record.levelno, record.pathname, record.lineno)
-    return (
-        place,
-        filled_in(record.msg, record.args),
-        record.created,
-        record.funcName or "",
-        trace,
-        _extra(record),
-    )
+    site = (record.name, record.levelno, record.pathname, record.lineno)
+    text = format_message(record.msg, record.args)
+    return site, text, record.created, record.funcName or "", trace, _as_json(extra_of(record))
 
 
-def line_of(said: Said, *, rank: int, host: str, turn: int) -> Line:
+def extra_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return what the caller passed as ``extra``."""
+    return {k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("lockstep_")}
+
+
+def line_of(call: LogCall, *, rank: int, host: str, repeat: int) -> Line:
     """Return the line of one rank.
 
     Args:
-        said: What it said.
+        call: The call that it made.
         rank: The rank.
         host: Its host.
-        turn: How often the same call was made before.
+        repeat: How often it has made the same call before.
     """
-    (logger, level, path, number), text, created, function, trace, extra = said
-    place = Place(logger, level, _resolved(path), number, turn)
-    return Line(place, (rank,), (host,), text, created, function, trace, extra)
-
-
-@lru_cache(maxsize=1000)
-def _resolved(path: str) -> str:
-    """Return the one name of a file that one rank may know as ``../train.py`` and another by a link."""
-    return os.path.realpath(path)
+    (logger, level, path, number), text, created, function, trace, extra = call
+    site = CallSite(logger, level, _resolved(path), number, repeat)
+    return Line(site, (rank,), (host,), text, created, function, trace, extra)
 
 
 def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
@@ -135,17 +127,17 @@ def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
         line: The line.
         prefix: What stands before the text; by default the ranks in brackets.
     """
-    p = line.place
+    site = line.site
     prefix = f"[{rank_list(line.ranks)}] " if prefix is None else prefix
-    filename = p.path.rpartition("/")[2]
-    own = {
-        "name": p.logger,
-        "levelno": p.level,
-        "levelname": logging.getLevelName(p.level),
-        "pathname": p.path,
+    filename = site.path.rpartition("/")[2]
+    standard = {
+        "name": site.logger,
+        "levelno": site.level,
+        "levelname": logging.getLevelName(site.level),
+        "pathname": site.path,
         "filename": filename,
         "module": filename.rpartition(".")[0] or filename,
-        "lineno": p.line,
+        "lineno": site.line,
         "funcName": line.function,
         "msg": prefix + line.text,
         "created": line.created,
@@ -157,35 +149,25 @@ def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
         "lockstep_collected": True,
     }
     record = _blank_record()
-    record.__dict__.update({**line.extra, **own})
+    record.__dict__.update({**line.extra, **standard})
     return record
 
 
-def fold(lines: Iterable[Line]) -> list[Line]:
-    """Make one line of those that say the same, ordered by their lowest rank.
+def merge_equal(lines: Iterable[Line]) -> list[Line]:
+    """Make one line of those with the same text, ordered by their lowest rank.
 
     Args:
-        lines: Lines of one place.
+        lines: Lines that belong together, such as those of one call site.
     """
     same: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         same.setdefault((line.text, line.trace), []).append(line)
-    folded = [group[0] if len(group) == 1 else _merged(group) for group in same.values()]
-    return sorted(folded, key=by_rank)
-
-
-def _blank_record() -> logging.LogRecord:
-    if logging.getLogRecordFactory() is not logging.LogRecord:
-        return logging.makeLogRecord({})
-    # What the constructor finds out about the thread and the caller is about to be replaced.
-    record = logging.LogRecord.__new__(logging.LogRecord)
-    record.__dict__.update(_BLANK)
-    record.process = os.getpid()
-    return record
+    merged = [group[0] if len(group) == 1 else _merged(group) for group in same.values()]
+    return sorted(merged, key=by_rank)
 
 
 def by_rank(line: Line) -> tuple[int, ...]:
-    """Return what lines of one place are sorted by."""
+    """Return what lines of one call site are sorted by."""
     return line.ranks
 
 
@@ -203,6 +185,22 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
 
 
+@lru_cache(maxsize=1000)
+def _resolved(path: str) -> str:
+    """Return the one name of a file that one rank may know as ``../train.py`` and another by a link."""
+    return os.path.realpath(path)
+
+
+def _blank_record() -> logging.LogRecord:
+    if logging.getLogRecordFactory() is not logging.LogRecord:
+        return logging.makeLogRecord({})
+    # What the constructor finds out about the thread and the caller is about to be replaced.
+    record = logging.LogRecord.__new__(logging.LogRecord)
+    record.__dict__.update(_BLANK)
+    record.process = os.getpid()
+    return record
+
+
 def _merged(group: list[Line]) -> Line:
     hosts = {rank: host for line in group for rank, host in zip(line.ranks, line.hosts, strict=True)}
     ranks = tuple(sorted(hosts))
@@ -213,12 +211,11 @@ def _merged(group: list[Line]) -> Line:
     )
 
 
-def _extra(record: logging.LogRecord) -> dict[str, Any]:
-    own = {k: v for k, v in vars(record).items() if k not in _OWN and not k.startswith("lockstep_")}
-    if not own:
-        return own
+def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
+    if not extra:
+        return extra
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(own, default=str))
+        copy: dict[str, Any] = json.loads(json.dumps(extra, default=str))
     except (TypeError, ValueError):  # keys that JSON cannot hold, a list that holds itself
-        copy = {name: str(value) for name, value in own.items()}
+        copy = {name: str(value) for name, value in extra.items()}
     return copy

@@ -13,22 +13,22 @@ from typing import Any
 
 from lightning_lockstep import _environment
 from lightning_lockstep._lightning import rank_zero_only
+from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.distributed.side_channel.opening import known_rank
-from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.logs.lines import filled_in, said_of
-from lightning_lockstep.logs.sender import connected, hand_over, tell_level
+from lightning_lockstep.logs.lines import call_of, format_message
+from lightning_lockstep.logs.sender import connected_sender, send_level, with_sender
 
 __all__ = ["RankLogger", "get_logger"]
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _host = socket.gethostname()
 
-# Handlers of this rank's own files: they get a line where it is made, not where it is printed.
+# Handlers of this rank's own files: they get a line where it is logged, not where it is printed.
 local_handlers: list[logging.Handler] = []
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """Return a logger whose lines are printed by the main rank, by all, or by all in rank order.
+    """Return a logger whose lines are printed by the main rank, by every rank, or by all ranks in rank order.
 
     Args:
         name: Name of the logger, ``__name__`` as a rule.
@@ -62,7 +62,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         logger: The logger underneath.
 
     Ranks: any rank may call any method alone. ``in_order`` posts one message and returns; no rank ever
-    waits, and a line whose other ranks do not come is printed after ``order_timeout`` with their numbers.
+    waits, and a line that other ranks do not log is printed after ``order_timeout`` with their numbers.
     """
 
     logger: logging.Logger
@@ -72,85 +72,84 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
     def debug(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log ``msg % args`` at level DEBUG; see the class for the keywords."""
-        self._say(logging.DEBUG, msg, args, kwargs)
+        self._emit(logging.DEBUG, msg, args, kwargs)
 
     def info(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log ``msg % args`` at level INFO; see the class for the keywords."""
-        self._say(logging.INFO, msg, args, kwargs)
+        self._emit(logging.INFO, msg, args, kwargs)
 
     def warning(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log ``msg % args`` at level WARNING; see the class for the keywords."""
-        self._say(logging.WARNING, msg, args, kwargs)
+        self._emit(logging.WARNING, msg, args, kwargs)
 
     def error(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log ``msg % args`` at level ERROR; see the class for the keywords."""
-        self._say(logging.ERROR, msg, args, kwargs)
+        self._emit(logging.ERROR, msg, args, kwargs)
 
     def critical(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log ``msg % args`` at level CRITICAL; see the class for the keywords."""
-        self._say(logging.CRITICAL, msg, args, kwargs)
+        self._emit(logging.CRITICAL, msg, args, kwargs)
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log ``msg % args`` at ``level``; see the class for the keywords."""
-        self._say(level, msg, args, kwargs)
+        self._emit(level, msg, args, kwargs)
 
-    def _say(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
+    def _emit(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
         logger = self.logger
         if not logger.isEnabledFor(level):
             if kwargs.get("in_order"):
-                tell_level(logger)
+                send_level(logger)
             return
         # The common case first: what a caller waits for is counted in microseconds.
         if len(kwargs) == 1 and kwargs.get("in_order") and not local_handlers and not logger.filters:
-            sender = connected()
+            sender = connected_sender()
             if sender is not None:
                 frame = sys._getframe(2)
                 code = frame.f_code
                 if code.co_filename in _SKIPPED_FILES:
                     frame = _caller(1)
                     code = frame.f_code
-                place = (logger.name, level, code.co_filename, frame.f_lineno)
-                sender.send((place, filled_in(msg, args), time.time(), code.co_name, "", {}))
+                site = (logger.name, level, code.co_filename, frame.f_lineno)
+                sender.send((site, format_message(msg, args), time.time(), code.co_name, "", {}))
                 return
         self._log_record(level, msg, args, kwargs)
 
     def _log_record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
         main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        rank, world_size = _who_am_i()
-        if main_process_only and not in_order:
-            if rank == 0:
-                self._handle(level, msg, args, kwargs)
-        elif world_size == 1 and rank == 0:
-            self._handle(level, msg, args, kwargs)
-        elif in_order:
-            self._in_order(rank, self._record(level, msg, args, kwargs))
-        else:
-            record = self._record(level, msg, args, kwargs)
-            _mark(record, rank)
-            self.logger.handle(record)
+        rank, world_size = _rank_and_world_size()
+        plain = (main_process_only and not in_order) or (world_size == 1 and rank == 0)
+        if plain and rank != 0:
+            return
+        record = self._record(level, msg, args, kwargs)
+        if in_order and not plain:
+            self._send_in_order(rank, record)
+            return
+        if not plain:
+            _mark_rank(record, rank)
+        self.logger.handle(record)
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a warning unless this logger has logged the same text before in this run.
 
-        With ``main_process_only=False`` the ranks share the answer as soon as they are connected: of all
-        ranks' equal warnings one is printed.
+        With ``main_process_only=False`` one of all ranks' equal warnings is printed, as soon as the ranks are
+        connected.
         """
-        text = filled_in(msg, args)
+        text = format_message(msg, args)
         with _once_lock:
-            if (self.logger.name, text) in _said_once:
+            if (self.logger.name, text) in _warned:
                 return
-            _said_once.add((self.logger.name, text))
+            _warned.add((self.logger.name, text))
         plain = kwargs.get("main_process_only", True) or kwargs.get("in_order", False)
-        rank, world_size = _who_am_i()
+        rank, world_size = _rank_and_world_size()
         if plain or world_size == 1 or not self.logger.isEnabledFor(logging.WARNING):
             self.log(logging.WARNING, msg, *args, **kwargs)
             return
         kwargs.pop("main_process_only")
         record = self._record(logging.WARNING, msg, args, kwargs)
         to_local_files(record)
-        said = said_of(record)
-        if not hand_over(lambda sender: sender.send_once(said)):
-            self._say_here(rank, record)
+        call = call_of(record)
+        if not with_sender(lambda sender: sender.send_once(call)):
+            self._print_here(rank, record)
 
     def _record(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> logging.LogRecord:
         exc_info = kwargs.pop("exc_info", None)
@@ -178,21 +177,18 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             stack,
         )
 
-    def _handle(self, level: int, msg: object, args: Any, kwargs: dict[str, Any]) -> None:
-        self.logger.handle(self._record(level, msg, args, kwargs))
-
-    def _in_order(self, rank: int, record: logging.LogRecord) -> None:
+    def _send_in_order(self, rank: int, record: logging.LogRecord) -> None:
         passed = self.logger.filter(record)
         if not passed:
             return
         record = passed if isinstance(passed, logging.LogRecord) else record
         to_local_files(record)
-        said = said_of(record)
-        if not hand_over(lambda sender: sender.send(said)):
-            self._say_here(rank, record)
+        call = call_of(record)
+        if not with_sender(lambda sender: sender.send(call)):
+            self._print_here(rank, record)
 
-    def _say_here(self, rank: int, record: logging.LogRecord) -> None:
-        _mark(record, rank)
+    def _print_here(self, rank: int, record: logging.LogRecord) -> None:
+        _mark_rank(record, rank)
         record.lockstep_collected = True  # this rank's files have it already
         self.logger.handle(record)
 
@@ -205,24 +201,26 @@ def to_local_files(record: logging.LogRecord) -> None:
 
 
 def _checked(level: str | int) -> str | int:
-    if isinstance(level, str) and level.upper() in LEVELS:
-        return level.upper()
-    if isinstance(level, int) and not isinstance(level, bool) and level >= 0:
-        return level
-    raise ConfigurationError(f"log_level={level!r}: expected one of {', '.join(LEVELS)}, or a number from 0.")
+    if isinstance(level, str):
+        level = level.upper() if level.upper() in LEVELS else level
+    faults = Faults()
+    is_level = level in LEVELS or (is_whole(level) and int(level) >= 0)
+    faults.check(is_level, "log_level", level, f"one of {', '.join(LEVELS)}, or a number from 0")
+    faults.raise_all()
+    return level
 
 
-def _who_am_i() -> tuple[int, int]:
-    """Return (rank, world size); before the ranks have met the rank is what the environment says."""
+def _rank_and_world_size() -> tuple[int, int]:
+    """Return (rank, world size); before there is a process group the rank is what the environment says."""
     known = known_rank()
     if known is not None:
         return known
     return int(getattr(rank_zero_only, "rank", 0) or 0), 1
 
 
-def _mark(record: logging.LogRecord, rank: int) -> None:
+def _mark_rank(record: logging.LogRecord, rank: int) -> None:
     prefix = f"[rank {rank}] "
-    record.msg = prefix.replace("%", "%%") + str(record.msg)
+    record.msg = prefix + str(record.msg)
     record.lockstep_prefix = prefix
     record.lockstep_ranks, record.lockstep_hosts = (rank,), (_host,)
 
@@ -245,5 +243,5 @@ def _stack(frame: FrameType) -> str:
 
 
 _SKIPPED_FILES = (logging.info.__code__.co_filename, _caller.__code__.co_filename)
-_said_once: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 _once_lock = threading.Lock()

@@ -1,31 +1,32 @@
 """Which lines are printed when: the decisions of rank-ordered logging, without any threads or clocks.
 
-Lines of one place wait for each other. They are printed in rank order when every rank that will ever say
-something there has done so, or when the first of them has waited long enough.
+Lines of one call site wait for each other. They are printed in rank order when every rank that will ever log
+there has done so, or when the first of them has waited long enough.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
-from lightning_lockstep.logs.lines import Line, Place, by_rank, fold
+from lightning_lockstep.logs.lines import Line, by_rank, merge_equal
 
-__all__ = ["Batch", "OnceBook", "LineOrdering"]
+__all__ = ["Batch", "LineOrdering", "same_text"]
 
-# How many places are remembered for lines that come after theirs were printed.
+# How many printed keys are remembered for lines that come after theirs were printed.
 _REMEMBERED = 10_000
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Lines of one place, ready to be printed.
+    """Lines that belong together, ready to be printed.
 
     Attributes:
-        lines: In rank order, folded if so asked.
+        lines: In rank order, equal ones merged if so asked.
         missing: Ranks whose line did not come in time.
-        late: Whether the other ranks' lines of this place were printed before.
+        late: Whether the other ranks' lines were printed before.
         waited: How long the first line was held back [s].
     """
 
@@ -39,7 +40,7 @@ class Batch:
 class _Waiting:
     since: float
     lines: list[Line]
-    came: set[int]
+    ranks: set[int]
 
 
 class LineOrdering:
@@ -48,14 +49,23 @@ class LineOrdering:
     Args:
         ranks: The ranks whose lines are awaited.
         timeout: Longest time that a line waits for those of other ranks [s].
-        folding: Whether equal lines become one.
+        merging: Whether equal lines become one.
+        key: Lines with the same key belong together; by default those of the same call.
     """
 
-    def __init__(self, ranks: Iterable[int], *, timeout: float = 5.0, folding: bool = True) -> None:
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        *,
+        timeout: float = 5.0,
+        merging: bool = True,
+        key: Callable[[Line], Hashable] = attrgetter("site"),
+    ) -> None:
         self.ranks = frozenset(ranks)
-        self.timeout, self.folding = timeout, folding
-        self._waiting: OrderedDict[Place, _Waiting] = OrderedDict()
-        self._still_to_come: OrderedDict[Place, set[int]] = OrderedDict()
+        self.timeout, self.merging = timeout, merging
+        self._key = key
+        self._waiting: OrderedDict[Hashable, _Waiting] = OrderedDict()
+        self._overdue: OrderedDict[Hashable, set[int]] = OrderedDict()
         self._levels: dict[tuple[int, str], int] = {}
 
     @property
@@ -65,130 +75,70 @@ class LineOrdering:
 
     @property
     def empty(self) -> bool:
-        """Whether a line of one rank would wait for the other ranks, whatever it says."""
-        return not (self._waiting or self._levels or self._still_to_come)
+        """Whether a line of one rank would wait for the other ranks, whatever its text."""
+        return not (self._waiting or self._levels or self._overdue)
 
-    def add(self, line: Line, now: float) -> list[Batch]:
+    def add(self, line: Line, now: float, *, waits: bool = True) -> list[Batch]:
         """Take a line and return what can be printed now.
 
         Args:
             line: The line.
             now: A clock that never goes back [s].
+            waits: Whether it waits for the lines of other ranks.
         """
         for rank in line.ranks:
-            if line.place.level < self._levels.get((rank, line.place.logger), 0):
-                del self._levels[rank, line.place.logger]
-        overdue = self._still_to_come.get(line.place)
+            if line.site.level < self._levels.get((rank, line.site.logger), 0):
+                del self._levels[rank, line.site.logger]
+        key = self._key(line)
+        overdue = self._overdue.get(key)
         if overdue is not None and overdue.issuperset(line.ranks):
             overdue.difference_update(line.ranks)
             if not overdue:
-                del self._still_to_come[line.place]
+                del self._overdue[key]
             return [Batch((line,), late=True)]
-        waiting = self._waiting.setdefault(line.place, _Waiting(now, [], set()))
+        waiting = self._waiting.setdefault(key, _Waiting(now, [], set()))
         waiting.lines.append(line)
-        waiting.came.update(line.ranks)
-        return self._complete([line.place], now)
+        waiting.ranks.update(line.ranks)
+        return [] if waits and self._awaited(waiting) else [self._print(key, now)]
 
-    def hear_level(self, rank: int, logger: str, level: int) -> list[Batch]:
-        """Note that a rank says nothing below ``level`` in a logger; return what need not wait any more."""
+    def note_level(self, rank: int, logger: str, level: int) -> list[Batch]:
+        """Note that a rank logs nothing below ``level`` in a logger; return what need not wait any more."""
         self._levels[rank, logger] = level
-        return self._complete([place for place in self._waiting if place.logger == logger], 0.0)
+        complete = [key for key, waiting in self._waiting.items() if not self._awaited(waiting)]
+        return [self._print(key, 0.0) for key in complete]
 
     def due(self, now: float) -> list[Batch]:
         """Return what has waited long enough."""
-        places = [p for p, waiting in self._waiting.items() if now - waiting.since >= self.timeout]
-        return [self._print(place, now) for place in places]
+        keys = [key for key, waiting in self._waiting.items() if now - waiting.since >= self.timeout]
+        return [self._print(key, now) for key in keys]
 
     def next_due(self) -> float | None:
         """Return when :meth:`due` will next have something [s], or ``None`` while nothing waits."""
-        # Places are kept in the order of their first line, so the first one is due first.
+        # They are kept in the order of their first line, so the first one is due first.
         first = next(iter(self._waiting.values()), None)
         return None if first is None else first.since + self.timeout
 
     def flush(self, now: float) -> list[Batch]:
         """Return all that is held back."""
-        return [self._print(place, now) for place in list(self._waiting)]
+        return [self._print(key, now) for key in list(self._waiting)]
 
-    def _complete(self, places: Iterable[Place], now: float) -> list[Batch]:
-        return [self._print(place, now) for place in places if not self._awaited(place)]
+    def _awaited(self, waiting: _Waiting) -> set[int]:
+        site = waiting.lines[0].site
+        absent = self.ranks - waiting.ranks
+        return {rank for rank in absent if self._levels.get((rank, site.logger), 0) <= site.level}
 
-    def _awaited(self, place: Place) -> set[int]:
-        open_ranks = self.ranks - self._waiting[place].came
-        return {r for r in open_ranks if self._levels.get((r, place.logger), 0) <= place.level}
-
-    def _print(self, place: Place, now: float) -> Batch:
-        missing = self._awaited(place)
-        waiting = self._waiting.pop(place)
+    def _print(self, key: Hashable, now: float) -> Batch:
+        waiting = self._waiting.pop(key)
+        missing = self._awaited(waiting)
         if missing:
-            self._still_to_come[place] = set(missing)
-            while len(self._still_to_come) > _REMEMBERED:
-                self._still_to_come.popitem(last=False)
-        folds = self.folding and len(waiting.lines) > 1
-        lines = fold(waiting.lines) if folds else sorted(waiting.lines, key=by_rank)
+            self._overdue[key] = set(missing)
+            while len(self._overdue) > _REMEMBERED:
+                self._overdue.popitem(last=False)
+        merges = self.merging and len(waiting.lines) > 1
+        lines = merge_equal(waiting.lines) if merges else sorted(waiting.lines, key=by_rank)
         return Batch(tuple(lines), tuple(sorted(missing)), waited=now - waiting.since)
 
 
-class OnceBook:
-    """Lets one of the equal lines of all ranks through.
-
-    Each rank numbers its equal lines. The first line of a number waits a moment for those of other ranks, is
-    printed with their numbers, and stands for all that come later.
-
-    Args:
-        gather_for: How long a line waits for its equals [s].
-    """
-
-    def __init__(self, *, gather_for: float = 0.3) -> None:
-        self.gather_for = gather_for
-        self._waiting: OrderedDict[tuple[str, int, str, int], _Waiting] = OrderedDict()
-        self._printed: OrderedDict[tuple[str, int, str, int], None] = OrderedDict()
-
-    @property
-    def holds_lines(self) -> bool:
-        """Whether a line is held back."""
-        return bool(self._waiting)
-
-    @property
-    def empty(self) -> bool:
-        """Whether no line waits."""
-        return not self._waiting
-
-    def add(self, line: Line, now: float, *, printed: bool = False) -> list[Batch]:
-        """Take a line.
-
-        Args:
-            line: The line; ``place.turn`` says how often its rank has said the same before.
-            now: A clock that never goes back [s].
-            printed: Whether the line was printed by whoever made it.
-        """
-        key = (line.place.logger, line.place.level, line.text, line.place.turn)
-        if printed:
-            self._remember(key)
-            self._waiting.pop(key, None)
-        elif key not in self._printed:
-            waiting = self._waiting.setdefault(key, _Waiting(now, [], set()))
-            waiting.lines.append(line)
-        return []
-
-    def due(self, now: float) -> list[Batch]:
-        """Return what has waited long enough."""
-        keys = [k for k, waiting in self._waiting.items() if now - waiting.since >= self.gather_for]
-        return [self._print(key) for key in keys]
-
-    def next_due(self) -> float | None:
-        """Return when :meth:`due` will next have something [s], or ``None`` while nothing waits."""
-        first = next(iter(self._waiting.values()), None)
-        return None if first is None else first.since + self.gather_for
-
-    def flush(self, now: float) -> list[Batch]:
-        """Return all that is held back."""
-        return [self._print(key) for key in list(self._waiting)]
-
-    def _print(self, key: tuple[str, int, str, int]) -> Batch:
-        self._remember(key)
-        return Batch(tuple(fold(self._waiting.pop(key).lines)))
-
-    def _remember(self, key: tuple[str, int, str, int]) -> None:
-        self._printed[key] = None
-        while len(self._printed) > _REMEMBERED:
-            self._printed.popitem(last=False)
+def same_text(line: Line) -> Hashable:
+    """Return a key under which equal lines of all ranks belong together, wherever they were logged."""
+    return line.site.logger, line.site.level, line.text, line.site.repeat

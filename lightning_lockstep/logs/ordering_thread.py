@@ -1,4 +1,4 @@
-"""Lets several threads write into one order book without ever making one of them wait."""
+"""Lets several threads bring lines to one ordering without making any of them wait for a slow console."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
-from lightning_lockstep.logs.ordering import Batch, LineOrdering, OnceBook
+from lightning_lockstep.logs.lines import Line
+from lightning_lockstep.logs.ordering import Batch, LineOrdering
 
 __all__ = ["OrderingThread"]
 
@@ -17,102 +19,110 @@ Work = Callable[[], list[Batch]]
 
 
 class OrderingThread:
-    """Owns an order book and prints what comes out of it.
+    """Owns a :class:`LineOrdering` and prints what comes out of it.
 
     The receiving thread does its work at once and prints, without a detour over another thread. The main
-    thread, which must not wait for a slow console, only brings its work; whoever is at the book next does it.
+    thread only queues its work; the next thread that has access to the ordering does it.
 
     Args:
-        book: The book.
-        on_batches: Prints batches; called by one thread at a time, in the order in which they were ready.
-        name: Name of the thread that looks after what has waited long enough.
+        ordering: Decides which lines are printed when.
+        print_batch: Prints a batch; called by one thread at a time, in the order in which they were ready.
+        name: Name of the thread that prints what has waited long enough.
         look_every: Time between two of its looks [s].
     """
 
     def __init__(
         self,
-        book: LineOrdering | OnceBook,
-        on_batches: Callable[[list[Batch]], None],
+        ordering: LineOrdering,
+        print_batch: Callable[[Batch], None],
         *,
         name: str,
         look_every: float,
     ) -> None:
-        self.book, self._on_batches, self._look_every = book, on_batches, look_every
-        self._inbox: deque[Work] = deque()
+        self.ordering, self._print_batch, self._look_every = ordering, print_batch, look_every
+        self._queued: deque[Work] = deque()
         self._ready: deque[Batch] = deque()
-        self._at_book = threading.Lock()
+        self._access = threading.Lock()
         self._printing = threading.RLock()
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended = False
         self._name = name
         self._thread: threading.Thread | None = None
 
-    def do(self, work: Work, *, print_here: bool, can_wait: bool = False) -> None:
-        """Have ``work`` done soon; returns at once.
+    def receive(self, packed: Sequence[Sequence[Any]]) -> None:
+        """Take lines of other ranks, packed, and print what is ready, on this thread."""
+        now = time.monotonic()
+        self._queue(lambda: [batch for p in packed for batch in self.ordering.add(Line.unpack(p), now)])
+        self._run()
+
+    def add(self, make: Callable[[], Line]) -> None:
+        """Take a line of this rank; returns at once.
 
         Args:
-            work: Changes the book and returns what can be printed.
-            print_here: Whether this thread may do it and print, or another one must.
-            can_wait: Whether nothing can come of it as long as the book is empty. Then nobody is woken for
-                it: whoever comes to the book next does it, the thread of this object at the latest.
+            make: Makes the line, on another thread, in the order of the calls.
         """
-        self._inbox.append(work)
-        if self._thread is None and not self._ended:
-            self._start()
-        if print_here:
-            self._work_off()
-            self._print_ready()
-        elif not (can_wait and self.book.empty):
-            # The order matters: the work was brought before the look at the book. So either whoever fills
-            # the book now finds the work there, too, or this look finds the book filled.
-            self._bell.put(None)
+        now = time.monotonic()
+        self._queue(lambda: self.ordering.add(make(), now))
+        # A line that can only wait wakes nobody: whoever comes to the ordering next takes it along, the
+        # thread of this object at the latest. The order matters: the line was queued before this look. So
+        # whoever fills the ordering now finds the line queued, too, or this look finds the ordering filled.
+        if not self.ordering.empty:
+            self._wake.put(None)
+
+    def do(self, work: Work) -> None:
+        """Have ``work`` done soon, on another thread; returns at once.
+
+        Args:
+            work: Changes the ordering and returns what can be printed.
+        """
+        self._queue(work)
+        self._wake.put(None)
 
     @property
     def busy(self) -> bool:
         """Whether a line waits for those of other ranks."""
-        return bool(self._inbox) or self.book.holds_lines
+        return bool(self._queued) or self.ordering.holds_lines
 
     def flush(self) -> None:
         """Print all that is held back, here, and wait for a thread that is just printing."""
-        self._inbox.append(lambda: self.book.flush(time.monotonic()))
-        # Another thread may be at the book, with lines in hand that it has not laid out for printing yet.
+        self._queued.append(lambda: self.ordering.flush(time.monotonic()))
+        # Another thread may have access, with lines in hand that it has not laid out for printing yet.
         # The limit is for a signal handler that has interrupted its own thread there.
-        if self._at_book.acquire(timeout=1.0):
-            self._at_book.release()
-        self._work_off()
-        self._print_ready()
+        if self._access.acquire(timeout=1.0):
+            self._access.release()
+        self._run()
 
     def stop(self) -> None:
         """End the thread."""
         self._ended = True
-        self._bell.put(None)
+        self._wake.put(None)
 
-    def _work_off(self) -> None:
-        while self._inbox and self._at_book.acquire(blocking=False):
+    def _queue(self, work: Work) -> None:
+        self._queued.append(work)
+        if self._thread is None and not self._ended:
+            self._thread = threading.Thread(target=self._print_when_due, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        """Do the work that is queued, unless another thread is about to, and print."""
+        while self._queued and self._access.acquire(blocking=False):
             try:
-                while self._inbox:
-                    self._ready.extend(self._inbox.popleft()())
+                while self._queued:
+                    self._ready.extend(self._queued.popleft()())
             finally:
-                self._at_book.release()
-
-    def _print_ready(self) -> None:
+                self._access.release()
         with self._printing:
             while self._ready:
-                self._on_batches([self._ready.popleft()])
+                self._print_batch(self._ready.popleft())
 
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._look_after, name=self._name, daemon=True)
-        self._thread.start()
-
-    def _look_after(self) -> None:
+    def _print_when_due(self) -> None:
         while not self._ended:
-            self._inbox.append(lambda: self.book.due(time.monotonic()))
-            self._work_off()
-            self._print_ready()
-            with self._at_book:
-                due = self.book.next_due()
-            if self._inbox:
-                continue  # somebody came while this thread was at the book, and has left work here
+            self._queued.append(lambda: self.ordering.due(time.monotonic()))
+            self._run()
+            with self._access:
+                due = self.ordering.next_due()
+            if self._queued:
+                continue  # somebody came while this thread had access, and has left work here
             patience = self._look_every if due is None else max(0.0, due - time.monotonic())
             with suppress(queue.Empty):
-                self._bell.get(timeout=min(patience, self._look_every))
+                self._wake.get(timeout=min(patience, self._look_every))

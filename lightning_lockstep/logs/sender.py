@@ -1,4 +1,4 @@
-"""From a logger to what takes its lines to rank 0, also before the ranks are connected."""
+"""From a logger to the collector on rank 0, also for lines that are logged before the ranks are connected."""
 
 from __future__ import annotations
 
@@ -8,26 +8,140 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
+from lightning_lockstep.distributed import SideChannel
 from lightning_lockstep.distributed.failure.flushing import on_flush
 from lightning_lockstep.distributed.side_channel.opening import (
     current_group,
     known_rank,
     side_channel_if_open,
 )
-from lightning_lockstep.logs.collector import LineSender, sender_on
-from lightning_lockstep.logs.lines import Said, line_of, record_of
+from lightning_lockstep.logs.collector import LEVEL, LINES, NODE, ONCE, Collector, NodeMerger
+from lightning_lockstep.logs.lines import Line, LogCall, line_of, record_of
 
-__all__ = ["connected", "hand_over", "tell_level"]
+__all__ = ["LineSender", "connected_sender", "send_level", "sender_on", "with_sender"]
+
+# How long a rank keeps a line to print it itself if rank 0 fails: the longest time for which rank 0 holds a
+# line back by default, and a margin [s].
+_KEPT_FOR = 7.0
 
 
-Work = Callable[["LineSender | _SayHere"], None]
+class LineSender:
+    """Sends this rank's lines to rank 0, and keeps the youngest in case rank 0 fails.
+
+    Args:
+        channel: The side channel of the run.
+        collector: The collector, on rank 0.
+    """
+
+    def __init__(self, channel: SideChannel, collector: Collector | None) -> None:
+        self.channel, self.collector = channel, collector
+        self.merger: NodeMerger | None = None
+        self.node_leader: int | None = None
+        self.process = os.getpid()
+        self._host = socket.gethostname()
+        self._kept: deque[LogCall] = deque(maxlen=10_000)
+        self._sent_levels: dict[str, int] = {}
+        # Touched by one thread at a time: the one that makes lines, in the order of the calls.
+        self._repeats: dict[tuple[str, int, str, int], int] = {}
+        self._post = channel.poster(LINES, to=0, make=self._lines)
+        if collector is None:
+            on_flush(self.flush)
+            channel.at_close(self.flush)
+
+    def send(self, call: LogCall) -> None:
+        """Send a line in order; returns at once, and leaves all that can wait to other threads."""
+        if self._sent_levels and call[0][1] < self._sent_levels.get(call[0][0], 0):
+            del self._sent_levels[call[0][0]]
+        if self.collector is not None:
+            self.collector.lines.add(lambda: self._line(call))
+            return
+        self._kept.append(call)
+        if self.merger is not None:
+            self.merger.lines.add(lambda: self._line(call))
+        elif self.node_leader is not None:
+            self.channel.post(NODE, call, to=self.node_leader, make=self._lines)
+        else:
+            self._post(call)
+
+    def send_once(self, call: LogCall, *, repeat: int = 0, printed: bool = False) -> None:
+        """Send a line of which one is enough for all ranks; returns at once.
+
+        Args:
+            call: The call that this rank made.
+            repeat: How often it has logged the same before.
+            printed: Whether this rank is rank 0 and has printed it already.
+        """
+        line = line_of(call, rank=self.channel.rank, host=self._host, repeat=repeat)
+        if self.collector is not None:
+            self.collector.add_once(line, printed=printed)
+        else:
+            self._kept.append(call)
+            self.channel.post(ONCE, line, to=0)
+
+    def send_level(self, logger: str, level: int) -> None:
+        """Let rank 0 know, once, that this rank logs nothing below ``level`` in a logger; returns at once."""
+        if self._sent_levels.get(logger) == level:
+            return
+        self._sent_levels[logger] = level
+        if self.collector is not None:
+            self.collector.note_level(self.channel.rank, logger, level)
+        else:
+            self.channel.post(LEVEL, [logger, level], to=0)
+
+    def flush(self) -> None:
+        """Send what is queued; when rank 0 has failed, print here what it may not have printed."""
+        if self.channel.usable:
+            self.channel.flush(1.0)
+        if not self.channel.lost:
+            return
+        oldest = time.time() - _KEPT_FOR
+        while self._kept:
+            line = line_of(self._kept.popleft(), rank=self.channel.rank, host=self._host, repeat=0)
+            if line.created >= oldest:
+                _print_here(line, prefix=f"[rank {self.channel.rank}, printed here since rank 0 has failed] ")
+
+    def _line(self, call: LogCall) -> Line:
+        repeat = self._repeats.get(call[0], 0)
+        self._repeats[call[0]] = repeat + 1
+        return line_of(call, rank=self.channel.rank, host=self._host, repeat=repeat)
+
+    def _lines(self, call: LogCall) -> tuple[Line]:
+        return (self._line(call),)
 
 
-def connected() -> LineSender | None:
+class _LocalPrinter:
+    """Stands in for the sender of a run whose rank 0 never opened the channel."""
+
+    def send(self, call: LogCall) -> None:
+        known = known_rank()
+        _print_here(line_of(call, rank=known[0] if known else 0, host=socket.gethostname(), repeat=0))
+
+    send_once = send
+
+    def send_level(self, logger: str, level: int) -> None:
+        """There is nobody to send it to."""
+
+
+Work = Callable[["LineSender | _LocalPrinter"], None]
+
+
+def sender_on(channel: SideChannel) -> LineSender:
+    """Return the sender of a side channel, made on the first call; on rank 0 the collector is made, too.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    with _lock:
+        if channel not in _senders:
+            collector = Collector(channel) if channel.rank == 0 else None
+            _senders[channel] = LineSender(channel, collector)
+        return _senders[channel]
+
+
+def connected_sender() -> LineSender | None:
     """Return the sender of the process group that exists now, as fast as can be."""
     global _cached
     group = current_group()
@@ -37,31 +151,15 @@ def connected() -> LineSender | None:
         sender = _cached[1]
         if sender.channel.usable and sender.process == os.getpid():
             return sender
-    found = _sender()
+    found = _find_sender()
     _cached = None if found is None else (group, found)
     return found
 
 
-def _sender(*, open_if_easy: bool = True) -> LineSender | None:
-    """Return what takes this rank's lines, or ``None`` while the ranks are not connected."""
-    known = known_rank()
-    if known is None:
-        return None
-    # Rank 0 can open the channel by itself; another rank would have to ask the store first.
-    channel = side_channel_if_open(open_if_easy=open_if_easy and known[0] == 0)
-    if channel is None or not channel.usable:
-        return None
-    sender = sender_on(channel)
-    if sender.process != os.getpid():
-        return None  # a forked worker has the object but not its threads
-    _hand_kept_lines_to(sender)
-    return sender
-
-
-def hand_over(work: Work, *, open_if_easy: bool = True) -> bool:
-    """Give ``work`` the sender now, or when rank 0 has opened the channel; return whether that can happen."""
+def with_sender(work: Work, *, open_if_easy: bool = True) -> bool:
+    """Call ``work`` with the sender now, or once rank 0 has opened the channel; return whether that can happen."""
     global _waiter
-    sender = _sender(open_if_easy=open_if_easy)
+    sender = _find_sender(open_if_easy=open_if_easy)
     if sender is not None:
         work(sender)
         return True
@@ -73,60 +171,68 @@ def hand_over(work: Work, *, open_if_easy: bool = True) -> bool:
         _waiter = threading.Thread(target=_look_for_channel, name="lockstep-log-open", daemon=True)
         _waiter.start()
     if side_channel_if_open() is not None:
-        _sender()  # opened while this line was put aside, and perhaps nobody looks again
+        _find_sender()  # opened while this line was put aside, and perhaps nobody looks again
     return True
 
 
-def _look_for_channel() -> None:
-    while known_rank() is not None and side_channel_if_open(open_if_easy=True) is None:
-        time.sleep(0.05)
-    _sender()
-
-
-class _SayHere:
-    """Stands in for the sender of a run whose rank 0 never opened the channel."""
-
-    def send(self, said: Said, **_: Any) -> None:
-        known = known_rank()
-        line = line_of(said, rank=known[0] if known else 0, host=socket.gethostname(), turn=0)
-        logging.getLogger(line.place.logger).handle(record_of(line))
-
-    send_once = send
-
-    def tell_level(self, logger: str, level: int) -> None:
-        """Nobody is there to be told."""
-
-
-def _say_kept_lines() -> None:
-    if known_rank() is not None and side_channel_if_open() is not None:
-        _sender()
-    _hand_kept_lines_to(_SayHere())
-
-
-def _hand_kept_lines_to(sender: LineSender | _SayHere) -> None:
-    if not _kept_back:
-        return
-    # In their order, and before whatever this thread says next, whichever thread has come first.
-    with _handing_over:
-        while _kept_back:
-            _kept_back.popleft()(sender)
-
-
-def tell_level(logger: logging.Logger) -> None:
-    """Tell rank 0 that this rank says nothing below the level of ``logger``, if the ranks are connected.
+def send_level(logger: logging.Logger) -> None:
+    """Let rank 0 know that this rank logs nothing below the level of ``logger``, if the ranks are connected.
 
     Ranks: any rank, alone; one message for each level that a logger has had.
     """
     known = known_rank()
     if known is not None and known[1] > 1:
         level = logger.getEffectiveLevel()
-        hand_over(lambda sender: sender.tell_level(logger.name, level), open_if_easy=False)
+        with_sender(lambda sender: sender.send_level(logger.name, level), open_if_easy=False)
 
 
-# Lines said while rank 0 had not opened the channel yet; they go out with the first one after that.
+def _find_sender(*, open_if_easy: bool = True) -> LineSender | None:
+    """Return what takes this rank's lines, or ``None`` while the ranks are not connected."""
+    known = known_rank()
+    if known is None:
+        return None
+    # Rank 0 can open the channel by itself; another rank would have to ask the store first.
+    channel = side_channel_if_open(open_if_easy=open_if_easy and known[0] == 0)
+    if channel is None or not channel.usable:
+        return None
+    sender = sender_on(channel)
+    if sender.process != os.getpid():
+        return None  # a forked worker has the object but not its threads
+    _release_kept_back(sender)
+    return sender
+
+
+def _look_for_channel() -> None:
+    while known_rank() is not None and side_channel_if_open(open_if_easy=True) is None:
+        time.sleep(0.05)
+    _find_sender()
+
+
+def _release_kept_back(sender: LineSender | _LocalPrinter) -> None:
+    if not _kept_back:
+        return
+    # In their order, and before whatever this thread logs next, whichever thread has come first.
+    with _releasing:
+        while _kept_back:
+            _kept_back.popleft()(sender)
+
+
+def _print_kept_back() -> None:
+    if known_rank() is not None and side_channel_if_open() is not None:
+        _find_sender()
+    _release_kept_back(_LocalPrinter())
+
+
+def _print_here(line: Line, *, prefix: str | None = None) -> None:
+    logging.getLogger(line.site.logger).handle(record_of(line, prefix=prefix))
+
+
+_senders: weakref.WeakKeyDictionary[SideChannel, LineSender] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+# Lines logged while rank 0 had not opened the channel yet; they are sent with the first one after that.
 _kept_back: deque[Work] = deque(maxlen=10_000)
-_handing_over = threading.RLock()
+_releasing = threading.RLock()
 _waiter: threading.Thread | None = None
 _cached: tuple[object, LineSender] | None = None
-on_flush(_say_kept_lines)
-atexit.register(_say_kept_lines)
+on_flush(_print_kept_back)
+atexit.register(_print_kept_back)

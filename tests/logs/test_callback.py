@@ -32,9 +32,10 @@ class Module(LightningModule):
             log.info("mine is %d", self.global_rank, in_order=True)
             other.warning("the library warns")
             warnings.warn("python warns", stacklevel=1)
+            log.warning("on every console", main_process_only=False)
             if self.global_rank == 1:
                 other.error("only on rank 1")
-                log.info("rank 0 never says this", in_order=True)
+                log.info("rank 0 never logs this", in_order=True)
         return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self):
@@ -72,8 +73,9 @@ def test_one_console_and_a_file_for_each_rank(tmp_path):
     assert console.index("mine is 0") < console.index("mine is 1")
     assert console.count("the library warns") == 1 and console.count("UserWarning: python warns") == 1
     assert console.count("only on rank 1") == 1
+    assert all(outcome.stderr.count("on every console") == 1 for outcome in outcomes)
     assert "max_epochs=1" in console, "Lightning's own loggers are included"
-    assert ":1 lockstep_test_user" in next(x for x in console.splitlines() if "rank 0 never says this" in x)
+    assert ":1 lockstep_test_user" in next(x for x in console.splitlines() if "rank 0 never logs this" in x)
     assert "warns" not in outcomes[1].stderr and "mine" not in outcomes[1].stderr
     for rank in range(2):
         text = Path(tmp_path, "logs", f"rank-{rank}.jsonl").read_text()
@@ -83,7 +85,8 @@ def test_one_console_and_a_file_for_each_rank(tmp_path):
             "same",
             f"mine is {rank}",
             "the library warns",
-            *(["only on rank 1", "rank 0 never says this"] if rank else []),
+            "on every console",
+            *(["only on rank 1", "rank 0 never logs this"] if rank else []),
         ]
         assert said == expected
         assert next(e for e in entries if e["message"] == "same")["batch"] == 1

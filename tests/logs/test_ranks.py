@@ -28,7 +28,7 @@ class Kept(logging.Handler):
 def prepared(name: str, timeout: float = 60.0):
     """A logger of this rank, what its handlers print here, and a way to wait for lines."""
     from lightning_lockstep.distributed import current_communicator
-    from lightning_lockstep.logs.collector import sender_on
+    from lightning_lockstep.logs.sender import sender_on
 
     kept = Kept()
     logger = logging.getLogger(name)
@@ -36,7 +36,7 @@ def prepared(name: str, timeout: float = 60.0):
     logger.propagate = False
     sender = sender_on(current_communicator().side_channel)
     if sender.collector is not None:
-        sender.collector.configure(timeout=timeout, folding=True)
+        sender.collector.configure(timeout=timeout, merging=True)
     return get_logger(name, "INFO"), kept
 
 
@@ -93,8 +93,8 @@ def odd_calls() -> list[str]:
     log.info("rank 1 has another level", in_order=True)
     if rank != 2:
         log.warning("rank 2 is silent", in_order=True)
-    for turn in range(2 if rank == 3 else 1):
-        log.warning("rank 3 says it twice, %d", turn, in_order=True)
+    for count in range(2 if rank == 3 else 1):
+        log.warning("rank 3 says it twice, %d", count, in_order=True)
     if rank == 0:
         until(kept, 6)
     dist.barrier()
@@ -117,7 +117,7 @@ def one_dies() -> list[str]:
     log, kept = prepared("dies", timeout=1.0)
     dist.barrier()
     if rank == 2:
-        log.info("last words", in_order=True)
+        log.info("last line", in_order=True)
         from lightning_lockstep.distributed import current_communicator
 
         current_communicator().side_channel.flush()
@@ -129,11 +129,11 @@ def one_dies() -> list[str]:
     return []
 
 
-def test_a_rank_that_dies_holds_nobody_up_and_its_words_are_printed():
+def test_a_rank_that_dies_holds_nobody_up_and_its_lines_are_printed():
     outcomes = run_ranks_raw(3, one_dies, timeout=40)
     assert outcomes[2].signal == signal.SIGKILL
     lines = outcomes[0].value
-    assert "[rank 2] last words" in lines and "[ranks 0-1] still here" in lines
+    assert "[rank 2] last line" in lines and "[ranks 0-1] still here" in lines
     assert sum("nothing came from rank 2 " in line for line in lines) == 1
     assert sum("nothing came from ranks 0-1 " in line for line in lines) == 1
 
@@ -162,7 +162,7 @@ def rank_0_goes_first() -> list[str]:
     from lightning_lockstep.distributed import current_communicator
     from lightning_lockstep.distributed.failure.flushing import run_flushers
 
-    log.info("who hears me", in_order=True)
+    log.info("after the failure", in_order=True)
     deadline = time.monotonic() + 20
     while current_communicator().side_channel.usable and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -170,9 +170,9 @@ def rank_0_goes_first() -> list[str]:
     return kept.lines
 
 
-def test_when_rank_0_is_gone_the_others_say_themselves_what_it_may_not_have_printed():
+def test_when_rank_0_has_failed_the_others_print_what_it_may_not_have_printed():
     outcomes = run_ranks_raw(2, rank_0_goes_first, timeout=40)
-    assert outcomes[1].value == ["[rank 1, said here since rank 0 is gone] who hears me"]
+    assert outcomes[1].value == ["[rank 1, printed here since rank 0 has failed] after the failure"]
 
 
 def late_channel() -> list[str]:
@@ -194,7 +194,7 @@ def test_a_plain_process_group_needs_no_set_up():
     assert run_ranks(2, late_channel)[0] == ["[rank 0] hello 0", "[rank 1] hello 1"]
 
 
-def take_turns() -> dict:
+def rank_ordered_sections() -> dict:
     rank, seen = dist.get_rank(), {}
     with in_rank_order() as number:
         began = time.monotonic()
@@ -220,7 +220,7 @@ def take_turns() -> dict:
 
 
 def test_in_rank_order():
-    values = run_ranks(3, take_turns)
+    values = run_ranks(3, rank_ordered_sections)
     spans = [v["first"] for v in values]
     assert [number for number, _, _ in spans] == [0, 1, 2]
     assert spans[0][2] <= spans[1][1] and spans[1][2] <= spans[2][1], "one after the other"
@@ -239,14 +239,15 @@ def test_in_rank_order():
 def merged() -> tuple[list[str], int]:
     """Ranks 2 and 3 play a second node: their lines go by way of rank 2."""
     from lightning_lockstep.distributed import current_communicator
-    from lightning_lockstep.logs.collector import LINES, NodeMerger, sender_on
+    from lightning_lockstep.logs.collector import LINES, NodeMerger
+    from lightning_lockstep.logs.sender import sender_on
 
     rank = dist.get_rank()
     log, kept = prepared("node", timeout=10.0)
     channel = current_communicator().side_channel
-    sender, heard = sender_on(channel), []
+    sender, senders = sender_on(channel), []
     if rank == 0:
-        channel.on(LINES, lambda message: heard.append(message.sender))
+        channel.on(LINES, lambda message: senders.append(message.sender))
     if rank == 2:
         sender.merger = NodeMerger(channel, range(2, 4), merge_for=2.0)
     if rank == 3:
@@ -256,7 +257,7 @@ def merged() -> tuple[list[str], int]:
     if rank == 0:
         until(kept, 1)
     dist.barrier()
-    return kept.lines, len(heard)
+    return kept.lines, len(senders)
 
 
 def test_lines_of_a_node_reach_rank_0_as_one_message():
@@ -289,9 +290,9 @@ def broken_handler() -> list[str]:
     if dist.get_rank() == 0:
         until(kept, 2)
         from lightning_lockstep.distributed import current_communicator
-        from lightning_lockstep.logs.collector import sender_on
+        from lightning_lockstep.logs.sender import sender_on
 
-        sender_on(current_communicator().side_channel).collector.configure(timeout=0.3, folding=True)
+        sender_on(current_communicator().side_channel).collector.configure(timeout=0.3, merging=True)
         for lines in (4, 6):
             log.info("alone", in_order=True)
             until(kept, lines)
