@@ -8,11 +8,14 @@ each name in real objects of both families, so that a release which moves one fa
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lightning_lockstep._lightning import _AcceleratorConnector
+from torch import Tensor
+
+from lightning_lockstep._lightning import SLURMEnvironment, _AcceleratorConnector
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -116,6 +119,70 @@ def reloads_training_loader(trainer: Any) -> bool:
 
 # -- batch_size --
 
-# -- stopping --
+# -- stopping, callbacks --
 
-# -- callbacks --
+
+@touches(
+    "_TrainingEpochLoop._results",
+    "_ResultMetric._forward_cache",
+    why="callback_metrics goes through everything that was logged, which costs more than a check of one metric",
+)
+def logged_in_this_step(trainer: Any, name: str) -> Tensor | None:
+    """Return what ``callback_metrics`` would, for a tensor that ``training_step`` logs at every step.
+
+    Args:
+        trainer: The Trainer, at the end of a training batch.
+        name: Of the metric.
+
+    Returns:
+        The value of this batch, or ``None`` for any other kind of metric.
+    """
+    results: Any = trainer.fit_loop.epoch_loop._results
+    result = results.get(f"training_step.{name}")
+    if result is None or result.has_reset or not result.meta.on_step or not results.training:
+        return None
+    value = result._forward_cache
+    return value.detach() if isinstance(value, Tensor) else None
+
+
+@touches(
+    "_FitLoop._data_fetcher",
+    "CombinedLoader._iterator",
+    why="a resumed epoch goes on behind the batches that were seen, so its iterators are made again",
+)
+def restart_training_iterators(fit_loop: Any) -> list[Any]:
+    """Make the iterators of the training loaders again and return them, one of each loader."""
+    fetcher = fit_loop._data_fetcher
+    iter(fetcher)
+    return list(getattr(fetcher.combined_loader._iterator, "iterators", []))
+
+
+@touches(
+    "Trainer._accelerator_connector",
+    why="what Lightning took for the cluster environment, also under a strategy that has none",
+)
+def slurm_requeue_signal(trainer: Any) -> signal.Signals | None:
+    """Return the signal on which Lightning requeues the Slurm job, or ``None`` where it does not."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return None
+    return signal.Signals(environment.requeue_signal or signal.SIGUSR1)
+
+
+@touches(
+    "Trainer._signal_connector",
+    "_SignalConnector._slurm_sigusr_handler_fn",
+    "Trainer._checkpoint_connector",
+    why="saves where Lightning looks after the requeue, and requeues the job",
+)
+def save_and_requeue(trainer: Any, received: signal.Signals) -> str:
+    """Save a checkpoint, requeue the Slurm job and return the checkpoint's path.
+
+    Args:
+        trainer: The Trainer.
+        received: The signal.
+
+    Ranks: all, together, as a checkpoint is saved.
+    """
+    trainer._signal_connector._slurm_sigusr_handler_fn(received, None)
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))

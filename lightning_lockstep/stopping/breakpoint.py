@@ -1,4 +1,4 @@
-"""The two functions with which user code asks all ranks to leave, and hears that they do."""
+"""The two functions with which user code asks all ranks to leave, and finds out that they do."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.side_channel.opening import known_rank
 from lightning_lockstep.distributed.stop_agreement import StepAgreement, StopDecision, stop_agreement
 
-__all__ = ["check_breakpoint", "connect", "fit_owns_boundaries", "set_breakpoint"]
+__all__ = ["check_breakpoint", "connect", "count_in_fit", "set_breakpoint"]
 
 _log = logging.getLogger(__name__)
 
 _process = os.getpid()
 _active: StepAgreement | None = None
-_asked_early: list[str] = []
-_owned_by_fit = False
+_early_requests: list[str] = []
+_fit_counts = False
 _lock = threading.RLock()
 
 
@@ -29,10 +29,10 @@ def set_breakpoint(reason: str = "a breakpoint was set") -> None:
     one's own, :func:`check_breakpoint` does.
 
     Args:
-        reason: Why; every rank gets to know it, with the number of this one.
+        reason: Why; every rank receives it, with the number of this one.
 
     Ranks: any rank, alone. One message to rank 0; waits for nobody. Before the ranks are connected the
-    wish is kept until they are.
+    request is kept until they are.
     """
     if os.getpid() != _process and _active is not None and _active.channel.world_size > 1:
         _log.warning(
@@ -46,14 +46,14 @@ def set_breakpoint(reason: str = "a breakpoint was set") -> None:
             assert _active is not None
             _active.request(str(reason))
         else:
-            _asked_early.append(str(reason))
+            _early_requests.append(str(reason))
 
 
 def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
     """Return the breakpoint on which all ranks have agreed, or ``None``.
 
-    After a ``fit`` with :class:`StopTogether`, or during one, it only tells. In a loop of one's own it is the
-    point at which all ranks leave: call it on every rank after every batch.
+    After a ``fit`` with :class:`StopTogether`, or during one, it only returns the decision. In a loop of one's
+    own it is the point at which all ranks leave: call it on every rank after every batch.
 
         for batch in loader:
             ...
@@ -61,7 +61,7 @@ def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
                 break
 
     Args:
-        reset: Forget the breakpoint once it was told, so that the ranks can agree on another one. To be
+        reset: Forget the breakpoint once it was returned, so that the ranks can agree on another one. To be
             passed alike on every rank.
 
     Returns:
@@ -73,15 +73,15 @@ def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
     if agreement is None or not _is_current(agreement):
         agreement = connect()
     decision = agreement.decision
-    if decision is None and not _owned_by_fit:
+    if decision is None and not _fit_counts:
         decision = agreement.passed()
-    if decision is not None and reset and not _owned_by_fit:
+    if decision is not None and reset and not _fit_counts:
         agreement.start_over()
     return decision
 
 
 def connect() -> StepAgreement:
-    """Return the agreement of the current process group, and hand it what was asked for before it existed.
+    """Return the agreement of the current process group, and pass on what was requested before it existed.
 
     Ranks: every rank, alike, the first time; see :func:`current_communicator`.
     """
@@ -89,18 +89,19 @@ def connect() -> StepAgreement:
     agreement = stop_agreement(current_communicator().side_channel)
     with _lock:
         _active, _process = agreement, os.getpid()
-        while _asked_early:
-            agreement.request(_asked_early.pop(0))
+        while _early_requests:
+            agreement.request(_early_requests.pop(0))
     return agreement
 
 
-def fit_owns_boundaries(owned: bool) -> None:
-    """Say whether a fit counts the batches, so that :func:`check_breakpoint` must not.
+def count_in_fit(counts: bool) -> None:
+    """Set whether a fit counts the batches, so that :func:`check_breakpoint` must not.
 
-    Ranks: every rank, alike.
+    Args:
+        counts: The same on every rank.
     """
-    global _owned_by_fit
-    _owned_by_fit = owned
+    global _fit_counts
+    _fit_counts = counts
 
 
 def _is_current(agreement: StepAgreement | None) -> bool:

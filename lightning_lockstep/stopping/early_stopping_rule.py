@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import struct
 from collections.abc import Sequence
@@ -12,15 +11,26 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep._lightning import EarlyStoppingReason
+from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep.errors import MetricMissingError
 
-__all__ = ["Entry", "Progress", "Reduced", "StopRule", "Verdict", "missing_message", "reduce_entries"]
+__all__ = [
+    "Decision",
+    "Entry",
+    "Progress",
+    "Reduced",
+    "StopRule",
+    "combine",
+    "missing_message",
+    "reduce_entries",
+]
 
 Reduction = Literal["mean", "min", "max", "rank0"]
 REDUCTIONS = ("mean", "min", "max", "rank0")
 MISSING = ("error", "use_present")
 MODES = {"min": (torch.lt, "<"), "max": (torch.gt, ">")}
 
-
+_NOT_STOPPED = EarlyStoppingReason.NOT_STOPPED
 _DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -46,7 +56,7 @@ class Entry(NamedTuple):
         return cls(float(metric), _NAMES[metric.dtype])
 
     def pack(self) -> list[Any]:
-        """Return the entry as something JSON can hold: it has no word for nan that all readers know."""
+        """Return the entry as something JSON can hold; nan and infinities are no numbers there."""
         return [None if self.value is None else repr(self.value), self.dtype, list(self.names)]
 
     @classmethod
@@ -90,13 +100,13 @@ class Progress(NamedTuple):
     wait_count: int = 0
 
 
-class Verdict(NamedTuple):
+class Decision(NamedTuple):
     """The outcome of one check.
 
     Attributes:
         stop: Whether to stop.
         reason: Why; ``NOT_STOPPED`` where ``stop`` is false.
-        message: What to tell the user; ``None`` if nothing happened.
+        message: Message for the user; ``None`` if nothing happened.
         progress: The state after this check.
     """
 
@@ -107,7 +117,7 @@ class Verdict(NamedTuple):
 
 
 class StopRule(NamedTuple):
-    """When to stop; the words are those of Lightning's ``EarlyStopping``.
+    """When to stop; the names are those of Lightning's ``EarlyStopping``.
 
     Attributes:
         monitor: Name of the metric.
@@ -128,29 +138,29 @@ class StopRule(NamedTuple):
     stopping_threshold: float | None = None
     divergence_threshold: float | None = None
 
-    def decide(self, progress: Progress, reduced: Reduced, *, tells: bool = True) -> Verdict:
-        """Return the verdict on one value, in the arithmetic of the metric's own dtype.
+    def decide(self, progress: Progress, reduced: Reduced, *, explain: bool = True) -> Decision:
+        """Return the decision on one value, in the arithmetic of the metric's own dtype.
 
         Args:
             progress: The state before this check.
             reduced: The value, the same on every rank.
-            tells: Whether an improvement is worth a message, which costs more than the decision.
+            explain: Whether an improvement needs a message, which costs more than the decision.
         """
         stop = self._stops_at_once(reduced, progress.best_score)
         if stop is not None:
-            reason, told = stop
-            return Verdict(True, reason, f"{told} Signaling Trainer to stop.", progress)
+            reason, text = stop
+            return Decision(True, reason, f"{text} Signaling Trainer to stop.", progress)
         if self._improves(reduced, progress.best_score):
-            message = self._improvement(reduced.value, _tensor(progress.best_score)) if tells else None
-            return Verdict(False, _NOT_STOPPED, message, Progress(reduced, 0))
+            message = self._improvement(reduced.value, _tensor(progress.best_score)) if explain else None
+            return Decision(False, _NOT_STOPPED, message, Progress(reduced, 0))
         waited = Progress(progress.best_score, progress.wait_count + 1)
         if waited.wait_count < self.patience:
-            return Verdict(False, _NOT_STOPPED, None, waited)
+            return Decision(False, _NOT_STOPPED, None, waited)
         message = (
             f"Monitored metric {self.monitor} did not improve in the last {waited.wait_count} records."
             f" Best score: {_tensor(progress.best_score):.3f}. Signaling Trainer to stop."
         )
-        return Verdict(True, EarlyStoppingReason.PATIENCE_EXHAUSTED, message, waited)
+        return Decision(True, EarlyStoppingReason.PATIENCE_EXHAUSTED, message, waited)
 
     def _improves(self, reduced: Reduced, best: Tensor | Reduced) -> bool:
         if not self.min_delta and reduced.dtype in (torch.float32, torch.float64):
@@ -195,7 +205,27 @@ def _tensor(best: Tensor | Reduced) -> Tensor:
     return best.value if isinstance(best, Reduced) else best
 
 
-_NOT_STOPPED = EarlyStoppingReason.NOT_STOPPED
+def combine(
+    entries: Sequence[Entry], *, monitor: str, how: Reduction, missing: str, strict: bool
+) -> Reduced | None:
+    """Return one value of those of all ranks, or ``None`` where no rank has the metric and that is allowed.
+
+    Args:
+        entries: One of each rank, in rank order.
+        monitor: Name of the metric.
+        how: How one value is made of several.
+        missing: ``error``, or ``use_present`` where a metric that only some ranks have is allowed.
+        strict: Whether a metric that no rank has is an error.
+
+    Raises:
+        MetricMissingError: The metric is missing and that is not allowed.
+    """
+    absent = [entry.value for entry in entries].count(None)
+    if absent == len(entries) and not strict:
+        return None
+    if absent == len(entries) or (absent and missing == "error"):
+        raise MetricMissingError(missing_message(monitor, entries))
+    return reduce_entries(entries, how)
 
 
 def reduce_entries(entries: Sequence[Entry], how: Reduction) -> Reduced:
@@ -236,7 +266,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def missing_message(monitor: str, entries: Sequence[Entry]) -> str:
-    """Return the error for a metric that some ranks, or all, have not logged; the same on every rank.
+    """Return the text for a metric that some ranks, or all, have not logged; the same on every rank.
 
     Args:
         monitor: Name of the metric.
@@ -245,12 +275,10 @@ def missing_message(monitor: str, entries: Sequence[Entry]) -> str:
     names = list(dict.fromkeys(name for entry in entries for name in entry.names))
     absent = [rank for rank, entry in enumerate(entries) if entry.value is None]
     if len(absent) == len(entries):
-        near = difflib.get_close_matches(monitor, names, n=3, cutoff=0.5)
-        hint = f" Nearest: `{'`, `'.join(near)}`." if near else ""
         return (
             f"Early stopping conditioned on metric `{monitor}` which is not available."
             " Pass in or modify your `EarlyStopping` callback to use any of the following:"
-            f" `{'`, `'.join(names)}`{hint}"
+            f" `{'`, `'.join(names)}`{did_you_mean(monitor, names)}"
         )
     present = [rank for rank in range(len(entries)) if rank not in absent]
     return (

@@ -1,26 +1,29 @@
-"""A resumed epoch goes on with the next batch of data.
+"""A resumed epoch continues with the next batch of data.
 
 Lightning's checkpoints count the batches of an epoch, and a resumed run counts on from there, but an ordinary
 DataLoader starts its epoch again: batches are seen twice and the last ones never. Here the batches that were
-seen are skipped where they are chosen, in the batch sampler, so that nothing is loaded in vain. The order of
-an epoch that was drawn from a random state is drawn from the same state again.
+seen are skipped where they are chosen, in the batch sampler, so that none is loaded only to be thrown away. The
+order of an epoch that was drawn from a random state is drawn from the same state again.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.random import fork_rng
 from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_lockstep._lightning import CombinedLoader
+from lightning_lockstep._lightning.internals import restart_training_iterators
 
 __all__ = ["LoaderPosition"]
 
 
 class LoaderPosition:
-    """Remembers where the training loaders of one rank are, and takes them there.
+    """Saves where the training loaders of one rank are, and continues there.
 
     Args:
         world_size: Number of ranks. With one rank the random order of an epoch is repeated from the state
@@ -33,14 +36,11 @@ class LoaderPosition:
         self._random: Any = None
 
     def watch(self, fit_loop: Any) -> None:
-        """Begin to watch loaders that are not watched yet.
-
-        Ranks: any rank, alone.
-        """
+        """Begin to watch loaders that are not watched yet."""
         for loader in _plain_loaders(fit_loop):
-            if not isinstance(loader.batch_sampler, _CountedBatches):
+            if not isinstance(loader.batch_sampler, _ResumableBatches):
                 # DataLoader refuses this by its own __setattr__, since it could not check what it gets.
-                object.__setattr__(loader, "batch_sampler", _CountedBatches(loader.batch_sampler))
+                object.__setattr__(loader, "batch_sampler", _ResumableBatches(loader.batch_sampler))
 
     def state(self, fit_loop: Any) -> dict[str, Any]:
         """Return the random states: now, and where the loaders drew the order of this epoch from."""
@@ -49,7 +49,7 @@ class LoaderPosition:
         drawn_from = [
             watched.drawn_from
             for loader in _plain_loaders(fit_loop)
-            if isinstance(watched := loader.batch_sampler, _CountedBatches)
+            if isinstance(watched := loader.batch_sampler, _ResumableBatches)
         ]
         return {"drawn_from": drawn_from, "now": torch.get_rng_state()}
 
@@ -57,15 +57,13 @@ class LoaderPosition:
         """Take what :meth:`state` returned before."""
         self._saved, self._random = list(state.get("drawn_from", [])), state.get("now")
 
-    def go_on(self, fit_loop: Any, *, batches: int) -> None:
-        """Start the epoch's iterators again, behind the batches that were seen.
+    def resume(self, fit_loop: Any) -> None:
+        """Start the epoch's iterators again, behind the batches that were seen before the checkpoint.
 
         Args:
             fit_loop: The fit loop, before its first epoch of this run.
-            batches: Number of batches of this epoch that were seen.
-
-        Ranks: every rank, for itself.
         """
+        batches = _batches_seen(fit_loop)
         if batches == 0 and not _has_workers(fit_loop):
             self._saved = []
             return  # the iterators have not drawn anything yet
@@ -74,9 +72,8 @@ class LoaderPosition:
         for loader, drawn_from in zip(loaders, saved, strict=True):
             loader.batch_sampler.begin_at(batches, drawn_from if batches else None)
             _set_epoch(loader, fit_loop.epoch_progress.current.processed)
-        with _random_state_kept():
-            iter(fit_loop._data_fetcher)
-            _discard(fit_loop, batches)
+        with fork_rng(devices=[]):
+            _discard(fit_loop, restart_training_iterators(fit_loop), batches)
         self._saved = []
         if batches:
             if self._one_rank and self._random is not None:
@@ -85,8 +82,8 @@ class LoaderPosition:
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
 
 
-class _CountedBatches:
-    """A batch sampler that can begin later in its epoch and knows what its order was drawn from."""
+class _ResumableBatches:
+    """A batch sampler that can begin later in its epoch and keeps the state its order was drawn from."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -103,7 +100,7 @@ class _CountedBatches:
         draw_from, self._draw_from = self._draw_from, None
         generator = getattr(getattr(self._inner, "sampler", None), "generator", None)
         if draw_from:
-            batches, first = self._again(draw_from, generator)
+            batches, first = self._repeat_order(draw_from, generator)
         else:
             own = generator.get_state() if generator is not None else None
             self.drawn_from = [torch.get_rng_state(), own]
@@ -125,29 +122,28 @@ class _CountedBatches:
             raise AttributeError(name)
         return getattr(self._inner, name)
 
-    def _again(self, draw_from: list[Any], generator: Any) -> tuple[Iterator[Any], Any]:
+    def _repeat_order(self, draw_from: list[Any], generator: Any) -> tuple[Iterator[Any], Any]:
         self.drawn_from = draw_from
         state, own = draw_from
         if generator is not None and own is not None:
             generator.set_state(own)
-        with _random_state_kept():
+        with fork_rng(devices=[]):
             torch.set_rng_state(state)
             batches = iter(self._inner)
             return batches, next(batches, None)
 
 
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
+def _batches_seen(fit_loop: Any) -> int:
+    """Return how many batches of the epoch that begins here were seen before the checkpoint; 0 without one."""
+    if not fit_loop.restarting:
+        return 0
+    seen = int(fit_loop.epoch_loop.batch_progress.current.ready)
+    return seen if seen < fit_loop.trainer.num_training_batches else 0
 
 
 def _loaders(fit_loop: Any) -> list[Any]:
-    combined = fit_loop._combined_loader
-    return [] if combined is None else list(combined.flattened)
+    loaders = fit_loop.trainer.train_dataloader
+    return [] if loaders is None else list(CombinedLoader(loaders).flattened)
 
 
 def _plain_loaders(fit_loop: Any) -> list[Any]:
@@ -182,9 +178,8 @@ def _set_epoch(loader: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
-def _discard(fit_loop: Any, batches: int) -> None:
+def _discard(fit_loop: Any, iterators: list[Any], batches: int) -> None:
     """Read past the seen batches of loaders without a sampler; their data has to be loaded for that."""
-    iterators = getattr(fit_loop._combined_loader._iterator, "iterators", [])
     for loader, iterator in zip(_loaders(fit_loop), iterators, strict=False):
         if not _chooses_batches(loader) and not _saves_its_state(loader):
             for _ in range(batches):

@@ -1,4 +1,4 @@
-"""A metric of every rank at every k-th step, handed out a step later, without a stall."""
+"""A metric of every rank at every k-th step, available a step later, without a stall."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lockstep.distributed.side_channel.delayed_gather import DelayedGather
+from lightning_lockstep.distributed.side_channel.base import SideChannel
+from lightning_lockstep.distributed.side_channel.gather import Gather
 from lightning_lockstep.stopping.early_stopping_rule import Entry
 
 __all__ = ["StepMetric"]
+
+# Longest wait for a rank's value [s], that of torch's process groups: another rank may be busy with something
+# that it alone does, such as writing a large checkpoint.
+_TIMEOUT = 1800.0
 
 
 @dataclass
@@ -25,18 +30,20 @@ class _Copy:
 
 
 class StepMetric:
-    """Posts this rank's value at every k-th optimizer step and returns all ranks' at the next one.
+    """Posts this rank's value at every k-th optimizer step and returns those of all ranks at the next one.
 
     Every rank takes the same steps, so every rank reads the same values after the same step. A value on an
     accelerator is copied without blocking and takes one step more.
 
     Args:
-        gather: Carries the values between the ranks.
+        channel: The side channel of the run.
+        name: Tells several metrics on one channel apart; the same on every rank.
         every: k [optimizer steps].
     """
 
-    def __init__(self, gather: DelayedGather, every: int) -> None:
-        self.gather, self.every = gather, every
+    def __init__(self, channel: SideChannel, name: str, *, every: int) -> None:
+        self.every = every
+        self._gather = Gather(channel, name, timeout=_TIMEOUT)
         self._last_step = 0
         self._copy: _Copy | None = None
         self._posted: list[int] = []
@@ -55,26 +62,30 @@ class StepMetric:
             read: Returns the metric and the names of all that were logged; called when a check is due.
 
         Ranks: every rank, after every batch; posts one message at every k-th step, and waits only for what
-        is still under way.
+        is still in flight.
         """
         if step == self._last_step:
             return []
-        came = self._read_all()
+        gathered = self._read_all()
         if self._copy is not None:
             self._post_copy(self._copy)
         if step // self.every > self._last_step // self.every:
             self._start(step, *read())
         self._last_step = step
-        return came
+        return gathered
 
     def drain(self) -> list[list[Entry]]:
-        """Return all that is under way; after it nothing is.
+        """Return all that is in flight; after it nothing is.
 
         Ranks: every rank, at the same place.
         """
         if self._copy is not None:
             self._post_copy(self._copy)
         return self._read_all()
+
+    def close(self) -> None:
+        """Stop receiving."""
+        self._gather.close()
 
     def _start(self, step: int, metric: Tensor | None, names: list[str]) -> None:
         if metric is None or metric.is_cpu:
@@ -94,9 +105,15 @@ class StepMetric:
         self._post(copy.step, Entry.of(copy.value, ()))
 
     def _post(self, step: int, entry: Entry) -> None:
-        self.gather.post(step, entry.pack())
+        self._gather.post(step, entry.pack())
         self._posted.append(step)
 
     def _read_all(self) -> list[list[Entry]]:
         steps, self._posted = self._posted, []
-        return [[Entry.unpack(packed) for packed in self.gather.read(step)] for step in steps]
+        return [
+            [
+                Entry.unpack(packed)
+                for packed in self._gather.read(step).complete(f"The metric of step {step}")
+            ]
+            for step in steps
+        ]

@@ -1,4 +1,4 @@
-"""What can ask for a stop from outside of the program: a signal, and a file."""
+"""What can request a stop from outside of the program: a signal, and a file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Ask = Callable[[str], None]
 
 
 class SignalWatch:
-    """Takes signals over from Lightning while a fit runs.
+    """Takes signals over from Lightning while a fit runs; made before Lightning sets its own handlers.
 
     Lightning answers a SIGTERM with a broadcast from inside the handler, which pairs up with whatever
-    collective the other ranks are in. This handler only notes the wish.
+    collective the other ranks are in. This handler only makes a request, and calls the user's own.
 
     Args:
         numbers: The signals.
@@ -27,28 +27,20 @@ class SignalWatch:
     """
 
     def __init__(self, numbers: Sequence[signal.Signals], ask: Ask) -> None:
-        self._numbers, self._ask = tuple(numbers), ask
+        self._ask = ask
+        self._of_user = {number: signal.getsignal(number) for number in numbers}
         self._before: dict[signal.Signals, Any] = {}
-        self._of_user: dict[signal.Signals, Any] = {}
-        self.came: set[signal.Signals] = set()
+        self._received: set[signal.Signals] = set()
 
-    def install(self, of_user: dict[Any, Any]) -> None:
-        """Take over, unless that is done already.
-
-        Args:
-            of_user: Handlers from before the fit, which keep being called.
-
-        Ranks: every rank, from its main thread; elsewhere nothing happens.
-        """
+    def install(self) -> None:
+        """Take over, unless that is done already or this is not the main thread."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
-        for number in self._numbers:
-            handler = of_user.get(number)
-            self._of_user[number] = handler if callable(handler) else None
+        for number in self._of_user:
             self._before[number] = signal.signal(number, self._arrived)
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Put the handlers back that were there."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._arrived:
                 signal.signal(number, handler)
@@ -56,18 +48,19 @@ class SignalWatch:
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         known = signal.Signals(number)
-        if known not in self.came:  # schedulers repeat themselves
-            self.came.add(known)
+        if known not in self._received:  # schedulers repeat themselves
+            self._received.add(known)
             self._ask(f"received {known.name}")
-        if self._of_user.get(known) is not None:
-            self._of_user[known](number, frame)
+        handler = self._of_user[known]
+        if callable(handler):
+            handler(number, frame)
 
 
 class StopFileWatch:
     """Looks for a file, on a thread of its own.
 
     Args:
-        path: The file. Whoever obeys it removes it, so that the resumed run does not stop again.
+        path: The file. It is removed once it was obeyed, so that the resumed run does not stop again.
         ask: Called once with a reason when the file is there.
         interval: Time between two looks [s].
     """

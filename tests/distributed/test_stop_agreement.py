@@ -12,9 +12,7 @@ import torch.distributed as dist
 
 from lightning_lockstep import check_breakpoint, set_breakpoint
 from lightning_lockstep.distributed import LocalSideChannel, current_communicator
-from lightning_lockstep.distributed.side_channel.delayed_gather import DelayedGather
 from lightning_lockstep.distributed.stop_agreement import StepAgreement
-from lightning_lockstep.errors import CollectiveStallError
 from tests.helpers import run_ranks, run_ranks_raw
 
 
@@ -89,7 +87,7 @@ def test_a_dead_rank_does_not_keep_the_others():
 
 
 def own_loop() -> list:
-    """The public functions, in a loop without a Trainer; the wish comes before the ranks are connected."""
+    """The public functions, in a loop without a Trainer; the request comes before the ranks are connected."""
     rank, out = dist.get_rank(), []
     if rank == 1:
         set_breakpoint("early bird")
@@ -130,36 +128,8 @@ def test_a_request_that_no_step_has_answered_is_asked_again():
     assert agreement.unanswered("preempted") == []
 
 
-def gather_over_steps() -> dict:
-    rank, channel = dist.get_rank(), current_communicator().side_channel
-    gather = DelayedGather(channel, name="test", timeout=1.0)
-    dist.barrier()
-    read = []
-    for step in range(30):
-        gather.post(step, [rank, step])
-        if step:
-            read.append(gather.read(step - 1))
-    seen: dict = {"read": read}
-    if rank != 1:
-        try:
-            gather.post(99, rank)
-            gather.read(99)
-        except CollectiveStallError as error:
-            seen["error"] = str(error)
-    dist.barrier()
-    return seen
-
-
-def test_a_gather_is_read_a_step_later_and_names_who_is_missing():
-    values = run_ranks(3, gather_over_steps)
-    expected = [[[rank, step] for rank in range(3)] for step in range(29)]
-    assert all(v["read"] == expected for v in values)
-    assert values[0]["error"] == values[2]["error"]
-    assert "nothing from rank(s) 1" in values[0]["error"]
-
-
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_breakpoint_is_told_until_it_is_reset(reset):
+def test_a_breakpoint_is_returned_until_it_is_reset(reset):
     assert check_breakpoint(reset=True) is None
     set_breakpoint("here")
     assert check_breakpoint(reset=reset).reason == "rank 0: here"

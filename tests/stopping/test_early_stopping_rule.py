@@ -8,12 +8,13 @@ import random
 import pytest
 import torch
 
-from lightning_lockstep import ConfigurationError, SyncedEarlyStopping
+from lightning_lockstep import ConfigurationError, MetricMissingError, SyncedEarlyStopping
 from lightning_lockstep._lightning import EarlyStopping, EarlyStoppingReason
 from lightning_lockstep.stopping.early_stopping_rule import (
     Entry,
     Progress,
     StopRule,
+    combine,
     missing_message,
     reduce_entries,
 )
@@ -53,7 +54,7 @@ def test_the_dtype_is_the_metrics():
     assert reduce_entries([Entry(3.0, "int64"), Entry(4.0, "int64")], "mean").value == 3.5
 
 
-def test_an_entry_survives_the_way():
+def test_an_entry_survives_packing():
     for metric in (torch.tensor(0.1), torch.tensor(NAN), torch.tensor(-INF), torch.tensor(7), None):
         entry = Entry.of(metric, ["a"])
         there = Entry.unpack(entry.pack())
@@ -98,28 +99,50 @@ def test_attributes_and_state_are_lightnings():
     assert back.state_dict() == ours.state_dict()
 
 
-def test_a_verdict_leaves_the_state_it_was_given_alone():
+def test_a_decision_leaves_the_state_it_was_given_alone():
     rule = StopRule(monitor="m", patience=1)
     before = Progress(torch.tensor(1.0), 0)
-    verdict = rule.decide(before, reduce_entries(entries(2.0), "mean"))
-    assert verdict.stop and verdict.reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
-    assert verdict.progress.wait_count == 1 and before.wait_count == 0
+    decision = rule.decide(before, reduce_entries(entries(2.0), "mean"))
+    assert decision.stop and decision.reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+    assert decision.progress.wait_count == 1 and before.wait_count == 0
 
 
 def test_nan_on_one_rank_is_named():
-    verdict = StopRule(monitor="m").decide(
+    decision = StopRule(monitor="m").decide(
         Progress(torch.tensor(1.0)), reduce_entries(entries(1.0, NAN), "min")
     )
-    assert verdict.reason is EarlyStoppingReason.NON_FINITE_METRIC
-    assert "It is not finite on rank(s) 1." in verdict.message
+    assert decision.reason is EarlyStoppingReason.NON_FINITE_METRIC
+    assert "It is not finite on rank(s) 1." in decision.message
 
 
 def test_the_messages_for_a_missing_metric():
     nobody = missing_message("val_los", [Entry(None, names=("val_loss", "acc"))] * 2)
     assert nobody.startswith("Early stopping conditioned on metric `val_los` which is not available.")
-    assert "`val_loss`, `acc`" in nobody and "Nearest: `val_loss`." in nobody
+    assert "`val_loss`, `acc`" in nobody and "Did you mean 'val_loss'?" in nobody
     some = missing_message("m", entries(1.0, None, 2.0))
     assert "which rank(s) 0, 2 have logged and rank(s) 1 have not" in some and "use_present" in some
+
+
+@pytest.mark.parametrize(
+    ("values", "missing", "strict", "expected"),
+    [
+        ((1.0, 3.0), "error", True, 2.0),
+        ((1.0, None), "error", True, "which rank(s) 0 have logged and rank(s) 1 have not"),
+        ((1.0, None), "error", False, "which rank(s) 0 have logged and rank(s) 1 have not"),
+        ((1.0, None), "use_present", True, 1.0),
+        ((None, None), "use_present", True, "which is not available"),
+        ((None, None), "error", False, None),
+    ],
+)
+def test_a_missing_metric_is_an_error_unless_that_is_allowed(values, missing, strict, expected):
+    options = {"monitor": "m", "how": "mean", "missing": missing, "strict": strict}
+    if isinstance(expected, str):
+        with pytest.raises(MetricMissingError) as caught:
+            combine(entries(*values), **options)
+        assert expected in str(caught.value)
+    else:
+        reduced = combine(entries(*values), **options)
+        assert (reduced and reduced.number) == expected
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_a_metric_is_watched_inside_the_epoch(tmp_path):
     assert every["steps"] == every["batches"] == 15
     assert values[0]["third"]["steps"] % 3 == 1, "checked at every third step, read one later"
     assert values[0]["accumulating"]["batches"] == 2 * values[0]["accumulating"]["steps"]
-    assert "Nearest: `now`" in values[0]["nobody logs it"]
+    assert "Did you mean 'now'?" in values[0]["nobody logs it"]
 
 
 def breakpoints(folder: str) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(tmp
     ):
         ended = values[0][name]
         assert ended["reason"] == "rank 1: received SIGTERM"
-        # Usually a batch or two later; on a busy machine the word takes longer than a batch.
+        # Usually a batch or two later; on a busy machine the decision takes longer than a batch.
         assert least <= ended["batches"] <= min(least + BATCHES - 2, 3 * BATCHES), name
         assert ended["saved"] == ended["batches"]
 
