@@ -1,4 +1,4 @@
-"""Logs of all ranks, in rank order, on one console and in one file a rank."""
+"""Logs of all ranks, in rank order, on one console and in one file per rank."""
 
 from __future__ import annotations
 

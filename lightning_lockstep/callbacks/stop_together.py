@@ -44,7 +44,7 @@ class StopTogether(Callback):
     Args:
         signals: Names of the signals that mean "save and end".
         stop_file: A file that means the same once it exists; ``None`` for none. A relative path lies in the
-            Trainer's ``default_root_dir``. It is removed when it was obeyed.
+            Trainer's ``default_root_dir``. It is removed after the checkpoint is saved.
         exit_code: Exit code of every rank after a signal or a stop file; ``None`` lets ``fit`` return instead.
             75 is what ``sysexits.h`` calls a temporary failure: try again.
         dirpath: Folder of the checkpoint; by default that of the Trainer's checkpoint callback, else
@@ -145,7 +145,7 @@ class StopTogether(Callback):
             self._leave(trainer, self.decision)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Put the signal handlers back, and obey a signal that came too late for a batch.
+        """Put the signal handlers back, and act on a signal that arrived after the last batch.
 
         Ranks: all, together; one reduction.
         """

@@ -68,7 +68,7 @@ class StopDecision:
 
 
 class StepAgreement:
-    """Lets any rank ask at any time, and tells every rank after which step to leave.
+    """Lets any rank request a stop at any time, and gives every rank the same step after which to leave.
 
     Args:
         channel: The side channel of the run.
@@ -110,10 +110,7 @@ class StepAgreement:
         self.channel.post(self._topic, ["request", self._round, kind, reason], to=0)
 
     def unanswered(self, kind: str) -> list[str]:
-        """Return the reasons of this rank's own requests of a kind that no decision has answered yet.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Return the reasons of this rank's own requests of a kind that no decision has answered yet."""
         answered = {(r.kind, r.reason) for r in self.decision.requests} if self.decision else set()
         return [reason for own, reason in self._own if own == kind and (own, reason) not in answered]
 

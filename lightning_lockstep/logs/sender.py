@@ -130,10 +130,7 @@ Work = Callable[["LineSender | _LocalPrinter"], None]
 
 
 def sender_on(channel: SideChannel) -> LineSender:
-    """Return the sender of a side channel, made on the first call; on rank 0 the collector is made, too.
-
-    Ranks: any rank, alone; nothing is sent.
-    """
+    """Return the sender of a side channel, made on the first call; on rank 0 the collector is made, too."""
     with _lock:
         if channel not in _senders:
             collector = Collector(channel) if channel.rank == 0 else None

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["SignalWatch", "StopFileWatch"]
 
-Ask = Callable[[str], None]
+Request = Callable[[str], None]
 
 
 class SignalWatch:
@@ -23,11 +23,11 @@ class SignalWatch:
 
     Args:
         numbers: The signals.
-        ask: Called with a reason when one arrives; must be safe in a signal handler.
+        request: Called with a reason when one arrives; must be safe in a signal handler.
     """
 
-    def __init__(self, numbers: Sequence[signal.Signals], ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, numbers: Sequence[signal.Signals], request: Request) -> None:
+        self._request = request
         self._of_user = {number: signal.getsignal(number) for number in numbers}
         self._before: dict[signal.Signals, Any] = {}
         self._received: set[signal.Signals] = set()
@@ -50,7 +50,7 @@ class SignalWatch:
         known = signal.Signals(number)
         if known not in self._received:  # schedulers repeat themselves
             self._received.add(known)
-            self._ask(f"received {known.name}")
+            self._request(f"received {known.name}")
         handler = self._of_user[known]
         if callable(handler):
             handler(number, frame)
@@ -60,13 +60,13 @@ class StopFileWatch:
     """Looks for a file, on a thread of its own.
 
     Args:
-        path: The file. It is removed once it was obeyed, so that the resumed run does not stop again.
-        ask: Called once with a reason when the file is there.
+        path: The file. It is removed after the checkpoint is saved, so that the resumed run does not stop again.
+        request: Called once with a reason when the file is there.
         interval: Time between two looks [s].
     """
 
-    def __init__(self, path: Path, ask: Ask, *, interval: float = 1.0) -> None:
-        self.path, self._ask, self._interval = path, ask, interval
+    def __init__(self, path: Path, request: Request, *, interval: float = 1.0) -> None:
+        self.path, self._request, self._interval = path, request, interval
         self._ended = threading.Event()
         self.seen = False
         self._thread = threading.Thread(target=self._watch, name="lockstep-stop-file", daemon=True)
@@ -87,6 +87,6 @@ class StopFileWatch:
         while not self._ended.is_set():
             if self.path.exists():
                 self.seen = True
-                self._ask(f"found the stop file {self.path}")
+                self._request(f"found the stop file {self.path}")
                 return
             self._ended.wait(self._interval)
