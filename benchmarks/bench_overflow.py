@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, Samples
-from lightning_lockstep import OverflowDetector
+from lightning_lockstep import LockstepDDPStrategy, OverflowDetector
+from tests.helpers import run_ranks
 
 NONE, REPLAY, HOOKS, OTHER, ANOMALY = "none", "replay", "hooks", "Transformers' detector", "detect_anomaly"
 EMPTY = "empty hooks"
@@ -29,7 +30,8 @@ class Workload:
     """One row of the issue's table: a model, its batch, its optimizer and how long to measure.
 
     ``threads`` are torch's; ``stretch`` the steps of one way of watching that are timed in a row, after one
-    that is not; ``cycles`` how often all ways take their turn, and ``slow_cycles`` of the slow ones beside them.
+    that is not; ``cycles`` how often all ways take their turn, and ``slow_cycles`` of the slow ones beside them
+    (0 leaves these out). With ``ranks`` above 1, DDP trains it, one thread per rank.
     """
 
     title: str
@@ -41,6 +43,7 @@ class Workload:
     stretch: int
     cycles: int
     slow_cycles: int
+    ranks: int = 1
 
 
 def t5() -> nn.Module:
@@ -102,6 +105,18 @@ WORKLOADS = [
         15,
         90,
         8,
+    ),
+    Workload(
+        "100 linear layers of 64, batch 32 per rank, SGD, DDP on 2 ranks",
+        linears,
+        rows,
+        sgd,
+        {REPLAY: 1.03},
+        1,
+        15,
+        60,
+        0,
+        ranks=2,
     ),
 ]
 
@@ -197,13 +212,34 @@ def nothing(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def measure(workload: Workload, kinds: list[str], cycles: int) -> Samples:
-    """Fit once with all kinds in turn and return the median step of each turn [s]."""
+    """Fit once with all kinds in turn and return the median step of each turn [s], as rank 0 saw it."""
+    if workload.ranks == 1:
+        return fit(workload, kinds, cycles)
+    number = WORKLOADS.index(workload)
+    env = {"OMP_NUM_THREADS": str(workload.threads)}
+    samples: Samples = run_ranks(
+        workload.ranks, fit_rank, number, kinds, cycles, backend=None, timeout=240, env=env
+    )[0]
+    return samples
+
+
+def fit_rank(number: int, kinds: list[str], cycles: int) -> Samples:
+    """Fit a workload by its number, on each of several ranks."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    return fit(WORKLOADS[number], kinds, cycles)
+
+
+def fit(workload: Workload, kinds: list[str], cycles: int) -> Samples:
+    """Fit once on this rank with all kinds in turn."""
     torch.manual_seed(0)
     torch.set_num_threads(workload.threads)
     turns = Turns(workload, kinds, cycles)
     trainer = Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=workload.ranks,
+        strategy="auto" if workload.ranks == 1 else LockstepDDPStrategy(threads_per_rank=workload.threads),
+        use_distributed_sampler=False,
         max_epochs=1,
         **BARE,
         callbacks=[turns],
@@ -225,16 +261,18 @@ def run(quick: bool) -> Report:
         cycles = max(2, workload.cycles // 10) if quick else workload.cycles
         samples = measure(workload, ours, cycles)
         tables.append(Comparison(title, samples, peer=NONE, at_most=workload.goals))
-        samples = measure(workload, [NONE, OTHER, ANOMALY], 2 if quick else workload.slow_cycles)
-        tables.append(Comparison(f"{title}: what there was", samples, peer=NONE))
+        if workload.slow_cycles:
+            samples = measure(workload, [NONE, OTHER, ANOMALY], 2 if quick else workload.slow_cycles)
+            tables.append(Comparison(f"{title}: what there was", samples, peer=NONE))
         print(f"{title}: measured", flush=True)
     torch.set_num_threads(threads)
     return Report(
         "What watching for nan and inf costs a training step",
         tables,
         [
-            "One process, one plain `Trainer.fit` a table. The ways of watching take turns of a few steps within it,"
-            " so that model, optimizer and memory are the same for all; each sample is the median step of a turn.",
+            "One `Trainer.fit` per table, in one process where the title names no ranks. The ways of watching take"
+            " turns of a few steps within it, so that model, optimizer and memory are the same for all; each sample is"
+            " the median step of a turn.",
             "`Transformers' detector` is `transformers.debug_utils.DebugUnderflowOverflow`; `detect_anomaly` is"
             " `torch.autograd.set_detect_anomaly`, as Lightning's `Trainer(detect_anomaly=True)` sets it;"
             " `empty hooks` is a Python forward hook that does nothing on every module.",

@@ -1,37 +1,42 @@
-"""One fused look at all gradients: is there a nan or an infinity in any of them?
+"""Whether any of many gradients holds a nan or an infinity, found for as little as possible.
 
-On the CPU neither ``isfinite().all()`` nor an infinity norm is vectorised, and a call for each tensor costs
-more than the reading itself when tensors are small. The operation that ``torch.amp.GradScaler`` uses to
-unscale gradients looks at a whole list in one call at memory speed, on the CPU and on a GPU, and leaves its
-answer in a tensor, so that nothing waits for it. With a scale of one it leaves the gradients as they are.
-Putting small gradients side by side and adding them up was measured too: it is slower.
+On the CPU neither ``isfinite().all()`` nor an infinity norm is vectorised, and for small tensors a call each
+costs more than reading them. So gradients that share few storages, as DDP's gradients share its buckets, are
+checked storage by storage. For all others the operation with which ``torch.amp.GradScaler`` unscales gradients
+takes a whole list in one call, on the CPU and on a GPU, and leaves its answer in a tensor, so that nothing
+waits for it. With a scale of one it leaves the gradients as they are. Copying small gradients into one tensor
+first was measured too: it is slower.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+import cmath
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_lockstep.numerics.statistics import has_bad_values
 
-__all__ = ["GradientCheck", "PendingFlag", "fused_flags"]
+__all__ = ["GradientCheck", "PendingFlag", "flat_flags", "fused_flags"]
 
 _REFUSED = (RuntimeError, NotImplementedError, TypeError)
 
 
 class PendingFlag:
-    """An answer that may still be under way on a device.
+    """An answer that may still be on its way from a device.
 
     Args:
         flags: One-element tensors; any that is not zero means yes.
-        known: An answer that is known already and is yes.
+        known: Whether the answer is known to be yes already.
+        confirm: Decides where the flags say yes and may be wrong.
     """
 
-    def __init__(self, flags: Sequence[Tensor], known: bool = False) -> None:
-        self._known = known
+    def __init__(
+        self, flags: Sequence[Tensor], known: bool = False, confirm: Callable[[], bool] | None = None
+    ) -> None:
+        self._known, self._confirm = known, confirm
         self._events: list[torch.cuda.Event] = []
         self._flags: list[Tensor] = [self._to_host(flag) for flag in flags]
 
@@ -49,29 +54,43 @@ class PendingFlag:
         """Return the answer; on a GPU wait until it is there."""
         for event in self._events:
             event.synchronize()
-        return self._known or any(bool(flag.item()) for flag in self._flags)
+        flagged = self._known or any(bool(flag.item()) for flag in self._flags)
+        return flagged and (self._confirm is None or self._confirm())
 
 
 class GradientCheck:
-    """Looks at many tensors at once. Use one for each list that is looked at again and again.
+    """Checks many tensors at once. Use one object for each list that is checked again and again.
 
-    Sparse gradients, DTensors and others that the fused operation refuses are looked at one by one.
+    Sparse gradients, DTensors and others that the fused operation refuses are checked one by one.
+
+    Args:
+        storages: Whether to check few shared storages instead, where there are such. What they hold beside the
+            tensors does not count: where a storage is bad, the tensors decide, as they are when the answer is
+            read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, storages: bool = True) -> None:
         self._fused = True
+        self._storages = _SharedStorages() if storages else None
 
     def start(self, tensors: Sequence[Tensor]) -> PendingFlag:
-        """Begin to look, and return at once.
+        """Begin to check, and return at once.
 
         Args:
             tensors: Floating-point tensors, gradients as a rule. Their values stay as they are.
 
         Returns:
-            The answer, perhaps still under way; on the CPU it is there already.
-
-        Ranks: any rank, alone; nothing is sent and on a GPU nothing is waited for.
+            The answer, perhaps still on its way; on the CPU it is there already.
         """
+        shared = [] if self._storages is None else self._storages.of(tensors)
+        if not shared:
+            return self._check_each(tensors)
+        return PendingFlag(
+            [flag for flat in shared for flag in flat_flags(flat)],
+            confirm=lambda: self._confirm(tensors),
+        )
+
+    def _check_each(self, tensors: Sequence[Tensor]) -> PendingFlag:
         if self._fused:
             try:
                 return PendingFlag(fused_flags(tensors))
@@ -79,6 +98,72 @@ class GradientCheck:
                 # A sparse or otherwise unusual tensor is among them, and will be next time.
                 self._fused = False
         return _one_by_one(tensors)
+
+    def _confirm(self, tensors: Sequence[Tensor]) -> bool:
+        bad = self._check_each(tensors).result()
+        if not bad and self._storages is not None:
+            self._storages.note_false_alarm()
+        return bad
+
+
+class _SharedStorages:
+    """Finds the few storages that hold many tensors, such as the buckets of DDP's ``gradient_as_bucket_view``.
+
+    They are found again only when the tensors have moved. Nothing is kept alive by it. Tensors that share no
+    storages are not looked up more than a few times.
+    """
+
+    def __init__(self) -> None:
+        self._tries = 4
+        self._addresses: list[int] = []
+        # Of each storage: index of a tensor in it, its address and its size [bytes].
+        self._found: list[tuple[int, int, int]] = []
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return one flat tensor for each storage; together they hold all the tensors. Nothing if there are none."""
+        if not self._tries:
+            return []
+        try:
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            storages = [tensors[index].untyped_storage() for index, *_ in self._found]
+            # Addresses inside storages that are there still belong to these storages.
+            same = addresses == self._addresses and all(
+                (storage.data_ptr(), storage.nbytes()) == (address, size)
+                for storage, (_, address, size) in zip(storages, self._found, strict=True)
+            )
+            if not same or not self._found:
+                self._addresses, self._found = addresses, _shared_storages(tensors)
+        except (*_REFUSED, IndexError):  # a sparse tensor has no storage; fewer tensors than last time
+            self._addresses, self._found = [], []
+        if not self._found:
+            self._tries -= 1
+        return [
+            torch.empty(0, dtype=tensors[i].dtype, device=tensors[i].device).set_(
+                tensors[i].untyped_storage()
+            )
+            for i, *_ in self._found
+        ]
+
+    def note_false_alarm(self) -> None:
+        """Note that a storage was bad and the tensors were not: too often, and storages are not worth it."""
+        self._tries -= 1
+
+
+def _shared_storages(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """Return (index of a tensor in it, address, size [bytes]) of each storage; nothing where they are not few."""
+    first: dict[tuple[int, torch.dtype], tuple[int, int, int]] = {}
+    used: Counter[tuple[int, torch.dtype]] = Counter()
+    for index, tensor in enumerate(tensors):
+        if type(tensor) is not Tensor or not tensor.is_floating_point():
+            return []
+        storage = tensor.untyped_storage()
+        key = (storage.data_ptr(), tensor.dtype)
+        first.setdefault(key, (index, storage.data_ptr(), storage.nbytes()))
+        used[key] += tensor.nbytes
+    few = 4 * len(first) <= len(tensors)
+    filled = all(2 * used[key] >= size for key, (_, _, size) in first.items())
+    one_dtype = len({address for address, _ in first}) == len(first)
+    return list(first.values()) if few and filled and one_dtype else []
 
 
 def fused_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -89,8 +174,6 @@ def fused_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     Raises:
         RuntimeError: The fused operation does not take one of them.
-
-    Ranks: any rank, alone; nothing is sent or waited for.
     """
     found: dict[torch.device, Tensor] = {}
     for group in _groups(tensors):
@@ -99,6 +182,20 @@ def fused_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
             found[device] = torch.zeros(1, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], _one_on(device))
     return list(found.values())
+
+
+def flat_flags(flat: Tensor) -> list[Tensor]:
+    """Return what :func:`fused_flags` does for a single tensor, on the CPU in less than half the time.
+
+    Args:
+        flat: A dense floating-point tensor that may be written to. Its values stay as they are.
+    """
+    if flat.device.type != "cpu":
+        return fused_flags([flat])
+    # A sum is nan or infinite if anything in it is; where finite numbers add up to that, the exact check decides.
+    if cmath.isfinite(flat.sum().item()) or not has_bad_values(flat):
+        return []
+    return [torch.ones(1)]
 
 
 _ones: dict[torch.device, Tensor] = {}
