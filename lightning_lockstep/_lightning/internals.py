@@ -113,6 +113,32 @@ def reloads_training_loader(trainer: Any) -> bool:
 
 # -- launchers --
 
+
+@touches(
+    "_TrainingEpochLoop._broadcast_sigterm_tensor",
+    why="Lightning broadcasts a termination flag before every batch; this rank looks at its own instead",
+)
+def call_before_each_batch(trainer: Any, function: Callable[[], None]) -> None:
+    """Have ``function`` called before every training batch, in place of Lightning's broadcast."""
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = function
+
+
+@touches(
+    "Trainer._signal_connector",
+    "_SignalConnector._sigterm_notifier_fn",
+    why="Lightning broadcasts inside its SIGTERM handler, which pairs up with whatever the others are doing",
+)
+def call_on_sigterm(trainer: Any, function: Callable[..., None]) -> None:
+    """Have ``function`` called on SIGTERM, in place of Lightning's handler."""
+    trainer._signal_connector._sigterm_notifier_fn = function
+
+
+@touches("Trainer._signal_connector", why="trainer.received_sigterm can only be read")
+def mark_sigterm_received(trainer: Any) -> None:
+    """Make ``trainer.received_sigterm`` true."""
+    trainer._signal_connector.received_sigterm = True
+
+
 # -- steps --
 
 # -- overflow --

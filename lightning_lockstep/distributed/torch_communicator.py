@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +17,7 @@ from lightning_lockstep.distributed.communicator import (
     ReduceOperation,
     SingleProcessCommunicator,
 )
+from lightning_lockstep.distributed.failure.process_exit import at_exit
 from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.distributed.side_channel.opening import close_side_channel, open_side_channel
 
@@ -139,4 +139,4 @@ def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> N
             dist.destroy_process_group()
 
 
-atexit.register(shut_down)
+at_exit(shut_down)

@@ -9,7 +9,6 @@ configuration and creates no folder.
 
 from __future__ import annotations
 
-import atexit
 import copy
 import os
 import pickle
@@ -19,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_lockstep.distributed.failure.process_exit import at_exit
 from lightning_lockstep.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _config_file(config: DictConfig) -> str:
         handle, path = tempfile.mkstemp(prefix="lockstep-config-", suffix=".pickle")
         with os.fdopen(handle, "wb") as file:
             pickle.dump(for_other_ranks(freeze(config)), file)
-        atexit.register(_remove, path, os.getpid())
+        at_exit(_remove, path, os.getpid())
         _written = (config, path)
     return _written[1]
 

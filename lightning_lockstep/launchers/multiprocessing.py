@@ -1,12 +1,11 @@
 """Starts the ranks of this node as children of a process that is no rank itself: spawn, fork, forkserver.
 
-The parent waits for all of them. When one ends badly it reads what that rank wrote down, gives the others the
-grace period, and raises one error with the first failing rank's own traceback.
+The parent waits for all of them. When one ends badly it reads the notes that the ranks left at their exit, gives
+the others the grace period, and raises one error with the first failing rank's own traceback.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -22,7 +21,13 @@ from lightning_lockstep._lightning import (
     _GlobalStateSnapshot,
     _MultiProcessingLauncher,
 )
-from lightning_lockstep.distributed.failure.process_exit import flush_everything, show_plainly
+from lightning_lockstep.distributed.failure.exit_note import (
+    agreed_exit,
+    first_failure,
+    keep_notes_in,
+    note_agreed_exit,
+)
+from lightning_lockstep.distributed.failure.process_exit import end_now, show_plainly
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
 from lightning_lockstep.distributed.rendezvous import free_port
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
@@ -32,9 +37,6 @@ if TYPE_CHECKING:
     from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 
 __all__ = ["SpawnedLauncher"]
-
-# Where a rank notes that all ranks have left on purpose, with an exit code of their own.
-_LEFT = "preempted.json"
 
 
 class SpawnedLauncher(_MultiProcessingLauncher):
@@ -82,9 +84,9 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             )
             self.procs = context.processes
             self._join(context, Path(folder))
-            left = Path(folder) / _LEFT
-            if left.exists():
-                raise Preempted(*json.loads(left.read_text(encoding="utf-8")))
+            preempted = agreed_exit(Path(folder))
+            if preempted is not None:
+                raise preempted
         output = answers.get()
         if trainer is None:
             return output
@@ -115,12 +117,12 @@ class SpawnedLauncher(_MultiProcessingLauncher):
     def _first_failure(
         self, error: mp.ProcessRaisedException | mp.ProcessExitedException, context: Any, folder: Path
     ) -> BaseException:
-        written = folder / "first_failure.json"
         process = context.processes[error.error_index]
-        if written.exists() and (process.exitcode or 0) >= 0:
-            record = FailureRecord.from_json(written.read_text(encoding="utf-8"))
+        killed = (process.exitcode or 0) < 0
+        noted = None if killed else first_failure(folder)  # what the others note is a consequence of a kill
+        if noted is not None:
+            record = noted
         elif isinstance(error, mp.ProcessExitedException):
-            # Killed: whatever the others wrote down is a consequence of it.
             kind, summary, _ = describe_exit(process.exitcode or 0)
             world = self._strategy.num_processes * self._strategy.num_nodes
             record = FailureRecord(error.error_index, world, os.uname().nodename, process.pid, kind, summary)
@@ -136,19 +138,16 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         """Run in a started rank: as Lightning does, under the supervisor."""
         args, kwargs, answers, snapshot = rest
         self._supervisor.attach(trainer)
-        self._supervisor.failure_file = Path(folder) / "first_failure.json"
+        keep_notes_in(Path(folder))
 
-        def under_keeper(*a: Any, **k: Any) -> Any:
+        def supervised(*a: Any, **k: Any) -> Any:
             return self._supervisor.run(function, *a, **k)
 
         try:
-            self._wrapping_function(process_idx, trainer, under_keeper, args, kwargs, answers, snapshot)
+            self._wrapping_function(process_idx, trainer, supervised, args, kwargs, answers, snapshot)
         except KeyboardInterrupt:
             # Torch's wrapper would turn this into a success, and the parent would wait for an answer.
-            flush_everything()
-            os._exit(130)
+            end_now(130)
         except Preempted as preempted:
             # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
-            draft = Path(folder) / f"{_LEFT}.{process_idx}"
-            draft.write_text(json.dumps([preempted.reason, preempted.code, preempted.checkpoint]), "utf-8")
-            draft.replace(Path(folder) / _LEFT)
+            note_agreed_exit(preempted)

@@ -1,7 +1,8 @@
-"""Looks after one rank: what it may use, how it stops when another rank fails, what it says on its way out.
+"""Per-rank life cycle: CPU threads, failure handling, exit report.
 
-Every strategy of ours holds one supervisor and hands it the few moments that matter: the launch, the process
-group being up, a step boundary, the teardown.
+Every strategy of ours holds one supervisor and calls it at the few moments that matter: the launch, the ranks
+having met, a step boundary. It knows the run by its communicator alone, so a strategy needs neither
+DistributedDataParallel nor a process group of torch to use it.
 """
 
 from __future__ import annotations
@@ -13,25 +14,30 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning_lockstep._lightning import SIGTERMException
+from lightning_lockstep._lightning.internals import (
+    call_before_each_batch,
+    call_on_sigterm,
+    mark_sigterm_received,
+)
+from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
+from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.cpu_threads import apply_threads
 
-__all__ = ["SupervisorSettings", "RankSupervisor"]
+__all__ = ["RankSupervisor", "SupervisorSettings"]
 
 
-def _nobody() -> None:
+def _no_trainer() -> None:
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorSettings:
-    """What a user may set about how a rank is looked after; see the strategies for the meaning.
+    """What a user may set about the life cycle of a rank; see the strategies for the meaning.
 
     Raises:
         ConfigurationError: One message with every value that cannot be used.
@@ -43,32 +49,25 @@ class SupervisorSettings:
     bind_cores: bool = False
 
     def __post_init__(self) -> None:
-        faults = []
-        if self.on_rank_failure != "abort":
-            faults.append(f"on_rank_failure={self.on_rank_failure!r}: expected 'abort'.")
-        if not isinstance(self.grace_period, (int, float)) or not self.grace_period > 0:
-            faults.append(f"grace_period={self.grace_period!r}: expected seconds, more than 0, such as 10.")
-        threads = self.threads_per_rank
-        whole = isinstance(threads, int) and not isinstance(threads, bool) and threads >= 1
-        if threads != "auto" and not whole:
-            faults.append(f"threads_per_rank={threads!r}: expected 'auto' or a whole number from 1.")
-        if not isinstance(self.bind_cores, bool):
-            faults.append(f"bind_cores={self.bind_cores!r}: expected true or false.")
-        if faults:
-            raise ConfigurationError(faults)
+        faults, threads = Faults(), self.threads_per_rank
+        faults.check(self.on_rank_failure == "abort", "on_rank_failure", self.on_rank_failure, "'abort'")
+        faults.number("grace_period", self.grace_period, what="seconds", above=0, such_as=10)
+        enough = threads == "auto" or (is_whole(threads) and threads >= 1)
+        faults.check(enough, "threads_per_rank", threads, "'auto' or a whole number from 1")
+        faults.flag("bind_cores", self.bind_cores)
+        faults.raise_all()
 
 
 class RankSupervisor:
-    """Keeps one rank in step with the others from launch to teardown.
+    """Keeps one rank in step with the others from launch to exit.
 
     Args:
         settings: What the user has set.
 
     Attributes:
-        propagation: Tells the ranks when one fails; ``None`` until they have met.
+        propagation: Informs the ranks when one fails; ``None`` until they have met.
         threads: CPU threads of this rank; 0 until the launch.
         cores: Numbers of the cores it may use.
-        failure_file: Where this rank writes down its failure for a parent process that is no rank.
         on_force: Called before this process is ended by force; a launcher ends its children here.
     """
 
@@ -78,22 +77,19 @@ class RankSupervisor:
         self.threads = 0
         self.cores: tuple[int, ...] = ()
         self.on_force: Callable[[], None] | None = None
-        self.failure_file: Path | None = None
-        self._trainer: Callable[[], Any] = _nobody
+        self._trainer: Callable[[], Any] = _no_trainer
 
     def attach(self, trainer: Any) -> None:
-        """Look after the loops and signals of ``trainer`` in this process.
+        """Handle step boundaries and SIGTERM for ``trainer`` in this process.
 
         Ranks: every rank, before its Trainer runs; nothing is sent.
         """
         if trainer is None:
             return
         self._trainer = weakref.ref(trainer)
-        # Lightning broadcasts a termination flag before every batch and again inside its signal handler,
-        # which pairs up with whatever the others are doing. Here a rank that is told to end just does, at
-        # the next batch, and the others hear of it over the side channel.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.at_step_boundary
-        trainer._signal_connector._sigterm_notifier_fn = self._told_to_end
+        # A rank that is told to end does so at its next batch; the others learn of it over the side channel.
+        call_before_each_batch(trainer, self.at_step_boundary)
+        call_on_sigterm(trainer, self._told_to_end)
 
     def apply_threads(self, *, local_rank: int, local_world_size: int) -> None:
         """Set this rank's CPU threads and cores.
@@ -107,28 +103,28 @@ class RankSupervisor:
             local_world_size=local_world_size,
         )
 
-    def ranks_have_met(self, *, shows_report: bool) -> Communicator:
+    def ranks_have_met(self, *, prints_report: bool) -> Communicator:
         """Open the side channel and begin to listen for failures.
 
         Args:
-            shows_report: Whether this rank prints the report of another rank's failure.
+            prints_report: Whether this rank prints the report of another rank's failure.
 
         Returns:
             The communicator of the run.
 
-        Ranks: all, together, right after the process group was made; one broadcast and a barrier.
+        Ranks: all, together, right after they have met; each waits until rank 0 has come here too.
         """
         communicator = current_communicator()
         if communicator.world_size > 1:
             self.propagation = propagation_on(communicator.side_channel)
             self.propagation.grace_period = self.settings.grace_period
-            self.propagation.shows_report = shows_report
+            self.propagation.prints_report = prints_report
             self.propagation.where = self._where
             self.propagation.on_force = self.on_force
         return communicator
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function``; when it raises, tell the other ranks, or say which of them failed first.
+        """Call ``function``; when it raises, inform the other ranks, or report which of them failed first.
 
         Raises:
             RankFailedError: Another rank failed first.
@@ -139,8 +135,7 @@ class RankSupervisor:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            raised = self.propagation.handle(error) if self.propagation is not None else error
-            self._write_down()
+            raised = error if self.propagation is None else self.propagation.error_to_raise(error)
             if raised is error:
                 raise
             raise raised from None
@@ -157,7 +152,7 @@ class RankSupervisor:
             raise SIGTERMException(128 + signal.SIGTERM)
 
     def watch_parent(self, parent: int | None) -> None:
-        """End this process if the rank that started it is gone before the ranks have met.
+        """End this process if the rank that started it exits before the ranks have met.
 
         Ranks: a rank that another rank has started.
         """
@@ -165,26 +160,18 @@ class RankSupervisor:
         def watch() -> None:
             while self.propagation is None:
                 if os.getppid() != parent:
-                    os._exit(1)
+                    end_now(1)
                 time.sleep(1.0)
 
         threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()
 
-    def _write_down(self) -> None:
-        record = self.propagation.record if self.propagation is not None else None
-        if record is not None and self.failure_file is not None:
-            # Every rank that knows writes the same record; the move makes it appear whole.
-            draft = self.failure_file.with_suffix(f".{os.getpid()}")
-            draft.write_text(record.to_json(), encoding="utf-8")
-            draft.replace(self.failure_file)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "propagation": None, "on_force": None, "_trainer": _nobody}
+        return {**self.__dict__, "propagation": None, "on_force": None, "_trainer": _no_trainer}
 
     def _told_to_end(self, signum: int, _: Any) -> None:
         trainer = self._trainer()
         if trainer is not None:
-            trainer._signal_connector.received_sigterm = True
+            mark_sigterm_received(trainer)
 
     def _where(self) -> Mapping[str, Any]:
         trainer = self._trainer()

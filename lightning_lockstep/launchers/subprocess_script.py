@@ -1,4 +1,4 @@
-"""Starts the ranks of this node by running the same program again, and watches over them.
+"""Starts the ranks of this node by running the same program again, and watches them.
 
 The first process of a node is a rank itself and the parent of the others. The variables that tell a rank who
 it is go into the children's environment only, so that the parent can start the ranks of a next job (a Hydra
@@ -7,7 +7,6 @@ multirun does) as if there had been none before.
 
 from __future__ import annotations
 
-import atexit
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_lockstep._environment import LAUNCHER_PID, launcher_pid
 from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep.distributed import shut_down
-from lightning_lockstep.distributed.failure.process_exit import expected_exit, flush_everything, leaving
+from lightning_lockstep.distributed.failure.process_exit import at_exit, end_now, expected_exit, leaving
 from lightning_lockstep.distributed.failure.record import describe_exit
 from lightning_lockstep.distributed.rendezvous import forget_rendezvous, host_rendezvous
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ScriptLauncher", "current_job", "rank_command"]
 
-# How often the parent looks after its children [s]; a look is one system call a child.
+# How often the parent polls its children [s]; one system call per child.
 _LOOK_EVERY = 0.1
-# How long a child that ended may have been before its own report reaches us [s].
+# How long the report of a child that has exited may still take to arrive [s].
 _REPORT_DELAY = 0.5
-# How long the parent waits at its own end for children that are still busy [s].
+# How long the parent waits at its own exit for children that are still busy [s].
 _LAST_WAIT = 30.0
 
 
@@ -48,14 +47,14 @@ class _StartedRanks:
     processes: list[subprocess.Popen[bytes]]
     end_watch: Callable[[], None] = field(default=lambda: None)
 
-    def serves(self, num_processes: int) -> bool:
-        """Return whether a Trainer with this many ranks on the node can go on with these."""
+    def can_serve(self, num_processes: int) -> bool:
+        """Return whether a Trainer with this many ranks on the node can use these again."""
         if not self.processes:  # one rank a node: this process
             return num_processes == 1
         return any(process.poll() is None for process in self.processes)
 
     def end(self, patience: float) -> None:
-        """Wait for the children to end by themselves, then end them."""
+        """Wait for the children to exit by themselves, then kill those that are left."""
         deadline = time.monotonic() + patience
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
@@ -63,6 +62,7 @@ class _StartedRanks:
         self.kill()
 
     def kill(self) -> None:
+        """Kill the children that still run."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -78,7 +78,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """Runs this program once more for every further rank of this node.
 
     Args:
-        supervisor: What looks after this rank; it learns when a child ends.
+        supervisor: Of this rank; it learns when a child exits.
         cluster_environment: Who this rank is.
         num_processes: Number of ranks on this node.
         num_nodes: Number of nodes.
@@ -112,8 +112,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _start_ranks(self) -> None:
         global _started
         job = current_job()
-        if _started is not None and _started.job == job and _started.serves(self.num_processes):
-            # The children, and the ranks of other nodes, run this same script and will come to this Trainer too.
+        if _started is not None and _started.job == job and _started.can_serve(self.num_processes):
+            # The children, and the ranks of other nodes, run this same script and will reach this Trainer too.
             self.procs = _started.processes
             return
         forget_earlier_job(self._supervisor.settings.grace_period)
@@ -132,7 +132,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         environment = self.cluster_environment
         unplaced = self.num_nodes == 1 and "MASTER_PORT" not in os.environ
         if unplaced and isinstance(environment, LockstepEnvironment):
-            # Listening first and telling the port afterwards leaves no gap in which another job takes it.
+            # Listening first and passing the port on afterwards leaves no gap in which another job takes it.
             environment.adopt_port(host_rendezvous(environment.main_address))
         return {
             **os.environ,
@@ -163,33 +163,29 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         propagation = self._supervisor.propagation
         if propagation is not None:
             if not propagation.failed:
-                propagation.announce_child(rank, process.returncode, process.pid)
+                propagation.report_child_exit(rank, process.returncode, process.pid)
             return
-        # The ranks have not met yet, so the main thread waits for somebody who will not come.
+        # The ranks have not met yet, so the main thread waits for a rank that will not come.
         _, summary, code = describe_exit(process.returncode)
         if _started is not None:
             _started.kill()
-        flush_everything()
-        sys.stderr.write(
+        end_now(
+            code,
             f"\nlightning-lockstep: rank {rank} (process {process.pid}) ended before all ranks had met:"
-            f" {summary}. What it printed is above. The other ranks were stopped.\n"
+            f" {summary}. What it printed is above. The other ranks were stopped.\n",
         )
-        flush_everything()
-        os._exit(code)
 
     def _interrupted(self) -> None:
         if _started is not None:
             _started.kill()
-        sys.stderr.write("\nlightning-lockstep: interrupted; all ranks were stopped.\n")
-        flush_everything()
-        os._exit(130)
+        end_now(130, "\nlightning-lockstep: interrupted; all ranks were stopped.\n")
 
 
 def forget_earlier_job(patience: float) -> None:
-    """End the ranks of an earlier job of this process and take its process group down.
+    """End the ranks of an earlier job of this process and destroy its process group.
 
     Args:
-        patience: Time that ranks which are still busy get to end by themselves [s].
+        patience: Time that ranks which are still busy get to exit by themselves [s].
 
     Ranks: the first rank of a node, before it starts the ranks of another job.
     """
@@ -223,7 +219,7 @@ def current_job() -> object:
     return hydra.runtime.output_dir, hydra.job.get("num")
 
 
-@atexit.register
+@at_exit
 def _end_children() -> None:
     if _started is not None:
         _started.end(3.0 if leaving() else _LAST_WAIT)

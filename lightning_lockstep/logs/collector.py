@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.failure.flushing import on_flush
+from lightning_lockstep.distributed.failure.process_exit import on_flush
 from lightning_lockstep.logs.lines import Line, rank_list, record_of
 from lightning_lockstep.logs.ordering import Batch, LineOrdering, same_text
 from lightning_lockstep.logs.ordering_thread import OrderingThread

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import socket
@@ -13,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.failure.flushing import on_flush
+from lightning_lockstep.distributed.failure.process_exit import at_exit, on_flush
 from lightning_lockstep.distributed.side_channel.opening import (
     current_group,
     known_rank,
@@ -232,4 +231,4 @@ _releasing = threading.RLock()
 _waiter: threading.Thread | None = None
 _cached: tuple[object, LineSender] | None = None
 on_flush(_print_kept_back)
-atexit.register(_print_kept_back)
+at_exit(_print_kept_back)

@@ -160,7 +160,7 @@ class LockstepDDPStrategy(DDPStrategy):
             timeout=timedelta(seconds=self.settings.seconds or 0),
             device=self.root_device,
         )
-        communicator = self.supervisor.ranks_have_met(shows_report=self._owns_a_terminal())
+        communicator = self.supervisor.ranks_have_met(prints_report=self._owns_a_terminal())
         if first_time and communicator.world_size > 1:
             placements = communicator.gather(
                 placement_of(

@@ -13,7 +13,7 @@ import torch
 
 from lightning_lockstep._lightning import rank_zero_only
 from lightning_lockstep._lightning.internals import given_to_trainer
-from lightning_lockstep.distributed.failure.process_exit import note_exit_for_mpirun
+from lightning_lockstep.distributed.failure.exit_note import note_orderly_end
 from lightning_lockstep.distributed.mpi import backend as mpi_backend
 from lightning_lockstep.distributed.mpi.progress import set_interruption
 from lightning_lockstep.distributed.mpi.runtime import abort_when_leaving
@@ -150,7 +150,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         self._process_group_backend = self._choose_backend()
         mpi_backend.default_options(self._backend_options)
         super().setup_distributed()
-        note_exit_for_mpirun()
+        note_orderly_end()
         propagation = self.supervisor.propagation
         if propagation is not None:
 
@@ -164,7 +164,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
             set_interruption(failed_elsewhere)
             # mpirun ends all ranks once one has ended badly: let the one that prints the report go first.
             abort_when_leaving(
-                0.0 if propagation.shows_report else self.supervisor.settings.grace_period + 2.0
+                0.0 if propagation.prints_report else self.supervisor.settings.grace_period + 2.0
             )
 
     def _choose_backend(self) -> str:

@@ -85,7 +85,7 @@ def work(fault: str, rank: int, grace: float) -> str:
                 provoke(fault)
             dist.all_reduce(torch.ones(8))
     except BaseException as error:
-        raised = crash.handle(error)
+        raised = crash.error_to_raise(error)
         if raised is error:
             raise
         raise raised from None
@@ -141,7 +141,7 @@ def stuck(grace: float) -> str:
         try:
             raise ValueError("boom while rank 0 sleeps")
         except ValueError as error:
-            raise crash.handle(error) from None
+            raise crash.error_to_raise(error) from None
     time.sleep(600)
     return "never"
 
@@ -160,7 +160,7 @@ def raise_alike(alone: bool) -> str:
     for attempt in range(2):
         if alone and dist.get_rank() == 0:
             break
-        error = crash.handle(ConfigurationError(f"attempt {attempt}"))
+        error = crash.error_to_raise(ConfigurationError(f"attempt {attempt}"))
         assert isinstance(error, ConfigurationError)
     time.sleep(2.0)  # longer than the half of the grace period after which an error counts as one rank's own
     try:
@@ -183,7 +183,7 @@ def test_an_error_that_only_one_rank_raises_stops_the_others() -> None:
 def interrupted() -> str:
     crash = propagation(5.0)
     if dist.get_rank() == 1:
-        raise crash.handle(KeyboardInterrupt())
+        raise crash.error_to_raise(KeyboardInterrupt())
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         crash.check()

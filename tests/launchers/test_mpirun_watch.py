@@ -26,7 +26,7 @@ MPIRUN = """
         process.wait()
     time.sleep(float(stays))
 """
-IN_ORDER = "import os, pathlib; pathlib.Path(os.environ['ENDED'], str(os.getpid())).touch()"
+IN_ORDER = "import os, pathlib; pathlib.Path(os.environ['ENDED'], f'{os.getpid()}.ended').touch()"
 PATIENCE = 3.0
 
 

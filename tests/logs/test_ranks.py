@@ -160,7 +160,7 @@ def rank_0_goes_first() -> list[str]:
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     from lightning_lockstep.distributed import current_communicator
-    from lightning_lockstep.distributed.failure.flushing import run_flushers
+    from lightning_lockstep.distributed.failure.process_exit import run_flushers
 
     log.info("after the failure", in_order=True)
     deadline = time.monotonic() + 20

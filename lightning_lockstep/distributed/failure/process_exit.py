@@ -1,69 +1,104 @@
-"""How a process ends: what it writes out, what it prints, and what it does not wait for."""
+"""How a process ends: what runs and is written out before, what is printed, and what is not waited for.
+
+Nothing else in the package calls ``os._exit``, replaces ``sys.excepthook`` or registers with :mod:`atexit`.
+
+====================================== ======================================================================
+an orderly end                         functions given to :func:`at_exit` and :func:`at_process_end` run
+:func:`leave_without_waiting`          as above once Python exits, but nothing that waits for a dead peer
+:func:`end_after_exit_functions`       the same now, without going back to the program
+:func:`end_now`                        by force, from any thread: only what :func:`on_flush` holds is written
+====================================== ======================================================================
+"""
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
-import time
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from lightning_lockstep._environment import ended_folder
 from lightning_lockstep._lightning import _destroy_dist_connection
-from lightning_lockstep.distributed.failure.flushing import run_flushers
-from lightning_lockstep.distributed.failure.record import FailureRecord
 from lightning_lockstep.errors import RankFailedError
 
 __all__ = [
+    "at_exit",
+    "at_process_end",
+    "end_after_exit_functions",
+    "end_now",
     "expect_exit",
     "expected_exit",
     "flush_everything",
     "keep_quiet",
     "leave_without_waiting",
     "leaving",
+    "on_flush",
+    "on_uncaught",
+    "run_flushers",
     "show_plainly",
-    "note_exit_for_mpirun",
-    "write_torchelastic_error",
 ]
 
+_log = logging.getLogger(__name__)
 
-def keep_quiet(error: BaseException) -> None:
-    """Keep Python from printing ``error`` when it ends this process: another rank shows the report.
+# ------------------------------------------------------------------ before the end
 
-    Ranks: any rank, alone.
+
+def at_exit(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """Have ``function(*args)`` called when Python exits, the newest first; returns it, so it may decorate."""
+    return atexit.register(function, *args)
+
+
+def at_process_end(function: Callable[[], None]) -> None:
+    """Have ``function`` called when this process ends in an orderly way, a rank of multiprocessing included.
+
+    A process that :mod:`multiprocessing` started leaves without what :mod:`atexit` holds, up to Python 3.12,
+    but not without its own finalizers.
+
+    Args:
+        function: Called once or twice; the second time it must find nothing to do.
     """
-    _show_instead(error, "")
+    at_exit(function)
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, function, exitpriority=100)
 
 
-def show_plainly(error: RankFailedError) -> None:
-    """Make Python print the report alone when ``error`` ends this process, without this rank's own stack.
+_flushers: list[Callable[[], None]] = []
 
-    Torch's hook would put this rank's number in front of every line of the other one's traceback.
 
-    Ranks: any rank, alone.
+def on_flush(flusher: Callable[[], None]) -> Callable[[], None]:
+    """Have ``flusher`` called before this process ends by force, which nothing at exit survives.
+
+    Args:
+        flusher: Writes out what is held back (ordered log lines, unsent messages); called on any thread, more
+            than once, and must not wait for another rank longer than a second.
+
+    Returns:
+        A function that takes it off the list again.
     """
-    _show_instead(error, f"\nlightning-lockstep: {error}\n")
+    _flushers.append(flusher)
+
+    def remove() -> None:
+        with suppress(ValueError):
+            _flushers.remove(flusher)
+
+    return remove
 
 
-def _show_instead(error: BaseException, text: str) -> None:
-    error.__lockstep_text__ = text  # type: ignore[attr-defined]
-    usual = sys.excepthook
-    if getattr(usual, "__lockstep__", False):
-        return
+def run_flushers() -> None:
+    """Call every flusher, the newest first; one that fails is logged and does not stop the others."""
+    for flusher in reversed(list(_flushers)):
+        _run_flusher(flusher)
 
-    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        instead = getattr(value, "__lockstep_text__", None)
-        if instead is None:
-            usual(kind, value, trace)
-        elif instead:
-            sys.stderr.write(instead)
 
-    hook.__lockstep__ = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
+def _run_flusher(flusher: Callable[[], None]) -> None:
+    try:
+        flusher()
+    except Exception:
+        _log.exception("could not write out what %r holds back", flusher)
 
 
 def flush_everything() -> None:
@@ -75,6 +110,61 @@ def flush_everything() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+
+
+# ------------------------------------------------------------------ the end itself
+
+
+def end_now(exit_code: int, message: str = "") -> NoReturn:
+    """End this process by force.
+
+    Args:
+        exit_code: Its exit code.
+        message: Printed last, to standard error.
+
+    Ranks: any rank, alone, on any thread; waits for nobody.
+    """
+    flush_everything()
+    if message:
+        with suppress(Exception):
+            sys.stderr.write(message)
+            sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def end_after_exit_functions(exit_code: int) -> NoReturn:
+    """End this process after what is registered for its exit (log handlers, experiment trackers) has run.
+
+    Args:
+        exit_code: Its exit code, which Python's own exit would not keep.
+    """
+    flush_everything()
+    atexit._run_exitfuncs()
+    flush_everything()
+    os._exit(exit_code)
+
+
+_leaving = False
+
+
+def leaving() -> bool:
+    """Return whether this process is about to end because of a failure."""
+    return _leaving
+
+
+def leave_without_waiting(exit_code: int) -> None:
+    """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
+    global _leaving
+    if _leaving:
+        return
+    _leaving = True
+
+    def leave() -> None:
+        atexit.unregister(leave)
+        atexit.unregister(_destroy_dist_connection)
+        end_after_exit_functions(exit_code)  # of these functions, those registered before this one
+
+    at_exit(leave)
 
 
 _expected_exit: int | None = None
@@ -94,60 +184,55 @@ def expected_exit() -> int | None:
     return _expected_exit
 
 
-_leaving = False
+# ------------------------------------------------------------------ what is printed of an exception
 
 
-def leaving() -> bool:
-    """Return whether this process is on its way out after a failure."""
-    return _leaving
+def keep_quiet(error: BaseException) -> None:
+    """Keep Python from printing ``error`` when it ends this process: another rank prints the report."""
+    _print_instead(error, "")
 
 
-def leave_without_waiting(exit_code: int) -> None:
-    """End this process, once Python begins to exit, without the destructors that would wait for the dead."""
-    global _leaving
-    if _leaving:
-        return
-    _leaving = True
+def show_plainly(error: RankFailedError) -> None:
+    """Have Python print the report alone when ``error`` ends this process, without this rank's own stack.
 
-    def leave() -> None:
-        atexit.unregister(leave)
-        atexit.unregister(_destroy_dist_connection)
-        atexit._run_exitfuncs()  # those registered before us: log handlers, experiment trackers
-        flush_everything()
-        os._exit(exit_code)
-
-    atexit.register(leave)
-
-
-def note_exit_for_mpirun() -> None:
-    """Have the launcher of this host's ranks told, at this process's end, if it ends in good order.
-
-    Ranks: every rank, for itself, once.
+    Torch's hook would put this rank's number in front of every line of the other one's traceback.
     """
-    folder = ended_folder()
-
-    def tell() -> None:
-        if not leaving() and not hasattr(sys, "last_value"):
-            with suppress(OSError):
-                Path(folder or "", str(os.getpid())).touch()
-
-    if folder is not None:
-        atexit.register(tell)
+    _print_instead(error, f"\nlightning-lockstep: {error}\n")
 
 
-def write_torchelastic_error(record: FailureRecord) -> None:
-    """Write the error file that ``torchrun`` reads, so that its closing summary has the traceback.
+def on_uncaught(function: Callable[[], None]) -> None:
+    """Have ``function`` called after Python has printed an exception that nobody caught.
 
-    Every rank writes what the first one said, since the agent sums up whichever it sees end first.
+    Args:
+        function: Called once or twice; not for an exception whose printing :func:`keep_quiet` or
+            :func:`show_plainly` has replaced.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
+    _after_uncaught.append(function)
+    _install_hook()
+
+
+_after_uncaught: list[Callable[[], None]] = []
+
+
+def _print_instead(error: BaseException, text: str) -> None:
+    error.__lockstep_text__ = text  # type: ignore[attr-defined]
+    _install_hook()
+
+
+def _install_hook() -> None:
+    """Put our hook in front, again where another library has put its own there meanwhile."""
+    usual = sys.excepthook
+    if getattr(usual, "__lockstep__", False):
         return
-    content = {
-        "message": {
-            "message": record.headline(),
-            "extraInfo": {"py_callstack": record.traceback, "timestamp": str(int(time.time()))},
-        }
-    }
-    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file)
+
+    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        instead = getattr(value, "__lockstep_text__", None)
+        if instead is None:
+            usual(kind, value, trace)
+            for function in _after_uncaught:
+                function()
+        elif instead:
+            sys.stderr.write(instead)
+
+    hook.__lockstep__ = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

@@ -1,16 +1,16 @@
 """What happens to the other ranks when one rank fails.
 
-The rank that fails first claims that in the store, tells every rank over the side channel, and waits a
-moment for rank 0 to confirm that it will show the report. The others stop where they are: at the next
-boundary of a training step, or when the collective they sit in breaks, or, at the end of the grace period,
-by force. Nobody enters a barrier or destroys a process group on the way out: both can wait for the dead.
+The rank that fails first claims that over the side channel, sends every rank its record, and waits a moment
+for rank 0 to confirm that it will print the report. The others stop where they are: at the next boundary of a
+training step, or when the collective they sit in breaks, or, at the end of the grace period, by force. Nobody
+enters a barrier or destroys a process group on the way out: both can wait for a dead peer.
 
-    failing rank                          every other rank
-    ------------                          ----------------
-    report(error)  -- failure message -->  receive thread: remember it, start the countdown
-                   <-- confirmation  ---   (rank 0)
-    raise error                            check() / explain(error) raise RankFailedError
-    exit                                   countdown over: print the report (rank 0), os._exit
+    failing rank                            every other rank
+    ------------                            ----------------
+    error_to_raise(error) -- record  ---->  receiving thread: remember it, start the countdown
+                          <-- confirmation  (rank 0)
+    raise error                             check() / error_to_raise(error) raise RankFailedError
+    exit                                    countdown over: print the report (rank 0), end by force
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -29,13 +28,13 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_lockstep._lightning import SIGTERMException
+from lightning_lockstep.distributed.failure.exit_note import note_failure
 from lightning_lockstep.distributed.failure.process_exit import (
+    end_now,
     expected_exit,
-    flush_everything,
     keep_quiet,
     leave_without_waiting,
     show_plainly,
-    write_torchelastic_error,
 )
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
@@ -44,23 +43,22 @@ from lightning_lockstep.distributed.failure.record import (
     is_broken_collective,
 )
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
-from lightning_lockstep.distributed.side_channel.store import StoreSideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
 
 __all__ = ["FailurePropagation", "propagation_on"]
 
-_TOPIC, _CONFIRMED, _CLAIM = "failure", "failure/confirmed", "failure/first"
-_ALIKE = "failure/alike"
+_FAILED, _CONFIRMED, _FIRST = "failure", "failure/confirmed", "failure/first"
+_COMMON = "failure/common"
 
 
 class FailurePropagation:
-    """Tells every rank when one fails, and stops this one when it is another.
+    """Informs every rank when one fails, and stops this one when it is another.
 
     Args:
         channel: The side channel of the run.
-        grace_period: Time from the news of a failure until this process is ended by force [s].
+        grace_period: Time from the message of a failure until this process is ended by force [s].
         where: Returns what this rank is doing, for the record; called on failure only.
-        shows_report: Whether this rank prints the report of another rank's failure; by default rank 0 does.
+        prints_report: Whether this rank prints the report of another rank's failure; by default rank 0 does.
         on_force: Called before this process ends itself by force, to end its child ranks first.
 
     Ranks: one object on every rank. Nothing is sent until a rank fails.
@@ -72,27 +70,25 @@ class FailurePropagation:
         *,
         grace_period: float = 10.0,
         where: Callable[[], Mapping[str, Any]] = dict,
-        shows_report: bool | None = None,
+        prints_report: bool | None = None,
         on_force: Callable[[], None] | None = None,
     ) -> None:
         self.channel, self.grace_period, self.where = channel, grace_period, where
-        self.shows_report = channel.rank == 0 if shows_report is None else shows_report
+        self.prints_report = channel.rank == 0 if prints_report is None else prints_report
         self.on_force = on_force
         self.record: FailureRecord | None = None
         self._known = threading.Event()
         self._confirmed = threading.Event()
         self._lock = threading.Lock()
         # How often this rank, and each other one, has raised an error that all ranks raise alike.
-        self._alike_here = 0
-        self._alike_there: Counter[int] = Counter()
+        self._common_here = 0
+        self._common_there: Counter[int] = Counter()
         self._remove = [
-            channel.on(_TOPIC, lambda message: self._learn(FailureRecord.from_json(message.body), message)),
+            channel.on(_FAILED, lambda message: self._take(FailureRecord.from_json(message.body))),
             channel.on(_CONFIRMED, lambda message: self._confirmed.set()),
-            channel.on(_ALIKE, self._raised_elsewhere),
+            channel.on(_COMMON, self._take_common),
         ]
-        if isinstance(channel, StoreSideChannel):
-            channel.on_lost = self._store_lost
-            channel.on_silent = self._rank_silent
+        channel.watch_peers(on_lost=self._peer_lost, on_silent=self._peer_silent)
 
     @property
     def failed(self) -> bool:
@@ -110,10 +106,10 @@ class FailurePropagation:
         if self.record is not None and self.record.rank != self.channel.rank:
             raise self._stopped(self.record)
 
-    def handle(self, error: BaseException) -> BaseException:
+    def error_to_raise(self, error: BaseException) -> BaseException:
         """Turn an error that ended this rank's work into the one it should raise.
 
-        The first rank to fail tells the others and keeps its own error. A rank whose collective broke
+        The first rank to fail informs the others and keeps its own error. A rank whose collective broke
         because of that gets a :class:`RankFailedError` that carries the first one's report.
 
         Args:
@@ -122,8 +118,8 @@ class FailurePropagation:
         Returns:
             The error to raise.
 
-        Ranks: the rank whose work was ended; waits up to a third of the grace period for news of an earlier
-            failure when the error looks like the consequence of one.
+        Ranks: the rank whose work was ended; waits up to a third of the grace period for the message of an
+            earlier failure when the error looks like the consequence of one.
         """
         agreed = isinstance(error, SystemExit) and error.code == (expected_exit() or object())
         if isinstance(error, RankFailedError) or agreed:
@@ -131,53 +127,25 @@ class FailurePropagation:
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
         if isinstance(error, LockstepError):
-            return self._alike(error)
+            return self._raised_in_common(error)
         if is_broken_collective(error):
             self._known.wait(self.grace_period / 3)
         if self.record is None:
             self._announce(self._describe(error))
         assert self.record is not None
         if self.record.rank != self.channel.rank:
-            # Ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes.
-            return error if isinstance(error, SystemExit) else self._stopped(self.record)
-        if self._confirmed.is_set() or self.shows_report:
+            if not isinstance(error, SystemExit):
+                return self._stopped(self.record)
+            note_failure(self.record)
+            return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
+        if self._confirmed.is_set() or self.prints_report:
             leave_without_waiting(self.record.exit_code)
-        if not self.shows_report and self._confirmed.is_set():
+        if not self.prints_report and self._confirmed.is_set():
             keep_quiet(error)
         return error
 
-    def _alike(self, error: BaseException) -> BaseException:
-        """Errors of this package are raised on every rank alike: each keeps its own, rank 0 shows it.
-
-        Should this one be alone after all, the others take it for a failure after half the grace period.
-        """
-        self._alike_here += 1
-        self.channel.post(_ALIKE, self._describe(error).to_json())
-        self.channel.flush(1.0)
-        if not self.shows_report:
-            keep_quiet(error)
-        return error
-
-    def _raised_elsewhere(self, message: Message) -> None:
-        self._alike_there[message.sender] += 1
-        times = self._alike_there[message.sender]
-
-        def wait_for_own() -> None:
-            time.sleep(self.grace_period / 2)
-            if self._alike_here < times:
-                self._learn(FailureRecord.from_json(message.body), message)
-
-        threading.Thread(target=wait_for_own, name="lockstep-alike", daemon=True).start()
-
-    def _interrupted(self, error: BaseException) -> BaseException:
-        """Ctrl-C reaches every rank of a terminal by itself: say so once, wait for nobody."""
-        if self.record is None:
-            self._announce(self._describe(error))
-        leave_without_waiting(130)
-        return error
-
-    def announce_child(self, rank: int, returncode: int, pid: int) -> None:
-        """Tell all ranks that a rank started by this one has ended badly.
+    def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
+        """Inform all ranks that a rank started by this one has ended badly.
 
         Args:
             rank: Its number.
@@ -187,18 +155,45 @@ class FailurePropagation:
         Ranks: the rank that started it, from its watching thread.
         """
         kind, summary, code = describe_exit(returncode)
-        record = FailureRecord(
-            rank, self.channel.world_size, socket.gethostname(), pid, kind, summary, exit_code=code
-        )
-        self._announce(record)
+        self._announce(self._record_of(rank, socket.gethostname(), pid, kind, summary, exit_code=code))
 
     def close(self) -> None:
-        """Stop listening.
-
-        Ranks: any rank, alone.
-        """
+        """Stop listening."""
         for remove in self._remove:
             remove()
+
+    def _raised_in_common(self, error: BaseException) -> BaseException:
+        """Errors of this package are raised on every rank alike: each keeps its own, rank 0 prints it.
+
+        Should this one be raised on one rank alone after all, the others take it for a failure after half the
+        grace period.
+        """
+        self._common_here += 1
+        self.channel.post(_COMMON, self._describe(error).to_json())
+        self.channel.flush(1.0)
+        if not self.prints_report:
+            keep_quiet(error)
+        return error
+
+    def _take_common(self, message: Message) -> None:
+        self._common_there[message.sender] += 1
+        times = self._common_there[message.sender]
+
+        def wait_for_own() -> None:
+            time.sleep(self.grace_period / 2)
+            if self._common_here < times:
+                self._take(FailureRecord.from_json(message.body))
+
+        threading.Thread(target=wait_for_own, name="lockstep-common", daemon=True).start()
+
+    def _interrupted(self, error: BaseException) -> BaseException:
+        """Ctrl-C reaches every rank of a terminal by itself: report it once, wait for nobody."""
+        if self.record is None:
+            self._announce(self._describe(error))
+        if self.record is not None:
+            note_failure(self.record)
+        leave_without_waiting(130)
+        return error
 
     def _describe(self, error: BaseException) -> FailureRecord:
         kind: Kind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
@@ -211,37 +206,41 @@ class FailurePropagation:
         with suppress(Exception):
             where = dict(self.where())
         summary = f"{type(error).__name__}: {error}".splitlines()[0] if str(error) else type(error).__name__
-        text = "".join(traceback.format_exception(error))
-        channel = self.channel
-        return FailureRecord(
-            channel.rank,
-            channel.world_size,
+        return self._record_of(
+            self.channel.rank,
             socket.gethostname(),
             os.getpid(),
             kind,
             summary,
-            text,
-            where,
-            code,
+            traceback="".join(traceback.format_exception(error)),
+            where=where,
+            exit_code=code,
         )
 
+    def _record_of(
+        self, rank: int, host: str, pid: int, kind: Kind, summary: str, **more: Any
+    ) -> FailureRecord:
+        return FailureRecord(rank, self.channel.world_size, host, pid, kind, summary, **more)
+
     def _announce(self, record: FailureRecord) -> None:
-        first = FailureRecord.from_json(self.channel.claim(_CLAIM, record.to_json()))
+        """Claim that ``record`` is the first failure; if it is, send it to every rank."""
+        first = FailureRecord.from_json(self.channel.claim(_FIRST, record.to_json()))
         mine = first.rank == self.channel.rank
         with self._lock:
             if self.record is None:
                 self.record = first
         if first == record:
-            self.channel.post(_TOPIC, first.to_json())
+            self.channel.post(_FAILED, first.to_json())
             self.channel.flush(1.0)
         if mine:
-            write_torchelastic_error(first)
+            note_failure(first)
             if self.channel.rank != 0 and first.kind != "interrupt":
                 self._confirmed.wait(self.grace_period / 3)
-        elif not self._known.is_set():
-            self._learn(first, None)
+        else:
+            self._take(first)
 
-    def _learn(self, record: FailureRecord, message: Message | None) -> None:
+    def _take(self, record: FailureRecord) -> None:
+        """Remember the first failure; if it is another rank's, start the countdown."""
         with self._lock:
             if self._known.is_set():
                 return
@@ -252,31 +251,26 @@ class FailurePropagation:
         if record.rank != self.channel.rank:
             threading.Thread(target=self._count_down, name="lockstep-grace", daemon=True).start()
 
-    def _store_lost(self, reason: str) -> None:
+    def _peer_lost(self, rank: int, reason: str) -> None:
         if self.record is not None:
             return
-        # The store lives in rank 0: it can only be lost with that process or that host.
-        self.shows_report = self.shows_report or self.channel.rank == 1
-        host = getattr(self.channel, "host", "unknown")
+        # With rank 0 the one that prints is gone.
+        self.prints_report = self.prints_report or (rank == 0 and self.channel.rank == 1)
         summary = f"the connection to its store ended ({reason})"
-        self._learn(
-            FailureRecord(0, self.channel.world_size, host, 0, "vanished", summary, exit_code=1), None
-        )
+        self._take(self._record_of(rank, self.channel.main_host, 0, "vanished", summary))
 
-    def _rank_silent(self, rank: int, seconds: float) -> None:
+    def _peer_silent(self, rank: int, seconds: float) -> None:
         if self.record is None:
             summary = f"no heartbeat for {seconds:.0f} s"
-            self._announce(
-                FailureRecord(rank, self.channel.world_size, "unknown", 0, "vanished", summary, exit_code=1)
-            )
+            self._announce(self._record_of(rank, "unknown", 0, "vanished", summary))
 
     def _stopped(self, record: FailureRecord) -> BaseException:
         if record.kind == "interrupt":
             return self._interrupted(KeyboardInterrupt())
         error = RankFailedError(record.report(), record)
-        write_torchelastic_error(record)
+        note_failure(record)
         leave_without_waiting(record.exit_code)
-        if self.shows_report:
+        if self.prints_report:
             show_plainly(error)
         else:
             keep_quiet(error)
@@ -289,10 +283,7 @@ class FailurePropagation:
             return
         if self.on_force is not None:
             self.on_force()
-        if self.shows_report:
-            sys.stderr.write(f"\nlightning-lockstep: {record.report()}\n")
-        flush_everything()
-        os._exit(record.exit_code)
+        end_now(record.exit_code, f"\nlightning-lockstep: {record.report()}\n" if self.prints_report else "")
 
 
 _propagations: weakref.WeakKeyDictionary[SideChannel, FailurePropagation] = weakref.WeakKeyDictionary()

@@ -7,7 +7,6 @@ process group of the backend is made, and never before. Where the MPI library al
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import faulthandler
 import os
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from lightning_lockstep.distributed.failure.process_exit import leaving
+from lightning_lockstep.distributed.failure.process_exit import at_exit, leaving, on_uncaught
 from lightning_lockstep.distributed.mpi.progress import ProgressThread, set_listener
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 
@@ -180,8 +179,8 @@ def start_runtime() -> MPIRuntime:
     with _lock:
         if _runtime is None:
             _runtime = MPIRuntime()
-            atexit.register(_at_exit)
-            _abort_on_uncaught(_runtime)
+            at_exit(_at_exit)
+            on_uncaught(_abort_at_exit)
         return _runtime
 
 
@@ -211,15 +210,10 @@ def _at_exit() -> None:
     _runtime.end()
 
 
-def _abort_on_uncaught(runtime: MPIRuntime) -> None:
+def _abort_at_exit() -> None:
     """An exception that nobody catches on one rank must not leave the others waiting in MPI."""
-    usual = sys.excepthook
-
-    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        usual(kind, value, trace)
-        runtime.failed = runtime.failed or 1
-
-    sys.excepthook = hook
+    if _runtime is not None:
+        _runtime.failed = _runtime.failed or 1
 
 
 def _import_mpi() -> Any:

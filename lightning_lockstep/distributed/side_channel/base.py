@@ -15,7 +15,7 @@ __all__ = ["LocalSideChannel", "Message", "Post", "SideChannel", "receivers_of"]
 
 _log = logging.getLogger(__name__)
 
-# Messages that came before anybody asked for their topic; older ones are dropped beyond this number.
+# Messages that arrived before their topic had a handler; older ones are dropped beyond this number.
 _KEPT_UNREAD = 10_000
 # How often a waiting rank looks whether the channel can still deliver [s].
 _LOOK_EVERY = 0.5
@@ -47,10 +47,17 @@ class Post(NamedTuple):
 
 
 class SideChannel(ABC):
-    """Posts messages to ranks and hands those that arrive to handlers, off the main thread."""
+    """Posts messages to ranks and passes those that arrive to handlers, off the main thread.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+        main_host: Host name or address of rank 0, as far as it is known.
+    """
 
     rank: int
     world_size: int
+    main_host: str = "unknown"
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -58,6 +65,25 @@ class SideChannel(ABC):
         self._unread: dict[str, deque[Message]] = defaultdict(lambda: deque(maxlen=_KEPT_UNREAD))
         self._lock = threading.RLock()
         self._at_close: list[Callable[[], None]] = []
+        self._on_lost: Callable[[int, str], None] | None = None
+        self._on_silent: Callable[[int, float], None] | None = None
+
+    def watch_peers(
+        self,
+        *,
+        on_lost: Callable[[int, str], None] | None = None,
+        on_silent: Callable[[int, float], None] | None = None,
+    ) -> None:
+        """Say who is to learn of a peer that is gone; a later call replaces an earlier one.
+
+        Args:
+            on_lost: Called once with (rank, reason) when the connection to a peer ends though that peer has
+                not closed its channel.
+            on_silent: Called with (rank, seconds) when a peer has sent no heartbeat for too long.
+
+        Ranks: any rank, alone; nothing is sent. Both are called on threads of the channel.
+        """
+        self._on_lost, self._on_silent = on_lost, on_silent
 
     @property
     def usable(self) -> bool:
@@ -66,11 +92,11 @@ class SideChannel(ABC):
 
     @property
     def lost(self) -> bool:
-        """Whether the channel broke though nobody said goodbye."""
+        """Whether the channel broke though no rank has closed it."""
         return False
 
     def at_close(self, function: Callable[[], None]) -> None:
-        """Call ``function`` once when the channel is closed, after the last message has come.
+        """Call ``function`` once when the channel is closed, after the last message has arrived.
 
         Ranks: any rank, alone; nothing is sent.
         """
@@ -84,8 +110,8 @@ class SideChannel(ABC):
     def on(self, topic: str, handler: Handler) -> Callable[[], None]:
         """Call ``handler`` with every message of ``topic``, in the order in which they arrive.
 
-        The handler runs on the receiving thread and must not block it. Messages that came before the first
-        handler of their topic was registered are handed over at once.
+        The handler runs on the receiving thread and must not block it. Messages that arrived before the first
+        handler of their topic was registered are passed to it at once.
 
         Args:
             topic: Topic to listen to.
@@ -99,7 +125,7 @@ class SideChannel(ABC):
         with self._lock:
             for message in self._unread.pop(topic, ()):
                 self._call(handler, message)
-            # Only now, so that what arrives meanwhile waits its turn at the lock in `_deliver`.
+            # Only now, so that what arrives meanwhile waits for the lock in `_deliver`.
             self._handlers[topic] = (*self._handlers.get(topic, ()), handler)
 
         def remove() -> None:
@@ -121,12 +147,12 @@ class SideChannel(ABC):
         Args:
             topic: What it is about.
             body: Anything that JSON can hold.
-            to: Rank or ranks that shall get it; ``None`` means every rank but this one. Posting to oneself
+            to: Rank or ranks that receive it; ``None`` means every rank but this one. Posting to oneself
                 is allowed.
             make: Makes what is sent out of ``body``, off the caller's thread and in the order of the posts.
 
         Ranks: any rank, alone. Costs the caller a few microseconds and waits for nobody; a message to a
-        rank that is gone is lost.
+        rank that has exited is lost.
         """
         self._put(Post(topic, body, to if to is None or isinstance(to, int) else tuple(to), make))
 
@@ -135,7 +161,7 @@ class SideChannel(ABC):
         """Take a message to be sent, and return at once."""
 
     def poster(self, topic: str, *, to: int, make: Callable[[Any], Any]) -> Callable[[Any], None]:
-        """Return a function that posts a body, for those who post often; the arguments are those of :meth:`post`.
+        """Return a function that posts a body, for frequent posts; the arguments are those of :meth:`post`.
 
         Ranks: any rank, alone; nothing is sent yet.
         """
@@ -143,9 +169,9 @@ class SideChannel(ABC):
 
     @abstractmethod
     def claim(self, key: str, value: str) -> str:
-        """Write ``value`` under ``key`` unless a rank has done so before, and return what stands there now.
+        """Set ``key`` to ``value`` unless a rank has set it before, and return its value now.
 
-        Ranks: any rank, alone; one round trip to the store. Every caller of a key gets the same answer.
+        Ranks: any rank, alone; one round trip. Every caller of a key gets the same answer.
         """
 
     def wait_for(self, news: threading.Condition, arrived: Callable[[], bool], timeout: float) -> bool:
@@ -173,7 +199,7 @@ class SideChannel(ABC):
 
     @abstractmethod
     def flush(self, timeout: float = 5.0) -> bool:
-        """Wait until everything posted so far has been handed to the store.
+        """Wait until everything posted so far has left this process.
 
         Args:
             timeout: Longest wait [s].
@@ -186,13 +212,13 @@ class SideChannel(ABC):
 
     @abstractmethod
     def close(self, timeout: float = 2.0) -> None:
-        """Send what is left, say goodbye and end the threads; calling it again does nothing.
+        """Send what is left, tell the peers and end the threads; calling it again does nothing.
 
         Args:
-            timeout: Longest wait [s]. Rank 0, which hosts the store, waits this long for the others to say
-                goodbye; pass 0 after a failure.
+            timeout: Longest wait [s]. Rank 0 waits this long for the other ranks to close theirs; pass 0
+                after a failure.
 
-        Ranks: every rank once, at its own end; waits for nobody but as said for rank 0.
+        Ranks: every rank once, at its own end; only rank 0 waits for others.
         """
 
     def _deliver(self, message: Message) -> None:
@@ -215,7 +241,7 @@ class SideChannel(ABC):
 
 
 class LocalSideChannel(SideChannel):
-    """The side channel of a run with one process: what a rank posts to itself is handed over at once."""
+    """The side channel of a run with one process: what a rank posts to itself is delivered at once."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)

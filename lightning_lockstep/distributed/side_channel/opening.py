@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.failure.flushing import at_process_end
+from lightning_lockstep.distributed.failure.process_exit import at_process_end
 from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.distributed.side_channel.store import StoreSideChannel
 

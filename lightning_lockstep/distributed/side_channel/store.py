@@ -47,9 +47,6 @@ class StoreSideChannel(SideChannel):
         rank: This rank.
         world_size: Number of ranks.
         server: The store itself, on rank 0, kept alive for as long as the channel.
-        on_lost: Called once, with the reason, when the store is gone though nobody said goodbye.
-        on_silent: Called on rank 0 with (rank, seconds) when a rank's heartbeat has stopped for longer than
-            ``silence_limit``.
         heartbeat_interval: Time between two heartbeats of a rank [s].
         silence_limit: Age of the last heartbeat at which a rank counts as gone [s].
         connect_timeout: Longest wait for the store to answer [s].
@@ -63,15 +60,12 @@ class StoreSideChannel(SideChannel):
         rank: int,
         world_size: int,
         server: TCPStore | None = None,
-        on_lost: Callable[[str], None] | None = None,
-        on_silent: Callable[[int, float], None] | None = None,
         heartbeat_interval: float = 5.0,
         silence_limit: float = 120.0,
         connect_timeout: float = 60.0,
     ) -> None:
         super().__init__(rank, world_size)
-        self.host, self.port = host, port
-        self.on_lost, self.on_silent = on_lost, on_silent
+        self.main_host = host
         self._server = server
         self._heartbeat_interval, self._silence_limit = heartbeat_interval, silence_limit
         self._outbox: queue.SimpleQueue[Post | threading.Event | None] = queue.SimpleQueue()
@@ -190,15 +184,15 @@ class StoreSideChannel(SideChannel):
         """The store does not answer any more: the end, or rank 0 is gone."""
         orderly = self._closing or 0 in self._goodbyes
         first, self._gone = not self._gone, True
-        if first and not orderly and self.on_lost is not None:
-            self.on_lost(str(error).splitlines()[0])
+        if first and not orderly and self._on_lost is not None:
+            self._on_lost(0, str(error).splitlines()[0])
 
     def _beat(self) -> None:
         self._send_store.set(_beat(self.rank), str(time.monotonic_ns()))
-        if self.rank == 0 and self.on_silent is not None:
-            self._listen_for_beats(self.on_silent)
+        if self.rank == 0 and self._on_silent is not None:
+            self._check_heartbeats(self._on_silent)
 
-    def _listen_for_beats(self, on_silent: Callable[[int, float], None]) -> None:
+    def _check_heartbeats(self, on_silent: Callable[[int, float], None]) -> None:
         others = [r for r in range(1, self.world_size) if r not in self._goodbyes]
         if not others or not self._send_store.check([_beat(r) for r in others]):
             return

@@ -6,7 +6,7 @@ The process in which the user makes the Trainer becomes the parent: no rank itse
 
 from __future__ import annotations
 
-import atexit
+import functools
 import os
 import re
 import shutil
@@ -21,7 +21,7 @@ from typing import IO, Any, TextIO
 
 from lightning_lockstep._environment import ENDED_FOLDER
 from lightning_lockstep._lightning import _SubprocessScriptLauncher
-from lightning_lockstep.distributed.failure.process_exit import flush_everything
+from lightning_lockstep.distributed.failure.process_exit import at_exit, end_after_exit_functions
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 from lightning_lockstep.launchers.mpirun.hosts import Host, check_hosts, read_hostfile
@@ -157,10 +157,7 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         if job is not None and code == 0:
             MPIRunLauncher._done = job
             return None
-        flush_everything()
-        atexit._run_exitfuncs()
-        flush_everything()
-        os._exit(code)
+        end_after_exit_functions(code)
 
     def command(self, hosts: list[Host]) -> list[str]:
         """Return the mpirun command up to the program.
@@ -280,7 +277,7 @@ def _where_all_hosts_see_it(program: list[str]) -> list[str]:
     at = program.index("--experimental-rerun") + 1
     copy = Path(HydraConfig.get().runtime.output_dir, ".ranks.pickle")
     shutil.copy(program[at], copy)
-    atexit.register(copy.unlink, missing_ok=True)
+    at_exit(functools.partial(copy.unlink, missing_ok=True))
     return [*program[:at], str(copy), *program[at + 1 :]]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from lightning_lockstep.distributed.failure.exit_note import orderly_ends
 from lightning_lockstep.launchers.mpi_environment import RANK_VARIABLES
 
 __all__ = ["MPIRunWatch"]
@@ -30,7 +31,7 @@ class MPIRunWatch:
         patience: How long mpirun may take after the last of them, unless all of them ended in good order [s].
 
     Attributes:
-        ended_folder: Each rank of this host that ends in good order makes a file there.
+        ended_folder: Each rank of this host that ends in good order leaves a note there.
         overdue: Whether mpirun had to be ended by force.
     """
 
@@ -67,7 +68,7 @@ class MPIRunWatch:
         elif self._since is None:
             self._since = time.monotonic()
         late = self._since is not None and time.monotonic() - self._since > self.patience
-        self.overdue = late and len(list(self.ended_folder.iterdir())) < self.ranks
+        self.overdue = late and orderly_ends(self.ended_folder) < self.ranks
 
     def _all_gone(self, pid: int) -> bool:
         """Return whether this host has had ranks and has none any more."""

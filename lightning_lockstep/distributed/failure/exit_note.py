@@ -1,0 +1,127 @@
+"""How a rank tells the process that started it how it ended, beyond its exit code.
+
+A launcher of ours that is no rank itself gives its ranks a folder, and each rank leaves a note there:
+
+================ ============================================================================================
+``<pid>.failed``  a rank failed; the record of the first one, the same from every rank
+``<pid>.agreed``  all ranks left together on purpose, with an exit code of their own
+``<pid>.ended``   this rank came to its end in good order
+================ ============================================================================================
+
+``torchrun`` has a file of its own for a failure, which is written beside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_lockstep._environment import ended_folder
+from lightning_lockstep.distributed.failure.process_exit import at_exit, leaving
+from lightning_lockstep.distributed.failure.record import FailureRecord
+from lightning_lockstep.errors import Preempted
+
+__all__ = [
+    "agreed_exit",
+    "first_failure",
+    "keep_notes_in",
+    "note_agreed_exit",
+    "note_failure",
+    "note_orderly_end",
+    "orderly_ends",
+]
+
+_folder: Path | None = None
+
+
+def keep_notes_in(folder: Path) -> None:
+    """Leave the notes of this process in ``folder``; by default that of the environment variable, if any.
+
+    Ranks: every rank that a launcher of ours has started without that variable.
+    """
+    global _folder
+    _folder = folder
+
+
+def note_failure(record: FailureRecord) -> None:
+    """Note which rank failed first; also for ``torchrun``, so that its closing summary has the traceback.
+
+    Ranks: every rank that ends because of it, since torchrun's agent sums up whichever it sees end first.
+    """
+    _write("failed", record.to_json())
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        content = {
+            "message": {
+                "message": record.headline(),
+                "extraInfo": {"py_callstack": record.traceback, "timestamp": str(int(time.time()))},
+            }
+        }
+        with suppress(OSError):
+            Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+def note_agreed_exit(preempted: Preempted) -> None:
+    """Note that all ranks have left together on purpose.
+
+    Ranks: every rank.
+    """
+    _write("agreed", json.dumps([preempted.reason, preempted.code, preempted.checkpoint]))
+
+
+def note_orderly_end() -> None:
+    """Leave a note at this process's exit if that is in good order.
+
+    Ranks: every rank, for itself, once.
+    """
+
+    def note() -> None:
+        if not leaving() and not hasattr(sys, "last_value"):
+            _write("ended", "")
+
+    at_exit(note)
+
+
+def first_failure(folder: Path) -> FailureRecord | None:
+    """Return what the ranks noted of the one that failed first, or ``None``.
+
+    Ranks: the process that started them.
+    """
+    for note in sorted(folder.glob("*.failed")):
+        return FailureRecord.from_json(note.read_text(encoding="utf-8"))
+    return None
+
+
+def agreed_exit(folder: Path) -> Preempted | None:
+    """Return the exit on which all ranks agreed, or ``None``.
+
+    Ranks: the process that started them.
+    """
+    for note in sorted(folder.glob("*.agreed")):
+        return Preempted(*json.loads(note.read_text(encoding="utf-8")))
+    return None
+
+
+def orderly_ends(folder: Path) -> int:
+    """Return how many ranks of this host have ended in good order.
+
+    Ranks: the process that started them.
+    """
+    return len(list(folder.glob("*.ended")))
+
+
+def _write(kind: str, content: str) -> None:
+    given = ended_folder()
+    folder = _folder or (Path(given) if given else None)
+    if folder is None:
+        return
+    note = folder / f"{os.getpid()}.{kind}"
+    draft = note.with_suffix(".draft")
+    # A rank on another host has no such folder; the move makes the note appear whole.
+    with suppress(OSError):
+        draft.write_text(content, encoding="utf-8")
+        draft.replace(note)

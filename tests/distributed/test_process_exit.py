@@ -1,0 +1,169 @@
+"""How a process ends is decided in one module; the notes that a rank leaves reach who started it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import lightning_lockstep
+from lightning_lockstep.distributed.failure.exit_note import agreed_exit, first_failure, orderly_ends
+from tests.helpers import run_script
+
+PACKAGE = Path(lightning_lockstep.__file__).parent
+THE_ONE = "distributed/failure/process_exit.py"
+
+
+def ways_to_end(source: str) -> list[str]:
+    """What of ``os._exit``, ``sys.excepthook = `` and ``atexit`` a source uses."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if name == "os._exit" or name.startswith("atexit."):
+                found.append(name)
+            if name == "sys.excepthook" and isinstance(node.ctx, ast.Store):
+                found.append(f"{name} =")
+        elif isinstance(node, ast.ImportFrom) and node.module in ("os", "sys", "atexit"):
+            names = {alias.name for alias in node.names}
+            found += sorted(names & {"_exit", "excepthook"} if node.module != "atexit" else names)
+    return found
+
+
+def test_one_module_decides_how_a_process_ends() -> None:
+    elsewhere = {
+        str(path.relative_to(PACKAGE)): found
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (found := ways_to_end(path.read_text()))
+    }
+    assert set(elsewhere.pop(THE_ONE)) >= {"os._exit", "sys.excepthook =", "atexit.register"}
+    assert elsewhere == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import os\ndef f(): os._exit(1)", ["os._exit"]),
+        ("from os import _exit", ["_exit"]),
+        ("import sys\nsys.excepthook = print", ["sys.excepthook ="]),
+        ("import atexit\n@atexit.register\ndef f(): ...", ["atexit.register"]),
+        ("from atexit import register", ["register"]),
+        ("import sys\nusual = sys.excepthook", []),
+    ],
+)
+def test_every_way_is_seen(source: str, found: list[str]) -> None:
+    assert ways_to_end(source) == found
+
+
+def end(code: str, **env: str) -> tuple[int | None, str, str]:
+    header = "from lightning_lockstep.distributed.failure import exit_note, process_exit, record\n"
+    outcome = run_script(
+        [sys.executable, "-c", header + textwrap.dedent(code)], env={**os.environ, **env}, timeout=120
+    )
+    assert not outcome.timed_out
+    return outcome.returncode, outcome.stdout, outcome.stderr
+
+
+def test_a_forced_end_writes_what_is_held_back_and_prints_its_message_last() -> None:
+    code = """
+        import sys, threading
+        process_exit.at_exit(print, "never")
+        process_exit.on_flush(lambda: sys.stderr.write("held back\\n"))
+        process_exit.on_flush(lambda: 1 / 0)
+        print("printed", end="")
+        threading.Thread(target=process_exit.end_now, args=(7, "the message\\n")).start()
+        threading.Event().wait()
+    """
+    returncode, out, err = end(code)
+    assert (returncode, out) == (7, "printed")
+    assert "ZeroDivisionError" in err
+    assert err.endswith("held back\nthe message\n")
+
+
+def test_a_failed_process_runs_its_exit_functions_and_keeps_its_code() -> None:
+    code = """
+        process_exit.at_exit(print, "tracker closed")
+        process_exit.leave_without_waiting(5)
+        assert process_exit.leaving()
+        raise SystemExit(1)
+    """
+    assert end(code)[:2] == (5, "tracker closed\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "printed"),
+    [
+        ("", "ValueError: boom"),
+        ("process_exit.keep_quiet(error)", ""),
+        ("process_exit.show_plainly(error)", "lightning-lockstep: boom"),
+    ],
+)
+def test_what_is_printed_of_an_exception(before: str, printed: str) -> None:
+    code = f"""
+        import sys
+        process_exit.on_uncaught(lambda: print("uncaught"))
+        error = ValueError("boom")
+        usual = sys.excepthook
+        sys.excepthook = lambda *args: usual(*args)  # another library's, in front of ours
+        {before}
+        raise error
+    """
+    returncode, out, err = end(code)
+    assert returncode == 1
+    assert err.strip().endswith(printed) and bool(err.strip()) is bool(printed)
+    assert out.splitlines()[:1] == ([] if before else ["uncaught"])
+
+
+RECORD = """record.FailureRecord(1, 2, "node7", 12, "exception", "ValueError: boom", exit_code=3)"""
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("", 1),
+        ("raise ValueError", 0),
+        ("process_exit.leave_without_waiting(1)", 0),
+        ("process_exit.end_now(0)", 0),
+    ],
+)
+def test_only_an_orderly_end_is_noted_as_one(tmp_path: Path, code: str, ended: int) -> None:
+    end(f"exit_note.note_orderly_end()\n{code}", LOCKSTEP_RANK_ENDED_FOLDER=str(tmp_path))
+    assert orderly_ends(tmp_path) == ended
+    assert first_failure(tmp_path) is None and agreed_exit(tmp_path) is None
+
+
+def test_a_failure_is_noted_for_our_launcher_and_for_torchrun(tmp_path: Path) -> None:
+    theirs = tmp_path / "torchrun.json"
+    code = f"""
+        import pathlib
+        exit_note.keep_notes_in(pathlib.Path({str(tmp_path)!r}))
+        exit_note.note_failure({RECORD})
+    """
+    end(code, TORCHELASTIC_ERROR_FILE=str(theirs))
+    noted = first_failure(tmp_path)
+    assert noted is not None and (noted.rank, noted.summary, noted.exit_code) == (1, "ValueError: boom", 3)
+    assert "rank 1 of 2 (host node7" in theirs.read_text()
+    assert orderly_ends(tmp_path) == 0
+
+
+def test_an_agreed_exit_keeps_its_reason_code_and_checkpoint(tmp_path: Path) -> None:
+    code = """
+        from lightning_lockstep.errors import Preempted
+        exit_note.note_agreed_exit(Preempted("rank 1: SIGTERM", 75, "last.ckpt"))
+    """
+    end(code, LOCKSTEP_RANK_ENDED_FOLDER=str(tmp_path))
+    left = agreed_exit(tmp_path)
+    assert left is not None and (left.reason, left.code, left.checkpoint) == (
+        "rank 1: SIGTERM",
+        75,
+        "last.ckpt",
+    )
+
+
+def test_nobody_to_tell_is_no_fault(tmp_path: Path) -> None:
+    code = f"exit_note.note_orderly_end()\nexit_note.note_failure({RECORD})"
+    assert end(code, LOCKSTEP_RANK_ENDED_FOLDER=str(tmp_path / "on another host"))[0] == 0
