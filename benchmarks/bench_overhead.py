@@ -21,7 +21,7 @@ def run(quick: bool) -> Report:
         progress=lambda line: print(line, flush=True),
     )
     table = Comparison(
-        "a step of a 544-parameter MLP, 1 thread a rank",
+        "a step of a 544-parameter MLP, 1 thread per rank",
         samples,
         peer=PEER,
         at_most={OURS: 0.1},

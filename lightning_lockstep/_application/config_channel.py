@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_lockstep.distributed.rendezvous import rendezvous_store
+from lightning_lockstep.distributed.process_group import rendezvous_store
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.cluster_environment import detect_environment
 

@@ -1,10 +1,12 @@
-"""Everything that ranks say to each other goes through this room.
+"""All communication between ranks goes through this room.
 
-Nothing outside it imports ``torch.distributed``, ``mpi4py`` or ``torch_xla``. Two ways to talk:
+Nothing outside it imports ``torch.distributed``, ``mpi4py`` or ``torch_xla``. There are two ways:
 
 * the **communicator** (:func:`current_communicator`): collectives, which every rank must call alike;
-* the **side channel** (``communicator.side_channel``): messages over a store connection and threads of its
-  own, which work while the main thread sits in a collective and when a peer is gone.
+* the **side channel** (``communicator.side_channel``): messages over a connection and threads of its own,
+  which work while the main thread sits in a collective and when a peer has exited.
+
+Both know the run by its :class:`RankGroup` (rank, size, store), which need not come from torch.
 """
 
 from lightning_lockstep.distributed.communicator import (
@@ -15,7 +17,7 @@ from lightning_lockstep.distributed.communicator import (
 )
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import FailureRecord
-from lightning_lockstep.distributed.rendezvous import rendezvous_store
+from lightning_lockstep.distributed.process_group import RankGroup, rendezvous_store
 from lightning_lockstep.distributed.side_channel.base import (
     LocalSideChannel,
     Message,
@@ -27,6 +29,7 @@ from lightning_lockstep.distributed.torch_communicator import (
     TorchCommunicator,
     current_communicator,
     shut_down,
+    use_communicator,
 )
 
 __all__ = [
@@ -39,6 +42,7 @@ __all__ = [
     "LocalSideChannel",
     "Message",
     "PendingReduction",
+    "RankGroup",
     "SideChannel",
     "SingleProcessCommunicator",
     "StoreSideChannel",
@@ -47,4 +51,5 @@ __all__ = [
     "exchange",
     "rendezvous_store",
     "shut_down",
+    "use_communicator",
 ]

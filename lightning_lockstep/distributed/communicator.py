@@ -24,7 +24,7 @@ ReduceOperation = Literal["sum", "mean", "min", "max"]
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know alike after :meth:`Communicator.agree`.
+    """What all ranks know after :meth:`Communicator.agree`, the same on each.
 
     Attributes:
         reasons: Reason of each rank that raised its flag, by rank. Empty when none did; then the agreement
@@ -93,7 +93,7 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def side_channel(self) -> SideChannel:
-        """The channel for what must not wait for anybody.
+        """The channel for messages that must wait for no rank.
 
         Ranks: the first access waits until rank 0 has made its own first access; our strategies open the
         channel at start-up. After that any rank may use it alone.
@@ -136,7 +136,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank has come here.
+        """Wait until every rank has arrived here.
 
         Ranks: all, together.
         """
@@ -159,8 +159,8 @@ class Communicator(ABC):
         one's own flag.
 
         Args:
-            flag: Whether this rank has something to say.
-            reason: What it has to say.
+            flag: Whether this rank raises its flag.
+            reason: Why it does.
 
         Returns:
             The reasons of all ranks whose flag is up, the same on every rank.
@@ -170,12 +170,12 @@ class Communicator(ABC):
         any_flag = self.all_reduce(torch.tensor(int(flag), dtype=torch.int32), "max")
         if not int(any_flag):
             return Agreement()
-        said = self.gather(reason if flag else None)
-        return Agreement({rank: text for rank, text in enumerate(said) if text is not None})
+        reasons = self.gather(reason if flag else None)
+        return Agreement({rank: text for rank, text in enumerate(reasons) if text is not None})
 
 
 class SingleProcessCommunicator(Communicator):
-    """The communicator of a run with one process: every question is answered by oneself."""
+    """The communicator of a run with one process, which decides alone."""
 
     def __init__(self) -> None:
         super().__init__()

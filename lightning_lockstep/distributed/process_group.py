@@ -1,40 +1,207 @@
-"""The default process group: made once, on the store at which the ranks have met."""
+"""The ranks of a run as one group: the store at which they meet, torch's process group on it, and who is in it.
+
+The communicator and the side channel know a run by its :class:`RankGroup` alone. It is derived from torch's
+default process group, whoever has made that; a strategy without one (XLA) makes its own from rank, size and
+store and passes it to :func:`use_group`.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, TCPStore
 
-from lightning_lockstep.distributed.rendezvous import rendezvous_store
 from lightning_lockstep.errors import LaunchError
 
-__all__ = ["default_backend", "has_backend", "process_group_exists", "start_process_group"]
+__all__ = [
+    "RankGroup",
+    "current_group",
+    "default_backend",
+    "forget_rendezvous",
+    "free_port",
+    "has_backend",
+    "host_rendezvous",
+    "process_group_exists",
+    "rendezvous_store",
+    "start_process_group",
+    "use_group",
+]
+
+# ------------------------------------------------------------------ the group of ranks
+
+
+@dataclass(frozen=True, eq=False)
+class RankGroup:
+    """The ranks of a run. A group that is made anew is another object, which equals no earlier one.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+        store: Where the ranks find each other's addresses; ``None`` where a process group has none, as with
+            some MPI backends.
+    """
+
+    rank: int
+    world_size: int
+    store: Store | None = None
+
+
+_AVAILABLE = dist.is_available()
+_lock = threading.Lock()
+_given: RankGroup | None = None
+_of_torch: tuple[object, RankGroup | None] = (None, None)  # torch's process group, and ours for it
+
+
+def current_group() -> RankGroup | None:
+    """Return the group of ranks that this process belongs to now, or ``None``.
+
+    Ranks: any rank, alone; a few attribute reads.
+    """
+    global _of_torch
+    if _given is not None:
+        return _given
+    world = dist.group.WORLD if _AVAILABLE else None
+    known, group = _of_torch
+    if known is world:
+        return group
+    with _lock:
+        if _of_torch[0] is not world:
+            made = None if world is None else RankGroup(dist.get_rank(), dist.get_world_size(), _store())
+            _of_torch = (world, made)
+        return _of_torch[1]
+
+
+def use_group(group: RankGroup | None) -> None:
+    """Make ``group`` the current one, for ranks that no process group of torch connects.
+
+    Args:
+        group: The ranks; ``None`` forgets them, and what was derived from torch's default process group.
+
+    Ranks: every rank, alike, once they have met; nothing is sent.
+    """
+    global _given, _of_torch
+    _given, _of_torch = group, (None, None)
+
+
+def _store() -> Store | None:
+    # The store of the default group has no public accessor in torch 2.9 to 2.13.
+    with suppress(RuntimeError, ValueError, AttributeError, AssertionError):
+        return dist.distributed_c10d._get_default_store()
+    return None
+
+
+# ------------------------------------------------------------------ the store at which ranks meet
+
+_stores: dict[tuple[str, int], TCPStore] = {}
+
+
+def rendezvous_store(
+    rank: int,
+    world_size: int,
+    *,
+    address: str | None = None,
+    port: int | None = None,
+    timeout: float = 300.0,
+) -> Store:
+    """Return the store at which all ranks of this job can meet before any process group exists.
+
+    There is one for each address, made when first asked for. Rank 0 hosts it, except under ``torchrun``, whose
+    agent already does.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        address: Host name or address of rank 0; by default ``MASTER_ADDR``.
+        port: Its port; by default ``MASTER_PORT``.
+        timeout: Longest wait for rank 0 to answer, and for a key to be set [s].
+
+    Returns:
+        The store. The process group of a strategy is built on the same one.
+
+    Raises:
+        LaunchError: No address or port is known.
+
+    Ranks: any rank; all but the one that hosts it wait for that one to answer.
+    """
+    address = address or os.environ.get("MASTER_ADDR")
+    port = port or int(os.environ.get("MASTER_PORT", 0))
+    if not address or not port:
+        raise LaunchError(
+            f"Rank {rank} of {world_size} does not know where the ranks meet: MASTER_ADDR is {address!r} and"
+            f" MASTER_PORT is {port or None!r}. The program that starts the ranks must set both to the host of"
+            " rank 0 and to a free port on it."
+        )
+    if (address, port) not in _stores:
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        hosts = rank == 0 and not by_agent
+        _stores[address, port] = _tcp_store(address, port, world_size, hosts=hosts, timeout=timeout)
+    return _stores[address, port]
+
+
+def host_rendezvous(address: str) -> int:
+    """Listen at ``address`` on a port that the system chooses, and return that port.
+
+    Args:
+        address: Address of this host at which the other ranks will look.
+
+    Ranks: rank 0, before it starts the others.
+    """
+    # The store listens on every address of the host, so one that it made is found again by the port.
+    store = _tcp_store(address, 0, None, hosts=True)
+    _stores[address, store.port] = store
+    return int(store.port)
+
+
+def _tcp_store(
+    address: str, port: int, world_size: int | None, *, hosts: bool, timeout: float = 300.0
+) -> TCPStore:
+    limit = timedelta(seconds=timeout)
+    return TCPStore(address, port, world_size, hosts, limit, wait_for_workers=False, multi_tenant=True)
+
+
+def free_port() -> int:
+    """Return a port of this host that nobody uses now.
+
+    Between the answer and its use another program can take it; prefer :func:`host_rendezvous`, which keeps
+    its port open.
+
+    Ranks: the process that starts the ranks.
+    """
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def forget_rendezvous() -> None:
+    """Drop every store made so far, so that the next job of this process meets anew.
+
+    Ranks: any rank, alone, once no process group that was built on the store is left.
+    """
+    _stores.clear()
+
+
+# ------------------------------------------------------------------ torch's default process group
 
 
 def process_group_exists() -> bool:
-    """Return whether this process belongs to a default process group.
-
-    Ranks: any rank, alone.
-    """
-    return dist.is_available() and dist.is_initialized()
+    """Return whether this process belongs to a default process group of torch."""
+    return _AVAILABLE and dist.is_initialized()
 
 
 def default_backend(device: torch.device) -> str:
-    """Return the name of the backend that torch uses for a device: ``nccl`` for CUDA, ``gloo`` for CPU.
-
-    Ranks: any rank, alone.
-    """
+    """Return the name of the backend that torch uses for a device: ``nccl`` for CUDA, ``gloo`` for CPU."""
     return dist.Backend.default_device_backend_map.get(device.type, "gloo")
 
 
 def has_backend(name: str) -> bool:
-    """Return whether this torch was built with the backend ``name``: ``mpi``, ``nccl`` or ``gloo``.
-
-    Ranks: any rank, alone.
-    """
+    """Return whether this torch was built with the backend ``name``: ``mpi``, ``nccl`` or ``gloo``."""
     return bool(getattr(dist, f"is_{name}_available")())
 
 
@@ -67,11 +234,9 @@ def start_process_group(
     if process_group_exists():
         return
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-    meeting = f"rank {rank} of {world_size} waited at {address}:{port}"
+    limit = timeout.total_seconds()
     try:
-        store = rendezvous_store(
-            rank, world_size, address=address, port=port, timeout=timeout.total_seconds()
-        )
+        store = rendezvous_store(rank, world_size, address=address, port=port, timeout=limit)
         # A restarted torchrun attempt finds the keys of the one before; they must not be taken for its own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(
@@ -84,7 +249,7 @@ def start_process_group(
         )
     except dist.DistError as error:
         raise LaunchError(
-            f"The ranks did not meet: {meeting} for up to {timeout.total_seconds():.0f} s."
-            " Check that every rank was started, that all were given the same address and port, and that the"
-            f" network lets them through. What torch said: {str(error).splitlines()[0]}"
+            f"The ranks did not meet: rank {rank} of {world_size} waited at {address}:{port} for up to"
+            f" {limit:.0f} s. Check that every rank was started, that all were given the same address and port,"
+            f" and that the network lets them through. What torch said: {str(error).splitlines()[0]}"
         ) from error

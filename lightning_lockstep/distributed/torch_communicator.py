@@ -1,4 +1,4 @@
-"""The communicator of a process group of ``torch.distributed``, and which one is the current one."""
+"""The communicator of a process group of ``torch.distributed``, and which communicator is the current one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ from lightning_lockstep.distributed.communicator import (
     SingleProcessCommunicator,
 )
 from lightning_lockstep.distributed.failure.process_exit import at_exit
+from lightning_lockstep.distributed.process_group import (
+    RankGroup,
+    current_group,
+    process_group_exists,
+    use_group,
+)
 from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.distributed.side_channel.opening import close_side_channel, open_side_channel
 
-__all__ = ["TorchCommunicator", "current_communicator", "shut_down"]
+__all__ = ["TorchCommunicator", "current_communicator", "shut_down", "use_communicator"]
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -100,33 +106,47 @@ def _cpu_group(timeout: float | None) -> Any:
     return dist.new_group(backend="gloo", timeout=limit)
 
 
-_current: tuple[Any, Communicator] | None = None
+_current: tuple[RankGroup | None, Communicator] | None = None
 
 
 def current_communicator() -> Communicator:
-    """Return the communicator of the process group that exists now.
+    """Return the communicator of the group of ranks that exists now.
 
-    Without an initialised process group, or with one rank only, it is the null object.
+    Without a group, or with one rank only, it is the null object.
 
     Returns:
-        The same object for as long as the process group lives.
+        The same object for as long as the group lives.
 
     Ranks: the first call after the process group was made must happen on every rank alike (our strategies
     do so at start-up; under another strategy, a callback's ``setup`` is the place). Later calls are free.
     """
     global _current
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    group = current_group()
     if _current is None or _current[0] is not group:
-        many = group is not None and dist.get_world_size() > 1
+        many = group is not None and group.world_size > 1
         _current = (group, TorchCommunicator() if many else SingleProcessCommunicator())
     return _current[1]
 
 
-def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> None:
-    """Close the side channel of the current communicator and forget the communicator.
+def use_communicator(communicator: Communicator, group: RankGroup) -> None:
+    """Make ``communicator`` the current one, for ranks that no process group of torch connects.
 
     Args:
-        timeout: Longest wait of rank 0 for the others' goodbye [s]; 0 after a failure.
+        communicator: How those ranks decide together.
+        group: The ranks; the side channel finds its peers by it.
+
+    Ranks: every rank, alike, once they have met; nothing is sent.
+    """
+    global _current
+    use_group(group)
+    _current = (group, communicator)
+
+
+def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> None:
+    """Close the side channel of the current communicator and forget the communicator and its group.
+
+    Args:
+        timeout: Longest wait of rank 0 for the others to close theirs [s]; 0 after a failure.
         destroy_process_group: Destroy the default process group too. Never do so after a failure.
 
     Ranks: every rank, at its own end; waits for nobody longer than ``timeout``.
@@ -134,7 +154,8 @@ def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> N
     global _current
     close_side_channel(timeout)
     _current = None
-    if destroy_process_group and dist.is_available() and dist.is_initialized():
+    use_group(None)
+    if destroy_process_group and process_group_exists():
         with suppress(RuntimeError):
             dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
 """Who started the ranks, read from environment variables only.
 
-Lightning asks several cluster environments in turn, and its MPI one starts MPI merely to look whether it is
+Lightning tries several cluster environments in turn, and its MPI one starts MPI merely to look whether it is
 there: a second lost wherever mpi4py is installed, and a hang on clusters that allow MPI only under their own
-launcher. A strategy of ours that is given as an object brings its environment along, so nobody asks.
+launcher. A strategy of ours that is given as an object has its environment already, so Lightning does not look.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["LockstepEnvironment", "detect_environment"]
 class LockstepEnvironment(LightningEnvironment):
     """The environment of ranks that we start ourselves, or that the user starts by hand on each node.
 
-    The port at which ranks meet is chosen when they are started, not from a variable that an earlier job
+    The port at which ranks meet is chosen when they are started, not taken from a variable that an earlier job
     of the same process may have left behind.
     """
 

@@ -1,8 +1,8 @@
 """Ctrl-C for a main thread that sits in a collective.
 
-Python runs signal handlers on the main thread, between two bytecodes: a rank that waits in C++ for a peer
-never gets there. The C-level handler does write the signal's number to a wake-up descriptor, though, and a
-thread of ours reads that.
+Python runs signal handlers on the main thread, between two bytecodes, which a rank that waits in C++ for a
+peer never reaches. But the handler in C writes the signal's number to a wake-up descriptor, which a thread here
+reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callab
 
     Args:
         on_stuck: Ends the process by force; called on a thread of its own.
-        patience: Time that the orderly way out gets [s].
+        patience: Time for an orderly exit [s].
 
     Returns:
         A function that ends the watch. Where another library already uses the wake-up descriptor, or off

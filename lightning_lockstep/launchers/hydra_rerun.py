@@ -2,7 +2,7 @@
 
 Running the same command line again on every rank composes the configuration once per rank: `${now:...}` gives
 each rank a folder of its own, quotes are lost on the way, and in a sweep a rank does not know which of the
-jobs it belongs to. So the configuration is resolved once, on rank 0, and handed on as a file: every
+jobs it belongs to. So the configuration is resolved once, on rank 0, and passed on as a file: every
 `@hydra.main` program accepts `--experimental-rerun FILE`, which runs the program on a finished
 configuration and creates no folder.
 """

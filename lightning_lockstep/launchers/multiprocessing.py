@@ -29,7 +29,7 @@ from lightning_lockstep.distributed.failure.exit_note import (
 )
 from lightning_lockstep.distributed.failure.process_exit import end_now, show_plainly
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
-from lightning_lockstep.distributed.rendezvous import free_port
+from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 

@@ -22,7 +22,7 @@ from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScri
 from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.process_exit import at_exit, end_now, expected_exit, leaving
 from lightning_lockstep.distributed.failure.record import describe_exit
-from lightning_lockstep.distributed.rendezvous import forget_rendezvous, host_rendezvous
+from lightning_lockstep.distributed.process_group import forget_rendezvous, host_rendezvous
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 from lightning_lockstep.launchers.ctrl_c import watch_interrupts
 

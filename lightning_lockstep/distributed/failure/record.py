@@ -1,4 +1,4 @@
-"""What is known of the rank that failed first, and how it is said."""
+"""What is known of the rank that failed first, and the text that reports it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FailureRecord", "describe_exit", "is_broken_collective"]
 
 Kind = Literal["exception", "exit", "signal", "vanished", "interrupt"]
 
-# How the backends say that a peer is gone. Such an error is a consequence, seldom the cause.
+# How the backends report that a peer has exited. Such an error is a consequence, seldom the cause.
 _BROKEN = (
     "connection closed by peer",
     "connection reset by peer",
@@ -56,7 +56,7 @@ class FailureRecord:
     exit_code: int = 1
 
     def headline(self) -> str:
-        """Return one line that says which rank failed, where and with what."""
+        """Return one line: which rank failed, where and with what."""
         place = ", ".join(f"{key} {value}" for key, value in self.where.items())
         place = f" at {place}" if place else ""
         return (
@@ -96,18 +96,18 @@ _VERBS: dict[str, str] = {
 def _hint(record: FailureRecord) -> str:
     if record.kind == "signal" and "SIGKILL" in record.summary:
         return (
-            "Nobody but the operating system and other programs can send SIGKILL: most often the kernel ran out of"
+            "SIGKILL is sent by the operating system or by another program: most often the kernel ran out of"
             " memory (see `dmesg`) or the job scheduler enforced a limit."
         )
     if record.kind == "exit":
         return "It ended without a report; what it printed itself is above."
     if record.kind == "exception" and any(word in record.summary.lower() for word in _BROKEN):
         return (
-            "An operation between ranks broke, most often because another rank ended; none has reported a failure,"
-            " so look at what the program that started the ranks says of them."
+            "A collective operation broke, most often because another rank ended; none has reported a failure, so"
+            " look at what the program that started the ranks says of them."
         )
     if record.kind == "vanished":
-        return "Its process or its host ended without a word: look at that host's own logs."
+        return "Its process or host ended without reporting an error: look at that host's own logs."
     return ""
 
 
@@ -125,7 +125,7 @@ def describe_exit(returncode: int) -> tuple[Kind, str, int]:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Return whether ``error`` is how a backend reports that a peer is gone or did not come."""
+    """Return whether ``error`` is how a backend reports that a peer has exited or did not arrive."""
     if isinstance(error, (DistError, ConnectionError)):
         return True
     text = str(error).lower()

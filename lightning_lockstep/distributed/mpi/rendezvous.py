@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from lightning_lockstep.distributed.rendezvous import host_rendezvous
+from lightning_lockstep.distributed.process_group import host_rendezvous
 from lightning_lockstep.errors import LaunchError
 
 __all__ = ["RankIdentity", "MPIRendezvous", "identity_fault", "meet"]

@@ -1,12 +1,12 @@
 """The side channel over a TCP store that rank 0 hosts.
 
-Every rank has a mailbox: a queue in the store. A rank posts by handing the message to its sending thread,
+Every rank has a mailbox: a queue in the store. A rank posts by passing the message to its sending thread,
 which pushes it into the mailboxes of the receivers over a connection of its own. The receiving thread of each
 rank sleeps in the store, on a second connection, until something arrives. Nobody polls, a post returns at
 once, and all of it goes on while the main thread sits in a collective.
 
-A rank that ends says goodbye first, so that a connection which breaks without one means that rank 0, where
-the store lives, is gone.
+A rank that closes its channel announces that first, so a connection that breaks without it means that rank 0,
+which hosts the store, has exited.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class StoreSideChannel(SideChannel):
         self._heartbeat_interval, self._silence_limit = heartbeat_interval, silence_limit
         self._outbox: queue.SimpleQueue[Post | threading.Event | None] = queue.SimpleQueue()
         self._closing = self._gone = self._woken = False
-        self._goodbyes: set[int] = set()
-        self._all_said_goodbye = threading.Event()
+        self._closed_ranks: set[int] = set()
+        self._all_closed = threading.Event()
         self._send_store = _connect(host, port, connect_timeout)
         self._receive_store = _connect(host, port, connect_timeout)
         self._receive_store.set_timeout(_SLEEP)
@@ -123,9 +123,9 @@ class StoreSideChannel(SideChannel):
         if not self._gone:
             self.post(_CLOSING)
         if self._server is not None and not self._gone:
-            # The store dies with this process; let those who still talk to it hear that we leave.
+            # The store ends with this process: let the ranks that still use it learn that first.
             self.flush(timeout)
-            self._all_said_goodbye.wait(timeout)
+            self._all_closed.wait(timeout)
         self.post(_WAKE, to=self.rank)
         self._outbox.put(None)
         self._sender.join(max(timeout, 0.5))
@@ -174,15 +174,15 @@ class StoreSideChannel(SideChannel):
         if message.topic == _WAKE:
             self._woken = True
         elif message.topic == _CLOSING:
-            self._goodbyes.add(message.sender)
-            if len(self._goodbyes) >= self.world_size - 1:
-                self._all_said_goodbye.set()
+            self._closed_ranks.add(message.sender)
+            if len(self._closed_ranks) >= self.world_size - 1:
+                self._all_closed.set()
         else:
             self._deliver(message)
 
     def _note_loss(self, error: DistError) -> None:
-        """The store does not answer any more: the end, or rank 0 is gone."""
-        orderly = self._closing or 0 in self._goodbyes
+        """The store does not answer any more: an orderly end, or rank 0 has exited."""
+        orderly = self._closing or 0 in self._closed_ranks
         first, self._gone = not self._gone, True
         if first and not orderly and self._on_lost is not None:
             self._on_lost(0, str(error).splitlines()[0])
@@ -193,7 +193,7 @@ class StoreSideChannel(SideChannel):
             self._check_heartbeats(self._on_silent)
 
     def _check_heartbeats(self, on_silent: Callable[[int, float], None]) -> None:
-        others = [r for r in range(1, self.world_size) if r not in self._goodbyes]
+        others = [r for r in range(1, self.world_size) if r not in self._closed_ranks]
         if not others or not self._send_store.check([_beat(r) for r in others]):
             return
         now = time.monotonic()
@@ -206,7 +206,7 @@ class StoreSideChannel(SideChannel):
 
 
 def _yield_to_caller() -> None:
-    """Keep this thread from pushing the one that has woken it off its core.
+    """Keep this thread from taking the core of the one that has woken it.
 
     A scheduling class of Linux that changes nothing else: what is posted goes out as soon as a core is free.
     """
