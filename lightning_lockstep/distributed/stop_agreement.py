@@ -154,10 +154,7 @@ class StepAgreement:
             self.request(reason, kind=kind)
 
     def close(self) -> None:
-        """Stop listening.
-
-        Ranks: any rank, alone.
-        """
+        """Stop listening."""
         self._remove()
         self._stop_timer()
 

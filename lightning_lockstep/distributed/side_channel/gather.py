@@ -132,10 +132,7 @@ class Gather:
         return Gathered(dict(sorted(with_own.items())), gathered.missing, gathered.timeout)
 
     def close(self) -> None:
-        """Stop listening.
-
-        Ranks: any rank, alone.
-        """
+        """Stop listening."""
         for remove in self._remove:
             remove()
 
