@@ -19,7 +19,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 #: Set by our process launcher in each rank it starts: the process id of the launching rank.
 LAUNCHER_PID = "LOCKSTEP_RANK_LAUNCHER_PID"
-#: Set by our mpirun launcher in each rank of its host: the folder in which a rank says that it ends in good order.
+#: Set by our mpirun launcher in each rank of its host: the folder in which a rank notes how it ended.
 ENDED_FOLDER = "LOCKSTEP_RANK_ENDED_FOLDER"
 
 
@@ -51,5 +51,5 @@ def launcher_pid() -> int | None:
 
 
 def ended_folder() -> str | None:
-    """Return the folder in which to say that this rank ends in good order, or ``None`` if nobody asks."""
+    """Return the folder in which this rank notes how it ended, or ``None`` if nobody asks."""
     return os.environ.get(ENDED_FOLDER)
