@@ -6,6 +6,8 @@ import csv
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.batch_size.same_run import SETUPS, STEPS, Variant, curves, largest_difference
 from tests.helpers import run_ranks, run_script
 
@@ -18,6 +20,7 @@ TOLERANCES = {
 }
 
 
+@pytest.mark.slow
 def test_one_two_and_four_ranks_with_and_without_accumulation(tmp_path):
     reference = None
     for ranks, micro_batch in SETUPS:
