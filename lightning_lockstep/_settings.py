@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeGuard
 
 from lightning_lockstep.errors import ConfigurationError
 
@@ -89,18 +90,17 @@ class Faults:
             optional: Whether ``None`` is right too.
         """
         bounds = [
-            (least is None or (is_number(given) and given >= least), f"{least} or more"),  # type: ignore[operator]
-            (above is None or (is_number(given) and given > above), f"more than {above}"),  # type: ignore[operator]
-            (below is None or (is_number(given) and given < below), f"less than {below}"),  # type: ignore[operator]
-            (most is None or (is_number(given) and given <= most), f"at most {most}"),  # type: ignore[operator]
-        ]
-        wanted = [
-            text
-            for bound, (_, text) in zip((least, above, below, most), bounds, strict=True)
+            (bound, holds, text.format(bound))
+            for bound, holds, text in (
+                (least, operator.ge, "{} or more"),
+                (above, operator.gt, "more than {}"),
+                (below, operator.lt, "less than {}"),
+                (most, operator.le, "at most {}"),
+            )
             if bound is not None
         ]
-        expected = ", ".join(filter(None, [what, " and ".join(wanted)]))
-        is_right = is_number(given) and all(holds for holds, _ in bounds)
+        is_right = is_number(given) and all(holds(given, bound) for bound, holds, _ in bounds)
+        expected = ", ".join(filter(None, [what, " and ".join(text for _, _, text in bounds)]))
         return self.check(
             is_right or (optional and given is None), name, given, _with_example(expected, such_as, optional)
         )
@@ -127,7 +127,7 @@ class Faults:
             such_as: An example.
             optional: Whether ``None`` is right too.
         """
-        is_right = is_whole(given) and given >= least and (most is None or given <= most)  # type: ignore[operator]
+        is_right = is_whole(given) and given >= least and (most is None or given <= most)
         expected = f"{what} from {least}" + ("" if most is None else f" to {most}")
         return self.check(
             is_right or (optional and given is None), name, given, _with_example(expected, such_as, optional)
@@ -190,7 +190,7 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
     return next(iter(_near(given, known, 1)), None)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether ``value`` is a finite number; truth values are none.
 
     Args:
@@ -199,7 +199,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Return whether ``value`` is a whole number; truth values are none.
 
     Args:

@@ -1,7 +1,7 @@
 """Every error this package raises on purpose.
 
     LockstepError
-    ├── ConfigurationError(ValueError)       given, expected, how to mend it; all faults at once
+    ├── ConfigurationError(ValueError)       given, expected, how to fix it; all faults at once
     ├── MissingExtraError(ImportError)       names the extra to install
     ├── CollectiveError(RuntimeError)
     │   ├── CollectiveMismatchError          ranks called different operations, shapes or dtypes
@@ -12,7 +12,7 @@
     ├── MetricMissingError(RuntimeError)     a monitored metric that no rank, or not every rank, has logged
     └── LaunchError(RuntimeError)            ssh, mpirun, hostfile, slots, world-size disagreement
 
-    Preempted(SystemExit)                    no error: all ranks have saved a checkpoint and leave together
+    Preempted(SystemExit)                    no error: all ranks have saved a checkpoint and exit together
 
 Each class also derives from the built-in error a reader would expect, so that code which catches
 ``ValueError`` or ``RuntimeError`` keeps working.
@@ -49,8 +49,8 @@ class ConfigurationError(LockstepError, ValueError):
     """A setting cannot be used as given.
 
     Args:
-        faults: One sentence or several. Each says what was given, what was expected and how to mend it.
-            Several are shown as a numbered list, so that a user mends them all in one go.
+        faults: One sentence or several. Each says what was given, what was expected and how to fix it.
+            Several are shown as a numbered list, so that a user fixes them all in one go.
 
     Attributes:
         faults: The sentences, in the order given.
@@ -93,7 +93,7 @@ def _missing_extra(package: str, extra: str, needed_for: str) -> MissingExtraErr
 
 
 class CollectiveError(LockstepError, RuntimeError):
-    """The ranks did not meet in a collective operation.
+    """The ranks did not all enter the same collective operation.
 
     Ranks: raised alike on every rank that took part.
     """
@@ -147,17 +147,17 @@ class BatchSizeError(LockstepError, RuntimeError):
 class MetricMissingError(LockstepError, RuntimeError):
     """A monitored metric was logged by no rank, or not by every rank.
 
-    Ranks: raised alike on every rank, after all have said what they have.
+    Ranks: raised alike on every rank, after all have sent what they have.
     """
 
 
 class Preempted(SystemExit):
-    """All ranks leave together because one was told to end; a checkpoint has been saved.
+    """All ranks exit together because one was asked to stop; a checkpoint has been saved.
 
     It ends the program with its exit code, without a traceback, unless the program catches it.
 
     Args:
-        reason: Which rank was told to end, and how.
+        reason: Which rank was asked to stop, and how.
         exit_code: Exit code of every rank.
         checkpoint: File to resume from, if one was saved.
 

@@ -2,12 +2,13 @@
 
 | module | holds |
 | --- | --- |
-| `_hydra` | the one door to what Hydra keeps private |
-| `faults` | one thing that is wrong with a command line, and how several are shown |
+| `entry` | `hydra_main`: from the command line to the program's own function, on every rank |
+| `config_channel` | sends the configuration to ranks that torchrun or srun started |
+| `config_check` | all checks of a command line together |
 | `overrides` | are the groups and keys of the command line there? |
 | `targets`, `value_types` | do the values fit what they are given to? |
-| `preflight` | all checks of a command line together |
-| `entry` | `hydra_main`: from the command line to the program's own function, on every rank |
-| `external_ranks` | the configuration's way to ranks that torchrun or srun started |
-| `components`, `fitting`, `summary` | one training run: build, run, report |
+| `faults` | one thing that is wrong with a command line, and how several are shown |
+| `hydra_internals` | the one door to what Hydra keeps private |
+| `checks`, `checkpoints` | what `lockstep-train` asks of a training run; which checkpoint it resumes |
+| `build`, `run`, `summary` | one training run: build, run, report |
 """

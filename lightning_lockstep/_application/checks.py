@@ -1,4 +1,4 @@
-"""What `lockstep-train` asks of a configuration beyond what its parts do."""
+"""What `lockstep-train` checks of a configuration as a whole, beyond its components."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_lockstep._application.faults import Fault
 from lightning_lockstep._application.targets import TargetChecks, target_of
 from lightning_lockstep._application.value_types import mismatch
 from lightning_lockstep._lightning import LightningEnvironment
-from lightning_lockstep.demo.data_module import is_count
+from lightning_lockstep._settings import is_whole
 from lightning_lockstep.demo.global_batch_sampler import batch_size_per_rank
 from lightning_lockstep.errors import ConfigurationError
 
@@ -43,7 +43,7 @@ def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
         faults += checks.missing_faults(key)
         if key != "trainer":
             faults += checks.constructor_faults(key)
-    # The Trainer looks at devices, precision and loops; who the ranks are is not its matter yet.
+    # The Trainer checks devices, precision and loops; the ranks are not started yet.
     faults += checks.constructor_faults(
         "trainer", strategy="auto", logger=False, plugins=[LightningEnvironment()], default_root_dir=None
     )
@@ -52,7 +52,7 @@ def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
 
 
 def prepare_training(config: DictConfig) -> None:
-    """Settle on rank 0, for all ranks, what depends on this machine: the checkpoint and the devices.
+    """Decide on rank 0, for all ranks, what depends on this machine: the checkpoint and the devices.
 
     Args:
         config: The configuration of the job that begins, with its `hydra` node; changed.
@@ -105,11 +105,11 @@ def _unfit(config: DictConfig) -> list[Fault]:
     if not isinstance(takes, str) or not isinstance(yields, str) or takes == yields:
         return []
     fitting = [*_fitting("model", "takes", yields), *_fitting("data", "yields", takes)]
-    mend = f"Take {' or '.join(fitting)}." if fitting else "Choose two that fit each other."
+    hint = f"Take {' or '.join(fitting)}." if fitting else "Choose two that fit each other."
     return [
         Fault(
             f"{_choice(config, 'model')} does not fit {_choice(config, 'data')}: the model takes {takes}; the"
-            f" data are {yields}. {mend}"
+            f" data are {yields}. {hint}"
         )
     ]
 
@@ -142,7 +142,7 @@ def _single_device(config: DictConfig) -> list[Fault]:
 
 
 def _ranks(config: DictConfig, external: ExternalRanks | None) -> int | None:
-    """How many ranks the run will have, where the configuration tells."""
+    """How many ranks the run will have; `None` where the configuration does not say."""
     devices, nodes = (OmegaConf.select(config, f"trainer.{key}") for key in ("devices", "num_nodes"))
     if devices == "auto" and external is not None:
         return external.count
@@ -168,7 +168,7 @@ def _global_batch(config: DictConfig, external: ExternalRanks | None) -> list[Fa
     size = OmegaConf.select(config, "data.global_batch_size")
     accumulate = OmegaConf.select(config, "trainer.accumulate_grad_batches")
     ranks = _ranks(config, external)
-    if not (is_count(size) and is_count(accumulate) and ranks is not None):
+    if not (is_whole(size) and is_whole(accumulate) and size > 0 and accumulate > 0 and ranks is not None):
         return []
     try:
         batch_size_per_rank(size, ranks, accumulate)

@@ -1,7 +1,7 @@
-"""The configuration's way to ranks that exist before Hydra does: started by torchrun, srun or by hand.
+"""Sends the configuration to ranks that exist before Hydra does: started by torchrun, srun or by hand.
 
-Rank 0 alone reads the command line. The others wait at the rendezvous store for the frozen configuration of
-each job, and for the word that there is none left or that rank 0 has found the command line at fault.
+Rank 0 alone reads the command line. The others wait at the rendezvous store for a message per job: its frozen
+configuration, or that there is no further job, or that rank 0 has found the command line wrong.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 FIRST_WAIT = 300.0
 # A sweeper may think for long between two jobs; a rank 0 that is gone is noticed by its closed store.
 NEXT_WAIT = 24 * 3600.0
-# How long rank 0 stays for the others to hear its last word, where it hosts the store [s].
-_LAST_WORD = 30.0
+# How long rank 0 waits for the others to receive its last message, where it hosts the store [s].
+_LAST_MESSAGE = 30.0
 _LOOK_EVERY = 0.05
 
 
@@ -50,7 +50,7 @@ class ExternalRanks:
 def external_ranks() -> ExternalRanks | None:
     """Return who this process is among those that were started together, or `None` if it is alone.
 
-    Ranks: any rank, alone; reads environment variables.
+    Ranks: any rank; reads environment variables.
     """
     environment = detect_environment()
     if environment.creates_processes_externally:
@@ -77,8 +77,8 @@ def _per_node(count: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Word:
-    """What rank 0 tells the others.
+class Message:
+    """What rank 0 sends to the others.
 
     Attributes:
         config: The frozen configuration of the next job, or `None` to end.
@@ -92,56 +92,56 @@ class Word:
 
 
 class ConfigChannel:
-    """Carries the words of rank 0 to the others, in order.
+    """Carries the messages of rank 0 to the others, in order.
 
     Args:
-        ranks: The processes of this job; `None` makes a channel that nobody listens to.
+        ranks: The processes of this job; `None` makes a channel without receivers.
 
-    Ranks: one on each rank; rank 0 `tell`s, the others `hear`.
+    Ranks: one on each rank; rank 0 sends, the others receive.
     """
 
     def __init__(self, ranks: ExternalRanks | None) -> None:
         self.ranks = ranks
         self._number = 0
-        self._told_last = False
-        # A restarted attempt of torchrun finds the words of the one before in the same store.
+        self._sent_last = False
+        # A restarted attempt of torchrun finds the messages of the one before in the same store.
         self._prefix = f"lockstep/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
-    def tell(self, word: Word) -> None:
-        """Send the next word to all other ranks.
+    def send(self, message: Message) -> None:
+        """Send the next message to all other ranks.
 
         Ranks: rank 0. One write to the store.
         """
         if self.ranks is None:
             return
-        self._store().set(f"{self._prefix}/{self._number}", pickle.dumps(word))
+        self._store().set(f"{self._prefix}/{self._number}", pickle.dumps(message))
         self._number += 1
-        self._told_last = word.last
+        self._sent_last = message.last
 
     def close(self, exit_code: int, *, unusable: bool) -> None:
-        """Tell the other ranks to end, unless they know that the job they have was the last.
+        """Let the other ranks end, unless they know that the job they have was the last.
 
         Args:
             exit_code: With which to end.
-            unusable: Whether the configuration was at fault; then they listen even after the last job.
+            unusable: Whether the configuration was wrong; then they wait for a message even after the last job.
 
-        Ranks: rank 0. One write to the store at most, and some seconds at most until all have heard every
-            word: rank 0 may host the store, which ends with it.
+        Ranks: rank 0. One write to the store at most, and some seconds at most until all have received
+            every message: rank 0 may host the store, which ends with it.
         """
         if self.ranks is None:
             return
-        if not self._told_last or unusable:
-            self.tell(Word(exit_code=exit_code))
-        # Of nodes started by hand the number is not known; one of them at least is listening.
-        listeners = (self.ranks.count or 2) - 1
-        deadline = time.monotonic() + _LAST_WORD
+        if not self._sent_last or unusable:
+            self.send(Message(exit_code=exit_code))
+        # Of nodes started by hand the number is not known; one of them at least is waiting.
+        receivers = (self.ranks.count or 2) - 1
+        deadline = time.monotonic() + _LAST_MESSAGE
         while time.monotonic() < deadline:
-            if self._store().add(f"{self._prefix}/heard", 0) >= self._number * listeners:
+            if self._store().add(f"{self._prefix}/received", 0) >= self._number * receivers:
                 return
             time.sleep(_LOOK_EVERY)
 
-    def hear(self, *, patience: float | None = None) -> Word:
-        """Return the next word of rank 0.
+    def receive(self, *, patience: float | None = None) -> Message:
+        """Return the next message of rank 0.
 
         Args:
             patience: Longest wait [s]; by default long enough for imports, or for a sweeper to think.
@@ -165,14 +165,14 @@ class ConfigChannel:
                     time.sleep(_LOOK_EVERY)
                     continue
                 # Written by rank 0 of this very job, at the store that only its ranks know.
-                word: Word = pickle.loads(store.get(key))
+                message: Message = pickle.loads(store.get(key))
             except RuntimeError:  # torch's own kinds of lost connection all derive from it
                 if self._number:
-                    return Word()  # rank 0 has ended; how, its own exit code tells
+                    return Message()  # rank 0 has ended; its own exit code says how
                 break
             self._number += 1
-            store.add(f"{self._prefix}/heard", 1)
-            return word
+            store.add(f"{self._prefix}/received", 1)
+            return message
         raise LaunchError(
             f"Rank {self.ranks.rank} waited {patience:.0f} s at {self.ranks.address}:{self.ranks.port} for"
             " the configuration of rank 0, which did not come. Look at what rank 0 has printed, and check"

@@ -13,11 +13,12 @@ from hydra.core.config_search_path import ConfigSearchPath
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application.faults import Fault, did_you_mean
+from lightning_lockstep._application.faults import Fault
 from lightning_lockstep._application.hydra_internals import HydraConfig, HydraException, Loader, setup_globals
 from lightning_lockstep._application.overrides import Composed, compose_job, parse, quote_numbers, variants
 from lightning_lockstep._application.targets import TargetChecks, target_nodes
 from lightning_lockstep._exports import new_path, renamed
+from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep.launchers.hydra_rerun import freeze
 
 # Old key -> new key of a choice that was renamed; the old one is removed after the next release.
@@ -79,8 +80,8 @@ def preflight(
             )
         )
         return Checked(faults, {}, [])
-    mended = quote_numbers(loader, lines)
-    overrides, _ = parse([mended.get(line, line) for line in lines])
+    quoted = quote_numbers(loader, lines)
+    overrides, _ = parse([quoted.get(line, line) for line in lines])
     jobs, sweep_faults = variants(overrides, multirun=arguments.multirun)
     faults += sweep_faults
     old_names: list[str] = []
@@ -90,9 +91,9 @@ def preflight(
         if composed.config is not None:
             faults += check_job(composed, number, check)
             old_names += _old_names(composed.config)
-    for typed, line in mended.items():
+    for typed, line in quoted.items():
         faults = [Fault(fault.text.replace(line, typed), fault.error) for fault in faults]
-    return Checked(_in_order_typed(faults, lines), mended, list(dict.fromkeys(old_names)))
+    return Checked(_in_order_typed(faults, lines), quoted, list(dict.fromkeys(old_names)))
 
 
 def check_job(composed: Composed, number: int, check: JobCheck | None) -> list[Fault]:

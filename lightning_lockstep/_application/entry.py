@@ -15,7 +15,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lightning_lockstep._application import hydra_internals
-from lightning_lockstep._application.config_channel import ConfigChannel, Word, external_ranks
+from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
 from lightning_lockstep._application.config_check import JobCheck, preflight, run_requested
 from lightning_lockstep._application.faults import Fault, show_faults
 from lightning_lockstep.distributed.failure.process_exit import leaving
@@ -31,7 +31,7 @@ from lightning_lockstep.launchers.hydra_rerun import (
 Program = Callable[[DictConfig], Any]
 #: Exit code of a command line or configuration that cannot be used.
 UNUSABLE = 2
-# How long another rank waits for rank 0 to end over the same settings before it speaks up itself [s].
+# How long another rank waits for rank 0 to report the same settings before it does so itself [s].
 _SAME_FAULT = 10.0
 
 
@@ -124,11 +124,11 @@ class _Application:
             exit_code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
             raise
         finally:
-            # After a failure in the midst of a job the others know, and nobody must be waited for.
+            # After a failure within a job the others know, and waiting for one could take forever.
             if not leaving():
-                # Ranks that have met find out by themselves what all of them object to.
-                unheard = exit_code == UNUSABLE and not process_group_exists()
-                self.channel.close(exit_code, unusable=unheard)
+                # Once the process group exists, every rank raises the same error by itself.
+                unusable = exit_code == UNUSABLE and not process_group_exists()
+                self.channel.close(exit_code, unusable=unusable)
 
     def _check(self, check: JobCheck | None) -> None:
         search_path = hydra_internals.search_path_of(self.program, self.config_path, self.arguments)
@@ -145,7 +145,7 @@ class _Application:
         def job(_: DictConfig) -> Any:
             config = self._freeze_job(prepare)
             last = config.hydra.mode != hydra_internals.RunMode.MULTIRUN
-            self.channel.tell(Word(for_other_ranks(config), last=last))
+            self.channel.send(Message(for_other_ranks(config), last=last))
             try:
                 return self.program(without_hydra(config))
             except Exception as error:
@@ -174,26 +174,26 @@ class _Application:
 
 
 def _follow(channel: ConfigChannel, program: Program) -> None:
-    """Run the jobs that rank 0 tells of, on a rank that somebody else has started."""
+    """Run the jobs that rank 0 sends, on a rank that another launcher has started."""
     while True:
-        word = channel.hear()
-        if word.config is None:
-            sys.exit(word.exit_code)
+        message = channel.receive()
+        if message.config is None:
+            sys.exit(message.exit_code)
         try:
-            _run_frozen(word.config, program)
+            _run_frozen(message.config, program)
         except ConfigurationError as error:
-            _leave_the_word_to_rank_0(channel, error)
-        if word.last:
+            _let_rank_0_report(channel, error)
+        if message.last:
             return
 
 
-def _leave_the_word_to_rank_0(channel: ConfigChannel, error: ConfigurationError) -> NoReturn:
-    """End over settings that cannot be used: in silence if rank 0 does too, else with a message."""
+def _let_rank_0_report(channel: ConfigChannel, error: ConfigurationError) -> NoReturn:
+    """End because of settings that cannot be used; print them only if rank 0 does not."""
     if leaving():
         raise error
     try:
         if not process_group_exists():
-            channel.hear(patience=_SAME_FAULT)
+            channel.receive(patience=_SAME_FAULT)
     except LaunchError:
         _end_if_about_settings(error)
     sys.exit(UNUSABLE)
@@ -210,7 +210,7 @@ def _run_child(file: Path, program: Program) -> None:
         if leaving():
             raise  # this rank failed alone, and rank 0 reports it
         if process_group_exists():
-            sys.exit(UNUSABLE)  # raised alike on every rank once they have met; rank 0 says it
+            sys.exit(UNUSABLE)  # every rank raises it once the process group exists; rank 0 prints it
         _end_if_about_settings(error)
         raise
 
@@ -235,8 +235,8 @@ def _end_if_about_settings(error: BaseException) -> None:
     """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
         faults = [Fault(text, error) for text in error.faults]
-        met = leaving() or process_group_exists()
-        outcome = "all ranks were stopped" if met else "nothing was started"
+        running = leaving() or process_group_exists()
+        outcome = "all ranks were stopped" if running else "nothing was started"
         show_faults(program_name(), faults, stack_traces=stack_traces(), outcome=outcome)
         sys.exit(UNUSABLE)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -14,29 +13,12 @@ class Fault:
     """One thing that is wrong.
 
     Args:
-        text: What was given, what was expected, how to mend it; one sentence or two.
+        text: What was given, what was expected, how to fix it; one sentence or two.
         error: The exception behind it, shown only to those who ask for stack traces.
     """
 
     text: str
     error: BaseException | None = field(default=None, compare=False)
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return `" Did you mean 'this' or 'that'?"` with the nearest known names, or `""` if none is near."""
-    names = list(dict.fromkeys(known))
-    lower = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(given.lower(), list(lower), n=2, cutoff=0.6)
-    if not near:
-        near = [name for name in lower if given and name.startswith(given.lower())][:2]
-    if not near:
-        return ""
-    return " Did you mean " + " or ".join(repr(lower[name]) for name in near) + "?"
-
-
-def nearest(given: str, known: Iterable[str]) -> str | None:
-    """Return the known name nearest to `given`, or `None` if none is near."""
-    return next(iter(difflib.get_close_matches(given, list(known), n=1, cutoff=0.6)), None)
 
 
 def show_faults(

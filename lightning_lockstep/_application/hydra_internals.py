@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Applies one override to a composed configuration, by which each can be blamed alone.
+# Applies one override to a composed configuration, so that a fault can be attributed to one of them.
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 # The flags that every Hydra program understands, the folder of a program's own configs, and the search for
@@ -57,9 +57,9 @@ locate = _locate
 def search_path_of(
     program: Callable[..., Any], config_path: str | None, arguments: argparse.Namespace
 ) -> ConfigSearchPath:
-    """Where Hydra looks for the configs of `program`; `--config-path` and `--config-dir` have their say.
+    """Where Hydra looks for the configs of `program`; with `--config-path` and `--config-dir`.
 
-    Tells Hydra the program's name too, of which the name of the run folder is made.
+    Also sets the program's name, which is part of the name of the run folder.
     """
     file, module = detect_calling_file_or_module_from_task_function(program)
     JobRuntime.instance().set("name", detect_task_name(file, module))

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application.faults import Fault, did_you_mean, nearest
+from lightning_lockstep._application.faults import Fault
 from lightning_lockstep._application.hydra_internals import HydraException, Loader, Override, OverridesParser
 from lightning_lockstep._application.targets import settings_of
+from lightning_lockstep._settings import did_you_mean, nearest
 
 # A sweep is checked one value at a time; beyond this many values the rest is left to Hydra.
 MOST_VARIANTS = 64
@@ -25,8 +26,8 @@ class Composed:
         faults: What is wrong with them.
         config: The configuration of those that are right, with its `hydra` node, if there is any.
         typed: The override as typed, by key.
-        guessed: Groups for whose wrong choice the nearest one stands in; what its files hold is not the
-            user's doing.
+        guessed: Groups whose wrong choice was replaced by the nearest one; faults in its files are not
+            reported.
     """
 
     faults: list[Fault] = field(default_factory=list)
@@ -87,7 +88,7 @@ def variants(overrides: list[Override], *, multirun: bool) -> tuple[list[list[st
 
 
 def compose_job(loader: Loader, lines: list[str]) -> Composed:
-    """Compose one job from its overrides, blaming each that is wrong and going on without it."""
+    """Compose one job from its overrides, with a fault for each that is wrong, and without those."""
     result = Composed()
     groups: list[str] = []
     keys: list[Override] = []
@@ -98,12 +99,12 @@ def compose_job(loader: Loader, lines: list[str]) -> Composed:
         if not loader.is_group(key) or isinstance(override.value(), dict):
             keys.append(override)
             continue
-        mended, fault = _check_group(loader, override)
+        usable, fault = _check_group(loader, override)
         if fault is not None:
             result.faults.append(fault)
             result.guessed.append(f"{key.replace('/', '.')}.")
-        if mended is not None:
-            groups.append(mended)
+        if usable is not None:
+            groups.append(usable)
         else:
             lost.append(f"{key.replace('/', '.')}.")
     search_path = [str(o.input_line) for o in keys if o.key_or_group == "hydra.searchpath"]
@@ -132,10 +133,10 @@ def _check_group(loader: Loader, override: Override) -> tuple[str | None, Fault 
         f"group {group!r} has no choice {choice!r}.{did_you_mean(choice, known)}" for choice in wrong
     )
     fault = Fault(f"{line}: {text} It has: {', '.join(known)}.")
-    mended = [choice if str(choice) not in wrong else nearest(str(choice), known) for choice in given]
-    if None in mended:
+    nearby = [choice if str(choice) not in wrong else nearest(str(choice), known) for choice in given]
+    if None in nearby:
         return None, fault
-    return _as_text(override, mended), fault
+    return _as_text(override, nearby), fault
 
 
 def _as_text(override: Override, choices: list[object]) -> str:
@@ -226,7 +227,7 @@ def quote_numbers(loader: Loader, lines: list[str]) -> dict[str, str]:
     """Find choices that Hydra would take for numbers: `precision=32` becomes `precision='32'`.
 
     Returns:
-        The mended override by the one typed.
+        The quoted override by the one typed.
     """
     numbers = (re.fullmatch(r"(\+?)([\w/]+)=(\d+)", line) for line in lines)
     return {

@@ -123,10 +123,9 @@ def last_checkpoint(trainer: Any) -> Path | None:
 
 
 class RunRecord(Callback):
-    """Counts what the closing summary tells, and sees to it that the last step of a run is saved.
+    """Counts what the closing summary shows, and saves the last step of a run.
 
-    The numbers lie in shared memory, so that a parent process reads what a spawned or forked rank has
-    counted.
+    The numbers are in shared memory: a parent process reads what a spawned or forked rank has counted.
 
     Ranks: every rank. What decides about a further validation or checkpoint is the same on all of them;
         samples and seconds are rank 0's. Communicates only where a checkpoint is saved, on all ranks alike.

@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""The report at the end of a run: a table, and `summary.json`."""
 
 from __future__ import annotations
 

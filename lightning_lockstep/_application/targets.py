@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import typing
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,10 +20,11 @@ import hydra.utils
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application.faults import Fault, did_you_mean
+from lightning_lockstep._application.faults import Fault
 from lightning_lockstep._application.hydra_internals import HydraException, locate
 from lightning_lockstep._application.value_types import mismatch
 from lightning_lockstep._lightning import MisconfigurationException
+from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep.errors import ConfigurationError
 
 _SPECIAL = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
@@ -70,7 +72,7 @@ class TargetChecks:
         return faults
 
     def constructor_faults(self, component: str, **given: Any) -> list[Fault]:
-        """What the constructor of `component` says about its settings, if it can be run for its word alone.
+        """What the constructor of `component` says about its settings, if it has no other effect.
 
         Args:
             component: Key of a node with a `_target_`.
@@ -133,11 +135,12 @@ class TargetChecks:
         return f"{key}={value}" if isinstance(value, (str, int, float, bool)) else key
 
     def _label(self, component: str, text: str) -> str:
-        """Put the key in front of what a constructor says, which may open with the name of a setting."""
-        first = text.split("=", 1)[0].split(" ", 1)[0]
+        """Put the key in front of what a constructor says, in place of the `name=value` it may open with."""
         node = OmegaConf.select(self.config, component)
-        if first in node and first not in _SPECIAL:
-            return f"{self._shown(f'{component}.{first}')}: {text}"
+        text = text.removeprefix(f"{str(node['_target_']).rpartition('.')[2]}: ")
+        name = re.split(r"[= ]", text, maxsplit=1)[0]
+        if name in node and name not in _SPECIAL:
+            return f"{self._shown(f'{component}.{name}')}: {text.removeprefix(f'{name}={node[name]!r}: ')}"
         return f"{component}: {text}"
 
 
@@ -233,7 +236,7 @@ def _say(value: Any) -> str:
 
 
 def _try_to_make(node: DictConfig, given: dict[str, Any]) -> list[tuple[str, BaseException]]:
-    """Make one component on no device and with nobody listening, only for what its constructor objects to."""
+    """Make one component on the meta device and without logs, only for the faults that its constructor raises."""
     import torch
 
     logging.disable(logging.CRITICAL)
@@ -242,7 +245,7 @@ def _try_to_make(node: DictConfig, given: dict[str, Any]) -> list[tuple[str, Bas
             warnings.simplefilter("ignore")
             hydra.utils.instantiate(node, _convert_="all", **given)
     except (HydraException, OmegaConfBaseException) as error:
-        # Anything else may come of making it on no device, and says nothing about the settings.
+        # Any other error may come from the meta device, and says nothing about the settings.
         if isinstance(
             error.__cause__ or error, (ValueError, TypeError, ImportError, MisconfigurationException)
         ):

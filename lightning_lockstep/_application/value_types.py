@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from lightning_lockstep._application.faults import did_you_mean
+from lightning_lockstep._settings import did_you_mean
 
 _PLAIN: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lightning_lockstep._settings import Faults
 from lightning_lockstep.demo.classifier import ClassifierModule
-from lightning_lockstep.demo.data_module import is_count
-from lightning_lockstep.demo.samples import BYTE_WINDOWS
+from lightning_lockstep.demo.data_module import BYTE_WINDOWS
 
 _BYTES = 256
 
@@ -46,17 +46,14 @@ class ByteGPT(ClassifierModule):
         warmup_steps: int = 10,
         global_train_loss: bool = True,
     ) -> None:
-        counts = {"context": context, "layers": layers, "width": width, "heads": heads}
-        counts_ok = all(map(is_count, counts.values()))
+        faults = Faults()
+        sizes = {"context": context, "layers": layers, "width": width, "heads": heads}
+        for name, value in sizes.items():
+            faults.whole(name, value)
+        if not faults.texts:
+            faults.check(width % heads == 0, "width", width, f"a multiple of heads={heads}")
         super().__init__(
-            *(
-                (is_count(value), f"{name} must be a whole number from 1, given {value!r}")
-                for name, value in counts.items()
-            ),
-            (
-                not counts_ok or width % heads == 0,
-                f"width must be a multiple of heads={heads}, given {width}",
-            ),
+            faults,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             warmup_steps=warmup_steps,

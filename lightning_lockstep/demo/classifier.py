@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, cast
 
 import torch
@@ -10,20 +9,20 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_lockstep._lightning import LightningModule
-from lightning_lockstep.demo.data_module import is_count, require
+from lightning_lockstep._settings import Faults
 
 
 class ClassifierModule(LightningModule):
     """Cross entropy and accuracy over the last dimension of the model's output.
 
     Logged: `train_loss` every step; `val_loss`, `val_acc`, `test_loss`, `test_acc` at the end of an
-    evaluation, over all samples of all ranks, each sample with the same weight however it was dealt.
+    evaluation, over all samples of all ranks, each sample with the same weight however the samples are divided.
 
     Attributes:
-        takes: What samples it is trained on (`lightning_lockstep.demo.samples`); `None` leaves it open.
+        takes: What samples it is trained on (see `lightning_lockstep.demo.data_module`); `None` leaves it open.
 
     Args:
-        own_checks: What a subclass asks of its own settings, for `require`.
+        faults: What a subclass finds wrong with its own settings.
         learning_rate: Step size of AdamW.
         weight_decay: Decoupled weight decay of AdamW, on matrices only.
         warmup_steps: Steps over which the learning rate rises from 0 [optimizer steps].
@@ -42,24 +41,17 @@ class ClassifierModule(LightningModule):
 
     def __init__(
         self,
-        *own_checks: tuple[bool, str],
+        faults: Faults,
+        *,
         learning_rate: float,
         weight_decay: float = 0.01,
         warmup_steps: int = 0,
         global_train_loss: bool = True,
     ) -> None:
-        require(
-            *own_checks,
-            (
-                math.isfinite(learning_rate) and learning_rate > 0,
-                f"learning_rate must be a number above 0, given {learning_rate!r}",
-            ),
-            (weight_decay >= 0, f"weight_decay must be 0 or more, given {weight_decay!r}"),
-            (
-                is_count(warmup_steps, least=0),
-                f"warmup_steps must be a whole number from 0 [optimizer steps], given {warmup_steps!r}",
-            ),
-        )
+        faults.number("learning_rate", learning_rate, above=0)
+        faults.number("weight_decay", weight_decay, least=0)
+        faults.whole("warmup_steps", warmup_steps, least=0, what="a whole number of optimizer steps")
+        faults.raise_all()
         super().__init__()
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.demo.classifier import ClassifierModule
-from lightning_lockstep.demo.data_module import is_count
-from lightning_lockstep.demo.samples import LABELLED_IMAGES
+from lightning_lockstep.demo.data_module import LABELLED_IMAGES
 
 
 class ConvNet(ClassifierModule):
@@ -44,16 +44,13 @@ class ConvNet(ClassifierModule):
         warmup_steps: int = 0,
         global_train_loss: bool = True,
     ) -> None:
+        faults = Faults()
+        in_groups = is_whole(width) and width > 0 and width % 8 == 0
+        faults.check(in_groups, "width", width, "a multiple of 8 (channels in 8 groups)")
+        faults.whole("num_classes", num_classes, least=2)
+        faults.whole("in_channels", in_channels)
         super().__init__(
-            (
-                is_count(width, least=8) and width % 8 == 0,
-                f"width must be a multiple of 8 (channels in 8 groups), given {width!r}",
-            ),
-            (
-                is_count(num_classes, least=2),
-                f"num_classes must be a whole number from 2, given {num_classes!r}",
-            ),
-            (is_count(in_channels), f"in_channels must be a whole number from 1, given {in_channels!r}"),
+            faults,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
             warmup_steps=warmup_steps,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_lockstep._lightning import LightningDataModule
+from lightning_lockstep._settings import Faults
 from lightning_lockstep.demo.global_batch_sampler import (
     GlobalBatchPartition,
     GlobalBatchSampler,
@@ -15,30 +16,23 @@ from lightning_lockstep.demo.global_batch_sampler import (
 )
 from lightning_lockstep.errors import ConfigurationError
 
-
-def require(*checks: tuple[bool, str]) -> None:
-    """Raise one `ConfigurationError` that lists the message of every check that is false."""
-    faults = [message for passed, message in checks if not passed]
-    if faults:
-        raise ConfigurationError(faults)
-
-
-def is_count(value: Any, *, least: int = 1) -> bool:
-    """Whether `value` is a whole number of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+# What the samples of a data module are, in words (`yields`): a model fits it whose `takes` is the same.
+# `lockstep-train` compares the two before it starts any rank; a class without one is not compared.
+LABELLED_IMAGES = "images with a class each"
+BYTE_WINDOWS = "windows of bytes"
 
 
 class GlobalBatchDataModule(LightningDataModule):
-    """A data module that deals the same global batches to any number of ranks.
+    """A data module whose global batches are the same on any number of ranks.
 
     A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`, and says what
-    its samples are (`lightning_lockstep.demo.samples`).
+    its samples are.
 
     Attributes:
         yields: What the samples are; `None` leaves it open.
 
     Args:
-        own_checks: What a subclass asks of its own settings, for `require`.
+        faults: What a subclass finds wrong with its own settings.
         batch_size: Samples per rank and micro-batch. The attribute of the same name may be changed between
             two loaders (that is how a search for the largest batch size works).
         global_batch_size: Samples of all ranks in one optimizer step; when given, `batch_size` is derived
@@ -57,30 +51,24 @@ class GlobalBatchDataModule(LightningDataModule):
 
     def __init__(
         self,
-        *own_checks: tuple[bool, str],
+        faults: Faults,
+        *,
         batch_size: int,
         global_batch_size: int | None,
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        require(
-            *own_checks,
-            (
-                is_count(batch_size),
-                f"batch_size must be a whole number from 1 (samples per rank), given {batch_size!r}",
-            ),
-            (
-                global_batch_size is None or is_count(global_batch_size),
-                "global_batch_size must be null or a whole number from 1 (samples of all ranks in one "
-                f"optimizer step), given {global_batch_size!r}",
-            ),
-            (
-                is_count(num_workers, least=0),
-                f"num_workers must be a whole number from 0 (processes per rank), given {num_workers!r}",
-            ),
-            (is_count(seed, least=0), f"seed must be a whole number from 0, given {seed!r}"),
+        faults.whole("batch_size", batch_size, what="a whole number of samples per rank")
+        faults.whole(
+            "global_batch_size",
+            global_batch_size,
+            what="a whole number of samples of all ranks in one optimizer step",
+            optional=True,
         )
+        faults.whole("num_workers", num_workers, least=0, what="a whole number of processes per rank")
+        faults.whole("seed", seed, least=0)
+        faults.raise_all()
         self.batch_size = batch_size
         self.global_batch_size = global_batch_size
         self.num_workers = num_workers

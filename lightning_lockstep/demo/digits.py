@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_lockstep.demo.data_module import GlobalBatchDataModule
-from lightning_lockstep.demo.samples import LABELLED_IMAGES
+from lightning_lockstep._settings import Faults, is_number
+from lightning_lockstep.demo.data_module import LABELLED_IMAGES, GlobalBatchDataModule
 
 
 class DigitsData(GlobalBatchDataModule):
@@ -43,14 +43,17 @@ class DigitsData(GlobalBatchDataModule):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
+        faults = Faults()
+        shares = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+        for name, value in shares.items():
+            faults.number(name, value, what="a share of the images", above=0, below=1)
+        if is_number(val_fraction) and is_number(test_fraction):
+            held_out = val_fraction + test_fraction
+            faults.check(
+                held_out < 1, "val_fraction + test_fraction", held_out, "less than 1: the rest trains"
+            )
         super().__init__(
-            (0 < val_fraction < 1, f"val_fraction must lie between 0 and 1, given {val_fraction!r}"),
-            (0 < test_fraction < 1, f"test_fraction must lie between 0 and 1, given {test_fraction!r}"),
-            (
-                val_fraction + test_fraction < 1,
-                "val_fraction + test_fraction must leave something to train on, given"
-                f" {val_fraction + test_fraction:g}",
-            ),
+            faults,
             batch_size=batch_size,
             global_batch_size=global_batch_size,
             num_workers=num_workers,

@@ -3,7 +3,7 @@
 Lightning's defaults do not promise that: on one device a `RandomSampler` draws its order from torch's global
 generator, on several a `DistributedSampler` draws another one from its own seed, and pads the last batch with
 samples that then count twice. `GlobalBatchSampler` draws one global order by seed and epoch whatever the number of
-ranks, cuts it into global batches and deals each out in equal slices: one optimizer step sees the same
+ranks, cuts it into global batches and divides each into equal slices: one optimizer step sees the same
 samples on 1, 2 or 8 ranks, with or without accumulation, and an evaluation sees every sample exactly once.
 """
 
@@ -20,7 +20,7 @@ from lightning_lockstep.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatchPartition:
-    """How the samples of one epoch are dealt to the ranks.
+    """How the samples of one epoch are divided among the ranks.
 
     Args:
         samples: Samples in the data set.
@@ -71,21 +71,21 @@ class GlobalBatchPartition:
 
 
 class GlobalBatchSampler(DistributedSampler):  # type: ignore[type-arg]
-    """A sampler that deals the same global batches to any number of ranks.
+    """A sampler whose global batches are the same on any number of ranks.
 
     It is a `DistributedSampler`, which tells Lightning that the samples are already divided and must not be
     divided again, and lets Lightning call `set_epoch`.
 
     Args:
         dataset: The data; only its length is used.
-        partition: The division, see `Deal`.
+        partition: How the samples are divided.
         rank: This rank.
-        shuffle: `True` deals one new global order an epoch in full batches (training); `False` deals every
-            sample once in its own order (evaluation).
+        shuffle: `True` yields a new global order each epoch, in full batches (training); `False` yields every
+            sample once, in the order of the data (evaluation).
         seed: Seed of the global order; the epoch is added to it.
 
     Ranks:
-        Every rank builds its own with the same `deal` and `seed`. Nothing is communicated: each rank draws
+        Every rank builds its own with the same `partition` and `seed`. Nothing is communicated: each rank draws
         the whole permutation (8 bytes a sample) and keeps its slice.
     """
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_lockstep.demo.data_module import GlobalBatchDataModule, is_count
-from lightning_lockstep.demo.samples import BYTE_WINDOWS
+from lightning_lockstep._settings import Faults
+from lightning_lockstep.demo.data_module import BYTE_WINDOWS, GlobalBatchDataModule
 from lightning_lockstep.errors import ConfigurationError
 
 # Not the standard library's own work, or thousands of near copies of one another.
@@ -56,10 +56,12 @@ class SourceTextData(GlobalBatchDataModule):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
+        faults = Faults()
+        faults.whole("context", context, least=2, what="a whole number of bytes")
+        faults.number("held_out", held_out, what="a share of the text", above=0, below=0.5)
+        faults.whole("max_bytes", max_bytes, what="a whole number of bytes")
         super().__init__(
-            (is_count(context, least=2), f"context must be a whole number from 2 [bytes], given {context!r}"),
-            (0 < held_out < 0.5, f"held_out must lie between 0 and 0.5, given {held_out!r}"),
-            (is_count(max_bytes), f"max_bytes must be a whole number from 1 [bytes], given {max_bytes!r}"),
+            faults,
             batch_size=batch_size,
             global_batch_size=global_batch_size,
             num_workers=num_workers,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
 import lightning_lockstep
-from lightning_lockstep._application.hydra_internals import locate
-from lightning_lockstep._application.targets import target_nodes
 from tests.application.command_lines import faults_of
 
 CONF = Path(lightning_lockstep.__file__).parent / "conf"
@@ -25,10 +21,6 @@ WITH = {
     "model/byte_gpt": ["data=source_text"],
     "trainer/gpu": ["trainer.accelerator=cpu"],
 }
-
-
-# Settings that take an object, which no plain value of a file stands for.
-OBJECTS = {"cluster_environment", "ddp_comm_state"}
 
 
 def choice_of(path: Path) -> str:
@@ -60,19 +52,6 @@ def test_a_file_opens_with_a_comment_and_explains_each_of_its_keys(path: Path) -
         if in_defaults or value is None or value[1] == "_target_" or path.name == "lockstep_train.yaml":
             continue
         assert " # " in line, f"{line!r} needs a comment with its unit or its choices"
-
-
-@pytest.mark.parametrize("path", [path for path in CHOICES if path.parent.name != "debug"], ids=choice_of)
-def test_a_file_lists_every_setting_of_a_class_of_ours(path: Path) -> None:
-    """Of Lightning's classes the files list what is often set; `debug` only changes what others list."""
-    config = OmegaConf.load(path)
-    assert isinstance(config, DictConfig)
-    for _, node in target_nodes(config):
-        if node["_target_"].startswith("lightning_lockstep.components."):
-            continue
-        parameters = inspect.signature(locate(node["_target_"])).parameters.values()
-        settings = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-        assert settings - OBJECTS <= set(node), f"{node['_target_']} in {path.name}"
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_lockstep.demo.byte_gpt import ByteGPT
-from lightning_lockstep.demo.cnn import ConvNet
-from lightning_lockstep.demo.digits import DigitsData
-from lightning_lockstep.demo.source_text import SourceTextData, read_sources
+from lightning_lockstep.demo import ByteGPT, ConvNet, DigitsData, SourceTextData
+from lightning_lockstep.demo.source_text import read_sources
 from lightning_lockstep.errors import ConfigurationError
 
 
@@ -64,7 +63,7 @@ def test_too_little_text_is_said(tmp_path: Path) -> None:
 def test_every_fault_of_the_settings_is_listed() -> None:
     with pytest.raises(ConfigurationError) as caught:
         DigitsData(val_fraction=2.0, test_fraction=0.1, batch_size=0, global_batch_size=-1, num_workers=-1)
-    assert [fault.split()[0] for fault in caught.value.faults] == [
+    assert [re.split("[= ]", fault)[0] for fault in caught.value.faults] == [
         "val_fraction",
         "val_fraction",
         "batch_size",
@@ -73,7 +72,11 @@ def test_every_fault_of_the_settings_is_listed() -> None:
     ]
     with pytest.raises(ConfigurationError) as caught:
         ByteGPT(width=10, heads=4, learning_rate=0.0, warmup_steps=-1)
-    assert [fault.split()[0] for fault in caught.value.faults] == ["width", "learning_rate", "warmup_steps"]
+    assert [re.split("[= ]", fault)[0] for fault in caught.value.faults] == [
+        "width",
+        "learning_rate",
+        "warmup_steps",
+    ]
 
 
 def test_a_global_batch_larger_than_the_data_is_said() -> None:

@@ -1,0 +1,149 @@
+"""Names and defaults of settings stand in a signature, in a settings class and in a config file: the three agree."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_lockstep
+from lightning_lockstep import callbacks, demo, strategies
+from lightning_lockstep._application.hydra_internals import locate
+from lightning_lockstep._application.targets import target_nodes
+
+PACKAGE = Path(lightning_lockstep.__file__).parent
+CONF = PACKAGE / "conf"
+CLASSES: dict[str, Any] = {
+    name: getattr(room, name) for room in (callbacks, strategies, demo) for name in room.__all__
+}
+
+# Settings that a file leaves out, each with the reason.
+OBJECT = "an object, which no plain value of a file stands for"
+BY_MPIRUN = "mpirun starts the ranks"
+LEFT_OUT: dict[tuple[str, str], str] = {
+    ("LockstepDDPStrategy", "cluster_environment"): OBJECT,
+    ("LockstepDDPStrategy", "ddp_comm_state"): OBJECT,
+    ("LockstepMPIStrategy", "cluster_environment"): OBJECT,
+    ("LockstepMPIStrategy", "ddp_comm_state"): OBJECT,
+    ("LockstepMPIStrategy", "start_method"): BY_MPIRUN,
+    ("LockstepMPIStrategy", "process_group_backend"): "it is called `backend` there",
+}
+# Values of a file that are no default of the class, each with the reason.
+OTHER_VALUE: dict[tuple[str, str], str] = {
+    ("ByteGPT", "context"): "that of the data",
+    ("DigitsData", "seed"): "that of the run",
+    ("SourceTextData", "seed"): "that of the run",
+    ("EffectiveBatchSize", "global_batch_size"): "has to be given",
+    ("StopTogether", "filename"): "`ckpt_path=last` finds this one",
+    ("SyncedEarlyStopping", "monitor"): "the objective of the run",
+    ("SyncedEarlyStopping", "mode"): "the objective of the run",
+    ("SyncedEarlyStopping", "verbose"): "a run on the command line says why it stops",
+}
+
+# Settings class -> the public classes that take its fields as arguments of their own.
+STRATEGIES = ("LockstepDDPStrategy", "LockstepMPIStrategy")
+TAKEN_BY: dict[str, tuple[str, ...]] = {
+    "AutoBatchSizeSettings": ("AutoBatchSize",),
+    "DDPSettings": STRATEGIES,
+    "GroupSettings": (),  # the MPI backend makes it for each group
+    "LifecycleSettings": STRATEGIES,
+    "MPIBackendOptions": ("LockstepMPIStrategy",),
+    "MPIRunSettings": ("LockstepMPIStrategy",),
+    "OverflowSettings": ("OverflowDetector",),
+    "SupervisorSettings": STRATEGIES,
+}
+# Fields that no user gives: what is left of the arguments of DistributedDataParallel.
+NOT_TAKEN = {"ddp_options"}
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def defaults_of(cls: type) -> dict[str, Any]:
+    """Name and default of every argument; those that go on to a base class, or to torch's DDP, too."""
+    found: dict[str, Any] = {}
+    makers = [*inspect.getmro(cls), DistributedDataParallel] if cls.__name__ in strategies.__all__ else [cls]
+    for maker in makers:
+        parameters = inspect.signature(maker.__init__).parameters.values()
+        for parameter in list(parameters)[1:]:
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                found.setdefault(parameter.name, plain(parameter.default))
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return found
+
+
+def own_defaults_of(cls: type) -> dict[str, Any]:
+    """Those that the package documents: of torch's DDP only what its files list."""
+    if cls.__name__ not in strategies.__all__:
+        return defaults_of(cls)
+    ours = [base for base in inspect.getmro(cls) if base.__module__.startswith("lightning_lockstep.")]
+    named = {name for base in ours for name in inspect.signature(base.__init__).parameters}
+    return {name: default for name, default in defaults_of(cls).items() if name in named}
+
+
+def nodes_with(name: str) -> list[tuple[Path, Any]]:
+    """Where the files list the settings of a class; `debug` only changes what others list."""
+    return [
+        (path, node)
+        for path in sorted(CONF.rglob("*.yaml"))
+        if path.parent.name != "debug"
+        for _, node in target_nodes(OmegaConf.load(path))  # type: ignore[arg-type]
+        if str(node["_target_"]).startswith("lightning_lockstep.")
+        and locate(node["_target_"]) is CLASSES[name]
+    ]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_config_file_has_the_names_and_defaults_of_the_signature(name: str) -> None:
+    defaults, own = defaults_of(CLASSES[name]), own_defaults_of(CLASSES[name])
+    nodes = nodes_with(name)
+    assert nodes, "no file in conf/"
+    for path, node in nodes:
+        listed = OmegaConf.to_container(node, resolve=False, throw_on_missing=False)
+        assert isinstance(listed, dict)
+        del listed["_target_"]
+        assert set(listed) <= set(defaults), f"{path.name} has a key that {name} does not take"
+        left_out = {key for key in own if (name, key) in LEFT_OUT}
+        assert set(own) - left_out <= set(listed), f"{path.name} leaves out a setting of {name}"
+        differing = {
+            key
+            for key, value in listed.items()
+            if value != defaults[key] or type(value) is not type(defaults[key])
+        }
+        assert differing == {key for owner, key in OTHER_VALUE if owner == name}, path.name
+
+
+def settings_classes() -> dict[str, Any]:
+    """Every class of the package whose name ends in Settings or Options."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith(("Settings", "Options")):
+                module = ".".join(["lightning_lockstep", *path.relative_to(PACKAGE).with_suffix("").parts])
+                found[node.name] = getattr(importlib.import_module(module), node.name)
+    return found
+
+
+@pytest.mark.parametrize("settings", settings_classes())
+def test_a_settings_class_has_the_names_and_defaults_of_the_signature(settings: str) -> None:
+    assert settings in TAKEN_BY, "say which public class takes its fields"
+    for name in TAKEN_BY[settings]:
+        taken = defaults_of(CLASSES[name])
+        for field in dataclasses.fields(settings_classes()[settings]):
+            if field.name not in NOT_TAKEN:
+                assert field.name in taken, f"{name} takes no {field.name}"
+                assert plain(taken[field.name]) == plain(field.default), f"{settings}.{field.name}"
+
+
+def test_an_exception_that_is_none_any_more_is_noticed() -> None:
+    for owner, key in [*LEFT_OUT, *OTHER_VALUE]:
+        assert key in defaults_of(CLASSES[owner]), f"{owner} has no setting {key}"
