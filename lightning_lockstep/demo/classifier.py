@@ -50,7 +50,7 @@ class ClassifierModule(LightningModule):
     ) -> None:
         faults.number("learning_rate", learning_rate, above=0)
         faults.number("weight_decay", weight_decay, least=0)
-        faults.whole("warmup_steps", warmup_steps, least=0, what="a whole number of optimizer steps")
+        faults.whole("warmup_steps", warmup_steps, least=0, what="optimizer steps, a whole number")
         faults.raise_all()
         super().__init__()
         self.learning_rate = learning_rate

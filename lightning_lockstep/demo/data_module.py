@@ -59,14 +59,14 @@ class GlobalBatchDataModule(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        faults.whole("batch_size", batch_size, what="a whole number of samples per rank")
+        faults.whole("batch_size", batch_size, what="samples per rank, a whole number")
         faults.whole(
             "global_batch_size",
             global_batch_size,
-            what="a whole number of samples of all ranks in one optimizer step",
+            what="samples of all ranks in one optimizer step, a whole number",
             optional=True,
         )
-        faults.whole("num_workers", num_workers, least=0, what="a whole number of processes per rank")
+        faults.whole("num_workers", num_workers, least=0, what="processes per rank, a whole number")
         faults.whole("seed", seed, least=0)
         faults.raise_all()
         self.batch_size = batch_size

@@ -57,9 +57,9 @@ class SourceTextData(GlobalBatchDataModule):
         seed: int = 0,
     ) -> None:
         faults = Faults()
-        faults.whole("context", context, least=2, what="a whole number of bytes")
+        faults.whole("context", context, least=2, what="bytes, a whole number")
         faults.number("held_out", held_out, what="a share of the text", above=0, below=0.5)
-        faults.whole("max_bytes", max_bytes, what="a whole number of bytes")
+        faults.whole("max_bytes", max_bytes, what="bytes, a whole number")
         super().__init__(
             faults,
             batch_size=batch_size,

@@ -21,7 +21,7 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
     assert key.startswith(
         "trainer.max_epochz=3: there is no key 'max_epochz' in 'trainer'. Did you mean 'max_epochs'"
     )
-    assert value == "data.batch_size=-1: expected a whole number of samples per rank from 1."
+    assert value == "data.batch_size=-1: expected samples per rank, a whole number from 1."
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,11 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
         ("model.width=12", "model.width=12: expected a multiple of 8"),
         ("strategy.uneven_inputs=jion", "Did you mean 'join'?"),
         ("strategy.grace_period=0", "more than 0"),
+        (
+            "+callbacks.auto_batch_size.margn=0.1",
+            "AutoBatchSize has no setting 'margn'. Did you mean 'margin'",
+        ),
+        ("callbacks.auto_batch_size.max_trials=many", "expected a whole number, given the text 'many'."),
         ("seed=1,2", "Add -m to run a job for each, or write a list as seed=[1,2]."),
         ("data._target_=lightning_lockstep.demo.DigitData", "Did you mean 'DigitsData'?"),
         ("data._target_=no_such_module.Data", "cannot be imported. No module named 'no_such_module'"),
@@ -53,7 +58,8 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
     ],
 )
 def test_one_wrong_argument_is_one_fault_that_tells_what_is_right(argument: str, expected: str) -> None:
-    assert expected in only(faults_of(argument))
+    company = ["callbacks=auto_batch_size"] if ".auto_batch_size." in argument else []
+    assert expected in only(faults_of(*company, argument))
 
 
 def test_a_value_that_others_refer_to_is_reported_first_where_it_was_given() -> None:

@@ -68,25 +68,30 @@ def plain(value: Any) -> Any:
 
 
 def defaults_of(cls: type) -> dict[str, Any]:
-    """Name and default of every argument; those that go on to a base class, or to torch's DDP, too."""
+    """Name and default of every argument; those that a strategy passes on, to torch's DDP in the end, too."""
+    makers = [cls]
+    if cls.__name__ in strategies.__all__:
+        makers = [*(base for base in inspect.getmro(cls) if _is_ours(base)), DistributedDataParallel]
     found: dict[str, Any] = {}
-    makers = [*inspect.getmro(cls), DistributedDataParallel] if cls.__name__ in strategies.__all__ else [cls]
     for maker in makers:
-        parameters = inspect.signature(maker.__init__).parameters.values()
-        for parameter in list(parameters)[1:]:
+        for parameter in list(inspect.signature(maker.__init__).parameters.values())[1:]:
             if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 found.setdefault(parameter.name, plain(parameter.default))
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            break
     return found
 
 
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.startswith("lightning_lockstep.")
+
+
 def own_defaults_of(cls: type) -> dict[str, Any]:
-    """Those that the package documents: of torch's DDP only what its files list."""
-    if cls.__name__ not in strategies.__all__:
-        return defaults_of(cls)
-    ours = [base for base in inspect.getmro(cls) if base.__module__.startswith("lightning_lockstep.")]
-    named = {name for base in ours for name in inspect.signature(base.__init__).parameters}
+    """Those in signatures of the package: of torch's DDP the files list some."""
+    named = {
+        name
+        for base in inspect.getmro(cls)
+        if _is_ours(base)
+        for name in inspect.signature(base.__init__).parameters
+    }
     return {name: default for name, default in defaults_of(cls).items() if name in named}
 
 
