@@ -146,8 +146,10 @@ class TargetChecks:
 
 def _names_beside(name: str) -> list[str]:
     """Public names of the module or class that `name` is looked for in."""
+    place, _, wrong = name.rpartition(".")
     try:
-        return [other for other in dir(locate(name.rpartition(".")[0])) if other != name.rpartition(".")[2]]
+        owner = locate(place)
+        return [other for other in getattr(owner, "__all__", dir(owner)) if other != wrong]
     except Exception:  # the same: there is nothing to compare with
         return []
 
