@@ -52,6 +52,7 @@ _PUBLIC: dict[str, str] = {
     "SIGTERMException": "pytorch.utilities.exceptions.SIGTERMException",
     "CombinedLoader": "pytorch.utilities.CombinedLoader",
     "DummyLogger": "pytorch.loggers.logger.DummyLogger",
+    "PassThroughProfiler": "pytorch.profilers.PassThroughProfiler",
     "MisconfigurationException": "pytorch.utilities.exceptions.MisconfigurationException",
     "ClusterEnvironment": "fabric.plugins.environments.ClusterEnvironment",
     "LightningEnvironment": "fabric.plugins.environments.LightningEnvironment",
@@ -120,6 +121,10 @@ _PRIVATE: dict[str, tuple[str, str]] = {
         "pytorch.loops.optimization.automatic._AutomaticOptimization",
         "a batch that does not fit is run again within its optimizer step, which only this loop knows",
     ),
+    "_ManualOptimization": (
+        "pytorch.loops.optimization.manual._ManualOptimization",
+        "runs a step of a module with manual optimization apart from the run",
+    ),
     "_Closure": (
         "pytorch.loops.optimization.automatic.Closure",
         "the step, zero_grad and backward of one batch, as automatic optimization runs them",
@@ -164,8 +169,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.loops.optimization.automatic import Closure as _Closure
     from lightning.pytorch.loops.optimization.automatic import ClosureResult as _ClosureResult
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+    from lightning.pytorch.loops.optimization.manual import _ManualOptimization
     from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.profilers import PassThroughProfiler
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher

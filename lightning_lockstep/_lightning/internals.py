@@ -141,6 +141,40 @@ def mark_sigterm_received(trainer: Any) -> None:
 
 # -- steps --
 
+
+@touches("Strategy._lightning_optimizers", why="a step apart from the run must not count as one of the run's")
+@touches(
+    "LightningOptimizer._on_before_step",
+    "LightningOptimizer._on_after_step",
+    why="manual optimization counts steps in these, and takes them away at the end of each",
+)
+def optimizer_step_hooks(strategy: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Return each of Lightning's optimizers with the attributes that a run of a step changes."""
+    return [
+        (o, {"_on_before_step": o._on_before_step, "_on_after_step": o._on_after_step})
+        for o in strategy._lightning_optimizers
+    ]
+
+
+@touches("DDPStrategy._model_averager", why="averages the parameters of all ranks after an optimizer step")
+def no_model_averaging(strategy: Any) -> dict[str, None]:
+    """Return the attributes with which a strategy does not average parameters."""
+    return {"_model_averager": None} if hasattr(strategy, "_model_averager") else {}
+
+
+@touches("LightningModule._param_requires_grad_state", why="flags of the parameters before a toggle")
+def untoggled_flags(module: Any) -> dict[Any, bool]:
+    """Return ``requires_grad`` of the parameters that a toggled optimizer has changed, as it was before."""
+    return dict(getattr(module, "_param_requires_grad_state", {}))
+
+
+@touches("_AutomaticOptimization._make_step_fn", why="the forward part of Lightning's closure")
+@touches("_AutomaticOptimization._make_backward_fn", why="the backward part of Lightning's closure")
+def closure_parts(loop: Any, optimizer: Any) -> dict[str, Any]:
+    """Return the forward and backward parts of a closure, which calls ``training_step`` without arguments."""
+    return {"step_fn": loop._make_step_fn({}), "backward_fn": loop._make_backward_fn(optimizer)}
+
+
 # -- overflow --
 
 # -- batch_size --

@@ -1,4 +1,4 @@
-"""One trial of a batch size: real steps on a real batch, on this rank alone, then one word to the others.
+"""One trial of a batch size: real steps on a real batch, on this rank alone, then one message to the others.
 
 A trial runs on the module itself, not on its distributed wrapper, so no gradient is reduced and no rank can
 leave another in a collective. What the step itself would say to other ranks is answered on the spot, with
@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_lockstep._lightning import DummyLogger, LightningModule, Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.batch_size.loaders import BatchPlace
 from lightning_lockstep.batch_size.memory.limits import limited_memory
 from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryReading
 from lightning_lockstep.batch_size.memory.out_of_memory import Failure, attempt, release_memory
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.ddp_reducer import ddp_of
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.steps.snapshot import Snapshot
+from lightning_lockstep.steps.isolated import isolated, run_step
+from lightning_lockstep.steps.snapshot import Gradients, whole_run
 
-__all__ = ["TrialOutcome", "TrialRunner", "loss_of", "replaced", "step_arguments"]
+__all__ = ["TrialOutcome", "TrialRunner", "step_arguments"]
 
 _FITS, _FULL, _BROKEN = 0.0, 1.0, 2.0
+_STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 _ONE_VALUE = "Expected more than 1 value per channel"
 
 
@@ -88,17 +86,14 @@ class TrialRunner:
         Ranks: every rank, alone.
         """
         trainer = self._trainer
-        kept = Snapshot(
+        before = whole_run(
             self._module,
             trainer.strategy.optimizers if self._kind == "fit" else (),
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             generators=self._place.generators(),
         )
-        try:
-            with _cut_off(trainer, self._module):
-                yield
-        finally:
-            kept.restore()
+        with before, isolated(trainer, self._module):
+            yield
 
     def run(self, size: int) -> TrialOutcome:
         """Try ``size`` and agree on how it went.
@@ -112,6 +107,7 @@ class TrialRunner:
 
         Ranks: all, together; one all-reduce of 24 bytes, and a gather when a rank did not fit.
         """
+        gradients = Gradients(self._module)
         if self._meter is not None:
             self._meter.start()
         with limited_memory(self._meter):
@@ -119,7 +115,7 @@ class TrialRunner:
         reading = self._meter.stop() if self._meter is not None else None
         if failure is None and reading is not None:
             failure = self._over_the_limit(reading)
-        self._forget_gradients()
+        gradients.restore()  # and the flags of an optimizer that was toggled when memory ran out
         release_memory(collect=failure is not None)
         return self._agree(size, failure, reading)
 
@@ -165,7 +161,8 @@ class TrialRunner:
         for index in range(self._steps):
             batch = self._on_device(self._place.batch(size))
             if self._kind == "fit":
-                self._train(batch, index)
+                arguments = step_arguments(self._module.training_step, batch, index)
+                run_step(self._trainer, self._module, arguments, index)
             else:
                 self._evaluate(batch, index)
 
@@ -174,42 +171,11 @@ class TrialRunner:
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
-    def _train(self, batch: Any, index: int) -> None:
-        trainer, module = self._trainer, self._module
-        arguments = step_arguments(module.training_step, batch, index)
-        if not module.automatic_optimization:
-            with trainer.precision_plugin.train_step_context():
-                module.training_step(*arguments)
-            return
-        optimizer = trainer.strategy.optimizers[0]
-
-        def closure() -> Tensor | None:
-            with trainer.precision_plugin.train_step_context():
-                loss = loss_of(module.training_step(*arguments))
-            # After the forward, as the loop does it: the old gradients are part of the peak.
-            optimizer.zero_grad()
-            if loss is not None:
-                trainer.strategy.backward(loss, optimizer)
-                return loss.detach()
-            return None
-
-        with torch.enable_grad():
-            trainer.strategy.optimizer_step(optimizer, closure, model=module)
-
     def _evaluate(self, batch: Any, index: int) -> None:
-        module, precision = self._module, self._trainer.precision_plugin
-        step, context = {
-            "validate": (module.validation_step, precision.val_step_context),
-            "test": (module.test_step, precision.test_step_context),
-            "predict": (module.predict_step, precision.predict_step_context),
-        }[self._kind]
-        module.eval()
-        with torch.no_grad(), context():
-            step(*step_arguments(step, batch, index))
-
-    def _forget_gradients(self) -> None:
-        for parameter in self._module.parameters():
-            parameter.grad = None
+        step = getattr(self._trainer.strategy, f"{_STEPS[self._kind]}")
+        self._module.eval()
+        with torch.no_grad():
+            step(*step_arguments(getattr(self._module, _STEPS[self._kind]), batch, index))
 
 
 def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
@@ -224,62 +190,3 @@ def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any
         )
     several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     return [batch, index] if several else [batch]
-
-
-def loss_of(output: Any) -> Tensor | None:
-    """Return the loss in what a training step returned.
-
-    Ranks: any rank, alone.
-    """
-    return output.get("loss") if isinstance(output, dict) else output
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give ``owner`` another attribute ``name`` while the body runs, past any ``__setattr__``.
-
-    Ranks: any rank, alone.
-    """
-    attributes = vars(owner)
-    had, before = name in attributes, attributes.get(name)
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        if had:
-            attributes[name] = before
-        else:
-            attributes.pop(name, None)
-
-
-@contextmanager
-def _cut_off(trainer: Any, module: LightningModule) -> Iterator[None]:
-    """Keep trials from loggers, callbacks and other ranks."""
-    strategy, world_size = trainer.strategy, trainer.world_size
-    callbacks, loggers = trainer.callbacks, trainer.loggers
-
-    def gathered(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor.expand(world_size, *tensor.shape).clone() if world_size > 1 else tensor
-
-    answers = {
-        (strategy, "all_gather"): gathered,
-        (strategy, "reduce"): lambda tensor, *args, **kwargs: tensor,
-        (strategy, "barrier"): lambda *args, **kwargs: None,
-        (strategy, "broadcast"): lambda value, *args, **kwargs: value,
-        (strategy, "reduce_boolean_decision"): lambda decision, *args, **kwargs: decision,
-        (module, "log"): lambda *args, **kwargs: None,
-    }
-    for part in module.modules():
-        if isinstance(part, nn.SyncBatchNorm):
-            answers[part, "forward"] = MethodType(_BatchNorm.forward, part)
-    with ExitStack() as stack:
-        blocks = getattr(strategy, "block_backward_sync", None)
-        wrapped = ddp_of(strategy.model) is not None
-        stack.enter_context(blocks() if blocks is not None and wrapped else nullcontext())
-        for (owner, name), answer in answers.items():
-            stack.enter_context(replaced(owner, name, answer))
-        trainer.callbacks, trainer.loggers = [], [DummyLogger()] if loggers else []
-        try:
-            yield
-        finally:
-            trainer.callbacks, trainer.loggers = callbacks, loggers

@@ -9,14 +9,14 @@ The other ranks cannot tell the difference, and no step pays for it beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradientMarks", "ddp_of", "send_gradients", "untouched_buckets", "why_not_resumable"]
+__all__ = ["GradientMarks", "ddp_of", "deliver_gradients", "untouched_buckets", "why_not_resumable"]
 
 
 def ddp_of(model: object) -> DistributedDataParallel | None:
@@ -71,15 +71,21 @@ class GradientMarks:
         ]
 
 
-def send_gradients(
-    ddp: DistributedDataParallel, parameters: Iterable[nn.Parameter], *, backward_began: bool
+def deliver_gradients(
+    ddp: DistributedDataParallel | None,
+    gradients: dict[nn.Parameter, Tensor | None],
+    *,
+    backward_began: bool,
 ) -> None:
-    """Let DDP reduce the gradients that ``parameters`` hold now, and finish its step.
+    """Let gradients arrive at their parameters as at the end of a backward.
+
+    Hooks of the parameters see each gradient once, it is added to ``.grad``, and DDP reduces it and finishes its
+    step.
 
     Args:
-        ddp: The wrapper, whose forward of this step was called.
-        parameters: Those whose gradient DDP still waits for: all that take part when its backward has not
-            begun, else those that are missing.
+        ddp: The wrapper, whose forward of this step was called; ``None`` without one.
+        gradients: Gradient of each parameter that DDP still waits for; ``None`` where there is none. The
+            dictionary is emptied, so that no gradient has to be copied.
         backward_began: Whether its backward has begun.
 
     Raises:
@@ -88,25 +94,41 @@ def send_gradients(
     Ranks: the rank whose backward ended early; the others are in theirs. The all-reduces are exactly those
         that this rank still owes.
     """
-    zero: Tensor = _TouchGradients.apply(*parameters)  # type: ignore[no-untyped-call]
-    if not backward_began:
+    reduces = ddp is not None and ddp.require_backward_grad_sync
+    parameters = list(gradients)
+    if ddp is None or not reduces or ddp.find_unused_parameters:
+        # Where nothing waits for it, and where DDP looks for unused ones, a parameter without stays without.
+        with_gradient = [p for p in parameters if gradients[p] is not None]
+        parameters = with_gradient or (parameters[:1] if reduces else [])
+    if not parameters:
+        return
+    arrival: Tensor = _Arrival.apply([gradients.pop(p) for p in parameters], *parameters)  # type: ignore[no-untyped-call]
+    gradients.clear()
+    if ddp is not None and reduces and not backward_began:
         ddp.require_forward_param_sync = True
-        ddp.reducer.prepare_for_backward([zero] if ddp.find_unused_parameters else [])
-    zero.backward()  # type: ignore[no-untyped-call]
-    ddp.reducer._check_reducer_finalized()
+        ddp.reducer.prepare_for_backward([arrival] if ddp.find_unused_parameters else [])
+    arrival.backward()  # type: ignore[no-untyped-call]
+    if ddp is not None and reduces:
+        ddp.reducer._check_reducer_finalized()
 
 
-class _TouchGradients(torch.autograd.Function):
-    """Adds zero to the gradient of each input, so that what hangs on its arrival happens."""
+class _Arrival(torch.autograd.Function):
+    """Hands each input its gradient, zero where there is none."""
 
     @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
         ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
         return parameters[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
         # One element seen many times: no memory is needed where memory has just run out.
-        return tuple(
-            torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like
+        return (
+            None,
+            *(
+                torch.zeros((), dtype=dtype, device=device).expand(shape) if gradient is None else gradient
+                for gradient, (shape, dtype, device) in zip(gradients, ctx.like, strict=True)
+            ),
         )

@@ -211,7 +211,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _own_random_state(state: RandomState) -> Iterator[None]:
-    now = RandomState.capture(state.device)
+    now = RandomState.capture()
     state.restore()
     try:
         yield

@@ -1,12 +1,10 @@
-"""The state of every random number generator that a training step may draw from, taken for next to nothing."""
+"""The state of every random number generator that a training step may draw from."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import random
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,114 +13,89 @@ from torch import Tensor
 
 __all__ = ["RandomState"]
 
-_HEADER = object.__basicsize__  # reference count and type
-_NUMPY_BYTES = 2500  # 624 numbers and a position: all of the Mersenne Twister
-
 
 @dataclass
 class RandomState:
-    """State of the generators of torch (CPU and the model's device), Python and numpy.
+    """State of the generators of torch (CPU and CUDA), Python and numpy.
 
     Attributes:
         torch_cpu: Of torch on the CPU.
-        device: The device of the model.
-        torch_device: Of torch on that device; ``None`` on the CPU.
+        torch_cuda: Of torch on CUDA devices, by index.
         python: Of ``random``.
         numpy: Of numpy's global generator; ``None`` where numpy is not in use.
     """
 
     torch_cpu: Tensor
-    device: torch.device
-    torch_device: Tensor | None
+    torch_cuda: dict[int, Tensor]
     python: Any
     numpy: Any
 
     @classmethod
-    def capture(cls, device: torch.device) -> RandomState:
+    def capture(cls, device: torch.device | None = None) -> RandomState:
         """Take the states as they are; nothing is read from a device.
 
         Args:
-            device: The device of the model.
-
-        Ranks: any rank, alone.
+            device: The only device that is drawn on; by default every CUDA device in use.
         """
-        # The state of a CUDA generator lives on the host: a seed and an offset.
-        of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), device, of_device, _python_state(), _numpy_state())
+        return cls(torch.get_rng_state(), _cuda_states(device), random.getstate(), _numpy_state())
 
     def restore(self) -> None:
-        """Put every generator into the captured state.
-
-        Ranks: any rank, alone.
-        """
+        """Put every generator into the captured state."""
         torch.set_rng_state(self.torch_cpu)
-        if self.torch_device is not None:
-            torch.cuda.set_rng_state(self.torch_device, self.device)
+        for index, state in self.torch_cuda.items():
+            torch.cuda.set_rng_state(state, index)
         random.setstate(self.python)
         if self.numpy is not None:
+            _numpy.forget()
             sys.modules["numpy"].random.set_state(self.numpy)
 
 
-class _Watched:
-    """A generator's state, asked for only when the memory that holds it has changed.
+def _cuda_states(device: torch.device | None) -> dict[int, Tensor]:
+    # The state of a CUDA generator lives on the host: a seed and an offset.
+    if device is not None and device.type != "cuda":
+        return {}
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return {}
+    if device is not None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return {index: torch.cuda.get_rng_state(index)}
+    return dict(enumerate(torch.cuda.get_rng_state_all()))
 
-    Python and numpy take longer to hand their states out (625 number objects) than all else a step's record
-    takes, and most steps draw from neither.
 
-    Args:
-        places: (address, size [bytes]) of all that the state consists of.
-        ask: Gives the state.
-        keep: What owns the memory.
+class _NumpyState:
+    """State of numpy's global generator, asked for only when it has moved: that takes longer than all else here.
+
+    Its Mersenne Twister is compared through numpy's ctypes interface. Normal numbers come in pairs, and the one
+    left over is not part of it: while there is one, the state is asked for each time.
     """
 
-    def __init__(self, places: Sequence[tuple[int, int]], ask: Callable[[], Any], keep: Any) -> None:
-        self._places, self._ask, self._keep = tuple(places), ask, keep
-        self._memory: list[bytes] = []
+    _SIZE = 624 * 4 + 4  # the numbers of the Mersenne Twister and its position in them [bytes]
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._address = 0
+        self._bytes = b""
         self._state: Any = None
 
-    def state(self) -> Any:
-        memory = [ctypes.string_at(address, size) for address, size in self._places]
-        if memory != self._memory:
-            self._memory, self._state = memory, self._ask()
+    def forget(self) -> None:
+        """Ask for the state the next time, moved or not."""
+        self._state = None
+
+    def __call__(self, numpy: Any) -> Any:
+        generator = numpy.random.get_bit_generator()
+        if not isinstance(generator, numpy.random.MT19937):
+            return numpy.random.get_state(legacy=False)
+        if generator is not self._generator:
+            self._generator, self._address, self._state = generator, generator.ctypes.state_address, None
+        now = ctypes.string_at(self._address, self._SIZE)
+        if self._state is None or self._state["has_gauss"] or now != self._bytes:
+            self._bytes, self._state = now, numpy.random.get_state(legacy=False)
         return self._state
 
 
-_CPYTHON = sys.implementation.name == "cpython"
-_watched: dict[str, _Watched] = {}
-
-
-def _python_state() -> Any:
-    generator = getattr(random, "_inst", None)
-    # The C struct of `_random.Random` holds it all, but for the number that `gauss` keeps for the next time.
-    if not _CPYTHON or type(generator) is not random.Random or vars(generator).get("gauss_next") is not None:
-        return random.getstate()
-    if "python" not in _watched:
-        base = random.Random.__base__
-        assert base is not None
-        place = (id(generator) + _HEADER, base.__basicsize__ - _HEADER)
-        _watched["python"] = _Watched([place], random.getstate, generator)
-    return _watched["python"].state()
+_numpy = _NumpyState()
 
 
 def _numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    generator = numpy.random.get_bit_generator()
-    watched = _watched.get("numpy")
-    if watched is not None and watched._keep[0] is generator:
-        return watched.state()
-    ask = functools.partial(numpy.random.get_state, legacy=False)
-    if not _CPYTHON or type(generator).__name__ != "MT19937":
-        return ask()
-    # Normal numbers come in pairs; the one left over is in the object around the generator.
-    around = numpy.random.mtrand._rand
-    _watched["numpy"] = _Watched(
-        [
-            (generator.ctypes.state_address, _NUMPY_BYTES),
-            (id(around) + _HEADER, type(around).__basicsize__ - _HEADER),
-        ],
-        ask,
-        (generator, around),
-    )
-    return _watched["numpy"].state()
+    return None if numpy is None else _numpy(numpy)

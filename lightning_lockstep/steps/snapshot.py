@@ -1,92 +1,147 @@
-"""Everything a trial step may change, put back bit for bit.
+"""State that a training step may change, put back bit for bit.
 
-What the step needs to write to is replaced by an empty one where that is enough (gradients, a fresh
-optimizer's state), else copied: to host memory from a device, to a file from host memory, so that the copy
-does not take the memory that is being measured.
+A :class:`Snapshot` is made of parts, each of which is cheap enough to be used on its own: a trial of a batch size
+puts everything back, a replay all but parameters and optimizers, a split step what a forward leaves behind.
+What the step only writes to is replaced by something empty where that is enough (gradients, a fresh optimizer's
+state), else copied: to host memory from a device, so that a copy does not take the memory that is being
+measured or has run out.
 """
 
 from __future__ import annotations
 
 import copy
-import random
-import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["ModuleAttributes", "Snapshot"]
+from lightning_lockstep._lightning.internals import untoggled_flags
+from lightning_lockstep.steps.random_state import RandomState
+
+__all__ = [
+    "BufferCopies",
+    "Generators",
+    "Gradients",
+    "ModuleAttributes",
+    "OptimizerState",
+    "ScalerState",
+    "Snapshot",
+    "TensorValues",
+    "whole_run",
+]
+
+# Buffers up to this size [elements] are copied at each refresh; batch norm changes its own without a trace.
+_SMALL = 65_536
+
+
+class Part(Protocol):
+    """State as it was when the object was made."""
+
+    def restore(self) -> None:
+        """Put it back."""
+        ...
 
 
 class Snapshot:
-    """Takes down the state of a run and puts it back.
+    """Several parts, put back together in reverse order; as a context manager, when the body ends.
 
     Args:
-        module: The module whose parameters, buffers, gradients, modes and plain attributes are kept.
-        optimizers: Optimizers whose state and settings are kept.
-        scaler: Gradient scaler of the precision plugin, or ``None``.
-        generators: Random generators of loaders and samplers, beside the global ones.
-
-    Ranks: any rank, alone; nothing is sent.
+        *parts: What to put back.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizers: Iterable[Optimizer] = (),
-        *,
-        scaler: object | None = None,
-        generators: Iterable[torch.Generator] = (),
-    ) -> None:
-        self._module = module
-        self._tensors = {id(t): t for t in [*module.parameters(), *module.buffers()]}
-        self._values = _TensorCopies(list(self._tensors.values()))
-        self._grads = [(p, p.grad) for p in module.parameters()]
-        self._modes = [(m, m.training) for m in module.modules()]
-        self._attributes = ModuleAttributes(module)
-        self._optimizers = [_OptimizerState(optimizer) for optimizer in optimizers]
-        self._scaler = None if scaler is None else (scaler, _copied(vars(scaler)))
-        self._generators = [(g, g.get_state()) for g in generators]
-        self._random = _random_states()
-        for parameter, _ in self._grads:
-            parameter.grad = None
+    def __init__(self, *parts: Part) -> None:
+        self._parts = parts
 
     def restore(self) -> None:
-        """Put everything back.
+        """Put everything back."""
+        for part in reversed(self._parts):
+            part.restore()
 
-        Ranks: any rank, alone; nothing is sent.
-        """
-        for parameter, grad in self._grads:
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def whole_run(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer] = (),
+    *,
+    scaler: object | None = None,
+    generators: Iterable[torch.Generator] = (),
+) -> Snapshot:
+    """Return a snapshot of all that training steps change.
+
+    Args:
+        module: The module: parameters, buffers, gradients, modes and plain attributes.
+        optimizers: Optimizers: state and settings.
+        scaler: Gradient scaler of the precision plugin, or ``None``.
+        generators: Random generators of loaders and samplers, beside the global ones.
+    """
+    parts: list[Part] = [RandomState.capture(), Generators(generators)]
+    parts += [OptimizerState(optimizer) for optimizer in optimizers]
+    parts += [] if scaler is None else [ScalerState(scaler)]
+    parts += [TensorValues(module), ModuleAttributes(module), Gradients(module)]
+    return Snapshot(*parts)
+
+
+class Gradients:
+    """Gradients and ``requires_grad`` flags; the parameters have none until they are put back.
+
+    Where an optimizer of several is toggled, the flags become as they were before.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        untoggled = untoggled_flags(module)
+        self._kept = [(p, p.grad, p.requires_grad) for p in module.parameters()]
+        for parameter, _, flag in self._kept:
+            parameter.grad = None
+            parameter.requires_grad_(untoggled.get(parameter, flag))
+
+    def restore(self) -> None:
+        """Put gradients and flags back."""
+        for parameter, grad, flag in self._kept:
             parameter.grad = grad
-        self._attributes.restore()
-        for module, training in self._modes:
-            module.training = training
-        self._values.restore(list(self._tensors.values()))
-        for optimizer in self._optimizers:
-            optimizer.restore()
-        if self._scaler is not None:
-            scaler, attributes = self._scaler
-            vars(scaler).clear()
-            vars(scaler).update(attributes)
-        for generator, state in self._generators:
-            generator.set_state(state)
-        _set_random_states(self._random)
+            parameter.requires_grad_(flag)
 
 
-class _TensorCopies:
-    """The values of tensors, in host memory for those of a device, in a file for the others."""
+class TensorValues:
+    """Values of all parameters and buffers, in host memory for those of a device, in a file for the others.
 
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tensors = list({id(t): t for t in [*module.parameters(), *module.buffers()]}.values())
+        self._copies = _StoredCopies(self._tensors)
+
+    def restore(self) -> None:
+        """Put the values back."""
+        self._copies.write_to(self._tensors)
+
+
+class _StoredCopies:
     def __init__(self, tensors: list[Tensor]) -> None:
         # It lives as long as this object; the system deletes it when it is closed.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
         torch.save([t.detach() for t in tensors if t.device.type == "cpu"], self._file)
         self._copies = [t.detach().cpu() for t in tensors if t.device.type != "cpu"]
 
-    def restore(self, tensors: list[Tensor]) -> None:
+    def write_to(self, tensors: list[Tensor]) -> None:
         self._file.seek(0)
         stored = iter(torch.load(self._file, weights_only=True))
         copies = iter(self._copies)
@@ -95,148 +150,208 @@ class _TensorCopies:
                 tensor.copy_(next(stored) if tensor.device.type == "cpu" else next(copies))
 
 
-class _OptimizerState:
-    """State and settings of one optimizer."""
+class BufferCopies:
+    """Copies of a module's buffers that can be refreshed in every step for little.
+
+    Small buffers are copied each time in one fused call. Large ones (masks, tables) hardly ever change: they
+    are copied when their version counter says that something wrote to them.
+
+    Args:
+        module: The module whose buffers to copy.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [(m, name) for m in module.modules() for name in m._buffers]
+        self._owners: list[tuple[nn.Module, str]] = []
+        self._originals: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._versions: list[int] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Make the copies equal to the buffers as they are now."""
+        if not self._places:
+            return
+        now = [b for m, name in self._places if (b := m._buffers.get(name)) is not None and not b.is_meta]
+        if len(now) != len(self._originals) or any(
+            a is not b for a, b in zip(now, self._originals, strict=True)
+        ):
+            held = {id(buffer) for buffer in now}
+            self._owners = [(m, name) for m, name in self._places if id(m._buffers.get(name)) in held]
+            self._originals = now
+            self._copies = [b.detach().clone() for b in now]
+        else:
+            stale = [i for i, b in enumerate(now) if b.numel() <= _SMALL or b._version != self._versions[i]]
+            if stale:
+                with torch.no_grad():
+                    torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])
+        self._versions = [b._version for b in now]
+
+    def restore(self) -> None:
+        """Make the buffers what they were at the last refresh."""
+        with torch.no_grad():
+            for (module, name), buffer, values in zip(
+                self._owners, self._originals, self._copies, strict=True
+            ):
+                buffer.copy_(values)
+                module._buffers[name] = buffer
+
+
+class ModuleAttributes:
+    """Plain attributes of a module and its submodules: modes, counters, lists, states of torchmetrics.
+
+    Containers and tensors are put back in place, where others may hold them.
+
+    Args:
+        module: The root module.
+    """
+
+    # Parameters are never exchanged, buffers' values are a matter of their own, and the rest is Lightning's.
+    _OTHERS = frozenset({"_parameters", "_modules", "_trainer", "_fabric", "trainer"})
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kept = [
+            (m, {name: self._kept_value(name, v) for name, v in vars(m).items() if name not in self._OTHERS})
+            for m in module.modules()
+        ]
+
+    @staticmethod
+    def _kept_value(name: str, value: Any) -> Callable[[], Any]:
+        return partial(_refill, value, dict(value), {}) if name == "_buffers" else _kept(value, set())
+
+    def restore(self) -> None:
+        """Put every attribute back."""
+        for module, kept in self._kept:
+            attributes = vars(module)
+            for name in [name for name in attributes if name not in kept and name not in self._OTHERS]:
+                del attributes[name]
+            for name, put_back in kept.items():
+                attributes[name] = put_back()
+
+
+def _kept(value: Any, seen: set[int]) -> Callable[[], Any]:
+    """Return a function that gives the very same object back, with what is in it now."""
+    if not isinstance(value, (Tensor, list, set, dict)) or id(value) in seen:
+        return partial(_same, value)
+    if isinstance(value, Tensor):
+        return partial(_with_values, value, value.detach().cpu().clone())
+    seen.add(id(value))
+    items = dict(value) if isinstance(value, dict) else list(value)
+    numbered = items.items() if isinstance(items, dict) else enumerate(items)
+    inner = {k: _kept(item, seen) for k, item in numbered if isinstance(item, (Tensor, list, set, dict))}
+    return partial(_refill, value, items, inner)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _with_values(tensor: Tensor, values: Tensor) -> Tensor:
+    if tensor.is_inference():
+        return values.to(tensor.device)
+    # Writing raises the version, which a graph that is still to be run backward would take for a change.
+    if not torch.equal(tensor.detach().cpu(), values):
+        with torch.no_grad():
+            tensor.copy_(values)
+    return tensor
+
+
+def _refill(container: Any, items: Any, inner: dict[Any, Callable[[], Any]]) -> Any:
+    for key, put_back in inner.items():
+        items[key] = put_back()
+    container.clear()
+    container.extend(items) if isinstance(container, list) else container.update(items)
+    return container
+
+
+class OptimizerState:
+    """State and settings of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._state = optimizer.state
+        self._optimizer, self._state = optimizer, optimizer.state
         self._groups = [
             {key: _copied(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        self._attributes = {
-            key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, int, float, str))
-        }
+        self._attributes = {key: value for key, value in vars(optimizer).items() if _is_plain(value)}
         tensors = _tensors_in(self._state)
-        self._values = _TensorCopies(tensors) if tensors else None
-        self._plain = None if self._values is None else _without_tensors(self._state)
+        self._values = _StoredCopies(tensors) if tensors else None
+        self._entries = _with_the_same_tensors(self._state)
         if self._values is None:
-            # Nothing in it yet: the trials fill another one, and this stays as it is.
+            # Nothing in it yet: the steps fill another one, and this stays as it is.
             optimizer.state = defaultdict(dict)
 
     def restore(self) -> None:
+        """Put state and settings back."""
         optimizer = self._optimizer
-        if self._values is None:
-            optimizer.state = self._state
-        else:
-            _restore_plain(optimizer.state, self._plain)
-            self._values.restore(_tensors_in(optimizer.state))
+        optimizer.state = self._state
+        if self._values is not None:
+            self._state.clear()
+            self._state.update(_with_the_same_tensors(self._entries))
+            self._values.write_to(_tensors_in(self._state))
         for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
             for key in [key for key in group if key != "params" and key not in kept]:
                 del group[key]
             group.update(kept)
-        for key in [k for k, v in vars(optimizer).items() if isinstance(v, (bool, int, float, str))]:
+        attributes = vars(optimizer)
+        for key in [key for key, value in attributes.items() if _is_plain(value)]:
             if key not in self._attributes:
-                delattr(optimizer, key)
-        vars(optimizer).update(self._attributes)
+                del attributes[key]
+        attributes.update(self._attributes)
 
 
 def _tensors_in(state: Any) -> list[Tensor]:
-    return [value for entry in state.values() for value in entry.values() if isinstance(value, Tensor)]
+    tensors: list[Tensor] = []
+    apply_to_collection(list(state.values()), Tensor, tensors.append)
+    return tensors
 
 
-def _without_tensors(state: Any) -> dict[Any, dict[str, Any]]:
-    return {
-        key: {
-            name: value if isinstance(value, Tensor) else copy.deepcopy(value)
-            for name, value in entry.items()
-        }
-        for key, entry in state.items()
-    }
+def _with_the_same_tensors(state: Any) -> dict[Any, Any]:
+    shared = [*state, *_tensors_in(state)]
+    return copy.deepcopy(dict(state), {id(tensor): tensor for tensor in shared})
 
 
-def _restore_plain(state: Any, plain: Any) -> None:
-    state.clear()
-    for key, entry in plain.items():
-        state[key] = dict(entry)
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str))
 
 
-class ModuleAttributes:
-    """Plain attributes (counters, lists, metric states) of a module's submodules.
+class ScalerState:
+    """Everything a gradient scaler holds.
 
     Args:
-        module: The root module.
-
-    Ranks: any rank, alone; nothing is sent.
+        scaler: The scaler.
     """
 
-    _OWN = frozenset({"_parameters", "_modules", "training", "_trainer", "_fabric", "trainer"})
-
-    def __init__(self, module: nn.Module) -> None:
-        self._kept = [(m, self._attributes(m)) for m in module.modules()]
+    def __init__(self, scaler: object) -> None:
+        self._scaler, self._attributes = scaler, _copied(vars(scaler))
 
     def restore(self) -> None:
-        """Put every attribute back, in place where others may hold it."""
-        for module, kept in self._kept:
-            attributes = vars(module)
-            for name in [name for name in attributes if name not in kept and name not in self._OWN]:
-                del attributes[name]
-            for name, (value, contents) in kept.items():
-                attributes[name] = _put_back(value, contents)
-
-    @classmethod
-    def _attributes(cls, module: nn.Module) -> dict[str, tuple[Any, Any]]:
-        return {
-            # The buffers' own values are kept with the parameters'; here only which tensors they are.
-            name: (value, dict(value) if name == "_buffers" else _contents(value))
-            for name, value in vars(module).items()
-            if name not in cls._OWN
-        }
+        """Put it back."""
+        vars(self._scaler).clear()
+        vars(self._scaler).update(self._attributes)
 
 
-def _contents(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {k: (_Kept(v) if isinstance(v, Tensor) else v) for k, v in value.items()}
-    return copy.copy(value) if isinstance(value, (list, set)) else value
+class Generators:
+    """States of random generators of torch.
 
+    Args:
+        generators: The generators.
+    """
 
-class _Kept:
-    """A tensor inside a dictionary, with its value."""
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self._states = [(generator, generator.get_state()) for generator in generators]
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.value = tensor, tensor.detach().clone()
-
-
-def _put_back(value: Any, contents: Any) -> Any:
-    if isinstance(value, Tensor):
-        if value.is_inference():
-            return contents
-        with torch.no_grad():
-            value.copy_(contents)
-    elif isinstance(value, list):
-        value[:] = contents
-    elif isinstance(value, dict):
-        value.clear()
-        for key, item in contents.items():
-            value[key] = _put_back(item.tensor, item.value) if isinstance(item, _Kept) else item
-    elif isinstance(value, set):
-        value.clear()
-        value.update(contents)
-    return value
+    def restore(self) -> None:
+        """Put the states back."""
+        for generator, state in self._states:
+            generator.set_state(state)
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     return copy.deepcopy(value) if isinstance(value, (dict, list)) else value
-
-
-def _random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,4 +1,4 @@
-"""What a rank that runs out of memory in mid-run tells the others, at no cost to a step.
+"""What a rank that runs out of memory in mid-run sends to the others, at no cost to a step.
 
 The others wait in their backward for the gradients that this rank owes. It posts its notice, and sends the
 gradients only once every rank has acknowledged it, so each finds the notice when its backward returns: all
@@ -47,7 +47,7 @@ class Notices:
         self._communicator = communicator
         self._channel = communicator.side_channel
         self._waiting: set[int] = set()
-        self._all_know = threading.Event()
+        self._all_acknowledged = threading.Event()
         # By step, and then by rank: the next step's may come before this one's was read, and where two ranks
         # ran out in one step all must give the same reason.
         self._notices: dict[int, dict[int, Notice]] = {}
@@ -64,7 +64,7 @@ class Notices:
         """
         self._channel.post(_COUNT, text, to=0)
 
-    def tell(self, notice: Notice, timeout: float = 60.0) -> bool:
+    def send(self, notice: Notice, timeout: float = 60.0) -> bool:
         """Make every rank take the decision of ``notice``.
 
         Args:
@@ -81,9 +81,9 @@ class Notices:
         if not others:
             return True
         self._waiting = others
-        self._all_know.clear()
+        self._all_acknowledged.clear()
         self._channel.post(_NOTICE, [notice.step, notice.fatal, notice.text])
-        return self._all_know.wait(timeout)
+        return self._all_acknowledged.wait(timeout)
 
     @property
     def none(self) -> bool:
@@ -113,7 +113,7 @@ class Notices:
     def _acknowledged(self, message: Message) -> None:
         self._waiting.discard(message.sender)
         if not self._waiting:
-            self._all_know.set()
+            self._all_acknowledged.set()
 
     def _keep(self, rank: int, notice: Notice) -> None:
         # One operation each under the interpreter's lock: the receiving thread and this one both come here.

@@ -26,8 +26,9 @@ from lightning_lockstep.batch_size.recovery.micro_batches import KnownSizes, sam
 from lightning_lockstep.batch_size.recovery.notices import Notice, Notices
 from lightning_lockstep.batch_size.recovery.split_step import SplitStep, as_training_step
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.ddp_reducer import ddp_of, send_gradients
+from lightning_lockstep.distributed.ddp_reducer import ddp_of, deliver_gradients
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.patching import put_in_place
 
 __all__ = ["Recovery"]
 
@@ -78,14 +79,14 @@ class Recovery:
 
     # -- around every step ------------------------------------------------------------------------------
 
-    def prepare(self, call: GuardedClosure) -> dict[str, Any]:
+    def prepare(self, call: GuardedClosure) -> list[Callable[[], None]]:
         """Note what the step logs, and let one that is known not to fit stop before its forward.
 
         A repetition must not log again, and a step left out still owes what it logs. Called around every step,
-        so it is a plain pair of methods: see :meth:`put_back`.
+        so it is no context manager.
 
         Returns:
-            What was there before.
+            What to call to undo it.
         """
         module, log, calls = self._module, self._module.log, call.logged
 
@@ -93,23 +94,11 @@ class Recovery:
             log(name, value, *args, **kwargs)
             calls.append((name, value.detach() if type(value) is Tensor else value, args, kwargs))
 
-        attributes = vars(module)
-        before = {"log": attributes.get("log")}
-        attributes["log"] = noted
+        undo = [put_in_place(module, "log", noted)]
         if self._sizes.some_too_large and self._sizes.is_too_large(next(iter(call.kwargs.values()))):
             # The wrapper's own forward still runs: what it sends before the module's is owed to the others.
-            before["training_step"] = attributes.get("training_step")
-            attributes["training_step"] = _stop
-        return before
-
-    def put_back(self, before: dict[str, Any]) -> None:
-        """Undo :meth:`prepare`."""
-        attributes = vars(self._module)
-        for name, value in before.items():
-            if value is None:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = value
+            undo.append(put_in_place(module, "training_step", _stop))
+        return undo
 
     def succeeded(self, call: GuardedClosure) -> None:
         """Remember what a step logs. Ranks: every rank, alone."""
@@ -158,48 +147,42 @@ class Recovery:
         """
         release_memory()
         batch = next(iter(call.kwargs.values()))
+        began = call.marks is not None
         missing = self.trainable if call.marks is None else call.marks.missing(self.trainable)
-        if call.marks is None and call._zero_grad_fn is not None:
-            call._zero_grad_fn()
-        result = None
-        if self._mode == "split":
-            result = self._in_micro_batches(call, batch, missing, failure)
-        if result is None:
-            text = f"left out batch {self._where()}: {failure}"
-            fatal = self._mode == "split"
-            self._tell(self._hopeless(batch, failure) if fatal else text, fatal=fatal)
-            self._count(text)
-            self._log_as_before(call)
-            result = _ClosureResult(closure_loss=None)
-        self._settle(call, missing)
-        return result
+        if not began:
+            call.zero_grad()
+        done = self._in_micro_batches(call, batch, missing, failure) if self._mode == "split" else None
+        if done is not None:
+            result, gradients = done
+            deliver_gradients(self._ddp, gradients, backward_began=began)
+            if result.closure_loss is not None:
+                self._trainer.precision_plugin.post_backward(result.closure_loss, self._module)
+            return result
+        fatal = self._mode == "split"
+        text = f"left out batch {self._where()}: {failure}"
+        self._notify(self._not_even_one(batch, failure) if fatal else text, fatal=fatal)
+        self._count(text)
+        self._log_as_before(call)
+        deliver_gradients(self._ddp, dict.fromkeys(missing), backward_began=began)
+        return _ClosureResult(closure_loss=None)
 
     def _in_micro_batches(
         self, call: GuardedClosure, batch: Any, missing: Sequence[nn.Parameter], failure: str
-    ) -> Any:
+    ) -> tuple[Any, dict[nn.Parameter, Tensor | None]] | None:
         samples, size = samples_in(batch), volume(batch)
         parts = self._sizes.parts_for(size) if failure == SPLIT_ON_PURPOSE else 2
         while samples > 1:
             parts = min(parts, samples)
-            result = self._split_step.run(call, batch, parts, missing)
-            if result is not None:
+            done = self._split_step.run(call, batch, parts, missing)
+            if done is not None:
                 self._sizes.learn(size, parts)
                 self._count(f"split batch {self._where()} into {parts} micro-batches: {failure}")
-                return result
+                return done
             if parts == samples:
                 break
             release_memory()
             parts *= 2
         return None
-
-    def _settle(self, call: GuardedClosure, missing: Sequence[nn.Parameter]) -> None:
-        """Send the gradients that this rank still owes in this step."""
-        ddp = self._ddp
-        if ddp is None or not ddp.require_backward_grad_sync:
-            return
-        if ddp.find_unused_parameters:
-            missing = [parameter for parameter in missing if parameter.grad is not None] or missing[:1]
-        send_gradients(ddp, missing, backward_began=call.marks is not None)
 
     def _log_as_before(self, call: GuardedClosure) -> None:
         """Log what a step logs, with the values of the last one: the others wait for those they average."""
@@ -214,9 +197,9 @@ class Recovery:
             for name, value, args, kwargs in self._last_logged[len(call.logged) :]:
                 self._module.log(name, value, *args, **kwargs)
 
-    def _tell(self, text: str, *, fatal: bool) -> None:
+    def _notify(self, text: str, *, fatal: bool) -> None:
         notice = Notice(self._step, fatal, f"rank {self._communicator.rank} {text}")
-        if not self.notices.tell(notice):
+        if not self.notices.send(notice):
             raise BatchSizeError(f"{notice.text} (and not every rank answered, so this one stops alone)")
 
     def _count(self, text: str) -> None:
@@ -227,7 +210,7 @@ class Recovery:
         progress = self._trainer.fit_loop.epoch_loop
         return f"{progress.batch_idx} of epoch {self._trainer.current_epoch}"
 
-    def _hopeless(self, batch: Any, failure: str) -> str:
+    def _not_even_one(self, batch: Any, failure: str) -> str:
         return (
             f"ran out of memory in batch {self._where()}, and single samples do not fit either"
             f" ({samples_in(batch)} samples, {volume(batch)} values in the batch): {failure}"

@@ -7,19 +7,19 @@ wrapper fires; then the gradients are put in place. Sending them is the caller's
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from lightning_lockstep._lightning import LightningModule, Trainer, _ClosureResult
 from lightning_lockstep.batch_size.memory.out_of_memory import attempt
 from lightning_lockstep.batch_size.recovery.guarded_step import GuardedClosure
 from lightning_lockstep.batch_size.recovery.micro_batches import LogRecord, merged_extra, samples_in, split
-from lightning_lockstep.batch_size.trial import replaced
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.steps.snapshot import ModuleAttributes
+from lightning_lockstep.steps.isolated import on_plain_module
+from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Snapshot
 
 __all__ = ["SplitStep", "as_training_step"]
 
@@ -40,8 +40,10 @@ class SplitStep:
     ) -> None:
         self._trainer, self._module, self._loss_reduction = trainer, module, loss_reduction
 
-    def run(self, call: GuardedClosure, batch: Any, parts: int, missing: Sequence[nn.Parameter]) -> Any:
-        """Run the batch in that many parts and add the gradients to those of the parameters.
+    def run(
+        self, call: GuardedClosure, batch: Any, parts: int, missing: Sequence[nn.Parameter]
+    ) -> tuple[Any, dict[nn.Parameter, Tensor | None]] | None:
+        """Run the batch in that many parts.
 
         Args:
             call: The step on the whole batch, which ran out of memory.
@@ -50,7 +52,8 @@ class SplitStep:
             missing: Parameters whose gradients have not arrived yet.
 
         Returns:
-            What the step on the whole batch would have returned; ``None`` when memory runs out again.
+            What the step on the whole batch would have returned, and the gradients that are missing; ``None``
+            when memory runs out again.
 
         Raises:
             Exception: What the step itself raises for another reason.
@@ -63,14 +66,12 @@ class SplitStep:
         log, results = LogRecord(), list[Any]()
         with self._stand_ins(missing) as stand_ins, self._as_after_forward(call):
             error = attempt(lambda: results.append(self._run_parts(call, split(batch, parts), weights, log)))
-            if error is None:
-                for parameter in missing:
-                    _add(parameter, stand_ins[parameter].grad)
+            gradients = {parameter: stand_ins[parameter].grad for parameter in missing}
         if error is None:
             with as_training_step(self._module):
                 done = len(log.parts[0]) if call.marks is not None else len(call.logged)
                 log.replay(self._module.log, weights, skip=done)
-            return results[0]
+            return results[0], gradients
         if not error.out_of_memory:
             raise error.error or BatchSizeError(error.summary)
         return None
@@ -79,27 +80,25 @@ class SplitStep:
         self, call: GuardedClosure, parts: Sequence[Any], weights: Sequence[float], log: LogRecord
     ) -> Any:
         """Forward and backward of each micro-batch; gradients add up in the stand-ins."""
-        trainer, module = self._trainer, self._module
-        names, total, extras = list(call.kwargs), None, []
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(replaced(module, "log", log))
-            for method in ("all_gather", "reduce", "broadcast"):
-                stack.enter_context(replaced(trainer.strategy, method, _refuse_collective))
+        strategy, precision = self._trainer.strategy, self._trainer.precision_plugin
+        refused = dict.fromkeys(("all_gather", "reduce", "broadcast"), _refuse_collective)
+        total, extras = None, []
+        with (
+            on_plain_module(strategy),
+            replaced(self._module, log=log),
+            replaced(strategy, **refused),
+            # Its hooks are for the gradients of the whole batch.
+            replaced(precision, post_backward=lambda tensor, module: tensor.detach()),
+        ):
             for part, weight in zip(parts, weights, strict=True):
                 log.begin_part()
-                arguments = {**call.kwargs, names[0]: part}
-                with trainer.precision_plugin.train_step_context():
-                    output = module.training_step(*arguments.values())
-                step = _ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
+                step = call.part(part, weight if self._loss_reduction == "mean" else 1.0)
                 if step.closure_loss is None:
                     continue
-                factor = weight if self._loss_reduction == "mean" else 1.0
-                trainer.strategy.backward(step.closure_loss * factor, call.optimizer)
-                share = step.closure_loss.detach() * factor
+                share = step.closure_loss.detach()
                 total = share if total is None else total + share
                 extras.append(step.extra)
-                del step, output
+                del step
         extra = merged_extra(extras, weights) if extras and len(extras) == len(weights) else {}
         return _ClosureResult(closure_loss=total, extra=extra)
 
@@ -132,15 +131,8 @@ class SplitStep:
         if call.marks is None:
             yield
             return
-        buffers = [(b, b.detach().clone()) for b in self._module.buffers()]
-        attributes = ModuleAttributes(self._module)
-        try:
+        with Snapshot(BufferCopies(self._module), ModuleAttributes(self._module)):
             yield
-        finally:
-            attributes.restore()
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
 
 
 @contextmanager
@@ -155,15 +147,6 @@ def as_training_step(module: LightningModule) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = before
-
-
-def _add(parameter: nn.Parameter, grad: Tensor | None) -> None:
-    if grad is None:
-        return
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        parameter.grad += grad
 
 
 def _refuse_collective(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,79 @@
+"""What a strategy can do, asked of the strategy and never read from the name of its class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from lightning_lockstep._lightning import DDPStrategy, SingleDeviceStrategy, Strategy
+
+__all__ = ["Capabilities", "StatesCapabilities", "capabilities_of", "missing_capabilities"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What can be done with a training step of a strategy.
+
+    Attributes:
+        whole_gradients: After a backward made by autograd, each rank holds whole gradients in ``.grad``.
+        step_alone: One rank can make a step of the run by itself, without the others.
+        sees_out_of_memory: Running out of memory is raised at the call that needs the memory.
+    """
+
+    whole_gradients: bool = True
+    step_alone: bool = True
+    sees_out_of_memory: bool = True
+
+
+_WHY = {
+    "whole_gradients": "it does not keep whole gradients in `.grad`, or its backward is not autograd's own",
+    "step_alone": (
+        "it divides the model or its optimizer among the ranks, or runs the step itself, so a step on one rank"
+        " alone would not be the step of the run"
+    ),
+    "sees_out_of_memory": (
+        "it compiles and runs operations later than they are called, so running out of memory is not seen at the"
+        " call that needs it"
+    ),
+}
+
+
+@runtime_checkable
+class StatesCapabilities(Protocol):
+    """A strategy that says itself what it can do; every strategy of this package does."""
+
+    @property
+    def step_capabilities(self) -> Capabilities:
+        """What can be done with a training step of this strategy."""
+        ...
+
+
+def capabilities_of(strategy: Strategy) -> Capabilities:
+    """Return what a strategy can do: what it states itself, else what follows from what it is.
+
+    Args:
+        strategy: Any strategy of a Trainer.
+    """
+    if isinstance(strategy, StatesCapabilities):
+        return strategy.step_capabilities
+    # DeepSpeed's strategy is a DDPStrategy by inheritance only: its engine makes the step.
+    whole = (
+        isinstance(strategy, (DDPStrategy, SingleDeviceStrategy))
+        and not strategy.handles_gradient_accumulation
+    )
+    if not whole:
+        return Capabilities(whole_gradients=False, step_alone=False)
+    if strategy.root_device.type == "xla":
+        return Capabilities(whole_gradients=False, sees_out_of_memory=False)
+    return Capabilities()
+
+
+def missing_capabilities(strategy: Strategy, *needed: str) -> list[str]:
+    """Return why a strategy cannot do what is needed, a reason each; empty when it can do all of it.
+
+    Args:
+        strategy: Any strategy of a Trainer.
+        *needed: Names of fields of :class:`Capabilities`.
+    """
+    capabilities = capabilities_of(strategy)
+    return [_WHY[name] for name in needed if not getattr(capabilities, name)]

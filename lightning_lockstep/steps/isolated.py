@@ -1,0 +1,206 @@
+"""A training step run apart from the run: on one rank alone, by Lightning's own loops, with nothing sent or logged.
+
+Three things need it. A trial of a batch size makes whole steps (:func:`run_step`); a replay runs a recorded call
+forward and backward (:func:`run_forward_backward`); a step split into micro-batches runs its parts on the module
+itself (:func:`on_plain_module`). What they change is put back with :mod:`lightning_lockstep.steps.snapshot`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import MethodType
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_lockstep._lightning import (
+    DummyLogger,
+    LightningModule,
+    PassThroughProfiler,
+    Strategy,
+    Trainer,
+    _AutomaticOptimization,
+    _Closure,
+    _ManualOptimization,
+)
+from lightning_lockstep._lightning.internals import closure_parts, no_model_averaging, optimizer_step_hooks
+from lightning_lockstep.steps.patching import replaced
+
+__all__ = ["isolated", "on_plain_module", "run_forward_backward", "run_step"]
+
+
+@contextmanager
+def isolated(trainer: Trainer, module: LightningModule, *, answer_collectives: bool = True) -> Iterator[None]:
+    """Keep steps of the body from callbacks, loggers, the profiler and other ranks.
+
+    The strategy steps on the module itself and not on its distributed wrapper, so no gradient is reduced.
+    ``self.log`` does nothing. What the strategy or a SyncBatchNorm would send is answered on the spot, with
+    tensors of the size of the real answer.
+
+    Args:
+        trainer: The Trainer, in a loop.
+        module: Its LightningModule, not wrapped.
+        answer_collectives: Whether this rank is alone; where every rank runs the body, collectives may be real.
+    """
+    strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out
+    callbacks, loggers, profiler = run.callbacks, run.loggers, run.profiler
+    with ExitStack() as stack:
+        stack.enter_context(on_plain_module(strategy))
+        stack.enter_context(replaced(module, log=_nothing))
+        # A toggled optimizer asks for it, and only a wrapper of DDP could give it.
+        stack.enter_context(replaced(strategy, block_backward_sync=nullcontext))
+        stack.enter_context(replaced(strategy, **no_model_averaging(strategy)))
+        for optimizer, hooks in optimizer_step_hooks(strategy):
+            stack.enter_context(replaced(optimizer, **hooks))
+        if answer_collectives:
+            stack.enter_context(_answered_collectives(strategy, module, trainer.world_size))
+        run.callbacks, run.loggers = [], [DummyLogger()] if loggers else []
+        run.profiler = PassThroughProfiler()
+        try:
+            yield
+        finally:
+            run.callbacks, run.loggers, run.profiler = callbacks, loggers, profiler
+
+
+def run_step(trainer: Trainer, module: LightningModule, arguments: Sequence[Any], batch_idx: int) -> None:
+    """Run one whole training step by Lightning's own optimization, with every hook of the module.
+
+    Accumulation of gradients is set aside: the step ends with an optimizer step. Schedulers and the counters of
+    the run stay as they are. To be called in :func:`isolated`.
+
+    Args:
+        trainer: The Trainer, in a fit.
+        module: Its LightningModule.
+        arguments: What ``training_step`` is called with.
+        batch_idx: Number of the batch for the other hooks.
+    """
+    kwargs: Any = OrderedDict(enumerate(arguments))
+    if not module.automatic_optimization:
+        _ManualOptimization(trainer).run(kwargs)
+        return
+    with replaced(trainer, accumulate_grad_batches=1):
+        _AutomaticOptimization(trainer).run(trainer.optimizers[0], batch_idx, kwargs)
+
+
+def run_forward_backward(
+    trainer: Trainer,
+    module: LightningModule,
+    step: Callable[[], Any],
+    *,
+    optimizer_steps: int = 1,
+    around_backward: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Run a recorded ``training_step`` forward and backward by Lightning's own closure; no optimizer steps.
+
+    To be called in :func:`isolated`.
+
+    Args:
+        trainer: The Trainer, in a fit.
+        module: Its LightningModule.
+        step: The recorded call, below the distributed wrapper and inside autocast.
+        optimizer_steps: For manual optimization: at the how-manieth optimizer step to stop. Those before it run
+            their closure only: the parameters are beyond them already.
+        around_backward: Given the loss as it goes into a backward (scaled), returns the context of that backward.
+    """
+    strategy, done = trainer.strategy, 0
+    original: Callable[..., None] = module.backward
+
+    def training_step() -> Any:
+        with trainer.precision_plugin.train_step_context():
+            output = step()
+        if output is None and module.automatic_optimization:
+            raise _Stopped
+        return output
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with around_backward(loss):
+            if loss.requires_grad:
+                original(loss, *args, **kwargs)
+
+    def optimizer_step(optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        result = closure()
+        done += 1
+        if done >= optimizer_steps:
+            raise _Stopped
+        return result
+
+    with (
+        replaced(strategy, training_step=training_step, optimizer_step=optimizer_step),
+        replaced(module, backward=backward),
+    ):
+        try:
+            if module.automatic_optimization:
+                _Closure(**closure_parts(_AutomaticOptimization(trainer), trainer.optimizers[0]))()
+            else:
+                _ManualOptimization(trainer).run(OrderedDict())
+        except _Stopped:
+            pass
+
+
+@contextmanager
+def on_plain_module(strategy: Strategy) -> Iterator[None]:
+    """Have the strategy step on the LightningModule itself while the body runs.
+
+    What the strategy does around the wrapper's forward stays in force.
+
+    Args:
+        strategy: The strategy of a Trainer in a loop.
+    """
+    wrapped, module = strategy.model, strategy.lightning_module
+    if wrapped is module or module is None:
+        yield
+        return
+    strategy.model = _NotDistributed(module)
+    try:
+        yield
+    finally:
+        strategy.model = wrapped
+
+
+class _NotDistributed(nn.Module):
+    """In the place of a distributed wrapper; passes everything on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _Stopped(Exception):  # noqa: N818  (a signal, no error)
+    """Ends a step at the optimizer step that was asked for, or where there is nothing to run backward."""
+
+
+@contextmanager
+def _answered_collectives(strategy: Strategy, module: nn.Module, world_size: int) -> Iterator[None]:
+    def gathered(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor.expand(world_size, *tensor.shape).clone() if world_size > 1 else tensor
+
+    def unchanged(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value
+
+    answers: dict[str, Any] = {
+        "all_gather": gathered,
+        "reduce": unchanged,
+        "broadcast": unchanged,
+        "reduce_boolean_decision": unchanged,
+        "barrier": _nothing,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(replaced(strategy, **answers))
+        for part in module.modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                stack.enter_context(replaced(part, forward=MethodType(_BatchNorm.forward, part)))
+        yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing."""

@@ -1,0 +1,55 @@
+"""Attributes of an object put in the place of others for a while, and taken away exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+__all__ = ["put_in_place", "replaced"]
+
+_ABSENT = object()
+
+
+def put_in_place(owner: object, name: str, value: object) -> Callable[[], None]:
+    """Give ``owner`` an attribute of its own, past any ``__setattr__`` and property.
+
+    What was found through the class, such as a method, is found again once the attribute is gone. For a place
+    that runs in every step, where a context manager is too dear; elsewhere use :func:`replaced`.
+
+    Args:
+        owner: An object with a ``__dict__``.
+        name: The attribute.
+        value: Its value until then.
+
+    Returns:
+        A function that puts back what ``owner`` itself had before, or takes the attribute away.
+    """
+    attributes = vars(owner)
+    before = attributes.get(name, _ABSENT)
+    attributes[name] = value
+    return partial(_put_back, attributes, name, before)
+
+
+def _put_back(attributes: dict[str, Any], name: str, before: object) -> None:
+    if before is _ABSENT:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = before
+
+
+@contextmanager
+def replaced(owner: object, /, **values: object) -> Iterator[None]:
+    """Give ``owner`` these attributes while the body runs; see :func:`put_in_place`.
+
+    Args:
+        owner: An object with a ``__dict__``.
+        **values: The attributes by name.
+    """
+    undo = [put_in_place(owner, name, value) for name, value in values.items()]
+    try:
+        yield
+    finally:
+        for put_back in reversed(undo):
+            put_back()
