@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_lockstep._lightning import DDPStrategy, SingleDeviceStrategy, Trainer
+from lightning_lockstep._lightning import Trainer
 from lightning_lockstep.batch_size.memory.malloc import keep_freed_memory, return_freed_memory
 from lightning_lockstep.batch_size.memory.meter import CPUMeter, MemoryMeter
 from lightning_lockstep.batch_size.report import gib, trial_line
@@ -18,8 +18,9 @@ from lightning_lockstep.batch_size.search import SizeSearch, Trial
 from lightning_lockstep.batch_size.trial import TrialOutcome, TrialRunner
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.capabilities import missing_capabilities
 
-__all__ = ["Found", "fingerprint_of", "refuse_sharded", "run_search"]
+__all__ = ["Found", "fingerprint_of", "refuse_strategy", "run_search"]
 
 # On CPU a heap that keeps freed blocks needs up to about half as much again as what is alive.
 _ROOM_FOR_A_HEAP = 0.6
@@ -40,25 +41,16 @@ class Found:
     tight: bool
 
 
-def refuse_sharded(trainer: Trainer) -> None:
+def refuse_strategy(trainer: Trainer) -> None:
     """Raise where a trial on one rank alone is not possible, with the reason.
 
     Ranks: all, alike; nothing is sent.
     """
-    strategy = trainer.strategy
-    name = type(strategy).__name__
-    # DeepSpeed's strategy is a DDPStrategy by inheritance only: its engine makes the step.
-    runs_step_itself = getattr(strategy, "handles_gradient_accumulation", False)
-    if not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)) or runs_step_itself:
+    for why in missing_capabilities(trainer.strategy, "step_alone", "sees_out_of_memory"):
         raise BatchSizeError(
-            f"{name} divides the model or its optimizer among the ranks, or runs the step itself, so a trial on one"
-            " rank alone would not be the step of the run. Search with strategy='lockstep_ddp' or on a single device"
-            " and set the batch size, or use find_executable_batch_size around the whole run."
-        )
-    if strategy.root_device.type == "xla":
-        raise BatchSizeError(
-            f"{name} runs on XLA, which compiles and runs a step later than it is called, so a trial would not see"
-            " that memory runs out. Set the batch size, or use find_executable_batch_size around the whole run."
+            f"no batch size can be tried with {type(trainer.strategy).__name__}: {why}. Search with"
+            " strategy='lockstep_ddp' or on a single device and set the batch size, or use"
+            " find_executable_batch_size around the whole run."
         )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_lockstep._settings import Faults
 from lightning_lockstep.batch_size.memory.meter import parse_bytes
 from lightning_lockstep.errors import ConfigurationError
 
 __all__ = ["AutoBatchSizeSettings"]
-
-_MODES = ("model", "binsearch", "power", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,36 +32,21 @@ class AutoBatchSizeSettings:
     plot: bool = False
 
     def __post_init__(self) -> None:
-        faults = [text for wrong, text in self._checks() if wrong]
+        faults = Faults()
+        faults.choice("mode", self.mode, ("model", "binsearch", "power", "off"))
+        faults.number("margin", self.margin, what="a share of the size found", least=0, below=1)
+        faults.choice("limit", self.limit, ("shard", None))
+        faults.choice("on_oom", self.on_oom, ("raise", "split", "skip"))
+        faults.choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        faults.check(
+            bool(self.batch_arg_name), "batch_arg_name", self.batch_arg_name, "the name of an attribute"
+        )
+        for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
+            faults.whole(name, getattr(self, name))
+        faults.whole("effective_batch_size", self.effective_batch_size, optional=True)
         if self.memory_limit is not None:
             try:
                 parse_bytes(self.memory_limit)
             except ConfigurationError as error:
-                faults += error.faults
-        if faults:
-            raise ConfigurationError(faults)
-
-    def _checks(self) -> list[tuple[bool, str]]:
-        checks = [
-            (self.mode not in _MODES, f"mode={self.mode!r} must be one of {', '.join(_MODES)}."),
-            (
-                not (isinstance(self.margin, (int, float)) and 0 <= self.margin < 1),
-                f"margin={self.margin!r} must be a share from 0 to below 1 of the size found.",
-            ),
-            (self.limit not in ("shard", None), f"limit={self.limit!r} must be 'shard' or None."),
-            (
-                self.on_oom not in ("raise", "split", "skip"),
-                f"on_oom={self.on_oom!r} must be 'raise', 'split' or 'skip'.",
-            ),
-            (
-                self.loss_reduction not in ("mean", "sum"),
-                f"loss_reduction={self.loss_reduction!r} must be 'mean' or 'sum', as the training step's loss is.",
-            ),
-            (not self.batch_arg_name, "batch_arg_name must name an attribute."),
-        ]
-        for name in ("steps_per_trial", "init_val", "max_trials", "max_val", "effective_batch_size"):
-            value = getattr(self, name)
-            optional = name == "effective_batch_size" and value is None
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            checks.append((not optional and not whole, f"{name}={value!r} must be a whole number from 1."))
-        return checks
+                faults.texts += error.faults
+        faults.raise_all()

@@ -24,13 +24,13 @@ from lightning_lockstep.batch_size.report import (
     write_result,
 )
 from lightning_lockstep.batch_size.search import SizeSearch, search_for
-from lightning_lockstep.batch_size.search_run import fingerprint_of, refuse_sharded, run_search
+from lightning_lockstep.batch_size.search_run import fingerprint_of, refuse_strategy, run_search
 from lightning_lockstep.batch_size.settings import AutoBatchSizeSettings
 from lightning_lockstep.batch_size.trial import TrialRunner
 from lightning_lockstep.callbacks.effective_batch_size import keep_effective_batch
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.ddp_reducer import untouched_buckets, why_not_resumable
-from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+from lightning_lockstep.errors import BatchSizeError
 
 __all__ = ["AutoBatchSize"]
 
@@ -79,16 +79,40 @@ class AutoBatchSize(Callback):
     """
 
     def __init__(
-        self, mode: Literal["model", "binsearch", "power", "off"] = "model", **settings: Any
+        self,
+        mode: Literal["model", "binsearch", "power", "off"] = "model",
+        *,
+        steps_per_trial: int = 2,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+        memory_limit: str | int | float | None = None,
+        limit: Literal["shard"] | None = "shard",
+        effective_batch_size: int | None = None,
+        on_oom: Literal["raise", "split", "skip"] = "raise",
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        reuse: bool = True,
+        plot: bool = False,
     ) -> None:
         super().__init__()
-        known = AutoBatchSizeSettings.__dataclass_fields__
-        unknown = [name for name in settings if name not in known]
-        if unknown:
-            raise ConfigurationError(
-                f"AutoBatchSize does not know {', '.join(map(repr, unknown))}; it takes {', '.join(known)}."
-            )
-        self.settings = AutoBatchSizeSettings(mode=mode, **settings)
+        self.settings = AutoBatchSizeSettings(
+            mode=mode,
+            steps_per_trial=steps_per_trial,
+            init_val=init_val,
+            max_trials=max_trials,
+            batch_arg_name=batch_arg_name,
+            margin=margin,
+            max_val=max_val,
+            memory_limit=memory_limit,
+            limit=limit,
+            effective_batch_size=effective_batch_size,
+            on_oom=on_oom,
+            loss_reduction=loss_reduction,
+            reuse=reuse,
+            plot=plot,
+        )
         self.result: SearchResult | None = None
         self.batches_split = 0
         self.search: SizeSearch | None = None
@@ -183,7 +207,7 @@ class AutoBatchSize(Callback):
         if getattr(trainer, "fast_dev_run", False):
             tell("AutoBatchSize: no search under fast_dev_run")
             return None
-        refuse_sharded(trainer)
+        refuse_strategy(trainer)
         place = BatchPlace(trainer, pl_module, settings.batch_arg_name)
         if len(place.loaders) > 1 and trainer.state.fn is not None and trainer.state.fn.value != "fit":
             raise BatchSizeError(
@@ -295,7 +319,7 @@ class AutoBatchSize(Callback):
         return answer
 
     def _guard(self, trainer: Trainer, module: LightningModule) -> None:
-        refuse_sharded(trainer)
+        refuse_strategy(trainer)
         reason = why_not_resumable(trainer.strategy.model)
         if not module.automatic_optimization:
             reason = "the module uses manual optimization, so the step is its own business"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._settings import Faults
 from lightning_lockstep.batch_size.effective_batch import (
     EffectiveBatch,
     LearningRateScaling,
@@ -16,7 +17,7 @@ from lightning_lockstep.batch_size.effective_batch import (
 from lightning_lockstep.batch_size.loaders import BatchPlace
 from lightning_lockstep.batch_size.report import say
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+from lightning_lockstep.errors import BatchSizeError
 
 __all__ = ["EffectiveBatchSize"]
 
@@ -55,19 +56,12 @@ class EffectiveBatchSize(Callback):
         reference_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        faults = []
-        for name, value in (
-            ("global_batch_size", global_batch_size),
-            ("reference_batch_size", reference_batch_size),
-        ):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                faults.append(
-                    f"{name}={value!r} must be a whole number from 1 (samples in one optimizer step)."
-                )
-        if lr_scaling not in (None, "linear", "sqrt"):
-            faults.append(f"lr_scaling={lr_scaling!r} must be 'linear', 'sqrt' or None.")
-        if faults:
-            raise ConfigurationError(faults)
+        faults = Faults()
+        what = "a whole number of samples in one optimizer step"
+        faults.whole("global_batch_size", global_batch_size, what=what)
+        faults.whole("reference_batch_size", reference_batch_size, what=what, optional=True)
+        faults.choice("lr_scaling", lr_scaling, ("linear", "sqrt", None))
+        faults.raise_all()
         self.global_batch_size = global_batch_size
         self.batch_arg_name = batch_arg_name
         self.lr_scaling = lr_scaling
