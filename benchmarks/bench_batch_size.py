@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, interleave
 from lightning_lockstep import AutoBatchSize
-from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryReading
+from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryUse
 from lightning_lockstep.callbacks import auto_batch_size
 
 WALL = 600
@@ -71,8 +71,8 @@ class SimulatedMeter(MemoryMeter):
     def start(self) -> None:
         pass
 
-    def stop(self) -> MemoryReading:
-        return MemoryReading(1e9 + 3.7e6 * self.module.tried[-1], 1e9 + self.headroom)
+    def stop(self) -> MemoryUse:
+        return MemoryUse(1e9 + 3.7e6 * self.module.tried[-1], 1e9 + self.headroom)
 
 
 def fit(module: Walled, *callbacks: Callback, steps: int = 1) -> None:

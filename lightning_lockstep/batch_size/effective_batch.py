@@ -83,8 +83,6 @@ def scaled_learning_rate(
         total: Samples in one optimizer step now.
         reference: Samples in one optimizer step when it was chosen.
         scaling: The rule; ``None`` leaves it.
-
-    Ranks: any rank, alone.
     """
     ratio = total / reference
     factor = {None: 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[scaling]

@@ -22,10 +22,10 @@ from lightning_lockstep._lightning import (
 )
 from lightning_lockstep.errors import BatchSizeError
 
-__all__ = ["BatchPlace", "with_batch_size"]
+__all__ = ["BatchLoaders", "with_batch_size"]
 
 
-class BatchPlace:
+class BatchLoaders:
     """The batch size of one loop, where it is kept, and the data behind it.
 
     Args:
@@ -140,10 +140,7 @@ class BatchPlace:
         return _map_loaders(given, lambda loader: next(batches))
 
     def generators(self) -> list[torch.Generator]:
-        """Return the random generators of loaders and samplers.
-
-        Ranks: any rank, alone.
-        """
+        """Return the random generators of loaders and samplers."""
         holders = itertools.chain.from_iterable((loader, loader.sampler) for loader in self.loaders)
         found = [getattr(holder, "generator", None) for holder in holders]
         return [generator for generator in found if isinstance(generator, torch.Generator)]
@@ -155,8 +152,6 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     Args:
         loader: A loader that nobody iterates over.
         size: Samples per batch.
-
-    Ranks: any rank, alone.
     """
     made = copy.copy(loader)
     # The class forbids to change these after its constructor, which a subclass may have changed.

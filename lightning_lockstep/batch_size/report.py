@@ -63,20 +63,14 @@ def say(text: str) -> None:
 
 
 def gib(size: float | None) -> str:
-    """Return a number of bytes for people; a dash for ``None``.
-
-    Ranks: any rank, alone.
-    """
+    """Return a number of bytes for people; a dash for ``None``."""
     if size is None:
         return "-"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def trial_line(number: int, trial: Trial, reasons: Mapping[int, str]) -> str:
-    """Return the progress line of one trial.
-
-    Ranks: any rank, alone.
-    """
+    """Return the progress line of one trial."""
     line = f"batch size trial {number}: {trial.size:>6} per rank, "
     if trial.peak is not None:
         line += f"peak {gib(trial.peak)} of {gib(trial.limit)}, "
@@ -88,10 +82,7 @@ def trial_line(number: int, trial: Trial, reasons: Mapping[int, str]) -> str:
 
 
 def table(result: SearchResult) -> str:
-    """Return the closing table of a search.
-
-    Ranks: any rank, alone.
-    """
+    """Return the closing table of a search."""
     rows = [("size", "peak", "limit", "verdict")]
     for trial in sorted(result.trials, key=lambda each: each.size):
         verdict = "fits" if trial.fits else "out of memory"
@@ -140,8 +131,6 @@ def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-
-    Ranks: any rank, alone.
     """
     try:
         from matplotlib.figure import Figure

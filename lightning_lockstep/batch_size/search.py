@@ -1,7 +1,7 @@
 """The search for the largest batch size that fits: numbers in, a frozen proposal out, no Trainer in sight.
 
-A search is asked what to try (:meth:`SizeSearch.propose`) and told how it went (:meth:`SizeSearch.record`).
-Ranks that are told the same propose the same.
+A search is asked what to try (:meth:`SizeSearch.propose`) and given the outcome (:meth:`SizeSearch.record`).
+Ranks that are given the same outcomes propose the same.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SizeSearch(ABC):
     def propose(self) -> Proposal:
         """Return what to try next, or the answer.
 
-        Ranks: any rank, alone; all get the same answer when all were told the same.
+        Ranks: any rank, alone; all get the same answer when all were given the same outcomes.
         """
         if not self.trials:
             return Proposal(False, self.init_val, "first size")
@@ -168,7 +168,7 @@ class BinarySearch(SizeSearch):
 
 
 class ModelSearch(BinarySearch):
-    """Fits peak memory = a + b x size to small trials, and confirms the size at which that meets the limit.
+    """Fits peak memory = a + b x size to small trials, and confirms the size at which that reaches the limit.
 
     Until two peaks differ by more than ``noise`` it grows, and where memory cannot be read it is a
     :class:`BinarySearch`.
@@ -200,7 +200,7 @@ class ModelSearch(BinarySearch):
         self.noise = noise
 
     def predicted(self) -> float | None:
-        """Return the size at which the line through the peaks meets the limit, or ``None`` without a line."""
+        """Return the size at which the line through the peaks reaches the limit, or ``None`` without a line."""
         line = self.line()
         limit = next((t.limit for t in reversed(self.trials) if t.limit is not None), None)
         if line is None or limit is None:
@@ -260,8 +260,6 @@ def search_for(
         max_val: Largest size to try.
         max_trials: Most sizes to try.
         noise: See :class:`ModelSearch`; ``None`` = memory cannot be read, so ``model`` searches blindly.
-
-    Ranks: any rank, alone.
     """
     if mode == "model" and noise is not None:
         return ModelSearch(init_val, max_val=max_val, max_trials=max_trials, noise=noise)

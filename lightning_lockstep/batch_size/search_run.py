@@ -22,8 +22,8 @@ from lightning_lockstep.steps.capabilities import missing_capabilities
 
 __all__ = ["Found", "fingerprint_of", "refuse_strategy", "run_search"]
 
-# On CPU a heap that keeps freed blocks needs up to about half as much again as what is alive.
-_ROOM_FOR_A_HEAP = 0.6
+# On CPU a malloc that keeps freed blocks needs up to about half as much again as what is in use.
+_SHARE_WITH_KEPT_BLOCKS = 0.6
 
 
 @dataclass(frozen=True)
@@ -84,62 +84,62 @@ def run_search(
         left = torch.tensor(meter.headroom, dtype=torch.float64)
         headroom = float(communicator.all_reduce(left, "min"))
 
-    def tell(outcome: TrialOutcome) -> None:
+    def report(outcome: TrialOutcome) -> None:
         if communicator.is_main:
             say(trial_line(len(search.trials), search.trials[-1], outcome.reasons))
 
-    with runner.preserved(), _cheap_collections(), _steady_heap(meter) as heap:
+    with runner.preserved(), _cheap_collections(), _steady_malloc(meter) as malloc:
         while not (proposal := search.propose()).stop:
             outcome = runner.run(proposal.size)
             search.record(outcome.size, outcome.fits, peak=outcome.peak, limit=outcome.limit)
-            tell(outcome)
+            report(outcome)
         if not proposal.size:
             raise BatchSizeError(_nothing_fits(search, proposal.reason, headroom))
-        size = _with_margin(search, runner, proposal.size, margin, tell)
-        heap.tight = isinstance(meter, CPUMeter) and _is_short(search, size)
-    return Found(size, proposal.reason, heap.tight)
+        size = _with_margin(search, runner, proposal.size, margin, report)
+        malloc.tight = isinstance(meter, CPUMeter) and _is_short(search, size)
+    return Found(size, proposal.reason, malloc.tight)
 
 
 @dataclass
-class _Heap:
+class _Malloc:
     tight: bool = False
 
 
 @contextmanager
-def _steady_heap(meter: MemoryMeter | None) -> Iterator[_Heap]:
+def _steady_malloc(meter: MemoryMeter | None) -> Iterator[_Malloc]:
     """On CPU, let a size need the same whatever was tried before; the run goes on so where memory is short."""
-    heap = _Heap()
+    malloc = _Malloc()
     if not isinstance(meter, CPUMeter):
-        yield heap
+        yield malloc
         return
     return_freed_memory()
     try:
-        yield heap
+        yield malloc
     finally:
-        if not heap.tight:
+        if not malloc.tight:
             keep_freed_memory()
 
 
 def _is_short(search: SizeSearch, size: int) -> bool:
     trial = next(trial for trial in reversed(search.trials) if trial.size == size)
-    return trial.peak is None or trial.limit is None or trial.peak > _ROOM_FOR_A_HEAP * trial.limit
+    return trial.peak is None or trial.limit is None or trial.peak > _SHARE_WITH_KEPT_BLOCKS * trial.limit
 
 
 def _with_margin(
-    search: SizeSearch, runner: TrialRunner, size: int, margin: float, tell: Callable[[TrialOutcome], None]
+    search: SizeSearch, runner: TrialRunner, size: int, margin: float, report: Callable[[TrialOutcome], None]
 ) -> int:
     """Return the size below ``size`` by the margin, after it was run too."""
     smaller = max(1, int(size * (1 - margin)))
     if size >= search.max_val or smaller == size:
-        return size  # nothing larger was ever going to be run: the wall is not near
+        return size  # nothing larger was ever going to be run: the memory limit is not near
     first = smaller
     while smaller >= 1:
         outcome = runner.run(smaller)
         search.trials.append(Trial(smaller, outcome.fits, outcome.peak, outcome.limit))
-        tell(outcome)
+        report(outcome)
         if outcome.fits:
             return smaller
-        # A heap in pieces, or a neighbour, took what was there before: a size must fit when it is asked again.
+        # Fragmentation or another process took what was free before: a size must fit when it is tried again.
         smaller = int(smaller * min(1 - margin, 0.9))
     raise BatchSizeError(
         f"batch size {first} did not fit though {size} did just before, nor did any below it"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from lightning_lockstep._lightning import LightningModule, Trainer
-from lightning_lockstep.batch_size.loaders import BatchPlace
+from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.memory.limits import limited_memory
-from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryReading
+from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryUse
 from lightning_lockstep.batch_size.memory.out_of_memory import Failure, attempt, release_memory
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import BatchSizeError
@@ -69,7 +69,7 @@ class TrialRunner:
         self,
         trainer: Trainer,
         module: LightningModule,
-        place: BatchPlace,
+        place: BatchLoaders,
         *,
         steps: int,
         meter: MemoryMeter | None,
@@ -81,10 +81,7 @@ class TrialRunner:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Keep the state of the run while the body tries sizes, and put all of it back.
-
-        Ranks: every rank, alone.
-        """
+        """Keep the state of the run while the body tries sizes, and put all of it back."""
         trainer = self._trainer
         before = whole_run(
             self._module,
@@ -112,28 +109,28 @@ class TrialRunner:
             self._meter.start()
         with limited_memory(self._meter):
             failure = attempt(lambda: self._steps_of(size))
-        reading = self._meter.stop() if self._meter is not None else None
-        if failure is None and reading is not None:
-            failure = self._over_the_limit(reading)
+        used = self._meter.stop() if self._meter is not None else None
+        if failure is None and used is not None:
+            failure = self._over_the_limit(used)
         gradients.restore()  # and the flags of an optimizer that was toggled when memory ran out
         release_memory(collect=failure is not None)
-        return self._agree(size, failure, reading)
+        return self._agree(size, failure, used)
 
-    def _over_the_limit(self, reading: MemoryReading) -> Failure | None:
-        over = self._meter is not None and self._meter.judges and reading.peak is not None
-        if not over or reading.peak is None or reading.peak <= reading.limit:
+    def _over_the_limit(self, used: MemoryUse) -> Failure | None:
+        over = self._meter is not None and self._meter.judges and used.peak is not None
+        if not over or used.peak is None or used.peak <= used.limit:
             return None
-        return Failure(f"the peak was {(reading.peak - reading.limit) / 2**20:.0f} MiB above the limit", True)
+        return Failure(f"the peak was {(used.peak - used.limit) / 2**20:.0f} MiB above the limit", True)
 
-    def _agree(self, size: int, failure: Failure | None, reading: MemoryReading | None) -> TrialOutcome:
+    def _agree(self, size: int, failure: Failure | None, used: MemoryUse | None) -> TrialOutcome:
         state = _FITS if failure is None else _FULL if failure.out_of_memory else _BROKEN
-        limit = float("inf") if reading is None else reading.limit
+        limit = float("inf") if used is None else used.limit
         # A peak that one rank could not read is read on none: the maximum would be of the others only.
-        peak = float("inf") if reading is None or reading.peak is None else reading.peak
-        word = torch.tensor([state, peak, -limit], dtype=torch.float64)
-        worst, peak, limit = self._communicator.all_reduce(word, "max").tolist()
+        peak = float("inf") if used is None or used.peak is None else used.peak
+        outcome = torch.tensor([state, peak, -limit], dtype=torch.float64)
+        worst, peak, limit = self._communicator.all_reduce(outcome, "max").tolist()
         read = None if peak == float("inf") else peak
-        bound = None if reading is None else -limit
+        bound = None if used is None else -limit
         if worst == _FITS:
             return TrialOutcome(size, True, read, bound, {})
         said = self._communicator.gather((state, failure.summary if failure is not None else ""))
@@ -179,10 +176,7 @@ class TrialRunner:
 
 
 def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any]:
-    """Return the arguments of a step: the batch, and its index where the step takes it.
-
-    Ranks: any rank, alone.
-    """
+    """Return the arguments of a step: the batch, and its index where the step takes it."""
     parameters = inspect.signature(step).parameters
     if "dataloader_iter" in parameters:
         raise BatchSizeError(

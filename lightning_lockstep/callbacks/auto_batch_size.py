@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
-from lightning_lockstep.batch_size.loaders import BatchPlace
+from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.memory.malloc import return_freed_memory
 from lightning_lockstep.batch_size.memory.meter import MemoryMeter, meter_for, parse_bytes
 from lightning_lockstep.batch_size.recovery.guarded_step import GuardedOptimization
@@ -127,7 +127,7 @@ class AutoBatchSize(Callback):
         if self.settings.mode != "off":
             self.find(trainer, pl_module)
         elif self.settings.effective_batch_size is not None:
-            place = BatchPlace(trainer, pl_module, self.settings.batch_arg_name)
+            place = BatchLoaders(trainer, pl_module, self.settings.batch_arg_name)
             self._keep_effective(trainer, place, place.size)
         if self.settings.on_oom != "raise":
             self._guard(trainer, pl_module)
@@ -203,12 +203,12 @@ class AutoBatchSize(Callback):
         Ranks: all, together.
         """
         communicator, settings = current_communicator(), self.settings
-        tell: Callable[[str], None] = say if communicator.is_main else lambda text: None
+        write: Callable[[str], None] = say if communicator.is_main else lambda text: None
         if getattr(trainer, "fast_dev_run", False):
-            tell("AutoBatchSize: no search under fast_dev_run")
+            write("AutoBatchSize: no search under fast_dev_run")
             return None
         refuse_strategy(trainer)
-        place = BatchPlace(trainer, pl_module, settings.batch_arg_name)
+        place = BatchLoaders(trainer, pl_module, settings.batch_arg_name)
         if len(place.loaders) > 1 and trainer.state.fn is not None and trainer.state.fn.value != "fit":
             raise BatchSizeError(
                 f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch only."
@@ -218,20 +218,20 @@ class AutoBatchSize(Callback):
         known = self._known_size(trainer, fingerprint)
         if known is not None:
             size, tight = known
-            tell(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
+            write(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
             if tight:
                 return_freed_memory()
             self._keep_effective(trainer, place, size)
             return place.size
-        return self._search(trainer, pl_module, place, fingerprint, tell)
+        return self._search(trainer, pl_module, place, fingerprint, write)
 
     def _search(
         self,
         trainer: Trainer,
         module: LightningModule,
-        place: BatchPlace,
+        place: BatchLoaders,
         fingerprint: Mapping[str, Any],
-        tell: Callable[[str], None],
+        write: Callable[[str], None],
     ) -> int:
         communicator, settings = current_communicator(), self.settings
         began = time.perf_counter()
@@ -247,7 +247,7 @@ class AutoBatchSize(Callback):
             trainer, module, place, steps=settings.steps_per_trial, meter=meter, communicator=communicator
         )
         margin = 0.0 if settings.mode == "power" else settings.margin
-        found = run_search(search, runner, meter=meter, margin=margin, communicator=communicator, say=tell)
+        found = run_search(search, runner, meter=meter, margin=margin, communicator=communicator, say=write)
         self._found = {"size": found.size, "tight": found.tight, "fingerprint": dict(fingerprint)}
         self._keep_effective(trainer, place, found.size)
         self.result = SearchResult(
@@ -264,7 +264,7 @@ class AutoBatchSize(Callback):
             fingerprint=fingerprint,
         )
         if communicator.is_main:
-            self._report(trainer, self.result, tell)
+            self._report(trainer, self.result, write)
         return place.size
 
     def _meter(self, trainer: Trainer, communicator: Communicator) -> MemoryMeter | None:
@@ -278,20 +278,20 @@ class AutoBatchSize(Callback):
             owed=untouched_buckets(trainer.strategy.model),
         )
 
-    def _most(self, place: BatchPlace, communicator: Communicator) -> int:
+    def _most(self, place: BatchLoaders, communicator: Communicator) -> int:
         """The largest size to try on any rank [samples per rank]."""
         if self.settings.limit != "shard":
             return self.settings.max_val
         shard = torch.tensor(place.samples, dtype=torch.int64)
         return min(self.settings.max_val, int(communicator.all_reduce(shard, "min")))
 
-    def _report(self, trainer: Trainer, result: SearchResult, tell: Callable[[str], None]) -> None:
-        tell(table(result))
+    def _report(self, trainer: Trainer, result: SearchResult, write: Callable[[str], None]) -> None:
+        write(table(result))
         write_result(trainer.default_root_dir, result)
         if self.settings.plot and self.search is not None:
             draw(Path(trainer.default_root_dir) / "batch_size.png", self.search, result.size)
 
-    def _keep_effective(self, trainer: Trainer, place: BatchPlace, largest: int) -> None:
+    def _keep_effective(self, trainer: Trainer, place: BatchLoaders, largest: int) -> None:
         requested = self.settings.effective_batch_size
         if requested is None or (trainer.state.fn is not None and trainer.state.fn.value != "fit"):
             place.apply(largest)

@@ -14,7 +14,7 @@ from lightning_lockstep.batch_size.effective_batch import (
     plan_effective_batch,
     scaled_learning_rate,
 )
-from lightning_lockstep.batch_size.loaders import BatchPlace
+from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.report import say
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
@@ -70,7 +70,7 @@ class EffectiveBatchSize(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Divide the global batch. Ranks: all, alike; nothing is sent."""
-        place = BatchPlace(trainer, pl_module, self.batch_arg_name)
+        place = BatchLoaders(trainer, pl_module, self.batch_arg_name)
         speaks = current_communicator().is_main
         self.plan = keep_effective_batch(
             trainer, place, self.global_batch_size, largest=place.size, speaks=speaks
@@ -85,7 +85,7 @@ class EffectiveBatchSize(Callback):
 
 
 def keep_effective_batch(
-    trainer: Trainer, place: BatchPlace, requested: int, *, largest: int, speaks: bool
+    trainer: Trainer, place: BatchLoaders, requested: int, *, largest: int, speaks: bool
 ) -> EffectiveBatch:
     """Set micro-batch and accumulation of a fit so that the global batch is ``requested``, or the nearest.
 

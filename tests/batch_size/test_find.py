@@ -219,7 +219,7 @@ def test_the_run_after_a_search_sees_the_same_batches_logs_and_checkpoints(tmp_p
 
 
 def test_an_optimizer_that_already_has_state_is_restored():
-    from lightning_lockstep.steps.snapshot import Snapshot
+    from lightning_lockstep.steps.snapshot import whole_run
 
     net = nn.Linear(3, 3)
     optimizer = torch.optim.Adam(net.parameters())
@@ -231,7 +231,7 @@ def test_an_optimizer_that_already_has_state_is_restored():
 
     step()
     before = json.dumps([[t.tolist() for t in s.values()] for s in optimizer.state.values()])
-    kept = Snapshot(net, [optimizer])
+    kept = whole_run(net, [optimizer])
     step()
     optimizer.param_groups[0]["lr"] = 5.0
     kept.restore()

@@ -1,6 +1,6 @@
 """What counts as out of memory, how much there is, and how a trial is kept within it.
 
-Everything here works without a Trainer: errors and readings in, frozen dataclasses out.
+Everything here works without a Trainer: errors and numbers in, frozen dataclasses out.
 """
 
 from lightning_lockstep.batch_size.memory.limits import limited_memory
@@ -8,7 +8,7 @@ from lightning_lockstep.batch_size.memory.malloc import keep_freed_memory, retur
 from lightning_lockstep.batch_size.memory.meter import (
     CPUMeter,
     MemoryMeter,
-    MemoryReading,
+    MemoryUse,
     meter_for,
     parse_bytes,
 )
@@ -23,7 +23,7 @@ __all__ = [
     "CPUMeter",
     "Failure",
     "MemoryMeter",
-    "MemoryReading",
+    "MemoryUse",
     "attempt",
     "is_out_of_memory",
     "keep_freed_memory",

@@ -1,4 +1,4 @@
-"""A wall that raises where the kernel, or a neighbour's allocation, would otherwise strike.
+"""Limits memory during a trial, so that exceeding it raises instead of invoking the OOM killer.
 
 On CPU nothing stops a process that takes too much until the kernel kills it. For the time of a trial the
 process therefore bounds itself: an allocation beyond the limit fails with an ordinary error.
@@ -22,8 +22,8 @@ def limited_memory(meter: MemoryMeter | None) -> Iterator[None]:
     """Let allocations beyond the limit of ``meter`` fail while the body runs.
 
     Args:
-        meter: Meter of this process; where it knows a wall that stands by itself, or for ``None``, nothing
-            is done.
+        meter: Meter of this process; where its limit raises by itself, or for ``None``, nothing is
+            done.
 
     Ranks: any rank, alone; changes a soft limit of this process and puts it back.
     """
@@ -47,7 +47,7 @@ def _data_limit(meter: CPUMeter) -> Iterator[None]:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     ceiling = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
-    # Counted from now: pages that were given back, but whose addresses the heap keeps, are room that is left.
+    # Counted from now: pages that were given back, but whose addresses malloc keeps, can be used again.
     resource.setrlimit(resource.RLIMIT_DATA, (min([meter.data_limit, *ceiling]), hard))
     try:
         yield

@@ -1,7 +1,7 @@
 """How the C library keeps freed memory, which decides what a batch needs on CPU.
 
 glibc returns a freed block to the system when it was large enough to be mapped by itself. It raises what
-"large enough" means to the largest block freed so far (up to 32 MiB), and keeps the others in its heap, where
+"large enough" means to the largest block freed so far (up to 32 MiB), and keeps the others for itself, where
 the next batch's blocks may or may not fit into the holes. What a step needs then depends on all that ran
 before it: half as much again was seen, and a size that fitted may not fit when it is tried again.
 """
@@ -32,10 +32,7 @@ def _function(name: str) -> Callable[..., int] | None:
 
 
 def trim() -> None:
-    """Return what lies unused in the heap to the system, where the C library can.
-
-    Ranks: any rank, alone.
-    """
+    """Return what malloc keeps unused to the system, where the C library can."""
     function = _function("malloc_trim")
     if function is not None:
         function(0)
@@ -54,7 +51,7 @@ def return_freed_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let freed blocks of up to 32 MiB stay in the heap, as glibc comes to do by itself.
+    """Let freed blocks of up to 32 MiB stay with malloc, as glibc comes to do by itself.
 
     Ranks: any rank, alone; undoes :func:`return_freed_memory`.
     """

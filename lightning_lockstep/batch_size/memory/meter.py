@@ -1,7 +1,7 @@
 """How much memory a trial used at its peak, and how much there is.
 
 On CUDA the caching allocator knows. On CPU it is the kernel: what is counted is what the limit that binds
-counts, so that a prediction meets the wall where it stands. The kernel keeps the highest value itself; samples
+counts, so that a prediction meets the limit where it is. The kernel keeps the highest value itself; samples
 would miss peaks, and the thread that takes them has a stack and an allocator's arena of its own.
 """
 
@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
+import psutil
 import torch
 
 from lightning_lockstep._system import memory_limit
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["CPUMeter", "CUDAMeter", "MemoryMeter", "MemoryReading", "meter_for", "parse_bytes"]
+__all__ = ["CPUMeter", "CUDAMeter", "MemoryMeter", "MemoryUse", "meter_for", "parse_bytes"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -35,8 +35,6 @@ def parse_bytes(text: str | int | float) -> int:
 
     Raises:
         ConfigurationError: It is neither, or not above zero.
-
-    Ranks: any rank, alone.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool) and text > 0:
         return int(text)
@@ -51,7 +49,7 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 @dataclass(frozen=True)
-class MemoryReading:
+class MemoryUse:
     """Peak and limit of one trial [bytes].
 
     Attributes:
@@ -78,17 +76,11 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to watch for the peak.
-
-        Ranks: any rank, alone.
-        """
+        """Begin to watch for the peak."""
 
     @abstractmethod
-    def stop(self) -> MemoryReading:
-        """Return the peak since :meth:`start`, and the limit.
-
-        Ranks: any rank, alone.
-        """
+    def stop(self) -> MemoryUse:
+        """Return the peak since :meth:`start`, and the limit."""
 
     @property
     @abstractmethod
@@ -106,8 +98,6 @@ def meter_for(
         memory_limit: Most that this process may use [bytes]; ``None`` = what there is.
         local_ranks: Ranks that share this host's memory.
         owed: Memory on CPU that the run will take and a trial does not [bytes].
-
-    Ranks: any rank, alone.
     """
     if device.type == "cuda":
         return CUDAMeter(device, memory_limit)
@@ -140,10 +130,10 @@ class CUDAMeter(MemoryMeter):
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def stop(self) -> MemoryReading:
+    def stop(self) -> MemoryUse:
         """See :meth:`MemoryMeter.stop`."""
         torch.cuda.synchronize(self.device)
-        return MemoryReading(float(torch.cuda.max_memory_allocated(self.device)), self._limit())
+        return MemoryUse(float(torch.cuda.max_memory_allocated(self.device)), self._limit())
 
     def _limit(self) -> float:
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -165,17 +155,19 @@ class CPUMeter(MemoryMeter):
         owed: What the run will take and a trial does not [bytes]; counted as if it were in use.
     """
 
-    noise = 24 * 2**20  # heap and caches of the allocator come and go
+    noise = 24 * 2**20  # the allocator's caches come and go
 
     def __init__(self, memory_limit: int | None = None, local_ranks: int = 1, owed: int = 0) -> None:
-        now = _statm()
+        self._process = psutil.Process()
+        now = self._process.memory_info()
         if memory_limit is None:
             resident_limit, self.source = _host_limit(local_ranks)
         else:
             resident_limit, self.source = memory_limit, "memory_limit"
         self.limit, self.judges = float(resident_limit), True
-        address_space = _address_space_limit()
-        if address_space is not None and address_space - now.address_space < resident_limit - now.resident:
+        address_space, _ = self._process.rlimit(psutil.RLIMIT_AS)
+        unlimited = address_space == psutil.RLIM_INFINITY
+        if not unlimited and address_space - now.vms < resident_limit - now.rss:
             self.limit, self.judges, self.source = float(address_space), False, "RLIMIT_AS"
         self._owed, self._peak_before = owed, 0
         self._samples: _Samples | None = None
@@ -183,36 +175,37 @@ class CPUMeter(MemoryMeter):
     @property
     def headroom(self) -> float:
         """See :attr:`MemoryMeter.headroom`."""
-        now = _statm()
-        return self.limit - self._owed - (now.resident if self.judges else now.address_space)
+        now = self._process.memory_info()
+        return float(self.limit - self._owed - (now.rss if self.judges else now.vms))
 
     @property
     def data_limit(self) -> int:
         """Private writable memory at which resident memory reaches the limit, from where it is now [bytes]."""
-        return _statm().data + max(0, int(self.headroom))
+        data: int = self._process.memory_info().data
+        return data + max(0, int(self.headroom))
 
     def start(self) -> None:
         """See :meth:`MemoryMeter.start`."""
-        self._peak_before = _status("VmPeak")
-        if self.judges and not _reset_peak_of_resident():
-            self._samples = _Samples()
+        self._peak_before = _peak("VmPeak")
+        if self.judges and not _reset_peak_of_resident(self._process):
+            self._samples = _Samples(self._process)
 
-    def stop(self) -> MemoryReading:
+    def stop(self) -> MemoryUse:
         """See :meth:`MemoryMeter.stop`."""
         if not self.judges:
-            highest = _status("VmPeak")
-            return MemoryReading(float(highest) if highest > self._peak_before else None, self.limit)
+            highest = _peak("VmPeak")
+            return MemoryUse(float(highest) if highest > self._peak_before else None, self.limit)
         if self._samples is None:
-            return MemoryReading(float(_status("VmHWM") + self._owed), self.limit)
+            return MemoryUse(float(_peak("VmHWM") + self._owed), self.limit)
         samples, self._samples = self._samples, None
-        return MemoryReading(float(samples.stop() + self._owed), self.limit)
+        return MemoryUse(float(samples.stop() + self._owed), self.limit)
 
 
 class _Samples:
     """Highest resident memory among samples, where the kernel does not let its own record be reset."""
 
-    def __init__(self) -> None:
-        self._highest = _statm().resident
+    def __init__(self, process: psutil.Process) -> None:
+        self._process, self._highest = process, int(process.memory_info().rss)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="lockstep-memory", daemon=True)
         self._thread.start()
@@ -220,50 +213,28 @@ class _Samples:
     def stop(self) -> int:
         self._stop.set()
         self._thread.join()
-        return max(self._highest, _statm().resident)
+        self._highest = max(self._highest, self._process.memory_info().rss)
+        return self._highest
 
     def _sample(self) -> None:
         while not self._stop.wait(0.001):
-            self._highest = max(self._highest, _statm().resident)
+            self._highest = max(self._highest, self._process.memory_info().rss)
 
 
-def _reset_peak_of_resident() -> bool:
+def _reset_peak_of_resident(process: psutil.Process) -> bool:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
-    # Some sandboxes take the word and do nothing.
-    return _status("VmHWM") <= _statm().resident + 16 * 2**20
+    # Some sandboxes accept the write and do nothing.
+    resident: int = process.memory_info().rss
+    return _peak("VmHWM") <= resident + 16 * 2**20
 
 
-_PAGE = 4096
-if sys.platform == "linux":
-    import resource
-
-    _PAGE = resource.getpagesize()
-
-
-class _Statm(NamedTuple):
-    """Memory of this process [bytes]."""
-
-    address_space: int
-    resident: int
-    data: int
-
-
-def _statm() -> _Statm:
-    fields = Path("/proc/self/statm").read_bytes().split()
-    return _Statm(*(int(fields[place]) * _PAGE for place in (0, 1, 5)))
-
-
-def _status(name: str) -> int:
+def _peak(name: str) -> int:
+    """Return a highest value that the kernel keeps and psutil does not read [bytes]."""
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found.group(1)) * 1024 if found else 0
-
-
-def _address_space_limit() -> int | None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _host_limit(local_ranks: int) -> tuple[int, str]:

@@ -46,7 +46,7 @@ _TEXTS = (
     "outofmemory",  # Metal: kIOGPUCommandBufferCallbackErrorOutOfMemory
     "std::bad_alloc",
 )
-# cuDNN answers this too when no algorithm's workspace fits; it counts only while the card is nearly full.
+# cuDNN answers this too when no algorithm's workspace fits; it counts only while the GPU is nearly full.
 _CUDNN_UNSUPPORTED = "cudnn error: cudnn_status_not_supported"
 _NEARLY_FULL = 0.9
 
@@ -58,8 +58,6 @@ def is_out_of_memory(error: BaseException, *, memory_is_short: Callable[[], bool
         error: What was raised. An error that names an out-of-memory error as its cause counts as well.
         memory_is_short: Decides about cuDNN's "not supported", which may or may not be memory; by default
             whether this process has come to use 90 % of the current CUDA device.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -119,8 +117,6 @@ def attempt(function: Callable[[], Any]) -> Failure | None:
 
     When this returns, the ``except`` clause is over and nothing holds the frames of a call that ran out of
     memory: what they held can be freed.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     try:
         function()

@@ -60,8 +60,6 @@ class GuardedOptimization(_AutomaticOptimization):
         trainer: The Trainer.
         replaced_loop: What it takes the place of; the progress counters are shared.
         recovery: What to do.
-
-    Ranks: every rank, alone.
     """
 
     def __init__(self, trainer: Trainer, replaced_loop: Any, recovery: StepRecovery) -> None:

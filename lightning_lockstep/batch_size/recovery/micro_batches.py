@@ -15,10 +15,7 @@ __all__ = ["KnownSizes", "LogRecord", "merged_extra", "samples_in", "split", "vo
 
 
 def samples_in(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of the first tensor found; 1 without one.
-
-    Ranks: any rank, alone.
-    """
+    """Return the number of samples in a batch: the length of the first tensor found; 1 without one."""
     for tensor in _tensors(batch):
         if tensor.ndim:
             return int(tensor.shape[0])
@@ -26,10 +23,7 @@ def samples_in(batch: Any) -> int:
 
 
 def volume(batch: Any) -> int:
-    """Return how many numbers a batch holds.
-
-    Ranks: any rank, alone.
-    """
+    """Return how many numbers a batch holds."""
     return sum(tensor.numel() for tensor in _tensors(batch))
 
 
@@ -42,8 +36,6 @@ def split(batch: Any, parts: int) -> list[Any]:
     Args:
         batch: Tensors in lists, tuples, mappings or dataclasses.
         parts: Number of micro-batches, at most the number of samples.
-
-    Ranks: any rank, alone.
     """
     samples = samples_in(batch)
     bounds = [samples * part // parts for part in range(parts + 1)]
@@ -99,8 +91,6 @@ def merged_extra(extras: Sequence[Mapping[str, Any]], weights: Sequence[float]) 
 
     Single numbers are averaged with the weights; tensors with one entry a sample are joined; of anything else
     the first is taken.
-
-    Ranks: any rank, alone.
     """
     merged: dict[str, Any] = {}
     for key, first in extras[0].items():
@@ -113,10 +103,7 @@ def merged_extra(extras: Sequence[Mapping[str, Any]], weights: Sequence[float]) 
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Return the mean of numbers or single-element tensors; of anything else, the first.
-
-    Ranks: any rank, alone.
-    """
+    """Return the mean of numbers or single-element tensors; of anything else, the first."""
     first = values[0]
     number = isinstance(first, (int, float)) and not isinstance(first, bool)
     if len(values) != len(weights) or not (
@@ -178,24 +165,15 @@ class KnownSizes:
         return self._too_large is not None
 
     def is_too_large(self, batch: Any) -> bool:
-        """Whether a batch is known not to fit and can be cut.
-
-        Ranks: any rank, alone.
-        """
+        """Whether a batch is known not to fit and can be cut."""
         return self._too_large is not None and volume(batch) >= self._too_large and samples_in(batch) >= 2
 
     def parts_for(self, size: int) -> int:
-        """Return into how many parts to cut a batch of this volume that is too large.
-
-        Ranks: any rank, alone.
-        """
+        """Return into how many parts to cut a batch of this volume that is too large."""
         return max(2, -(-size // max(1, self._known_good)))
 
     def learn(self, size: int, parts: int) -> None:
-        """Note that a batch of this volume did not fit, and in that many parts did.
-
-        Ranks: any rank, alone.
-        """
+        """Note that a batch of this volume did not fit, and in that many parts did."""
         if self._suspect is not None and size >= self._suspect:
             self._too_large = min(self._suspect, self._too_large or self._suspect)
         self._suspect = size if self._suspect is None else min(self._suspect, size)

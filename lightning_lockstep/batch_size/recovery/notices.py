@@ -99,10 +99,7 @@ class Notices:
         return None if notices is None else notices[min(notices)]
 
     def close(self) -> None:
-        """Stop listening.
-
-        Ranks: any rank, alone.
-        """
+        """Stop listening."""
         for remove in self._remove:
             remove()
 

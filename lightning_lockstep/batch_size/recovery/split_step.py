@@ -137,10 +137,7 @@ class SplitStep:
 
 @contextmanager
 def as_training_step(module: LightningModule) -> Iterator[None]:
-    """Let ``module.log`` take what the body logs as logged in ``training_step``.
-
-    Ranks: any rank, alone.
-    """
+    """Let ``module.log`` take what the body logs as logged in ``training_step``."""
     before = module._current_fx_name
     module._current_fx_name = "training_step"
     try:
