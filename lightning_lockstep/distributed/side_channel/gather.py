@@ -161,11 +161,13 @@ class Gather:
 
     def _finish(self, key: Key, collection: _Collection) -> Gathered:
         entries = dict(sorted(collection.entries.items()))
-        if collection.for_all:
+        if collection.for_all and self.channel.world_size > 1:
             self.channel.post(f"{self._topic}/result", [key, list(entries), list(entries.values())])
         return self._gathered(entries)
 
     def _gathered(self, entries: Mapping[int, Any]) -> Gathered:
+        if len(entries) == self.channel.world_size:
+            return Gathered(entries, (), self.timeout)
         missing = tuple(rank for rank in range(self.channel.world_size) if rank not in entries)
         return Gathered(entries, missing, self.timeout)
 
