@@ -131,7 +131,7 @@ def computing() -> Callable[[], None]:
 
 
 class _Prepare(pl.Callback):
-    """Connects the variants once the ranks have met."""
+    """Connects the variants once there is a process group."""
 
     def __init__(self, turns: Turns, computes: bool) -> None:
         self.turns, self.computes = turns, computes
@@ -209,8 +209,8 @@ def run(quick: bool) -> Report:
         "One `Trainer.fit` with Lightning's `ddp` on 2 ranks for each kind of step; every step logs a metric and"
         f" reduces gradients. The variants take turns in stretches of {STRETCH} steps within that fit.",
         "A sample of the step is the median of a stretch, the mean of both ranks. What is compared are stretches of"
-        " the same round; their differences vary by more than the goal, so the time inside the hook is told, too.",
-        "`async` and `poll` are only what it takes to hear of a wish: a poll alone does not make ranks stop at the"
+        " the same round; their differences vary by more than the goal, so the time inside the hook is given as well.",
+        "`async` and `poll` are only what it takes to learn of a request: a poll alone does not make ranks stop at the"
         " same step.",
     ]
     return Report("What it costs to ask every step whether to stop", tables, notes)

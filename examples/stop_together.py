@@ -66,10 +66,10 @@ def main() -> None:
     try:
         trainer.fit(module, loader, ckpt_path=given.resume)
     finally:
-        told = check_breakpoint()
+        found = check_breakpoint()
         print(
             f"rank {trainer.global_rank}: first batch {module.first}, last batch {module.last},"
-            f" breakpoint: {told.reason if told else None}",
+            f" breakpoint: {found.reason if found else None}",
             flush=True,
         )
 

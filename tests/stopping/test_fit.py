@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_lockstep import Preempted, StopTogether, SyncedEarlyStopping, check_breakpoint
-from lightning_lockstep._lightning import Callback, EarlyStopping
+from lightning_lockstep._lightning import Callback, EarlyStopping, SLURMEnvironment
 from tests.helpers import run_ranks, run_ranks_raw
 from tests.stopping.fits import (
     BATCHES,
@@ -221,6 +221,27 @@ def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(tmp
         # Usually a batch or two later; on a busy machine the decision takes longer than a batch.
         assert least <= ended["batches"] <= min(least + BATCHES - 2, 3 * BATCHES), name
         assert ended["saved"] == ended["batches"]
+
+
+def requeued_by_slurm(folder: str) -> dict[str, Any]:
+    module = Module(act=terminate_on(0, 0, 4, signal.SIGUSR1))
+    try:
+        fit(module, [StopTogether()], folder, plugins=[SLURMEnvironment(auto_requeue=True)])
+    except Preempted as preempted:
+        return {"checkpoint": preempted.checkpoint, "saved": Path(preempted.checkpoint).exists()}
+    return {}
+
+
+def test_the_requeue_signal_of_a_slurm_job_saves_where_lightning_looks_and_requeues_it(tmp_path):
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    scontrol.chmod(0o755)
+    env = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}
+    env |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+    (value,) = run_ranks(1, requeued_by_slurm, str(tmp_path), backend=None, env=env, timeout=90)
+    assert value["saved"] and Path(value["checkpoint"]).name.startswith("hpc_ckpt_")
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
 
 
 class RaisesAfterPosting(Callback):
