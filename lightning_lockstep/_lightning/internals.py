@@ -244,5 +244,7 @@ def save_and_requeue(trainer: Any, received: signal.Signals) -> str:
 
     Ranks: all, together, as a checkpoint is saved.
     """
+    # Asked before: afterwards Lightning names the checkpoint that would come next.
+    path = str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
     trainer._signal_connector._slurm_sigusr_handler_fn(received, None)
-    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+    return path
