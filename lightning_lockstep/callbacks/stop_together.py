@@ -217,12 +217,13 @@ class StopTogether(Callback):
         raise Preempted(reason, self.exit_code, path)
 
     def _save(self, trainer: Any, reason: str) -> str:
+        assert self._communicator is not None
         requeue_signal = slurm_requeue_signal(trainer)
         if requeue_signal is not None and f"received {requeue_signal.name}" in reason:
-            return save_and_requeue(trainer, requeue_signal)
+            requeued: str = self._communicator.broadcast(save_and_requeue(trainer, requeue_signal))
+            return requeued
         folder = self.dirpath or getattr(trainer.checkpoint_callback, "dirpath", None)
         folder = folder or Path(trainer.default_root_dir, "checkpoints")
-        assert self._communicator is not None
         path: str = self._communicator.broadcast(str(Path(folder, f"{self.filename}.ckpt")))
         trainer.save_checkpoint(path)
         return path
