@@ -21,6 +21,9 @@ from tests.batch_size.same_run import strategy_for
 from tests.helpers import run_ranks, world_size
 
 
+pytestmark = pytest.mark.slow
+
+
 def searches(ranks: int, folder: str) -> list[Any]:
     """One process group, many searches: what runs out on the last rank only."""
     from lightning_lockstep import AutoBatchSize
@@ -106,7 +109,6 @@ def real_wall(ranks: int, folder: str, kind: str) -> tuple[int, int, str, float]
     return module.batch_size, len(callback.result.trials), callback.result.limit_source, peak.peak / limit
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "kind"),
     [(1, "memory_limit"), (2, "memory_limit"), (4, "memory_limit"), (1, "RLIMIT_AS")],
@@ -298,7 +300,6 @@ def curves_with_and_without_room(ranks: int, folder: str) -> list[Any]:
     return told
 
 
-@pytest.mark.slow
 @world_size(1, 2)
 def test_batch_20_really_does_not_fit_and_the_curve_is_that_of_a_run_with_room(world_size, tmp_path):
     answers = run_ranks(

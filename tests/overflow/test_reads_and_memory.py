@@ -147,6 +147,7 @@ def memory(folder: Path, detector: OverflowDetector | None) -> int:
     return max(taken)
 
 
+@pytest.mark.slow
 def test_replay_keeps_less_than_one_batch(tmp_path: Path) -> None:
     batch = 20_000 * WIDTH * 4
     memory(tmp_path, None)  # what is made once

@@ -16,7 +16,10 @@ from lightning_lockstep import ConfigurationError, FP32Modules, OverflowDetected
 from tests.helpers import run_ranks
 from tests.overflow.models import Task, data, fit
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.slow,  # every rank imports transformers
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 
 def example() -> Any:
