@@ -20,7 +20,6 @@ from tests.batch_size.models import Walled, trainer
 from tests.batch_size.same_run import strategy_for
 from tests.helpers import run_ranks, world_size
 
-
 pytestmark = pytest.mark.slow
 
 
