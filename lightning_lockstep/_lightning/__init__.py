@@ -89,10 +89,6 @@ _PRIVATE: dict[str, tuple[str, str]] = {
         "fabric.strategies.launchers.subprocess_script._basic_subprocess_cmd",
         "the command that runs this program again; one of our own would drift from Lightning's",
     ),
-    "_DDPForwardRedirection": (
-        "pytorch.strategies.ddp._DDPForwardRedirection",
-        "a training_step that returns None on one rank is completed inside DDP's forward, which this redirects",
-    ),
     "_register_ddp_comm_hook": (
         "pytorch.overrides.distributed._register_ddp_comm_hook",
         "registers a gradient compression hook, which Lightning itself does on CUDA only",
@@ -174,7 +170,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.profilers import PassThroughProfiler
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
-    from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector

@@ -47,12 +47,6 @@ TOUCHED: dict[str, str] = {}
 INHERITED: dict[str, str] = {
     "Strategy._configure_launcher": "the Trainer asks a strategy for its launcher by this method",
     "Strategy._launcher": "where Lightning looks for the launcher of a strategy",
-    "Strategy._forward_redirection": "what calls training_step inside DDP's forward",
-    "DDPStrategy._process_group_backend": "the backend that process_group_backend shows",
-    "DDPStrategy._ddp_comm_state": "the state of a gradient compression hook",
-    "DDPStrategy._ddp_comm_wrapper": "the wrapper of a gradient compression hook",
-    "DDPStrategy._register_ddp_hooks": "Lightning registers compression hooks on CUDA only",
-    "DDPStrategy._start_method": "how ranks are started",
     "EarlyStopping._evaluate_stopping_criteria": "the rule of Lightning's early stopping, replaced by ours",
     "EarlyStopping._log_info": "prints the reason of a stop as Lightning does",
     "EarlyStopping._run_early_stopping_check": "the moment at which Lightning looks at the monitored value",
@@ -104,7 +98,8 @@ def given_to_trainer(name: str) -> Any:
 
 
 @touches(
-    "_FitLoop._should_reload_train_dl", why="tells the training loader from one of a validation inside a fit"
+    "_FitLoop._should_reload_train_dl",
+    why="distinguishes the training loader from one of a validation inside a fit",
 )
 def reloads_training_loader(trainer: Any) -> bool:
     """Return whether the fit loop makes its training loader anew now."""

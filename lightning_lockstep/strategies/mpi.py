@@ -6,6 +6,8 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,16 +15,19 @@ import torch
 
 from lightning_lockstep._lightning import rank_zero_only
 from lightning_lockstep._lightning.internals import given_to_trainer
+from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed.failure.exit_note import note_orderly_end
 from lightning_lockstep.distributed.mpi import backend as mpi_backend
 from lightning_lockstep.distributed.mpi.progress import set_interruption
 from lightning_lockstep.distributed.mpi.runtime import abort_when_leaving
 from lightning_lockstep.distributed.process_group import has_backend
-from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError, RankFailedError
+from lightning_lockstep.errors import LaunchError, MissingExtraError, RankFailedError
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, detect_environment
 from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
 from lightning_lockstep.launchers.mpirun.launcher import MPIRunLauncher, MPIRunSettings, find_mpirun
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.strategies.ddp import LockstepDDPStrategy
+from lightning_lockstep.strategies.lifecycle import RankStartup
 
 __all__ = ["LockstepMPIStrategy"]
 
@@ -33,22 +38,23 @@ _BACKENDS = ("auto", "mpi4py", "gloo", "nccl", "mpi")
 class LockstepMPIStrategy(LockstepDDPStrategy):
     """DDP for ranks that mpirun, mpiexec or srun has started, or that it starts itself with mpirun.
 
-    Everything of :class:`LockstepDDPStrategy` holds here too: failure propagation, honest precision, the table of
-    who runs where, uneven inputs, gradient compression.
+    Everything of :class:`LockstepDDPStrategy` holds here too: failure propagation, resolved precision, the table of
+    which rank runs where, uneven inputs, gradient compression.
 
     Args:
         backend: ``auto``: nccl on CUDA; on CPU ``mpi4py`` (collectives of the MPI library) where it is
             installed, else gloo. Or one of ``mpi4py``, ``gloo``, ``nccl``, and ``mpi`` for a torch built
             with it.
         check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before
-            each collective, for some microseconds.
-        cuda_aware: Whether the MPI library takes CUDA memory; by default it is asked.
+            each collective, which costs some microseconds.
+        cuda_aware: Whether the MPI library takes CUDA memory; by default the library is asked.
         shared_memory: Whether large sums over ``mpi4py`` go through memory that the ranks of a node share.
         hostfile: File with the hosts to start ranks on and their slots, in the form of the mpirun in use.
         mpirun: The command that starts ranks; by default the one beside this Python, else the one in
             ``PATH``.
         mpirun_args: Further arguments for it.
         ssh_args: Arguments for ssh to the other hosts, such as ``["-p", "2222"]``.
+        cluster_environment: Tells which rank this process is; by default found by environment variables.
         options: As for :class:`LockstepDDPStrategy`, such as ``grace_period``, ``uneven_inputs``,
             ``timeout``.
 
@@ -57,7 +63,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         MissingExtraError: ``backend="mpi4py"``, and it is not installed.
 
     Ranks: construct it alike in every process. Detection reads environment variables; MPI is started when the
-        ranks meet, not before.
+        ranks are connected, not before.
     """
 
     strategy_name = "lockstep_mpi"
@@ -81,139 +87,139 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         self._backend_options = mpi_backend.MPIBackendOptions(
             check=check, cuda_aware=cuda_aware, shared_memory=shared_memory
         )
-        super().__init__(cluster_environment=cluster_environment or detect_environment(), **options)
-        self.mpirun = MPIRunSettings(
-            hostfile=hostfile,
-            mpirun=mpirun,
-            mpirun_args=tuple(mpirun_args),
-            ssh_args=tuple(ssh_args),
-            grace_period=self.supervisor.settings.grace_period,
+        self._mpirun = MPIRunSettings(
+            hostfile=hostfile, mpirun=mpirun, mpirun_args=tuple(mpirun_args), ssh_args=tuple(ssh_args)
         )
-        if self._under_mpi:
-            # Lightning takes every rank for rank 0 until the ranks have met, and greets once on each.
-            rank_zero_only.rank = self._mpi.global_rank()  # type: ignore[attr-defined]
+        environment = cluster_environment or detect_environment()
+        super().__init__(cluster_environment=environment, **options)
+        if isinstance(environment, MPIEnvironment):
+            # Lightning takes every rank for rank 0 until the ranks are connected, and would print on each.
+            rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
 
-    @property
-    def _under_mpi(self) -> bool:
-        return isinstance(self.cluster_environment, MPIEnvironment)
+    def make_startup(self) -> RankStartup:
+        """See :meth:`LockstepDDPStrategy.make_startup`."""
+        mpirun = replace(self._mpirun, grace_period=self.settings.grace_period)
+        return MPIStartup(self.backend, self._backend_options, mpirun)
 
-    @property
-    def _mpi(self) -> MPIEnvironment:
-        assert isinstance(self.cluster_environment, MPIEnvironment)
-        return self.cluster_environment
 
-    def _configure_launcher(self) -> None:
-        if self._under_mpi:
-            self._take_the_ranks_there_are()
-        super()._configure_launcher()
-        ours = isinstance(self.cluster_environment, LockstepEnvironment)
-        if (
-            ours
-            and self.num_processes * self.num_nodes > 1
-            and self.backend in ("auto", "mpi4py", "mpi", "gloo")
-        ):
-            command = find_mpirun(self.mpirun)
-            if command is not None:
-                self._launcher = MPIRunLauncher(
-                    self.mpirun, command, num_processes=self.num_processes, num_nodes=self.num_nodes
-                )
-            elif self.backend == "auto" and self.mpirun.hostfile is None:
-                if self.cluster_environment.global_rank() == 0:
-                    _say_once(
-                        "There is no mpirun here, so the ranks are started as lockstep_ddp starts them."
-                    )
-            else:
-                raise LaunchError(
-                    "There is no mpirun beside this Python nor in PATH: install one with"
-                    " `pip install 'lightning-lockstep[mpi]'`, load your cluster's MPI module, or give"
-                    " mpirun=..."
-                )
+class MPIStartup(RankStartup):
+    """How the ranks are started and connected: by mpirun or srun, over the collectives of the MPI library.
 
-    def _take_the_ranks_there_are(self) -> None:
-        """With devices='auto', train on as many ranks as were started."""
-        rank = self._mpi.mpi_rank
+    Args:
+        backend: As the user gave it, which may be ``auto``.
+        options: Of the backend ``mpi4py``.
+        mpirun: How to start ranks where no other program has.
+    """
+
+    def __init__(self, backend: str, options: mpi_backend.MPIBackendOptions, mpirun: MPIRunSettings) -> None:
+        super().__init__()
+        self._given_backend, self._options, self.mpirun = backend, options, mpirun
+
+    def adopt_ranks(self, strategy: Any) -> None:
+        """With devices='auto', train on as many ranks as MPI has started."""
+        if not isinstance(strategy.cluster_environment, MPIEnvironment):
+            return
+        rank = strategy.cluster_environment.mpi_rank
         if given_to_trainer("devices") != "auto" or rank.size % rank.local_size:
             return
-        devices = list(self.parallel_devices or [torch.device("cpu")])
-        self.parallel_devices = (devices * rank.local_size)[: rank.local_size]
-        if self.num_nodes == 1:
-            self.num_nodes = rank.size // rank.local_size
+        devices = list(strategy.parallel_devices or [torch.device("cpu")])
+        strategy.parallel_devices = (devices * rank.local_size)[: rank.local_size]
+        if strategy.num_nodes == 1:
+            strategy.num_nodes = rank.size // rank.local_size
 
-    def setup_distributed(self) -> None:
-        """Find the other ranks over MPI, make the process group and open the side channel.
+    def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
+        """Return the launcher that runs mpirun, or the ordinary one where ranks need not be started or cannot be."""
+        ranks = strategy.num_processes * strategy.num_nodes
+        ordinary = super().launcher(strategy, supervisor)
+        if not isinstance(strategy.cluster_environment, LockstepEnvironment) or ranks == 1:
+            return ordinary
+        if self._given_backend == "nccl":
+            return ordinary
+        command = find_mpirun(self.mpirun)
+        if command is not None:
+            return MPIRunLauncher(
+                self.mpirun, command, num_processes=strategy.num_processes, num_nodes=strategy.num_nodes
+            )
+        if self._given_backend == "auto" and self.mpirun.hostfile is None:
+            if strategy.cluster_environment.global_rank() == 0:
+                _warn_once("There is no mpirun here, so the ranks are started as lockstep_ddp starts them.")
+            return ordinary
+        raise LaunchError(
+            "There is no mpirun beside this Python nor in PATH: install one with"
+            " `pip install 'lightning-lockstep[mpi]'`, load your cluster's MPI module, or give mpirun=..."
+        )
+
+    def share_of_cores(self, strategy: Any) -> tuple[int, int]:
+        """See :meth:`RankStartup.share_of_cores`; cores to which mpirun has bound a rank are its own."""
+        if isinstance(strategy.cluster_environment, MPIEnvironment):
+            rendezvous = strategy.cluster_environment.meeting
+            if rendezvous.sharing is not None:
+                return rendezvous.place, rendezvous.sharing
+        return super().share_of_cores(strategy)
+
+    def connect(self, strategy: Any, timeout: timedelta) -> bool:
+        """See :meth:`RankStartup.connect`.
 
         Raises:
             LaunchError: The environment variables, MPI and the Trainer disagree about the ranks.
 
         Ranks: all, together.
         """
-        self._process_group_backend = self._choose_backend()
-        mpi_backend.default_options(self._backend_options)
-        super().setup_distributed()
+        self.backend = self._choose_backend(strategy)
+        mpi_backend.default_options(self._options)
+        return super().connect(strategy, timeout)
+
+    def after_connect(self, supervisor: RankSupervisor) -> None:
+        """Let a failure interrupt collectives over MPI, and ranks end in an order that shows the report."""
         note_orderly_end()
-        propagation = self.supervisor.propagation
-        if propagation is not None:
+        propagation = supervisor.propagation
+        if propagation is None:
+            return
 
-            def failed_elsewhere() -> BaseException | None:
-                try:
-                    propagation.check()
-                except RankFailedError as error:
-                    return error
-                return None
+        def failed_elsewhere() -> BaseException | None:
+            try:
+                propagation.check()
+            except RankFailedError as error:
+                return error
+            return None
 
-            set_interruption(failed_elsewhere)
-            # mpirun ends all ranks once one has ended badly: let the one that prints the report go first.
-            abort_when_leaving(
-                0.0 if propagation.prints_report else self.supervisor.settings.grace_period + 2.0
-            )
+        set_interruption(failed_elsewhere)
+        # mpirun ends all ranks once one has ended badly: let the one that prints the report end first.
+        abort_when_leaving(0.0 if propagation.prints_report else supervisor.settings.grace_period + 2.0)
 
-    def _choose_backend(self) -> str:
-        device = self.root_device.type
-        if self.backend == "auto":
+    def _choose_backend(self, strategy: Any) -> str:
+        chosen = self._given_backend
+        if chosen == "auto":
             installed = importlib.util.find_spec("mpi4py") is not None
-            by_mpi = self._under_mpi and installed
-            chosen = "nccl" if device == "cuda" else "mpi4py" if by_mpi else "gloo"
-            if self.global_rank == 0 and chosen == "gloo":
+            by_mpi = isinstance(strategy.cluster_environment, MPIEnvironment) and installed
+            chosen = "nccl" if strategy.root_device.type == "cuda" else "mpi4py" if by_mpi else "gloo"
+            if strategy.global_rank == 0 and chosen == "gloo":
                 why = "mpi4py is not installed" if not installed else "no mpirun has started the ranks"
-                _say_once(f"The ranks talk over gloo, since {why}.")
-        else:
-            chosen = self.backend
+                _warn_once(f"The ranks communicate over gloo, since {why}.")
         if chosen == "mpi4py":
             mpi_backend.register_mpi_backend()
         return chosen
 
-    def _apply_threads(self) -> None:
-        meeting = self._mpi.meeting if self._under_mpi else None
-        if meeting is None or meeting.sharing is None:
-            super()._apply_threads()
-            return
-        # mpirun may have bound each rank to cores of its own, which then need not be divided once more.
-        self.supervisor.apply_threads(local_rank=meeting.place, local_world_size=meeting.sharing)
-
 
 @functools.cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     _log.warning(text)
 
 
 def _check_backend(backend: str, options: dict[str, Any]) -> None:
-    faults = []
-    if backend not in _BACKENDS:
-        faults.append(f"backend={backend!r}: expected one of {', '.join(map(repr, _BACKENDS))}.")
+    faults = Faults()
+    faults.choice("backend", backend, _BACKENDS)
     if "process_group_backend" in options:
-        faults.append("process_group_backend was given to LockstepMPIStrategy: expected backend=... instead.")
+        faults.add("process_group_backend was given to LockstepMPIStrategy: expected backend=... instead.")
     if options.get("start_method", "popen") != "popen":
-        faults.append(
-            f"start_method={options['start_method']!r}: ranks of this strategy are started by mpirun."
-        )
+        faults.add(f"start_method={options['start_method']!r}: ranks of this strategy are started by mpirun.")
     if backend == "mpi" and not has_backend("mpi"):
-        faults.append(
+        faults.add(
             "backend='mpi': this torch was built without MPI, as all wheels are. Use 'mpi4py', which needs"
             " no such build."
         )
     if backend == "nccl" and not torch.cuda.is_available():
-        faults.append("backend='nccl': there is no CUDA device here. Use 'auto', 'mpi4py' or 'gloo'.")
-    if faults:
-        raise ConfigurationError(faults)
+        faults.add("backend='nccl': there is no CUDA device here. Use 'auto', 'mpi4py' or 'gloo'.")
+    faults.raise_all()
     if backend == "mpi4py" and importlib.util.find_spec("mpi4py") is None:
         raise MissingExtraError("mpi4py", extra="mpi", needed_for="backend='mpi4py'")

@@ -1,59 +1,94 @@
-"""What a user may set on a strategy that wraps the model in DistributedDataParallel."""
+"""What a user may set on the strategies of this package."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lockstep._settings import Faults, is_number
 from lightning_lockstep.distributed.ddp_comm_hooks import HOOKS
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
 
-__all__ = ["DDPSettings", "reject_unknown"]
+__all__ = ["DDPSettings", "LifecycleSettings", "reject_unknown"]
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
-UNEVEN = ("error", "truncate", "join")
+UNEVEN_INPUTS = ("error", "truncate", "join")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPSettings:
-    """Settings of a DDP strategy beyond those of its supervisor; see the strategy for the meaning.
+class LifecycleSettings:
+    """Settings of the life cycle of a strategy's ranks; see :class:`LockstepDDPStrategy` for the meaning.
 
     Raises:
         ConfigurationError: One message with every value that cannot be used.
     """
 
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+    on_rank_failure: Literal["abort"] = "abort"
+    grace_period: float = 10.0
     uneven_inputs: Literal["error", "truncate", "join"] = "error"
+    threads_per_rank: int | Literal["auto"] = "auto"
+    bind_cores: bool = False
     timeout: float | timedelta = 1800.0
-    ddp_comm_hook: str | Callable[..., Any] | None = None
-    ddp_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        faults = []
-        if self.start_method not in START_METHODS:
-            faults.append(_one_of("start_method", self.start_method, START_METHODS))
-        if self.uneven_inputs not in UNEVEN:
-            faults.append(_one_of("uneven_inputs", self.uneven_inputs, UNEVEN))
-        seconds = self.seconds
-        if seconds is None or seconds <= 0:
-            faults.append(f"timeout={self.timeout!r}: expected seconds, more than 0, such as 1800.")
-        if isinstance(self.ddp_comm_hook, str) and self.ddp_comm_hook not in HOOKS:
-            faults.append(_one_of("ddp_comm_hook", self.ddp_comm_hook, HOOKS, "or a function"))
-        if faults:
-            raise ConfigurationError(faults)
+        faults = Faults()
+        self.check(faults)
+        faults.raise_all()
+
+    def check(self, faults: Faults) -> None:
+        """Add to ``faults`` what is wrong; a class with further settings checks those too."""
+        faults.choice("start_method", self.start_method, START_METHODS)
+        faults.choice("uneven_inputs", self.uneven_inputs, UNEVEN_INPUTS)
+        seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
+        usable = is_number(seconds) and seconds > 0
+        faults.check(usable, "timeout", self.timeout, "seconds, more than 0, such as 1800")
+        try:
+            _ = self.supervisor
+        except ConfigurationError as error:
+            faults.texts += error.faults
 
     @property
-    def seconds(self) -> float | None:
-        """The timeout [s], or ``None`` where it is no duration."""
-        if isinstance(self.timeout, timedelta):
-            return self.timeout.total_seconds()
-        return float(self.timeout) if isinstance(self.timeout, (int, float)) else None
+    def supervisor(self) -> SupervisorSettings:
+        """The settings of the rank supervisor."""
+        return SupervisorSettings(
+            on_rank_failure=self.on_rank_failure,
+            grace_period=self.grace_period,
+            threads_per_rank=self.threads_per_rank,
+            bind_cores=self.bind_cores,
+        )
+
+    @property
+    def duration(self) -> timedelta:
+        """The timeout."""
+        return self.timeout if isinstance(self.timeout, timedelta) else timedelta(seconds=self.timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPSettings(LifecycleSettings):
+    """Settings of a strategy that wraps the model in DistributedDataParallel.
+
+    Raises:
+        ConfigurationError: One message with every value that cannot be used.
+    """
+
+    process_group_backend: str | None = None
+    ddp_comm_hook: str | Callable[..., Any] | None = None
+    ddp_comm_state: object | None = None
+    gradient_as_bucket_view: bool = True
+
+    def check(self, faults: Faults) -> None:
+        """See :meth:`LifecycleSettings.check`."""
+        super().check(faults)
+        if isinstance(self.ddp_comm_hook, str):
+            faults.choice("ddp_comm_hook", self.ddp_comm_hook, HOOKS, more="or a function")
+        faults.flag("gradient_as_bucket_view", self.gradient_as_bucket_view)
 
 
 def reject_unknown(options: Mapping[str, Any], strategy: type) -> None:
@@ -70,20 +105,10 @@ def reject_unknown(options: Mapping[str, Any], strategy: type) -> None:
     of_ddp -= {"self", "module", "device_ids", "output_device", "process_group"}
     own = {
         name
-        for name, parameter in inspect.signature(strategy.__init__).parameters.items()  # type: ignore[misc]
+        for cls in strategy.__mro__
+        for name, parameter in inspect.signature(cls.__init__).parameters.items()  # type: ignore[misc]
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    known = sorted(of_ddp | own)
-    faults = []
-    for name in options:
-        if name not in of_ddp:
-            near = difflib.get_close_matches(name, known, n=3) or known
-            faults.append(f"{strategy.__name__} has no option {name!r}. Nearest: {', '.join(near)}.")
-    if faults:
-        raise ConfigurationError(faults)
-
-
-def _one_of(name: str, given: object, choices: tuple[str, ...], more: str = "") -> str:
-    near = difflib.get_close_matches(str(given), choices, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{name}={given!r}: expected one of {', '.join(map(repr, choices))} {more}".rstrip() + f".{hint}"
+    faults = Faults()
+    faults.unknown([name for name in options if name not in of_ddp], of_ddp | own, owner=strategy.__name__)
+    faults.raise_all()

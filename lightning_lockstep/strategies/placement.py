@@ -1,4 +1,4 @@
-"""Which rank runs where, shown once, and a word about the slowest card."""
+"""Which rank runs where, shown once, and a warning that names the slowest GPU where GPUs differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["RankPlacement", "mixed_cards_warning", "placement_of", "show_placement"]
+__all__ = ["RankPlacement", "mixed_gpus_warning", "placement_of", "show_placement"]
 
 _GIB = 2**30
 # Beyond this number of ranks the table names the first and the last of each host only.
@@ -26,9 +26,9 @@ class RankPlacement:
         rank: Number of the rank.
         host: Host name.
         device: ``cpu`` or ``cuda:0``.
-        device_name: Name of the card or ``CPU``.
-        memory: Memory of the card, or of the host for CPU ranks [byte].
-        capability: CUDA compute capability, ``(0, 0)`` for CPU ranks.
+        device_name: Name of the GPU, else the type of the device.
+        memory: Memory of the GPU, or of the host for CPU ranks [byte]; 0 where it is not known.
+        capability: CUDA compute capability, ``(0, 0)`` for other devices.
         threads: CPU threads.
         cores: Numbers of the cores it may use.
     """
@@ -46,15 +46,13 @@ class RankPlacement:
 def placement_of(
     device: torch.device, *, rank: int, host: str, threads: int, cores: tuple[int, ...]
 ) -> RankPlacement:
-    """Return where this rank runs.
-
-    Ranks: every rank, for itself; on CUDA it asks the driver.
-    """
+    """Return where this rank runs; on CUDA this asks the driver."""
+    name, memory, capability = device.type.upper(), 0, (0, 0)
     if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        name, memory, capability = card.name, card.total_memory, (card.major, card.minor)
-    else:
-        name, memory, capability = "CPU", psutil.virtual_memory().total, (0, 0)
+        gpu = torch.cuda.get_device_properties(device)
+        name, memory, capability = gpu.name, gpu.total_memory, (gpu.major, gpu.minor)
+    elif device.type == "cpu":
+        memory = psutil.virtual_memory().total
     return RankPlacement(rank, host, str(device), name, memory, capability, threads, cores)
 
 
@@ -71,28 +69,33 @@ def show_placement(placements: Sequence[RankPlacement]) -> None:
         table.add_column(heading, justify="right" if heading in ("rank", "memory", "threads") else "left")
     for place in _shortened(placements):
         device = place.device if place.capability == (0, 0) else f"{place.device} {place.device_name}"
-        memory = f"{place.memory / _GIB:.1f} GiB"
+        memory = f"{place.memory / _GIB:.1f} GiB" if place.memory else "-"
         table.add_row(str(place.rank), place.host, device, memory, str(place.threads), as_ranges(place.cores))
     Console(file=sys.stderr, width=None if sys.stderr.isatty() else 100).print(table)
 
 
-def mixed_cards_warning(placements: Sequence[RankPlacement]) -> str | None:
-    """Return a warning that names the slowest card when the cards differ, else ``None``.
+def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:
+    """Return a warning that names the slowest GPU when the GPUs differ, else ``None``.
 
     Args:
         placements: One for each rank.
     """
-    cards = [place for place in placements if place.capability != (0, 0)]
-    kinds = {(card.device_name, card.memory, card.capability) for card in cards}
-    if len(kinds) < 2:
+    gpus = [place for place in placements if place.capability != (0, 0)]
+    if len({(gpu.device_name, gpu.memory, gpu.capability) for gpu in gpus}) < 2:
         return None
-    slowest = min(cards, key=lambda card: (card.capability, card.memory))
-    fastest = max(cards, key=lambda card: (card.capability, card.memory))
+    slowest = min(gpus, key=lambda gpu: (gpu.capability, gpu.memory))
+    fastest = max(gpus, key=lambda gpu: (gpu.capability, gpu.memory))
     return (
-        "The cards of this run differ, and every step waits for the slowest: rank"
-        f" {slowest.rank} on {slowest.host} has {slowest.device_name} ({slowest.memory / _GIB:.1f} GiB, compute"
-        f" capability {slowest.capability[0]}.{slowest.capability[1]}), rank {fastest.rank} on {fastest.host} has"
-        f" {fastest.device_name} ({fastest.memory / _GIB:.1f} GiB, {fastest.capability[0]}.{fastest.capability[1]})."
+        "This run has mixed GPUs, and every step waits for the slowest:"
+        f" {_described(slowest)}, {_described(fastest)}."
+    )
+
+
+def _described(gpu: RankPlacement) -> str:
+    major, minor = gpu.capability
+    return (
+        f"rank {gpu.rank} on {gpu.host} has {gpu.device_name} ({gpu.memory / _GIB:.1f} GiB, compute capability"
+        f" {major}.{minor})"
     )
 
 

@@ -1,10 +1,9 @@
 """Ranks that have different numbers of batches.
 
-Under DDP every rank must take the same number of steps. A rank that runs out of data goes on to validation
-while the others wait for its gradients, and they hang or, worse, add up things that do not belong together.
-Here the ranks compare the lengths of their loaders before the first batch. Loaders without a length agree
-before each batch whether all still have one; the answer for the next batch travels while the current one is
-computed.
+Every rank must take the same number of steps: a rank that runs out of data goes on to validation while the others
+wait for its gradients, and they hang, or gradients are added to values of another collective. Here the ranks
+compare the lengths of their loaders before the first batch. Loaders without a length agree before each batch
+whether all still have one; that reduction runs while the batch before it is computed.
 """
 
 from __future__ import annotations
@@ -16,14 +15,67 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_lockstep._lightning import TrainerFn
+from lightning_lockstep._lightning.internals import reloads_training_loader
 from lightning_lockstep.distributed import Communicator, PendingReduction
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["EvenLoader", "StepPlan", "even_loader", "plan_steps"]
+__all__ = ["EvenLoader", "StepPlan", "UnevenInputs", "even_loader", "plan_steps"]
 
 _log = logging.getLogger(__name__)
 Policy = Literal["error", "truncate", "join"]
 _NOTHING = object()
+_ADVICE = (
+    "Give every rank the same number of batches (a DistributedSampler does), or choose uneven_inputs='truncate'"
+    " (all stop when the first rank runs out) or 'join' (a rank that has run out contributes zero gradients from"
+    " padding batches until the last one is done; every rank needs at least one batch)."
+)
+
+
+class UnevenInputs:
+    """What a strategy does about ranks with different numbers of training batches.
+
+    Args:
+        policy: ``error``, ``truncate`` or ``join``.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._loaders: list[EvenLoader] = []
+
+    def even(self, dataloader: Any, trainer: Any, communicator: Communicator) -> Any:
+        """Return a loader of which every rank takes the same number of batches, if it is a training loader.
+
+        Raises:
+            ConfigurationError: As :func:`plan_steps`, alike on every rank.
+
+        Ranks: all, together; one gather for a training loader.
+        """
+        if not _is_for_training(trainer):
+            return dataloader
+        loader = even_loader(dataloader, communicator, self._policy)
+        if isinstance(loader, EvenLoader):
+            self._loaders.append(loader)
+        return loader
+
+    def is_padding_batch(self, trainer: Any) -> bool:
+        """Return whether the current training batch comes after the last one of this rank's own."""
+        if self._policy != "join" or not self._loaders:
+            return False
+        own = [loader.own_batches for loader in self._loaders]
+        known = [count for count in own if count is not None]
+        return len(known) == len(own) and trainer.fit_loop.epoch_loop.batch_idx >= max(known)
+
+    def clear(self) -> None:
+        """Forget the loaders."""
+        self._loaders.clear()
+
+
+def _is_for_training(trainer: Any) -> bool:
+    """Return whether the loader in hand is one of the fit loop's own, not one of a validation inside it."""
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING or not trainer.training:
+        return False
+    return trainer.train_dataloader is None or reloads_training_loader(trainer)
 
 
 @dataclass(frozen=True)
@@ -31,9 +83,9 @@ class StepPlan:
     """How many batches each rank takes of one loader in an epoch.
 
     Attributes:
-        steps: Batches that every rank takes; ``None`` when only the end will tell.
-        own: Batches that this rank really has; ``None`` when only the end will tell.
-        notice: What to tell the user once, if anything.
+        steps: Batches that every rank takes; ``None`` where it is known at the end only.
+        own: Batches that this rank has itself; ``None`` where it is known at the end only.
+        notice: What to print once, if anything.
     """
 
     steps: int | None
@@ -46,7 +98,7 @@ def plan_steps(lengths: Sequence[int | None], rank: int, policy: Policy) -> Step
 
     Args:
         lengths: Length of each rank's loader in batches, ``None`` where it has none.
-        rank: The rank that asks.
+        rank: The rank whose plan it is.
         policy: ``error``, ``truncate`` or ``join``.
 
     Returns:
@@ -55,23 +107,21 @@ def plan_steps(lengths: Sequence[int | None], rank: int, policy: Policy) -> Step
     Raises:
         ConfigurationError: The lengths differ and the policy is ``error``, or only some have a length.
 
-    Ranks: every rank with the same arguments but its own number; nothing is sent.
     """
     known = [length for length in lengths if length is not None]
     if not known:
         return StepPlan(None, None)
     if len(known) < len(lengths):
         raise ConfigurationError(
-            f"The training loader has a length on some ranks only ({_counts(lengths)}): expected all or none."
-            " Give every rank a loader of the same kind."
+            f"The training loader has a length on some ranks only ({_counts(lengths)}): expected one on all ranks or"
+            " on none. Give every rank a loader of the same kind."
         )
     if len(set(known)) == 1:
         return StepPlan(known[0], known[rank])
     if policy == "error":
         raise ConfigurationError(
             f"The ranks have different numbers of training batches ({_counts(lengths)}): expected the same on all."
-            " Deal the data evenly, or choose uneven_inputs='truncate' (all stop with the first) or 'join'"
-            " (ranks without data contribute zero gradients until the last is done)."
+            f" {_ADVICE}"
         )
     if policy == "join" and min(known) == 0:
         raise ConfigurationError(
@@ -110,11 +160,11 @@ def even_loader(loader: Any, communicator: Communicator, policy: Policy) -> Any:
 
 
 class EvenLoader:
-    """Looks like the loader it wraps, but for how many batches it gives.
+    """Behaves as the loader it wraps, except for the number of batches.
 
     Attributes:
         own_batches: Number of batches of this rank's own in this epoch, once known. Those after it are
-            repeats, which must contribute nothing.
+            padding batches, which must contribute nothing.
     """
 
     _ours = ("_loader", "own_batches", "_steps", "_communicator", "_policy")
@@ -136,7 +186,7 @@ class EvenLoader:
 
 
 class SizedEvenLoader(EvenLoader):
-    """Gives exactly ``steps`` batches: stops early, or repeats its last one.
+    """Gives exactly ``steps`` batches: stops early, or repeats its last one as padding batches.
 
     Args:
         loader: The loader.
@@ -178,7 +228,7 @@ class AgreeingLoader(EvenLoader):
         self.own_batches = None
         batches, taken, current = iter(self._loader), 0, _NOTHING
         following = next(batches, _NOTHING)
-        pending = self._tell(following)
+        pending = self._count_next(following)
         while True:
             with_data = int(pending.wait())
             if with_data < self._communicator.world_size and self._ends(with_data, taken, following):
@@ -188,11 +238,11 @@ class AgreeingLoader(EvenLoader):
                 following = next(batches, _NOTHING)
             elif self.own_batches is None:
                 self.own_batches = taken
-            pending = self._tell(following)
+            pending = self._count_next(following)
             yield current
 
-    def _tell(self, following: Any) -> PendingReduction:
-        """Count the ranks that have a next batch; the answer travels while the current one is computed."""
+    def _count_next(self, following: Any) -> PendingReduction:
+        """Start to count the ranks that have a next batch, which runs while the current one is computed."""
         return self._communicator.all_reduce_async(
             torch.tensor(int(following is not _NOTHING), dtype=torch.int32)
         )
@@ -203,13 +253,13 @@ class AgreeingLoader(EvenLoader):
             return True
         if self._policy == "join" and taken > 0:
             return False
-        said = self._communicator.gather((taken, following is not _NOTHING))
+        taken_by_rank = self._communicator.gather((taken, following is not _NOTHING))
         counts = ", ".join(
-            f"rank {rank}: {'more than ' if more else ''}{n}" for rank, (n, more) in enumerate(said)
+            f"rank {rank}: {'more than ' if more else ''}{n}" for rank, (n, more) in enumerate(taken_by_rank)
         )
         raise ConfigurationError(
             f"The ranks have different numbers of training batches ({counts}): expected the same on all."
-            " Deal the data evenly, or choose uneven_inputs='truncate', or 'join' if every rank has at least one."
+            f" {_ADVICE}"
         )
 
 

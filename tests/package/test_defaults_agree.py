@@ -59,8 +59,6 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "OverflowSettings": ("OverflowDetector",),
     "SupervisorSettings": STRATEGIES,
 }
-# Fields that no user gives: what is left of the arguments of DistributedDataParallel.
-NOT_TAKEN = {"ddp_options"}
 
 
 def plain(value: Any) -> Any:
@@ -144,9 +142,8 @@ def test_a_settings_class_has_the_names_and_defaults_of_the_signature(settings: 
     for name in TAKEN_BY[settings]:
         taken = defaults_of(CLASSES[name])
         for field in dataclasses.fields(settings_classes()[settings]):
-            if field.name not in NOT_TAKEN:
-                assert field.name in taken, f"{name} takes no {field.name}"
-                assert plain(taken[field.name]) == plain(field.default), f"{settings}.{field.name}"
+            assert field.name in taken, f"{name} takes no {field.name}"
+            assert plain(taken[field.name]) == plain(field.default), f"{settings}.{field.name}"
 
 
 def test_an_exception_that_is_none_any_more_is_noticed() -> None:

@@ -9,7 +9,7 @@ import io
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import pytest
@@ -86,6 +86,31 @@ def seeded(**options: Any) -> Net:
     return Net(**options)
 
 
+class Records(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(f"{record.levelname} {record.getMessage()}")
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the package logs meanwhile, from level INFO on."""
+    logger, records = logging.getLogger("lightning_lockstep"), Records()
+    level = logger.level
+    logger.addHandler(records)
+    logger.setLevel(logging.INFO)
+    try:
+        yield records.texts
+    finally:
+        logger.removeHandler(records)
+        logger.setLevel(level)
+
+
 def uneven_fits() -> dict[str, Any]:
     counts = (3, 5)
     mine = counts[int(os.environ["RANK"])]
@@ -93,7 +118,9 @@ def uneven_fits() -> dict[str, Any]:
     for sized in (True, False):
         for policy in ("truncate", "join"):
             net = seeded()
-            trainer = fit(net, loader(mine, sized), strategy=LockstepDDPStrategy(uneven_inputs=policy))
+            with logged() as texts:
+                trainer = fit(net, loader(mine, sized), strategy=LockstepDDPStrategy(uneven_inputs=policy))
+            answers[f"notices {policy} {sized}"] = [text for text in texts if "uneven_inputs" in text]
             answers[f"{policy} {sized}"] = (trainer.global_step, len(net.seen), net.digest())
         try:
             fit(seeded(), loader(mine, sized))
@@ -120,6 +147,11 @@ def test_ranks_with_different_amounts_of_data() -> None:
     assert first["error False"] == second["error False"]
     assert "(rank 0: 3, rank 1: more than 3)" in first["error False"]
     assert (first["even"], second["even"]) == (8, 8)
+    for policy, steps in (("truncate", 3), ("join", 5)):
+        (notice,) = first[f"notices {policy} True"]
+        expected = f"every rank takes {steps} steps an epoch (rank 0: 3, rank 1: 5)."
+        assert notice == f"WARNING uneven_inputs={policy!r}: {expected}"
+        assert second[f"notices {policy} True"] == [], "rank 0 alone says it"
 
 
 def join_by_hand() -> tuple[float, float]:
@@ -176,16 +208,16 @@ def precision_fits() -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for name in ("64-true", "32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
         net = seeded()
-        logger = logging.getLogger("lightning_lockstep")
-        trainer = fit(net, loader(3), precision=name, epochs=1)
+        with logged() as texts:
+            trainer = fit(net, loader(3), precision=name, epochs=1)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         answers[name] = (
             trainer.precision,
             sorted(net.dtypes),
             scaler is not None,
             str(net.first.weight.dtype),
+            [text for text in texts if "precision" in text],
         )
-        assert logger is not None
     return answers
 
 
@@ -193,7 +225,9 @@ def precision_fits() -> dict[str, Any]:
 def test_each_precision_does_what_it_says() -> None:
     first, second = run_ranks(2, precision_fits, backend=None, timeout=120)
     assert first == second
-    assert first == {
+    (note,) = first["16-mixed"][4]
+    assert note.startswith("INFO precision='16-mixed' runs in float16 with loss scaling")
+    assert {name: facts[:4] for name, facts in first.items()} == {
         "64-true": ("64-true", ["float64"], False, "torch.float64"),
         "32-true": ("32-true", ["float32"], False, "torch.float32"),
         "16-mixed": ("16-mixed", ["float16"], True, "torch.float32"),
@@ -201,6 +235,7 @@ def test_each_precision_does_what_it_says() -> None:
         "16-true": ("16-true", ["float16"], False, "torch.float16"),
         "bf16-true": ("bf16-true", ["bfloat16"], False, "torch.bfloat16"),
     }
+    assert [name for name, facts in first.items() if facts[4]] == ["16-mixed"], "a note without a cause"
 
 
 def compressed_fits() -> dict[str, Any]:

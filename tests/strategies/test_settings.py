@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import lightning_lockstep
-from lightning_lockstep import ConfigurationError, LockstepDDPStrategy
+from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, LockstepMPIStrategy
 from lightning_lockstep._lightning import Trainer
 from lightning_lockstep.numerics.precision import resolve_precision, supported_precisions
-from lightning_lockstep.strategies.placement import RankPlacement, as_ranges, mixed_cards_warning
+from lightning_lockstep.strategies.placement import RankPlacement, as_ranges, mixed_gpus_warning, placement_of
 from lightning_lockstep.strategies.uneven_inputs import plan_steps
 
 GIB = 2**30
@@ -22,8 +22,16 @@ def test_unknown_options_are_named_with_their_nearest() -> None:
         LockstepDDPStrategy(uneven_input="join", static_grph=True)
     text = str(caught.value)
     assert text.startswith("2 settings cannot be used:")
-    assert "no option 'uneven_input'. Nearest: uneven_inputs" in text
-    assert "no option 'static_grph'. Nearest: static_graph" in text
+    assert "no option 'uneven_input'. Did you mean 'uneven_inputs'" in text
+    assert "no option 'static_grph'. Did you mean 'static_graph'" in text
+
+
+def test_unknown_options_of_a_strategy_on_top_of_another_are_compared_with_the_options_of_both() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        LockstepMPIStrategy(grace_perod=5.0, chek=False)
+    text = str(caught.value)
+    assert "LockstepMPIStrategy has no option 'grace_perod'. Did you mean 'grace_period'" in text
+    assert "LockstepMPIStrategy has no option 'chek'. Did you mean 'check'" in text
 
 
 @pytest.mark.parametrize(
@@ -35,6 +43,8 @@ def test_unknown_options_are_named_with_their_nearest() -> None:
         ),
         ({"uneven_inputs": "drop"}, "uneven_inputs='drop': expected one of 'error', 'truncate', 'join'"),
         ({"timeout": 0}, "timeout=0: expected seconds, more than 0"),
+        ({"timeout": True}, "timeout=True: expected seconds, more than 0"),
+        ({"gradient_as_bucket_view": 1}, "gradient_as_bucket_view=1: expected true or false"),
         ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook='fp16': expected one of"),
         ({"grace_period": -1}, "grace_period=-1: expected seconds"),
         ({"threads_per_rank": 0}, "threads_per_rank=0: expected 'auto' or a whole number"),
@@ -50,8 +60,8 @@ def test_values_out_of_range_say_what_was_expected(options: dict[str, object], t
 
 def test_all_faults_of_a_group_come_together() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        LockstepDDPStrategy(start_method="x", uneven_inputs="y", timeout=-1)  # type: ignore[arg-type]
-    assert len(caught.value.faults) == 3
+        LockstepDDPStrategy(start_method="x", uneven_inputs="y", timeout=-1, grace_period=0)  # type: ignore[arg-type]
+    assert len(caught.value.faults) == 4
 
 
 def test_a_precision_that_the_device_lacks_is_refused_by_name() -> None:
@@ -83,7 +93,7 @@ def test_the_registry_knows_every_start_method() -> None:
     }.items():
         strategy = Trainer(accelerator="cpu", devices=1, strategy=name, logger=False).strategy
         assert isinstance(strategy, lightning_lockstep.LockstepDDPStrategy)
-        assert strategy._start_method == method
+        assert strategy.settings.start_method == method
 
 
 @pytest.mark.parametrize(
@@ -112,21 +122,27 @@ def test_a_plan_that_cannot_be(lengths: tuple[int | None, ...], policy: str, tex
         assert text in str(caught.value)
 
 
-def card(rank: int, name: str, gib: int, capability: tuple[int, int]) -> RankPlacement:
+def gpu(rank: int, name: str, gib: int, capability: tuple[int, int]) -> RankPlacement:
     return RankPlacement(rank, f"node{rank}", "cuda:0", name, gib * GIB, capability, 4, (0, 1))
 
 
-def test_the_slowest_card_is_named() -> None:
-    cards = [card(0, "H200", 139, (9, 0)), card(1, "A100", 80, (8, 0)), card(2, "A100", 40, (8, 0))]
-    warning = mixed_cards_warning(cards)
+def test_the_slowest_gpu_is_named() -> None:
+    gpus = [gpu(0, "H200", 139, (9, 0)), gpu(1, "A100", 80, (8, 0)), gpu(2, "A100", 40, (8, 0))]
+    warning = mixed_gpus_warning(gpus)
     assert warning is not None
     assert "rank 2 on node2 has A100 (40.0 GiB, compute capability 8.0)" in warning
-    assert "rank 0 on node0 has H200 (139.0 GiB, 9.0)" in warning
-    assert mixed_cards_warning(cards[:1] * 4) is None
+    assert "rank 0 on node0 has H200 (139.0 GiB, compute capability 9.0)" in warning
+    assert "mixed GPUs" in warning
+    assert mixed_gpus_warning(gpus[:1] * 4) is None
     cpu = RankPlacement(0, "a", "cpu", "CPU", GIB, (0, 0), 1, (0,))
-    assert mixed_cards_warning([cpu, cpu]) is None
+    assert mixed_gpus_warning([cpu, cpu]) is None
 
 
 def test_cores_in_short() -> None:
     assert as_ranges((0, 1, 2, 3, 8)) == "0-3,8"
     assert as_ranges((5,)) == "5"
+
+
+def test_a_device_of_another_type_has_a_row_too() -> None:
+    place = placement_of(torch.device("xla:0"), rank=0, host="a", threads=1, cores=(0,))
+    assert (place.device, place.device_name, place.memory) == ("xla:0", "XLA", 0)

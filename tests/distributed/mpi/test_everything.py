@@ -77,5 +77,5 @@ def test_what_is_missing_is_said_once(tmp_path: Path) -> None:
     program = str(Path(__file__).with_name("program_without.py"))
     outcome = run_script([sys.executable, program], env=mpi_environ(), cwd=tmp_path, timeout=120)
     assert outcome.returncode == 0, outcome.output
-    for text in ("There is no mpirun here", "The ranks talk over gloo, since mpi4py is not installed"):
+    for text in ("There is no mpirun here", "The ranks communicate over gloo, since mpi4py is not installed"):
         assert outcome.output.count(text) == 1, outcome.output

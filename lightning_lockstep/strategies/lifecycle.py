@@ -1,0 +1,241 @@
+"""The life cycle of the ranks of a strategy, by composition: any strategy gets all of it by holding one object.
+
+A strategy need not inherit from DDP. It calls its :class:`RankLifecycle` where Lightning calls the strategy::
+
+    class OwnStrategy(ParallelStrategy):
+        def __init__(self, **options):
+            super().__init__(cluster_environment=detect_environment())
+            self.lifecycle = RankLifecycle(self, LifecycleSettings(**options))
+
+        def _configure_launcher(self):
+            self._launcher = self.lifecycle.launcher()
+
+        def setup_environment(self):
+            super().setup_environment()
+            self.lifecycle.connect()
+
+        def process_dataloader(self, dataloader):
+            return self.lifecycle.process_dataloader(super().process_dataloader(dataloader))
+
+        def training_step(self, *args, **kwargs):
+            with self.lifecycle.contributing():
+                return super().training_step(*args, **kwargs)
+
+        def barrier(self, name=None):
+            if not self.lifecycle.failed:
+                ...
+
+        def teardown(self):
+            self.lifecycle.teardown()
+            super().teardown()
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+from lightning_lockstep._environment import launcher_pid
+from lightning_lockstep._lightning import Precision, rank_zero_only, reset_seed
+from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.distributed.process_group import (
+    default_backend,
+    process_group_exists,
+    start_process_group,
+)
+from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
+from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
+from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
+from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
+from lightning_lockstep.strategies.options import LifecycleSettings
+from lightning_lockstep.strategies.placement import mixed_gpus_warning, placement_of, show_placement
+from lightning_lockstep.strategies.uneven_inputs import UnevenInputs
+from lightning_lockstep.strategies.zero_loss import every_rank_contributes
+
+__all__ = ["RankLifecycle", "RankStartup"]
+
+_log = logging.getLogger(__name__)
+
+
+class RankStartup:
+    """How the ranks of a strategy are started and connected: by this program, over a backend of torch.
+
+    Another way overrides these methods, as :mod:`lightning_lockstep.strategies.mpi` does.
+
+    Args:
+        start_method: ``popen``, ``spawn``, ``fork`` or ``forkserver``.
+        backend: Name of the backend of the process group; by default that of the device.
+    """
+
+    def __init__(self, start_method: str = "popen", backend: str | None = None) -> None:
+        self.start_method, self.backend = start_method, backend
+
+    def adopt_ranks(self, strategy: Any) -> None:
+        """Take over from the program that started the ranks how many there are, before the launch."""
+
+    def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
+        """Return the launcher that starts the ranks of this node."""
+        environment = strategy.cluster_environment
+        if self.start_method == "popen" or environment.creates_processes_externally:
+            return ScriptLauncher(
+                supervisor,
+                environment,
+                num_processes=strategy.num_processes,
+                num_nodes=strategy.num_nodes,
+            )
+        return SpawnedLauncher(strategy, supervisor, start_method=self.start_method)  # type: ignore[arg-type]
+
+    def share_of_cores(self, strategy: Any) -> tuple[int, int]:
+        """Return which of the ranks that share the cores of this node this one is, and how many those are."""
+        return strategy.local_rank, strategy.num_processes
+
+    def connect(self, strategy: Any, timeout: timedelta) -> bool:
+        """Connect this rank with the others, and return whether it was not connected before.
+
+        Ranks without a process group of torch (XLA) give the run's group by ``distributed.process_group.use_group``
+        here instead.
+
+        Ranks: all, together.
+        """
+        is_new = not process_group_exists()
+        self.backend = self.backend or default_backend(strategy.root_device)
+        start_process_group(
+            self.backend,
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            address=strategy.cluster_environment.main_address,
+            port=strategy.cluster_environment.main_port,
+            timeout=timeout,
+            device=strategy.root_device,
+        )
+        return is_new
+
+    def after_connect(self, supervisor: RankSupervisor) -> None:
+        """Do what has to follow once the ranks are connected and failures propagate."""
+
+
+class RankLifecycle:
+    """Launch, precision, CPU threads, rendezvous, placement table, uneven inputs and failures of a strategy's ranks.
+
+    Args:
+        strategy: A strategy of Lightning that has, beside what ``ParallelStrategy`` has, ``num_nodes`` and
+            ``num_processes``, the number of ranks per node.
+        settings: What the user has set.
+        startup: How the ranks are started and connected.
+        precision: Returns the precision plugin to use from Lightning's choice, the name the user gave and the
+            type of the device, or raises.
+
+    Attributes:
+        supervisor: Of this rank.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        settings: LifecycleSettings,
+        *,
+        startup: RankStartup | None = None,
+        precision: Callable[[Precision, str | None, str], Precision] = resolve_precision,
+    ) -> None:
+        self.settings = settings
+        self.startup = startup or RankStartup(settings.start_method)
+        self.supervisor = RankSupervisor(settings.supervisor)
+        self._uneven_inputs = UnevenInputs(settings.uneven_inputs)
+        self._strategy, self._precision = strategy, precision
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed, after which no rank may wait for another."""
+        propagation = self.supervisor.propagation
+        return propagation is not None and propagation.failed
+
+    def launcher(self) -> Any:
+        """Resolve the precision and return the launcher, while the Trainer is under construction.
+
+        Raises:
+            ConfigurationError: The precision is not supported; no rank has been started yet.
+        """
+        strategy = self._strategy
+        self.startup.adopt_ranks(strategy)
+        strategy.precision_plugin = self._precision(
+            strategy.precision_plugin, requested_precision(), strategy.root_device.type
+        )
+        return self.startup.launcher(strategy, self.supervisor)
+
+    def connect(self) -> Communicator:
+        """Connect the ranks, begin to listen for failures and show once which rank runs where.
+
+        Returns:
+            The communicator of the run.
+
+        Ranks: all, together.
+        """
+        reset_seed()
+        self.set_world_ranks()
+        place, sharing = self.startup.share_of_cores(self._strategy)
+        self.supervisor.apply_threads(local_rank=place, local_world_size=sharing)
+        is_new = self.startup.connect(self._strategy, self.settings.duration)
+        communicator = self.supervisor.ranks_have_met(prints_report=self._prints_report())
+        if is_new and communicator.world_size > 1:
+            self._show_placement(communicator)
+        self.startup.after_connect(self.supervisor)
+        return communicator
+
+    def set_world_ranks(self) -> None:
+        """Give this rank's number and the number of ranks to the cluster environment and to Lightning's logging."""
+        strategy, environment = self._strategy, self._strategy.cluster_environment
+        environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
+        environment.set_world_size(strategy.num_nodes * strategy.num_processes)
+        rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Make every rank take the same number of training batches of a loader; others stay as they are.
+
+        Ranks: all, together, once for each loader; one gather for a training loader.
+        """
+        module = self._strategy.lightning_module
+        if module is None:
+            return dataloader
+        return self._uneven_inputs.even(dataloader, module.trainer, current_communicator())
+
+    def is_padding_batch(self) -> bool:
+        """Return whether this rank's current training batch is a padding batch, which must contribute nothing."""
+        module = self._strategy.lightning_module
+        return module is not None and self._uneven_inputs.is_padding_batch(module.trainer)
+
+    def contributing(self) -> AbstractContextManager[None]:
+        """Let every rank take part in the reductions of the training step that runs in this context."""
+        module = self._strategy.lightning_module
+        if module is None or not module.automatic_optimization:
+            return nullcontext()
+        return every_rank_contributes(module, self.is_padding_batch)
+
+    def teardown(self) -> None:
+        """Forget the loaders of this run; the ranks stay connected for a next call of the Trainer."""
+        self._uneven_inputs.clear()
+
+    def _prints_report(self) -> bool:
+        """Return whether this rank prints failure reports: rank 0, and the first rank of a node started by hand."""
+        strategy = self._strategy
+        by_hand = isinstance(strategy.cluster_environment, LockstepEnvironment) and launcher_pid() is None
+        return bool(strategy.global_rank == 0 or (by_hand and strategy.num_nodes > 1))
+
+    def _show_placement(self, communicator: Communicator) -> None:
+        placements = communicator.gather(
+            placement_of(
+                self._strategy.root_device,
+                rank=communicator.rank,
+                host=communicator.host,
+                threads=self.supervisor.threads,
+                cores=self.supervisor.cores,
+            )
+        )
+        if communicator.is_main:
+            show_placement(placements)
+            warning = mixed_gpus_warning(placements)
+            if warning:
+                _log.warning(warning)

@@ -1,0 +1,49 @@
+"""Losses of zero, with which a rank that has nothing to contribute still takes part in the reductions of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_lockstep.steps.patching import replaced
+
+__all__ = ["every_rank_contributes", "zero_loss"]
+
+
+@contextmanager
+def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) -> Iterator[None]:
+    """Let a training step that returns ``None``, or whose batch is a padding batch, contribute gradients of zero.
+
+    The other ranks then get the reductions that they wait for.
+
+    Args:
+        module: The LightningModule.
+        is_padding_batch: Tells whether the current batch is one.
+    """
+    original = module.training_step  # a callback may have put its own there, as OverflowDetector does
+
+    def contributing(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        if output is None:
+            return zero_loss(module)
+        if not is_padding_batch():
+            return output
+        return zero_loss(module) if isinstance(output, Tensor) else {**output, "loss": zero_loss(module)}
+
+    with replaced(module, training_step=contributing):
+        yield
+
+
+def zero_loss(module: Module) -> Tensor:
+    """Return a loss of zero that depends on every trainable parameter, so that all gradients are zero.
+
+    Args:
+        module: The module whose gradients are reduced.
+    """
+    parts = [p.view(-1)[:1].sum() * 0.0 for p in module.parameters() if p.requires_grad and p.numel()]
+    return torch.stack([part.float() for part in parts]).sum()
