@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.plugins.precision import Precision
 
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
@@ -49,16 +52,18 @@ def test_a_failing_rank_of_a_strategy_without_ddp_ends_both_with_its_traceback_l
     assert done.stderr.rstrip().endswith("ValueError: boom in training_step")
 
 
-def test_a_strategy_without_ddp_refuses_a_precision_before_any_rank_is_started() -> None:
-    with pytest.raises(ConfigurationError, match="transformer-engine"):
-        L.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=AveragingStrategy(),
-            plugins=[],
-            precision="transformer-engine",
-            logger=False,
-        )
+class GPUPrecision(Precision):
+    precision = "transformer-engine"  # type: ignore[assignment]
+
+
+def test_a_strategy_without_ddp_resolves_the_precision_before_any_rank_is_started() -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False}
+    with pytest.raises(ConfigurationError, match="precision='transformer-engine'"):
+        L.Trainer(strategy=AveragingStrategy(), plugins=[GPUPrecision()], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning says that it will use bf16
+        trainer = L.Trainer(strategy=AveragingStrategy(), precision="16-mixed", **options)
+    assert trainer.precision == "16-mixed"
 
 
 def test_a_strategy_without_ddp_has_the_launcher_of_its_start_method() -> None:
