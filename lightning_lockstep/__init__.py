@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_lockstep.errors import *  # noqa: F403
     from lightning_lockstep.logs import get_logger as get_logger
     from lightning_lockstep.numerics.float32 import run_in_fp32 as run_in_fp32
-    from lightning_lockstep.numerics.statistics import detect_overflow as detect_overflow
+    from lightning_lockstep.overflow.spots import detect_overflow as detect_overflow
     from lightning_lockstep.stopping.breakpoint import check_breakpoint as check_breakpoint
     from lightning_lockstep.stopping.breakpoint import set_breakpoint as set_breakpoint
     from lightning_lockstep.strategies import LockstepDDPStrategy as LockstepDDPStrategy

@@ -28,7 +28,7 @@ EXPORTS: dict[str, str] = {
     "SyncedEarlyStopping": "callbacks.early_stopping",
     # functions
     "check_breakpoint": "stopping.breakpoint",
-    "detect_overflow": "numerics.statistics",
+    "detect_overflow": "overflow.spots",
     "find_executable_batch_size": "batch_size.find_executable",
     "get_logger": "logs",
     "in_rank_order": "distributed.rank_order",

@@ -172,6 +172,21 @@ def closure_parts(loop: Any, optimizer: Any) -> dict[str, Any]:
 
 # -- overflow --
 
+
+@touches(
+    "DDPStrategy._model_averaging_period", why="whether gradients are reduced at all; no public attribute"
+)
+def averages_models(strategy: Any) -> bool:
+    """Return whether a strategy averages the ranks' models now and then instead of their gradients."""
+    return bool(getattr(strategy, "_model_averaging_period", None))
+
+
+@touches("LightningModule._compiler_ctx", why="whether torch.compile compiled the LightningModule itself")
+def is_compiled(module: Any) -> bool:
+    """Return whether ``torch.compile`` compiled this LightningModule."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
 # -- batch_size --
 
 # -- stopping, callbacks --

@@ -1,14 +1,13 @@
-"""FP32Modules: chosen modules compute in float32, whatever the precision of the run."""
+"""FP32Modules: runs chosen modules in float32, whatever the precision of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from torch import nn
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep._settings import Faults, did_you_mean
 from lightning_lockstep.numerics.float32 import run_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.module_values import NamePatterns, module_names
 
@@ -19,24 +18,28 @@ class FP32Modules(Callback):
     """Runs chosen modules in float32: autocast off, inputs cast to float32, outputs cast back.
 
     The remedy that :class:`~lightning_lockstep.OverflowDetector` prints. Weights keep their dtype and
-    ``state_dict`` its keys. Where a module inside another chosen one is named too, the outer one decides.
+    ``state_dict`` its keys. Of a chosen module and one inside it, only the outer one is changed.
 
     Args:
         modules: Names of modules below the LightningModule, or patterns such as ``decoder.*.mlp``.
 
     Raises:
-        ConfigurationError: ``modules`` is not a list of names, or, once the model is there, a name fits nothing.
+        ConfigurationError: ``modules`` is not a list of names, or, once the model is there, a name matches no module.
 
     Ranks: all ranks alike; nothing is sent.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
         super().__init__()
-        if isinstance(modules, str) or not all(isinstance(name, str) for name in modules):
-            raise ConfigurationError(
-                f"FP32Modules: modules is {modules!r}; expected a list of module names or patterns,"
-                " such as ['decoder.*.mlp']."
-            )
+        faults = Faults("FP32Modules")
+        is_list = isinstance(modules, Sequence) and not isinstance(modules, str)
+        faults.check(
+            is_list and all(isinstance(name, str) for name in modules),
+            "modules",
+            modules,
+            "a list of module names or patterns, such as ['decoder.*.mlp']",
+        )
+        faults.raise_all()
         self.modules = tuple(modules)
         self._changed: list[nn.Module] = []
 
@@ -66,18 +69,19 @@ class FP32Modules(Callback):
         if self._changed:
             return
         names = module_names(root)
-        faults = []
+        faults = Faults("FP32Modules")
         chosen: dict[str, nn.Module] = {}
         for pattern in self.modules:
-            fits = NamePatterns([pattern])
-            found = {name: module for module, name in names.items() if name and fits.fit(name)}
+            patterns = NamePatterns([pattern])
+            found = {name: module for module, name in names.items() if name and patterns.match(name)}
             chosen.update(found)
             if not found:
-                near = get_close_matches(pattern, list(names.values()), n=3, cutoff=0.4)
-                hint = f" Near it: {', '.join(near)}." if near else ""
-                faults.append(f"FP32Modules: no module of {type(root).__name__} fits {pattern!r}.{hint}")
-        if faults:
-            raise ConfigurationError(faults)
+                near = did_you_mean(pattern, filter(None, names.values()), most=3)
+                faults.add(
+                    f"modules={pattern!r}: expected the name of a module of {type(root).__name__}, or a pattern that"
+                    f" matches one.{near}"
+                )
+        faults.raise_all()
         for name, module in chosen.items():
             if not any(name != other and name.startswith(f"{other}.") for other in chosen):
                 self._changed.append(run_in_fp32(module))

@@ -1,1 +1,1 @@
-"""Numbers and their formats: overflow statistics, float32 islands, precision plugins."""
+"""Numbers and their formats: statistics, checks of gradients, float32 modules, precision plugins."""

@@ -1,4 +1,4 @@
-"""Islands of float32: modules that compute in float32 whatever the precision around them."""
+"""Modules that compute in float32 whatever the precision around them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["run_in_fp32", "runs_in_fp32", "undo_run_in_fp32"]
+from lightning_lockstep.numerics.statistics import LOW_PRECISION
 
-_LOW = (torch.float16, torch.bfloat16)
+__all__ = ["run_in_fp32", "runs_in_fp32", "undo_run_in_fp32"]
 
 
 def run_in_fp32(module: nn.Module) -> nn.Module:
@@ -44,8 +44,6 @@ def undo_run_in_fp32(module: nn.Module) -> nn.Module:
 
     Returns:
         The same module.
-
-    Ranks: every rank alike; nothing is sent.
     """
     wrapper = module.__dict__.get("forward")
     if isinstance(wrapper, _Float32Forward):
@@ -57,10 +55,7 @@ def undo_run_in_fp32(module: nn.Module) -> nn.Module:
 
 
 def runs_in_fp32(module: nn.Module) -> bool:
-    """Return whether :func:`run_in_fp32` is in force for this very module.
-
-    Ranks: any rank, alone.
-    """
+    """Return whether :func:`run_in_fp32` was applied to this very module."""
     return isinstance(module.__dict__.get("forward"), _Float32Forward)
 
 
@@ -77,7 +72,7 @@ class _Inner(nn.Module):
 
 
 class _Float32Forward:
-    """Stands in for ``module.forward``."""
+    """Takes the place of ``module.forward``."""
 
     def __init__(self, module: nn.Module, former: Callable[..., Any] | None) -> None:
         self.former = former
@@ -93,7 +88,7 @@ class _Float32Forward:
         with torch.autocast(device, enabled=False):
             args, kwargs = tree_map(_widen, (args, kwargs))
             output = self._compute(module, args, kwargs)
-        if example is None or example.dtype not in _LOW:
+        if example is None or example.dtype not in LOW_PRECISION:
             return output
         return tree_map(lambda x: _narrow(x, example.dtype), output)
 
@@ -102,7 +97,7 @@ class _Float32Forward:
             f"inner.{name}": tensor
             for source in (module.named_parameters(), module.named_buffers())
             for name, tensor in source
-            if tensor.dtype in _LOW
+            if tensor.dtype in LOW_PRECISION
         }
         if not low:
             return self._inner(*args, **kwargs)
@@ -120,7 +115,7 @@ def _floating(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _widen(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
 
 
 def _narrow(value: Any, dtype: torch.dtype) -> Any:

@@ -1,4 +1,9 @@
-"""Finding and naming the tensors in what modules take and give."""
+"""Names of modules, and of the values in their inputs and outputs.
+
+Containers are walked here and not by ``tree_flatten_with_path`` or ``apply_to_collection``: the former takes
+dataclasses and mappings of other classes (as Transformers' outputs are) for leaves unless they are registered,
+the latter hands out no names.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +16,17 @@ from torch import Tensor, nn
 
 __all__ = ["NamePatterns", "call_values", "module_name", "module_names", "output_values", "parent_name"]
 
-# Deeper than this nobody nests; it also ends cycles.
+# Containers nested deeper are not looked into, which also ends cycles.
 _DEPTH = 5
 
 
 class NamePatterns:
     """Shell-style patterns for names such as ``decoder.block.0.output['mask']``.
 
-    A pattern fits a name as printed, or with its indices written with dots (``decoder.block.0.output.mask``).
+    A pattern matches a name as printed, or with its indices written with dots (``decoder.block.0.output.mask``).
 
     Args:
-        patterns: The patterns; none fit nothing.
+        patterns: The patterns; without any, no name matches.
     """
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
@@ -31,8 +36,8 @@ class NamePatterns:
     def __bool__(self) -> bool:
         return bool(self.patterns)
 
-    def fit(self, name: str) -> bool:
-        """Return whether any pattern fits the name."""
+    def match(self, name: str) -> bool:
+        """Return whether any pattern matches the name."""
         if not self.patterns:
             return False
         if name not in self._known:
@@ -42,7 +47,7 @@ class NamePatterns:
 
 
 def module_names(root: nn.Module) -> dict[nn.Module, str]:
-    """Return the name of every module below ``root``; ``torch.compile`` leaves no trace in it."""
+    """Return the name of ``root`` and of every module below it, as :func:`module_name` gives it."""
     return {module: module_name(name) for name, module in root.named_modules()}
 
 
@@ -52,7 +57,7 @@ def module_name(name: str) -> str:
 
 
 def parent_name(name: str) -> str:
-    """Return the name of the module that holds the one named; the root's is empty."""
+    """Return the name of the module that contains the one named; the root's name is empty."""
     return name.rpartition(".")[0]
 
 
@@ -66,7 +71,7 @@ def call_values(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any
 
 
 def output_values(output: Any, label: str = "output") -> Iterator[tuple[str, Any]]:
-    """Yield (label, value) for all that a module gave: ``output``, ``output[i][j]``, ``output['name']``."""
+    """Yield (label, value) for all that a module returned: ``output``, ``output[i][j]``, ``output['name']``."""
     yield from _walk(label, output, _DEPTH)
 
 

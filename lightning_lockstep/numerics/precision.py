@@ -1,7 +1,7 @@
-"""Lightning's precision names, taken at their word.
+"""Precision plugins that do exactly what Lightning's precision names say.
 
 Lightning turns ``16-mixed`` on a CPU into ``bf16-mixed`` and only warns. Here a name does what it says on the
-device at hand, or is refused with the names that would work.
+run's device, or is refused with the names that would work.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ def supported_precisions(device_type: str) -> tuple[str, ...]:
 
     Args:
         device_type: ``cpu`` or ``cuda``.
-
-    Ranks: any rank, alone; on CUDA it asks the driver.
     """
     names = ["64-true", "32-true", "16-true", "16-mixed"]
     if device_type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
@@ -44,35 +42,30 @@ def requested_precision() -> str | None:
 
     Returns:
         The name, or ``None`` when no Trainer is being made or it was given no precision.
-
-    Ranks: any rank, alone.
     """
     given = given_to_trainer("precision")
     return None if given is None else str(_convert_precision_to_unified_args(given))
 
 
 def resolve_precision(plugin: Precision, requested: str | None, device_type: str) -> Precision:
-    """Return the plugin that does what was asked for.
+    """Return the plugin that does what was requested.
 
     Args:
         plugin: What Lightning has chosen.
-        requested: What the user asked for, or ``None`` when a plugin or nothing was given.
+        requested: What the user requested, or ``None`` when a plugin or nothing was given.
         device_type: ``cpu`` or ``cuda``.
 
     Returns:
         ``plugin``, or another one where Lightning's does something else than its name says.
 
     Raises:
-        ConfigurationError: The name cannot be had on this device; the message lists those that can.
-
-    Ranks: every rank, alike; nothing is sent.
+        ConfigurationError: The device does not support the name; the message lists those that it does.
     """
     name = requested or str(plugin.precision)
     supported = supported_precisions(device_type)
     if name not in supported:
         raise ConfigurationError(
-            f"precision={name!r} was given, but it cannot be had on this {device_type.upper()}."
-            f" What works here: {', '.join(supported)}."
+            f"precision={name!r}: expected one that this {device_type.upper()} supports: {', '.join(supported)}."
         )
     if requested == "16-mixed" and device_type == "cpu" and str(plugin.precision) != "16-mixed":
         _log.info(

@@ -1,31 +1,26 @@
-"""What is in a tensor, measured against the number format it is really used in."""
+"""Statistics of a tensor, measured against the number format it is computed in."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["TensorStatistics", "detect_overflow", "has_bad_values", "plain_values", "tensor_statistics"]
+__all__ = ["LOW_PRECISION", "TensorStatistics", "has_bad_values", "plain_values", "tensor_statistics"]
 
-_log = logging.getLogger(__name__)
+#: The formats whose range or precision a training step can exceed in the ordinary course.
+LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 # Places named in a report are the first few along the batch dimension.
 _PLACES_NAMED = 8
-_LOW = (torch.float16, torch.bfloat16)
-
-#: Called with (name, statistics) by :func:`detect_overflow`; a recorder adds itself while it records.
-listeners: list[Callable[[str, TensorStatistics], None]] = []
 
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """One tensor in figures.
+    """Statistics of one tensor.
 
     Attributes:
         dtype: Its number format, as in ``float16``.
@@ -62,26 +57,26 @@ class TensorStatistics:
         return bool(self.nan or self.inf)
 
     def remarks(self) -> str:
-        """Return in a few words what is worth knowing beyond the magnitudes; empty when nothing is."""
-        said = []
+        """Return in a few words what stands out beyond the magnitudes; empty where nothing does."""
+        parts = []
         if self.nan:
-            said.append(f"{self.nan} nan")
+            parts.append(f"{self.nan} nan")
         if self.inf:
-            said.append(f"{self.inf} inf")
+            parts.append(f"{self.inf} inf")
         if self.places and self.shape and self.shape[0] > 1:
-            said.append(
+            parts.append(
                 f"at [{', '.join(map(str, self.places))}{', ...' if len(self.places) == _PLACES_NAMED else ''}]"
             )
         if self.range_used is not None and self.range_used >= 0.001:
-            said.append(f"{self.range_used:.1%} of range")
+            parts.append(f"{self.range_used:.1%} of range")
         if self.zero >= 0.001:
-            said.append(f"{self.zero:.1%} zero")
+            parts.append(f"{self.zero:.1%} zero")
         if self.flushed >= 0.001:
-            said.append(f"{self.flushed:.1%} flushed to zero")
+            parts.append(f"{self.flushed:.1%} flushed to zero")
         if self.subnormal >= 0.001:
-            said.append(f"{self.subnormal:.1%} subnormal")
+            parts.append(f"{self.subnormal:.1%} subnormal")
         kind = self.dtype if self.used_as in ("", self.dtype) else f"{self.dtype} used as {self.used_as}"
-        return f"{kind}: {', '.join(said)}" if said else ""
+        return f"{kind}: {', '.join(parts)}" if parts else ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as JSON can hold them; nan and inf become text."""
@@ -98,9 +93,7 @@ def plain_values(value: object) -> Tensor | None:
         value: Anything.
 
     Returns:
-        The values, or ``None`` where there are none to look at (no tensor, empty, on the meta device).
-
-    Ranks: any rank, alone.
+        The values, or ``None`` where there are none (no tensor, empty, on the meta device).
     """
     if not isinstance(value, Tensor):
         return None
@@ -126,13 +119,11 @@ def plain_values(value: object) -> Tensor | None:
 
 
 def has_bad_values(value: object, *, allow_inf: bool = False) -> bool:
-    """Return whether a tensor holds a nan or an infinity; anything else holds none.
+    """Return whether a tensor holds a nan or an infinity; anything else holds none. On a GPU it waits for the value.
 
     Args:
         value: Anything.
-        allow_inf: Whether infinities are in order.
-
-    Ranks: any rank, alone. On a GPU it waits for the value.
+        allow_inf: Whether infinities are allowed.
     """
     tensor = plain_values(value)
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -146,16 +137,14 @@ def has_bad_values(value: object, *, allow_inf: bool = False) -> bool:
 
 
 def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> TensorStatistics | None:
-    """Measure a tensor.
+    """Measure a tensor in several passes; on a GPU it waits for the values.
 
     Args:
         value: Anything.
         used_as: Number format it is computed in, where that differs from its own (under autocast).
 
     Returns:
-        The figures, or ``None`` where there are no values to look at.
-
-    Ranks: any rank, alone. Several passes over the tensor, and on a GPU it waits for the value.
+        The statistics, or ``None`` where there are no values.
     """
     tensor = plain_values(value)
     if tensor is None:
@@ -179,34 +168,6 @@ def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> T
         if not (math.isfinite(figures["abs_max"]) and math.isfinite(figures["abs_min"])):
             figures.update(_bad_figures(magnitude))
         return TensorStatistics(**figures)
-
-
-def detect_overflow(tensor: Tensor, name: str = "tensor") -> bool:
-    """Say whether a tensor holds a nan or an infinity, at a place of one's own choice inside a forward.
-
-    A bad tensor is logged as a warning with its figures. While an
-    :class:`~lightning_lockstep.OverflowDetector` replays or traces a batch, the spot gets a line in the frames.
-
-    Args:
-        tensor: Any tensor, of any dtype, layout or device; anything else counts as good.
-        name: What to call it.
-
-    Returns:
-        Whether a nan or inf was found. Always ``False`` inside ``torch.compile``.
-
-    Ranks: any rank, alone; nothing is sent. One pass over the tensor; on a GPU it waits for the value.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    bad = has_bad_values(tensor)
-    if bad or listeners:
-        statistics = tensor_statistics(tensor)
-        if statistics is not None:
-            for listener in listeners:
-                listener(name, statistics)
-            if bad and not listeners:
-                _log.warning("%s: nan or inf found (%s)", name, statistics.remarks())
-    return bad
 
 
 def _format_figures(magnitude: Tensor, narrow: torch.dtype, count: int) -> dict[str, float]:
@@ -233,7 +194,7 @@ def _bad_figures(magnitude: Tensor) -> dict[str, Any]:
 
 
 def _narrower(own: torch.dtype, used_as: torch.dtype | None, fallback: torch.dtype) -> torch.dtype:
-    if used_as in _LOW and own in (torch.float32, torch.float64):
+    if used_as in LOW_PRECISION and own in (torch.float32, torch.float64):
         return used_as
     return own if own.is_floating_point and own.itemsize > 1 else fallback
 

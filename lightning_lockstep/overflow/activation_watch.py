@@ -1,8 +1,7 @@
-"""Watching every activation of every step: one fused reduction a tensor into a buffer on the device."""
+"""Checks every activation of every step: one fused reduction per tensor into a buffer on the device."""
 
 from __future__ import annotations
 
-import cmath
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,26 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.numerics.gradients import fused_flags
+from lightning_lockstep.numerics.gradients import flat_flags, fused_flags
 from lightning_lockstep.numerics.module_values import NamePatterns, module_names, output_values
 from lightning_lockstep.numerics.statistics import has_bad_values
 
-__all__ = ["ActivationWatch", "refuse_compiled"]
+__all__ = ["ActivationWatch"]
 
 _HISTORY = 100
-# Outputs up to this size [elements] wait for others, and are looked at once so many elements have come
-# together: a call for each costs more than reading them, and so few are still in the processor's cache.
+# Outputs up to this size [elements] wait for others, and are checked together once they have so many elements:
+# a call for each costs more than reading them, and so few are still in the processor's cache.
 _SMALL, _TOGETHER = 16_384, 24_576
 
 
-class _Bank:
-    """Lowest and highest value of each tensor seen in a step, for tensors of one dtype.
+class _Extremes:
+    """Lowest and highest value of each tensor of a step, for tensors of one dtype.
 
     Args:
         dtype: Their dtype.
-        device: Where they live.
-        allow_inf: Whether infinities are in order.
+        device: Their device.
+        allow_inf: Whether infinities are allowed.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, allow_inf: bool) -> None:
@@ -42,25 +40,25 @@ class _Bank:
         self.ends = torch.zeros(2, 0, dtype=dtype, device=device)
 
     def grow(self) -> None:
-        """Make room for more tensors; what was noted in this step stays."""
+        """Make room for more tensors; what this step has stored is kept."""
         ends = torch.zeros(2, 2 * len(self.slots) + 64, dtype=self.dtype, device=self.device)
         ends[:, : self.ends.shape[1]] = self.ends
         self.ends = ends
         self.slots = list(zip(ends[0].unbind(), ends[1].unbind(), strict=True))
         self.keys += [("", "")] * (len(self.slots) - len(self.keys))
 
-    def noted(self) -> Tensor:
-        """Return what was noted in this step, shape (2, tensors), with allowed infinities taken out."""
+    def stored(self) -> Tensor:
+        """Return what this step has stored, shape (2, tensors), without infinities that are allowed."""
         ends = self.ends[:, : self.used]
         return torch.where(torch.isinf(ends), 0, ends) if self.allow_inf else ends
 
 
-class _Waiting:
-    """Small outputs that are looked at together.
+class _SmallOutputs:
+    """Small outputs that are checked together.
 
-    An operation in place may change one before it is looked at, and hide what was bad in it. Whose outputs
-    that happens to is found out in the first step, by their version counters, where all are looked at at once;
-    these are looked at at once ever after.
+    An operation in place may change one before it is checked, and hide what was bad in it. The first step, in
+    which each is checked at once, finds by their version counters whose outputs are changed so; these are checked
+    at once from then on.
     """
 
     def __init__(self) -> None:
@@ -72,21 +70,21 @@ class _Waiting:
         self._flags: list[Tensor] = []
 
     def clear(self) -> None:
-        """Forget what was noted in this step."""
+        """Forget what this step has stored."""
         self.tensors.clear()
         self._versions.clear()
         self._flags.clear()
         self.size = 0
 
-    def look_at_once(self, key: tuple[str, str], tensor: Tensor) -> None:
-        """Look at an output, and in the first step keep an eye on it."""
+    def check_at_once(self, key: tuple[str, str], tensor: Tensor) -> None:
+        """Check an output, and in the first step keep it, to see whether it is changed later."""
         self._flags += _flags_of([tensor])
         if self.first_step:
             self.tensors.append(tensor)
             self._versions.append((key, tensor._version))
 
-    def look(self) -> None:
-        """Look at all that wait."""
+    def check(self) -> None:
+        """Check all that wait."""
         if self.tensors:
             self._flags += _flags_of(self.tensors)
             for tensor, (key, version) in zip(self.tensors, self._versions, strict=False):
@@ -98,7 +96,7 @@ class _Waiting:
 
     def flags(self) -> list[Tensor]:
         """Return one-element tensors; any that is not zero means that something bad was found in this step."""
-        self.look()
+        self.check()
         self.first_step = False
         return self._flags
 
@@ -110,16 +108,12 @@ def _flags_of(tensors: list[Tensor]) -> list[Tensor]:
             if tensors[0].device.type != "cpu":
                 # `data` has a version counter of its own: autograd sees no operation in place.
                 return fused_flags([tensor.data for tensor in tensors])
-            flat = tensors[0] if len(tensors) == 1 else _side_by_side(tensors)
+            return flat_flags(tensors[0] if len(tensors) == 1 else _concatenated(tensors))
         except (RuntimeError, NotImplementedError, TypeError):  # sparse, expanded, of several devices
             return [torch.ones(1) for tensor in tensors if has_bad_values(tensor)]
-        # A sum is nan or infinite if anything in it is; where finite numbers add up to that, the exact look tells.
-        if cmath.isfinite(flat.sum().item()) or not has_bad_values(flat):
-            return []
-        return [torch.ones(1)]
 
 
-def _side_by_side(tensors: list[Tensor]) -> Tensor:
+def _concatenated(tensors: list[Tensor]) -> Tensor:
     try:
         return torch.cat(tensors)
     except RuntimeError:  # of several shapes
@@ -127,19 +121,17 @@ def _side_by_side(tensors: list[Tensor]) -> Tensor:
 
 
 class ActivationWatch:
-    """Forward hooks that look at every output.
+    """Forward hooks that check every output; nothing is sent, and on a GPU nothing is waited for.
 
-    Without history, small outputs that are part of the graph are looked at together. All others, and with
+    Without history, small outputs that are part of the graph are checked together. All others, and with
     history every one, get an ``aminmax`` into a slot of a buffer on the device.
 
     Args:
         root: The LightningModule.
-        device: Where its activations live.
+        device: The device of its activations.
         allow_inf: Names of values that may be infinite.
         modules: Names of the modules to watch; ``None`` for all.
         keep_history: Whether to keep the magnitudes of the last 100 steps, for the picture.
-
-    Ranks: any rank, alone; nothing is sent, and on a GPU nothing is waited for.
     """
 
     def __init__(
@@ -155,15 +147,15 @@ class ActivationWatch:
         self.active = False
         self.history: deque[tuple[int, list[tuple[list[tuple[str, str]], Tensor]]]] = deque(maxlen=_HISTORY)
         self._keep_history = keep_history
-        self._banks: dict[tuple[torch.dtype, bool], _Bank] = {}
-        self._odd: list[tuple[str, str]] = []
-        self._waiting = _Waiting()
-        # A tensor that modules hand on unchanged (dropout of 0, an outer module) is looked at once.
-        self._looked_at: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._extremes: dict[tuple[torch.dtype, bool], _Extremes] = {}
+        self._unusual: list[tuple[str, str]] = []
+        self._waiting = _SmallOutputs()
+        # A tensor that modules pass on unchanged (dropout of 0, an outer module) is checked once.
+        self._checked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._handles = [
             module.register_forward_hook(self._hook(name))
             for module, name in module_names(root).items()
-            if modules is None or modules.fit(name)
+            if modules is None or modules.match(name)
         ]
 
     def remove(self) -> None:
@@ -176,31 +168,35 @@ class ActivationWatch:
 
     def begin_step(self) -> None:
         """Forget the last step and watch from here on."""
-        for bank in self._banks.values():
-            bank.used = 0
-        self._odd.clear()
+        for extremes in self._extremes.values():
+            extremes.used = 0
+        self._unusual.clear()
         self._waiting.clear()
-        self._looked_at.clear()
+        self._checked.clear()
         self.active = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Watch nothing for as long as the context lasts, and keep what was noted."""
+        """Check nothing within the context, and keep what was stored before."""
         active, self.active = self.active, False
         try:
             yield
         finally:
             self.active = active
 
-    def factor(self) -> Tensor | None:
-        """Return a number on the device that is zero, or nan when something bad was seen in this step.
+    def flag(self) -> Tensor | None:
+        """Return a number on the device that is zero, or nan when something bad was found in this step.
 
-        Nothing is waited for.
+        Nothing is waited for; ``None`` where nothing was checked.
         """
-        parts = [(bank.noted() * 0).sum(dtype=torch.float32) for bank in self._banks.values() if bank.used]
+        parts = [
+            (extremes.stored() * 0).sum(dtype=torch.float32)
+            for extremes in self._extremes.values()
+            if extremes.used
+        ]
         # 1 where something bad was found: its logarithm times zero is nan.
         parts += [0 * torch.log1p(-flag[0]) for flag in self._waiting.flags()]
-        if self._odd:
+        if self._unusual:
             parts.append(torch.tensor(float("nan"), device=self.device))
         if not parts:
             return None
@@ -210,9 +206,9 @@ class ActivationWatch:
         """Keep the magnitudes of this step for the picture, on the device."""
         if self._keep_history:
             kept = [
-                (bank.keys[: bank.used], bank.ends[:, : bank.used].abs().amax(dim=0).float())
-                for bank in self._banks.values()
-                if bank.used
+                (extremes.keys[: extremes.used], extremes.ends[:, : extremes.used].abs().amax(dim=0).float())
+                for extremes in self._extremes.values()
+                if extremes.used
             ]
             self.history.append((step, kept))
 
@@ -229,83 +225,57 @@ class ActivationWatch:
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         whole = (name, "output")
         waiting, together = self._waiting, not (self.allow_inf or self._keep_history)
-        note = self._note_once if together else self._note
+        store = self._store_once if together else self._store
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not self.active:
                 return
             if type(output) is Tensor:
-                # What nearly every call comes to; each microsecond here counts a hundred times a step.
+                # The usual case; each microsecond here counts a hundred times per step.
                 # An output that needs a gradient is the result of a computation, so its memory may be written.
                 if together and output.requires_grad and (size := output.numel()) <= _SMALL:
                     if waiting.first_step or whole in waiting.at_once:
-                        waiting.look_at_once(whole, output)
+                        waiting.check_at_once(whole, output)
                         return
                     waiting.tensors.append(output)
                     waiting.size += size
                     if waiting.size > _TOGETHER:
-                        waiting.look()
+                        waiting.check()
                 else:
-                    note(whole, output)
+                    store(whole, output)
             else:
                 for label, value in output_values(output):
                     if isinstance(value, Tensor):
-                        note((name, label), value)
+                        store((name, label), value)
 
         return hook
 
-    def _note_once(self, key: tuple[str, str], tensor: Tensor) -> None:
-        known = self._looked_at.get(id(tensor))
+    def _store_once(self, key: tuple[str, str], tensor: Tensor) -> None:
+        known = self._checked.get(id(tensor))
         version = -1 if tensor.is_inference() else tensor._version
         if known is None or known[0]() is not tensor or known[1] != version:
-            self._looked_at[id(tensor)] = (weakref.ref(tensor), version)
-            self._note(key, tensor)
+            self._checked[id(tensor)] = (weakref.ref(tensor), version)
+            self._store(key, tensor)
 
-    def _note(self, key: tuple[str, str], tensor: Tensor) -> None:
-        kind = (tensor.dtype, bool(self.allow_inf) and self.allow_inf.fit(f"{key[0]}.{key[1]}"))
-        bank = self._banks.get(kind)
-        if bank is None:
+    def _store(self, key: tuple[str, str], tensor: Tensor) -> None:
+        kind = (tensor.dtype, bool(self.allow_inf) and self.allow_inf.match(f"{key[0]}.{key[1]}"))
+        extremes = self._extremes.get(kind)
+        if extremes is None:
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 return
-            bank = self._banks[kind] = _Bank(_bank_dtype(kind[0]), self.device, kind[1])
-        if bank.used == len(bank.slots):
-            bank.grow()
+            extremes = self._extremes[kind] = _Extremes(_extremes_dtype(kind[0]), self.device, kind[1])
+        if extremes.used == len(extremes.slots):
+            extremes.grow()
         try:
-            torch.aminmax(tensor.detach(), out=bank.slots[bank.used])
+            torch.aminmax(tensor.detach(), out=extremes.slots[extremes.used])
         except (RuntimeError, NotImplementedError, TypeError):
-            # Sparse, complex, empty, meta, a DTensor, or on another device: looked at one by one.
+            # Sparse, complex, empty, meta, a DTensor, or on another device: checked one by one.
             if has_bad_values(tensor, allow_inf=kind[1]):
-                self._odd.append(key)
+                self._unusual.append(key)
             return
-        bank.keys[bank.used] = key
-        bank.used += 1
+        extremes.keys[extremes.used] = key
+        extremes.used += 1
 
 
-def _bank_dtype(dtype: torch.dtype) -> torch.dtype:
+def _extremes_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.float32
-
-
-def refuse_compiled(root: nn.Module) -> None:
-    """Raise where hooks would not fire because ``torch.compile`` has compiled the module or part of it.
-
-    Args:
-        root: The LightningModule.
-
-    Raises:
-        ConfigurationError: It, or a module in it, is compiled.
-
-    Ranks: every rank alike; nothing is sent.
-    """
-    compiled = [
-        name or type(root).__name__
-        for name, module in root.named_modules()
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-    ]
-    if getattr(root, "_compiler_ctx", None) is not None:
-        compiled.insert(0, type(root).__name__)
-    if compiled:
-        raise ConfigurationError(
-            f"OverflowDetector(mode='hooks') was given a model compiled with torch.compile ({', '.join(compiled[:5])});"
-            " hooks do not fire reliably inside compiled code. Use mode='replay', which runs a failing batch again"
-            " uncompiled, or leave torch.compile out while you look for the overflow."
-        )

@@ -1,4 +1,4 @@
-"""What happens on one rank once something bad was found: run the batch again and say who did it."""
+"""What a hit leads to on one rank: the batch is replayed, and the report names the first bad value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.distributed import Communicator
@@ -18,32 +18,22 @@ from lightning_lockstep.overflow.frames import Producer
 from lightning_lockstep.overflow.remedy import Remedy, advice, search
 from lightning_lockstep.overflow.replay import StepRecord, replay
 from lightning_lockstep.overflow.report import Occasion, RankReport
+from lightning_lockstep.overflow.requirements import communicates_in_forward
 from lightning_lockstep.overflow.settings import OverflowSettings
+from lightning_lockstep.steps.capabilities import missing_capabilities
 
-__all__ = ["Diagnosis", "talks_in_forward"]
-
-
-def talks_in_forward(module: nn.Module, world_size: int) -> bool:
-    """Return whether the model's own forward talks to other ranks, so that no rank may run it alone.
-
-    Args:
-        module: The model.
-        world_size: Number of ranks.
-    """
-    return world_size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
+__all__ = ["Diagnosis"]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Investigates one hit on one rank.
+    """Finds the origin of one hit on one rank.
 
     Args:
         trainer: The Trainer.
         module: Its LightningModule.
-        settings: What the detector was asked to do.
-        communicator: Names this rank and host.
-
-    Ranks: every rank runs it after a common hit; nothing is sent unless the model itself does.
+        settings: The detector's options.
+        communicator: Of the run.
     """
 
     trainer: Trainer
@@ -51,16 +41,38 @@ class Diagnosis:
     settings: OverflowSettings
     communicator: Communicator
 
-    def hold(self, record: StepRecord, *, may_replay: bool = True) -> RankReport:
-        """Run the recorded batch again under a recorder and report.
+    def run(self, record: StepRecord, *, all_ranks: bool) -> RankReport:
+        """Replay the recorded batch under a recorder and report what was found on this rank.
 
         Args:
             record: The step.
-            may_replay: Whether running the model here does any harm.
+            all_ranks: Whether every rank runs its diagnosis now. Otherwise a model that communicates in its
+                forward is not replayed.
 
-        Returns:
-            What was found on this rank.
+        Ranks: nothing is sent unless the model itself communicates in its forward.
         """
+        report = self._report(record)
+        why_not = self._why_not_replayed(all_ranks)
+        if why_not:
+            report.notes.append(f"Not replayed: {why_not}.")
+            return report
+        recorder = self._recorder()
+        try:
+            loss = replay(self.trainer, self.module, record, recorder, all_ranks=all_ranks)
+        except Exception as error:  # the diagnosis must not replace what it was called for
+            report.notes.append(f"Replaying the batch failed: {type(error).__name__}: {error}")
+            loss = record.loss
+        self._add_findings(report, recorder, loss)
+        if not _same(loss, record.loss):
+            report.notes.append(
+                f"The replayed loss was {_number(loss)}, not {_number(record.loss)}: the step is not deterministic"
+                " (state kept in training_step, or nondeterministic operations)."
+            )
+        report.remedy = self._remedy(report, record)
+        return report
+
+    def _report(self, record: StepRecord) -> RankReport:
+        """Return a report of what is known without a replay."""
         trainer = self.trainer
         occasion = Occasion(trainer.current_epoch, trainer.global_step, record.batch_number, record.batch_idx)
         report = RankReport(self.communicator.rank, self.communicator.host, occasion)
@@ -70,25 +82,15 @@ class Diagnosis:
         report.gradients = self._bad_gradients()
         report.optimizer = self._bad_optimizer_state()
         report.notes += record.notes
-        if not may_replay:
-            report.notes.append(
-                "Not run again: the model talks to other ranks in its forward (SyncBatchNorm)."
-            )
-            return report
-        recorder = self._recorder()
-        try:
-            loss = replay(trainer, self.module, record, recorder)
-        except Exception as error:  # the diagnosis must not replace what it was called for
-            report.notes.append(f"Running the batch again failed: {type(error).__name__}: {error}")
-            loss = record.loss
-        self._take_over(report, recorder)
-        if not _same(loss, record.loss):
-            report.notes.append(
-                f"Run again, the loss was {loss} instead of {record.loss}: the step does not repeat itself exactly"
-                " (a training_step with a memory, or operations that are not deterministic)."
-            )
-        report.remedy = self._remedy(report, record)
         return report
+
+    def _why_not_replayed(self, all_ranks: bool) -> str:
+        missing = missing_capabilities(self.trainer.strategy, "step_alone")
+        if missing:
+            return f"on {type(self.trainer.strategy).__name__}, {missing[0]}"
+        if not all_ranks and communicates_in_forward(self.module, self.communicator.world_size):
+            return "the model communicates with other ranks in its forward (SyncBatchNorm)"
+        return ""
 
     def _recorder(self) -> FrameRecorder:
         settings = self.settings
@@ -100,7 +102,9 @@ class Diagnosis:
             gradients=settings.gradients,
         )
 
-    def _take_over(self, report: RankReport, recorder: FrameRecorder) -> None:
+    def _add_findings(self, report: RankReport, recorder: FrameRecorder, loss: Tensor | None) -> None:
+        loss_allowed = NamePatterns(self.settings.allow_inf).match("loss")
+        report.clean = not (recorder.found_bad_values or has_bad_values(loss, allow_inf=loss_allowed))
         report.frames = list(recorder.frames)
         report.producer, report.propagators = recorder.producer, recorder.propagators
         if report.producer is not None:
@@ -116,19 +120,18 @@ class Diagnosis:
         if first is None:
             return Remedy()
         found: Remedy | None = None
-        worth = first.low_precision and first.kind not in ("weight", "batch")
-        if worth and not talks_in_forward(self.module, self.communicator.world_size):
+        may_help = first.low_precision and first.kind not in ("weight", "batch")
+        if may_help and not communicates_in_forward(self.module, self.communicator.world_size):
             try:
                 found = search(self.module, first, lambda: self._producer_now(record))
             except Exception as error:  # a module may not accept float32; then there is no such remedy
                 report.notes.append(f"The search for a remedy failed: {type(error).__name__}: {error}")
-        if found is None:
-            return Remedy(text=advice(first, finite_in_float32=False))
-        return found
+        return found or Remedy(text=advice(first))
 
     def _producer_now(self, record: StepRecord) -> Producer | None:
         recorder = self._recorder()
-        loss = replay(self.trainer, self.module, record, recorder)
+        # How often a rank does this is its own affair, so the step must not communicate.
+        loss = replay(self.trainer, self.module, record, recorder, all_ranks=False)
         if recorder.producer is not None:
             return recorder.producer
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
@@ -139,30 +142,31 @@ class Diagnosis:
         return None
 
     def _bad_gradients(self) -> list[str]:
-        lines = []
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None and has_bad_values(parameter.grad):
-                statistics = tensor_statistics(parameter.grad)
-                assert statistics is not None
-                lines.append(
-                    f"{name}: {statistics.nan} nan, {statistics.inf} inf of {parameter.grad.numel()}"
-                )
-        return lines
+        return [
+            f"{name}: {_counts(parameter.grad)} of {parameter.grad.numel()}"
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None and has_bad_values(parameter.grad)
+        ]
 
     def _bad_optimizer_state(self) -> list[str]:
-        names: dict[torch.Tensor, str] = {p: name for name, p in self.module.named_parameters()}
-        lines = []
-        for optimizer in self.trainer.optimizers:
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items() if isinstance(state, dict) else ():
-                    if has_bad_values(value):
-                        statistics = tensor_statistics(value)
-                        assert statistics is not None
-                        lines.append(
-                            f"{key} of {names.get(parameter, '?')} ({type(optimizer).__name__}):"
-                            f" {statistics.nan} nan, {statistics.inf} inf"
-                        )
-        return lines
+        names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
+        return [
+            f"{key} of {names.get(parameter, '?')} ({type(optimizer).__name__}): {_counts(value)}"
+            for optimizer in self.trainer.optimizers
+            for parameter, state in optimizer.state.items()
+            for key, value in (state.items() if isinstance(state, dict) else ())
+            if has_bad_values(value)
+        ]
+
+
+def _counts(tensor: Tensor) -> str:
+    statistics = tensor_statistics(tensor)
+    assert statistics is not None
+    return f"{statistics.nan} nan, {statistics.inf} inf"
+
+
+def _number(loss: Tensor | None) -> str:
+    return "none" if loss is None else f"{float(loss.sum()):.8g}"
 
 
 def _same(one: Any, other: Any) -> bool:

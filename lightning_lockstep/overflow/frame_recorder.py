@@ -1,4 +1,4 @@
-"""Hooks that write a frame for each call of each module, both ways, and find who made the first bad value."""
+"""Hooks that record a frame for each call of each module, forward and backward, and find the first bad value."""
 
 from __future__ import annotations
 
@@ -20,25 +20,23 @@ from lightning_lockstep.numerics.module_values import (
 from lightning_lockstep.numerics.statistics import (
     TensorStatistics,
     has_bad_values,
-    listeners,
     tensor_statistics,
 )
 from lightning_lockstep.overflow.frames import Frame, Producer, Value
+from lightning_lockstep.overflow.spots import listeners
 
 __all__ = ["FrameRecorder"]
 
 
 class FrameRecorder:
-    """Hooks on every module that write frames while it is entered as a context.
+    """Records frames by hooks on every module, within :meth:`recording`.
 
     Args:
         root: The LightningModule.
         max_frames: Frames kept up to the first bad one; ``None`` keeps all and does not stop at it.
         allow_inf: Names of values that may be infinite.
-        modules: Names of the modules to look at; ``None`` for all.
-        gradients: Whether to follow the gradients too.
-
-    Ranks: any rank, alone; nothing is sent. Every hook is removed on leaving the context, however it is left.
+        modules: Names of the modules to record; ``None`` for all.
+        gradients: Whether to record the gradients too.
     """
 
     def __init__(
@@ -66,12 +64,12 @@ class FrameRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[FrameRecorder]:
-        """Keep the hooks in place for as long as the context lasts."""
+        """Put the hooks in place, and take every one away on leaving the context, however it is left."""
         handles: list[Any] = []
         listeners.append(self._spot)
         try:
             for module in self.root.modules():
-                if self.modules is None or self.modules.fit(self.names[module]):
+                if self.modules is None or self.modules.match(self.names[module]):
                     handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
                     handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
             if self.gradients:
@@ -82,19 +80,24 @@ class FrameRecorder:
             for handle in handles:
                 handle.remove()
 
-    def look_at_batch(self, values: Any) -> None:
-        """Note whether the batch itself is bad, before the first module sees it."""
+    @property
+    def found_bad_values(self) -> bool:
+        """Whether any value or gradient was bad."""
+        return self.producer is not None or any(frame.bad for frame in self.backward_frames.values())
+
+    def check_batch(self, values: Any) -> None:
+        """Check the batch itself, before the first module is given it."""
         bad = [value for value in self._values("batch", output_values(values, "batch")) if value.bad]
         if bad:
             self.producer = _producer("batch", "", type(self.root).__name__, bad)
 
     def begin_backward(self) -> None:
-        """Stop writing forward frames: what runs now in a forward is recomputation."""
+        """Stop recording forward frames: a forward that runs now is a recomputation."""
         self.in_backward = True
         self._stack.clear()
 
     def finish(self) -> None:
-        """Find out who made the first bad gradient."""
+        """Find the producer of the first bad gradient."""
         candidates = []
         for name, first in self._first_bad_gradient.items():
             frame = self.backward_frames[name]
@@ -144,9 +147,9 @@ class FrameRecorder:
         self.frames.append(frame)
         if frame.bad and self.first_bad is None:
             self.first_bad = frame
-            self._blame(frame, [v for v in weights if v.bad], [v for v in results if v.bad])
+            self._find_producer(frame, [v for v in weights if v.bad], [v for v in results if v.bad])
 
-    def _blame(self, frame: Frame, weights: list[Value], results: list[Value]) -> None:
+    def _find_producer(self, frame: Frame, weights: list[Value], results: list[Value]) -> None:
         if self.producer is not None:
             self.propagators.append(f"{frame.module} ({frame.type})")
         elif weights:
@@ -159,7 +162,9 @@ class FrameRecorder:
         if self.in_backward:
             return
         where, module, found = self._stack[-1] if self._stack else ("", self.root, [])
-        value = Value(f"detect_overflow({name!r})", statistics, allowed=self.allow_inf.fit(f"{where}.{name}"))
+        value = Value(
+            f"detect_overflow({name!r})", statistics, allowed=self.allow_inf.match(f"{where}.{name}")
+        )
         found.append(value)
         if value.bad and self.producer is None:
             self.producer = _producer("spot", where, type(module).__name__, [value])
@@ -173,11 +178,11 @@ class FrameRecorder:
         statistics = tensor_statistics(value, used_as=_computed_in(value))
         if statistics is None:
             return Value(label, kind="no values")
-        return Value(label, statistics, allowed=self.allow_inf.fit(f"{name}.{label}"))
+        return Value(label, statistics, allowed=self.allow_inf.match(f"{name}.{label}"))
 
     def _bad_only(self, name: str, pairs: list[tuple[str, Any]]) -> Iterator[Value]:
         for label, value in pairs:
-            if has_bad_values(value, allow_inf=self.allow_inf.fit(f"{name}.{label}")):
+            if has_bad_values(value, allow_inf=self.allow_inf.match(f"{name}.{label}")):
                 yield self._value(name, label, value)
 
     def _watch(self, name: str, module: nn.Module, label: str, pairs: Any) -> None:

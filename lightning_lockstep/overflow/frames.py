@@ -1,4 +1,4 @@
-"""Frames: what went into and came out of a module, and who made the first bad value; in figures and in words."""
+"""Frames: statistics of what went into and came out of a module; and the producer of the first bad value."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Value:
 
     Attributes:
         label: ``weight``, ``input[0]``, ``output['logits']`` ...
-        statistics: Its figures; ``None`` for what is not a tensor or holds no values.
-        kind: What stands in place of figures.
+        statistics: Its statistics; ``None`` for what is not a tensor or holds no values.
+        kind: What is printed in place of statistics.
         allowed: Whether it may hold infinities.
     """
 
@@ -30,7 +30,7 @@ class Value:
 
     @property
     def bad(self) -> bool:
-        """Whether it holds a nan, or an infinity that it may not hold."""
+        """Whether it holds a nan, or an infinity that is not allowed."""
         if self.statistics is None:
             return False
         return self.statistics.nan > 0 or (self.statistics.inf > 0 and not self.allowed)
@@ -70,7 +70,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Producer:
-    """Who made the first bad value.
+    """What produced the first bad value.
 
     Attributes:
         kind: ``module`` (good inputs, bad output); ``code`` (made in this module's own ``forward``, just before
@@ -79,7 +79,7 @@ class Producer:
         module: Name of the module; empty for the LightningModule itself.
         type: Class of the module.
         labels: The bad values.
-        remarks: The figures of the first of them.
+        remarks: Remarks on the statistics of the first of them.
         before: For ``code``: the module called next.
         low_precision: Whether it computed in float16 or bfloat16.
     """
@@ -93,7 +93,7 @@ class Producer:
     low_precision: bool = False
 
     def sentence(self) -> str:
-        """Return who made it, as a sentence."""
+        """Return what produced it, as a sentence."""
         name = f"{self.module or 'the LightningModule'} ({self.type})"
         what = ", ".join(self.labels[:4]) + (f" [{self.remarks}]" if self.remarks else "")
         if self.kind == "code":

@@ -1,4 +1,4 @@
-"""The picture that goes with a report: how large each module's outputs were, against the format's limit."""
+"""The picture of a report: how large each module's outputs were, against the largest number of the format."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "t
 def draw(
     path: Path, reports: Sequence[Mapping[str, Any]], history: Mapping[int, Mapping[str, float]]
 ) -> None:
-    """Draw the modules' largest outputs, and over the steps before where these were watched.
+    """Draw the modules' largest outputs, and those of the steps before where they were recorded.
 
     Args:
         path: PNG file to write.
-        reports: Each rank's report as JSON; the first rank that made a bad value is drawn.
+        reports: Each rank's report as JSON; that of the first rank with a producer is drawn.
         history: By step, the largest output magnitude of each module; may be empty (``mode="replay"``).
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-
-    Ranks: rank 0.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -51,25 +49,25 @@ def draw(
     limit, dtype = _limit(frames)
     _draw_frames(axes[0], frames, limit, dtype)
     if many:
-        _draw_history(axes[1], history, limit, dtype, maker=(report["producer"] or {}).get("module"))
-    who = report["producer"] or report["backward_producer"] or {"module": "nobody on this rank"}
+        _draw_history(axes[1], history, limit, dtype, producer=(report["producer"] or {}).get("module"))
+    first = report["producer"] or report["backward_producer"] or {"module": "no module of this rank"}
     figure.suptitle(
         f"rank {report['rank']}, epoch {report['epoch']}, batch {report['batch_idx']}, step {report['step']}:"
-        f" first made by {who['module'] or 'the LightningModule'}"
+        f" first produced by {first['module'] or 'the LightningModule'}"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
 def _draw_frames(axes: Any, frames: Sequence[Mapping[str, Any]], limit: float, dtype: str) -> None:
-    """Draw one row a module call: smallest to largest magnitude of what it gave; the last is the bad one."""
+    """Draw a row per module call: smallest to largest magnitude of its outputs; the last is the bad one."""
     names = []
     for row, frame in enumerate(frames):
         names.append(frame["module"] or frame["type"])
-        given = [v for v in frame["values"] if v["label"].startswith(("output", "grad")) and "abs_max" in v]
-        high = max((_number(v["abs_max"], limit) for v in given), default=_FLOOR)
-        low = min((_number(v["abs_min"], limit) for v in given), default=_FLOOR)
-        bad = any(v["bad"] for v in given)
+        outputs = [v for v in frame["values"] if v["label"].startswith(("output", "grad")) and "abs_max" in v]
+        high = max((_number(v["abs_max"], limit) for v in outputs), default=_FLOOR)
+        low = min((_number(v["abs_min"], limit) for v in outputs), default=_FLOOR)
+        bad = any(v["bad"] for v in outputs)
         axes.plot([max(low, _FLOOR), max(high, _FLOOR)], [row, row], color="0.75", linewidth=3, zorder=1)
         axes.scatter(
             [max(high, _FLOOR)],
@@ -89,9 +87,9 @@ def _draw_frames(axes: Any, frames: Sequence[Mapping[str, Any]], limit: float, d
 
 
 def _draw_history(
-    axes: Any, history: Mapping[int, Mapping[str, float]], limit: float, dtype: str, *, maker: str | None
+    axes: Any, history: Mapping[int, Mapping[str, float]], limit: float, dtype: str, *, producer: str | None
 ) -> None:
-    """Draw one line a module over the steps; those that were largest while finite, and the maker, are named."""
+    """Draw a line per module over the steps; the producer and the largest while finite are named."""
     modules = list(dict.fromkeys(name for magnitudes in history.values() for name in magnitudes))
     steps = list(history)
     curves = {name: [_number(history[s].get(name, _FLOOR), limit) for s in steps] for name in modules}
@@ -100,15 +98,15 @@ def _draw_history(
         values = (history[s].get(name, 0.0) for s in steps)
         return max((v for v in values if math.isfinite(v)), default=0.0)
 
-    worst = sorted(modules, key=lambda name: (name != maker, -largest_finite(name)))[:_WORST]
+    worst = sorted(modules, key=lambda name: (name != producer, -largest_finite(name)))[:_WORST]
     for name in modules:
         if name not in worst:
             axes.plot(steps, [max(v, _FLOOR) for v in curves[name]], color="0.85", linewidth=0.8)
     for index, name in enumerate(reversed(worst)):
-        label = (name or "(LightningModule)") + (" (made it)" if name == maker else "")
+        label = (name or "(LightningModule)") + (" (produced it)" if name == producer else "")
         style = (
             {"color": "tab:red", "linewidth": 2.4}
-            if name == maker
+            if name == producer
             else {"linewidth": 1.6, "color": _COLOURS[index % len(_COLOURS)]}
         )
         axes.plot(steps, [max(v, _FLOOR) for v in curves[name]], marker=".", label=label, **style)

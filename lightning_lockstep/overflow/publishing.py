@@ -1,4 +1,7 @@
-"""Bringing the ranks' findings together over the side channel; no collective, so nothing here can hang."""
+"""Collects the findings of all ranks over the side channel, prints them once and writes them to files.
+
+No collective is involved, so nothing here can hang.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep.distributed import Communicator, Message, exchange
+from lightning_lockstep.distributed import Communicator, Gather, Gathered, Message
 from lightning_lockstep.errors import MissingExtraError
 from lightning_lockstep.overflow.activation_watch import ActivationWatch
 from lightning_lockstep.overflow.picture import draw
@@ -22,23 +25,23 @@ from lightning_lockstep.overflow.report import (
 )
 from lightning_lockstep.overflow.settings import OverflowSettings
 
-__all__ = ["Sharing"]
+__all__ = ["ReportPublisher"]
 
 _log = logging.getLogger(__name__)
-_ALONE = "overflow/alone"
-_LONE_REPORTS = 5
+_SINGLE = "overflow/single-rank"
+_SINGLE_RANK_REPORTS = 5
 
 # Counts the runs of this process, alike on every rank, so that no two runs share a topic.
 _runs = 0
 
 
-class Sharing:
-    """Exchanges findings after a hit, prints them once in rank order and writes them down.
+class ReportPublisher:
+    """Collects reports, prints them once in rank order and writes them to files.
 
     Args:
         communicator: Of the run.
-        folder: Where reports go.
-        settings: What the detector was asked to do.
+        folder: Where reports are written.
+        settings: The detector's options.
 
     Ranks: one on every rank. Rank 0 prints and writes.
     """
@@ -47,81 +50,97 @@ class Sharing:
         global _runs
         _runs += 1
         self.communicator, self.folder, self.settings = communicator, folder, settings
-        self._prefix, self._meetings, self._alone = f"overflow/{_runs}", 0, 0
+        self._collections, self._single_reports = 0, 0
         channel = communicator.side_channel
-        self._remove = channel.on(_ALONE, self._print_alone) if communicator.is_main else None
+        self._gather = Gather(channel, f"overflow/{_runs}", timeout=settings.timeout)
+        self._remove = channel.on(_SINGLE, self._print_single) if communicator.is_main else None
 
     def close(self) -> None:
-        """Stop listening for reports of single ranks."""
+        """Stop receiving."""
+        self._gather.close()
         if self._remove is not None:
             self._remove()
 
-    def hear(self, facts: Mapping[str, Any], *, to: int | None = None) -> dict[int, Any]:
-        """Tell all ranks some facts and hear theirs; see :func:`lightning_lockstep.distributed.side_channel.gather`."""
-        self._meetings += 1
-        topic = f"{self._prefix}/{self._meetings}"
-        return exchange(
-            self.communicator.side_channel, topic, dict(facts), timeout=self.settings.timeout, to=to
-        )
+    def collect(self, entry: Mapping[str, Any], *, to: int | None = None) -> Gathered:
+        """Send this rank's entry and return those of the ranks that sent theirs in time.
+
+        Args:
+            entry: Anything that JSON can hold.
+            to: The one rank that receives them and waits; the others get back their own alone.
+
+        Ranks: all, at the same step; a message per rank over the side channel.
+        """
+        self._collections += 1
+        return self._gather.collect(self._collections, dict(entry), to=to)
 
     def publish(self, report: RankReport, why: str, watch: ActivationWatch | None) -> str:
         """Print and write the reports of all ranks, after a hit that all of them know of.
 
         Args:
             report: This rank's.
-            why: What gave it away; the same on every rank.
+            why: Why it is an overflow; the same on every rank.
             watch: For the picture: the magnitudes of the steps before.
 
         Returns:
-            The text for everybody's error, the same on every rank.
+            The text of the error, the same on every rank.
+
+        Ranks: all, at the same step; two messages per rank over the side channel.
         """
-        said_by = self.hear({"head": report.head(), "guilty": report.guilty, "when": asdict(report.occasion)})
-        heads = {rank: said["head"] for rank, said in said_by.items()}
-        # With accumulated gradients the ranks may mean different batches; the first guilty rank's counts.
-        first = next((said for said in said_by.values() if said["guilty"]), next(iter(said_by.values())))
-        occasion = Occasion(**first["when"])
-        absent = [rank for rank in range(self.communicator.world_size) if rank not in heads]
-        heads.update({rank: f"rank {rank}: no report within {self.settings.timeout:g} s" for rank in absent})
-        pictured = report.guilty and watch is not None and self.settings.report_dir is not None
+        gathered = self.collect(
+            {"head": report.head(), "origin": report.is_origin, "occasion": asdict(report.occasion)}
+        )
+        missing = {rank: f"rank {rank}: no report within {gathered.timeout:g} s" for rank in gathered.missing}
+        heads = {rank: entry["head"] for rank, entry in gathered.entries.items()} | missing
+        # With accumulated gradients the ranks may mean different batches; that of the first origin counts.
+        entries = list(gathered.entries.values())
+        occasion = Occasion(**next((e for e in entries if e["origin"]), entries[0])["occasion"])
+        pictured = report.is_origin and watch is not None and self.settings.report_dir is not None
         history = watch.magnitudes() if pictured and watch is not None else {}
-        bodies = self.hear({"text": report.text(), "json": report.as_json(), "history": history}, to=0)
+        reports = self.collect(
+            {"text": report.text(), "json": report.as_json(), "history": history}, to=0
+        ).entries
         stem = f"batch-{occasion.batch_number}"
         head = combined_head(occasion, heads, why)
         if self.communicator.is_main:
-            texts = {rank: heads[rank] for rank in absent} | {r: said["text"] for r, said in bodies.items()}
+            texts = missing | {rank: entry["text"] for rank, entry in reports.items()}
             text = combined_text(occasion, texts, why)
-            reports = [said["json"] for said in bodies.values()]
             print_once(text)
-            self._write(stem, text, reports)
-            # The steps before are drawn as the rank saw them whose report is drawn.
-            self._draw(stem, reports, next((h for b in bodies.values() if (h := b["history"])), {}))
+            as_json = [entry["json"] for entry in reports.values()]
+            self._write(stem, text, as_json)
+            # The steps before are drawn as they were on the rank whose report is drawn.
+            self._draw(stem, as_json, next((h for entry in reports.values() if (h := entry["history"])), {}))
         return f"{head}\nFull report: {self.folder / f'{stem}.txt'}"
 
-    def said_alone(self) -> bool:
-        """Return whether this rank has reported often enough what only it knows of; counts the call."""
-        self._alone += 1
-        return self._alone > _LONE_REPORTS
+    def may_publish_single(self) -> bool:
+        """Return whether this rank may report once more what it alone knows of; counts the call."""
+        self._single_reports += 1
+        return self._single_reports <= _SINGLE_RANK_REPORTS
 
-    def publish_alone(self, report: RankReport) -> None:
-        """Have rank 0 print and write the report of this rank, which no other rank knows of; wait for nobody."""
-        why = "seen on this rank alone; it does not reach the gradients"
-        text = combined_text(report.occasion, {report.rank: report.text()}, why)
+    def publish_single(self, report: RankReport) -> None:
+        """Have rank 0 print and write the report of this rank, which no other rank knows of.
+
+        Ranks: any rank, alone; one message to rank 0, and nobody waits.
+        """
+        why = "seen on this rank only; it does not reach the gradients"
         body = {
-            "text": text,
+            "text": combined_text(report.occasion, {report.rank: report.text()}, why),
             "json": report.as_json(),
             "stem": f"batch-{report.occasion.batch_number}-rank-{report.rank}",
         }
-        self.communicator.side_channel.post(_ALONE, body, to=0)
+        self.communicator.side_channel.post(_SINGLE, body, to=0)
 
     def publish_trace(self, batch_number: int, text: str) -> None:
-        """Print and write the traced frames of all ranks, in rank order."""
-        texts = self.hear({"text": text}, to=0)
+        """Print and write the traced frames of all ranks, in rank order.
+
+        Ranks: all, after the same batch; one message per rank to rank 0, which waits.
+        """
+        entries = self.collect({"text": text}, to=0).entries
         if self.communicator.is_main:
-            whole = "\n".join(said["text"] for said in texts.values())
+            whole = "\n".join(entry["text"] for entry in entries.values())
             print_once(whole)
             self._write(f"trace-batch-{batch_number}", whole, [])
 
-    def _print_alone(self, message: Message) -> None:
+    def _print_single(self, message: Message) -> None:
         print_once(message.body["text"])
         self._write(message.body["stem"], message.body["text"], [message.body["json"]])
 

@@ -1,4 +1,4 @@
-"""Finding the modules that have to run in float32, by trying it on the very batch that failed."""
+"""Which modules have to run in float32, found by trying them on the batch that failed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Remedy:
 
     Attributes:
         modules: Modules that have to run in float32; empty when that does not help.
-        tried: Whether the batch was run again with them in float32 and passed.
+        tried: Whether the batch was replayed with them in float32 and passed.
         text: Advice in words.
     """
 
@@ -55,18 +55,17 @@ def command_line(modules: Sequence[str]) -> str:
 def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None]) -> Remedy | None:
     """Find modules which, run in float32, let the batch pass.
 
-    Begins with the module that made the first bad value. Where its output is too large for the dtype that it
-    goes back to, the module around it is tried; where another module fails next, that one is added.
+    Begins with the module that produced the first bad value. Where its output is too large for the dtype that it
+    goes back to, the module around it is tried; where another module fails next, that one is added. Each attempt
+    is one replay; there are 16 at most.
 
     Args:
         root: The LightningModule.
-        first: Who made the first bad value.
-        run: Runs the batch again and returns who makes the first bad value now, ``None`` when nobody does.
+        first: What produced the first bad value.
+        run: Replays the batch and returns what produces the first bad value now, ``None`` if nothing does.
 
     Returns:
         The remedy, or ``None`` when float32 does not help.
-
-    Ranks: any rank, alone; one replay for each attempt, 16 at most.
     """
     by_name = {name: module for module, name in module_names(root).items()}
     chosen: list[str] = []
@@ -81,7 +80,7 @@ def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None])
             return Remedy(tuple(_shorter(chosen, by_name, run)), tried=True)
         if now.kind in ("weight", "batch"):
             return None
-        # Still within what runs in float32: the result does not fit the dtype it goes back to.
+        # Still inside a module that runs in float32: its result does not fit the dtype it goes back to.
         stuck = next((name for name in chosen if _inside(now.module, name)), None)
         candidate = parent_name(stuck) if stuck else now.module
     return None
@@ -99,32 +98,27 @@ def _shorter(
         return [parent] if run() is None else chosen
 
 
-def advice(producer: Producer, *, finite_in_float32: bool) -> str:
-    """Return what to do in words, for when no module has to be named or none helps.
+def advice(producer: Producer) -> str:
+    """Return what to do in words, for when float32 modules cannot or do not help.
 
     Args:
-        producer: Who made the first bad value.
-        finite_in_float32: Whether some set of modules in float32 let the batch pass.
+        producer: What produced the first bad value.
     """
     if producer.kind == "batch":
-        return (
-            "The batch itself holds nan or inf; look at the samples named above, and at what prepares them."
-        )
+        return "The batch itself holds nan or inf. Check the samples named above, and the code that prepares them."
     if producer.kind == "weight":
         return (
-            "The weights were spoilt by an earlier optimizer step; see the optimizer state below, lower the learning"
+            "An earlier optimizer step made the weights nan or inf. See the optimizer state below; lower the learning"
             " rate, raise the optimizer's eps, or use action='skip' from the start of the run."
         )
-    if finite_in_float32:
-        return ""
     if producer.low_precision:
         return (
-            "No module alone is to blame: running it in float32 did not help on this batch. Look at what it is given"
-            " (frames above), clip gradients, lower the learning rate, or train in bf16-mixed or 32-true."
+            "Running modules in float32 did not help on this batch. Check the inputs of the first bad module (frames"
+            " above), clip gradients, lower the learning rate, or train in bf16-mixed or 32-true."
         )
     return (
-        "It computed in float32 already. Look at what it is given (frames above): a logarithm or division of zero,"
-        " an exponential of a large number, a mask that hides a whole row; clip gradients or lower the learning rate."
+        "It computed in float32 already. Check its inputs (frames above) for a logarithm or division of zero, an"
+        " exponential of a large number, a mask that hides a whole row; clip gradients or lower the learning rate."
     )
 
 

@@ -1,4 +1,4 @@
-"""The report: what one rank found, what all ranks say together, and how it is printed and written."""
+"""The report: what one rank found, what all ranks found together, and how it is printed and written."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ __all__ = ["Occasion", "RankReport", "combined_head", "combined_text", "print_on
 
 _COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 _NAMED = 12
+# What a report without a producer says first, by whether its replay was clean.
+_WITHOUT_PRODUCER = {
+    True: "clean; the bad value did not originate here",
+    False: "bad in training_step or in the module's own backward, outside of its modules",
+    None: "the batch was not replayed here",
+}
 
 
 @dataclass(frozen=True)
 class Occasion:
-    """Where in the run something was found.
+    """Where in the run a bad value was found.
 
     Attributes:
         epoch: Epoch, from 0.
@@ -49,14 +55,15 @@ class RankReport:
         occasion: Where in the run.
         loss: The loss as it went into the backward; ``None`` if there was none.
         frames: Forward frames up to the first bad one.
-        backward_frames: Frames of the backward, when that is where it began.
-        producer: Who made the first bad value in the forward.
-        backward_producer: Who made the first bad gradient from good ones.
+        backward_frames: Frames of the backward, where the first bad value is a gradient.
+        producer: What produced the first bad value in the forward.
+        backward_producer: What produced the first bad gradient from good ones.
         propagators: Modules that passed it on.
         gradients: One line for each bad gradient, as reduced over all ranks.
         optimizer: One line for each bad entry of an optimizer's state.
         remedy: What to do.
-        notes: Anything else worth saying.
+        notes: Further remarks.
+        clean: Whether replaying the batch on this rank gave no bad value; ``None`` where it was not replayed.
     """
 
     rank: int
@@ -72,18 +79,20 @@ class RankReport:
     optimizer: list[str] = field(default_factory=list)
     remedy: Remedy = field(default_factory=Remedy)
     notes: list[str] = field(default_factory=list)
+    clean: bool | None = None
 
     @property
-    def guilty(self) -> bool:
-        """Whether the bad value was made on this rank."""
-        return self.producer is not None or self.backward_producer is not None
+    def is_origin(self) -> bool:
+        """Whether a bad value was first produced on this rank."""
+        return self.clean is False
 
     def head(self) -> str:
-        """Return a line or two: who made it, and the remedy."""
-        who = self.producer or self.backward_producer
-        if who is None:
-            return f"rank {self.rank} (host {self.host}): clean; the bad value did not begin here"
-        lines = [f"rank {self.rank} (host {self.host}): {who.sentence()}"]
+        """Return a few lines: what produced the bad value, and the remedy."""
+        first = self.producer or self.backward_producer
+        rank = f"rank {self.rank} (host {self.host})"
+        if first is None:
+            return f"{rank}: {_WITHOUT_PRODUCER[self.clean]}"
+        lines = [f"{rank}: {first.sentence()}"]
         lines += [f"  {line}" for line in self.remedy.lines()]
         return "\n".join(lines)
 
@@ -100,8 +109,10 @@ class RankReport:
             lines.append(f"Producer: {self.producer.sentence()}")
         if self.backward_producer is not None:
             lines.append(f"First bad gradient: {self.backward_producer.sentence()}")
-        if not self.guilty:
-            lines.append("Clean: run again here, neither forward nor backward makes a bad value.")
+        if self.clean:
+            lines.append("Clean: replaying the batch on this rank produced no nan or inf.")
+        elif self.clean is False and self.producer is None and self.backward_producer is None:
+            lines.append(f"No producer: {_WITHOUT_PRODUCER[False]}.")
         lines += _listed("Passed on by", self.propagators)
         if self.rank == 0:  # they are the same on every rank
             lines += _listed("Bad gradients (as reduced over all ranks)", self.gradients)
@@ -111,7 +122,7 @@ class RankReport:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as JSON can hold it."""
+        """Return the report as values that JSON can hold."""
         return {
             "rank": self.rank,
             "host": self.host,
@@ -130,19 +141,19 @@ class RankReport:
 
 
 def combined_head(occasion: Occasion, heads: Mapping[int, str], why: str) -> str:
-    """Return what all ranks put into their error alike.
+    """Return the text of the error, the same on every rank.
 
     Args:
         occasion: Where in the run.
         heads: The head of each rank's report.
-        why: What gave it away.
+        why: Why it is an overflow.
     """
     lines = [f"Detected inf/nan during batch_number={occasion.batch_number} ({occasion}): {why}."]
     return "\n".join([*lines, *(heads[rank] for rank in sorted(heads))])
 
 
 def combined_text(occasion: Occasion, texts: Mapping[int, str], why: str) -> str:
-    """Return the reports of all ranks in rank order, as printed and written."""
+    """Return the reports of all ranks in rank order, as printed and written; see :func:`combined_head`."""
     head = f"\nDetected inf/nan during batch_number={occasion.batch_number} ({occasion}): {why}."
     return "\n".join([head, *(texts[rank] for rank in sorted(texts))]) + "\n"
 
@@ -164,8 +175,6 @@ def write(folder: Path, stem: str, text: str, reports: Sequence[Mapping[str, Any
 
     Returns:
         The path of the text.
-
-    Ranks: rank 0.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}.txt"

@@ -1,87 +1,118 @@
-"""What every step costs while nothing is wrong: a record at its start, one look before the optimizer."""
+"""What a step without a hit costs: one check of the loss, the gradients and the activations before the optimizer."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lockstep._lightning import LightningModule
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.numerics.gradients import GradientCheck
+from lightning_lockstep.numerics.gradients import GradientCheck, PendingFlag
 from lightning_lockstep.numerics.module_values import NamePatterns
 from lightning_lockstep.numerics.statistics import has_bad_values
 from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.settings import OverflowSettings
 
-__all__ = ["StepCheck", "spread", "wrap_training_step"]
+__all__ = ["PendingCheck", "StepCheck", "spread_bad_values"]
+
+
+@dataclass(frozen=True)
+class PendingCheck:
+    """A check that was started before an optimizer step, and whose answer may still be on its way.
+
+    Attributes:
+        record: The step under way at the start of the check.
+        suspect: An earlier micro-batch whose gradients were bad.
+        gradients: Whether any gradient is bad; ``None`` where gradients are not checked.
+    """
+
+    record: StepRecord
+    suspect: StepRecord | None
+    gradients: PendingFlag | None
 
 
 class StepCheck:
-    """Looks at the loss, the gradients and what was seen of the activations.
+    """Checks the loss, the gradients and the activations.
+
+    A check is started before an optimizer step and finished when its answer is needed: at once, or, where a
+    device would have to be waited for, before the next optimizer step.
 
     Args:
-        settings: What the detector was asked to do.
+        settings: The detector's options.
         communicator: Of the run.
+        finishes_late: Whether gradients may have changed by the time a check is finished.
     """
 
-    def __init__(self, settings: OverflowSettings, communicator: Communicator) -> None:
+    def __init__(
+        self, settings: OverflowSettings, communicator: Communicator, *, finishes_late: bool = False
+    ) -> None:
         self._settings, self._communicator = settings, communicator
-        self.loss_allowed = NamePatterns(settings.allow_inf).fit("loss")
-        self._known: dict[int, tuple[list[Tensor], GradientCheck]] = {}
+        self._finishes_late = finishes_late
+        self.loss_allowed = NamePatterns(settings.allow_inf).match("loss")
+        self._of_optimizer: dict[int, tuple[list[Tensor], GradientCheck]] = {}
+        self._of_micro_batches = GradientCheck()
         self._unread: list[StepRecord] = []
-        self._looks = 0
+        self._finished = 0
 
-    def __call__(
-        self, optimizer: Optimizer, record: StepRecord, suspect: StepRecord | None
-    ) -> tuple[bool, StepRecord | None]:
-        """Look before an optimizer step.
+    def start(self, optimizer: Optimizer, record: StepRecord, suspect: StepRecord | None) -> PendingCheck:
+        """Start a check before an optimizer step; nothing is waited for.
 
         Args:
             optimizer: The one about to step.
             record: The step under way.
-            suspect: An earlier micro-batch that spoilt the gradients.
+            suspect: An earlier micro-batch whose gradients were bad.
+        """
+        return PendingCheck(record, suspect, self._gradients(optimizer) if self._settings.gradients else None)
+
+    def finish(self, pending: PendingCheck) -> tuple[bool, StepRecord | None]:
+        """Finish a check; on a GPU this waits for the answer.
 
         Returns:
-            Whether every rank knows of something bad, and the step to blame where this rank does.
+            Whether every rank knows of something bad, and the step to replay if this rank knows it.
 
         Ranks: all alike. Nothing is sent, but for 4 bytes with ``gradients=False`` on several ranks.
         """
-        everywhere: bool | None = None
-        if self._settings.gradients:
-            # A mean over ranks carries a nan of any of them into the gradients of all.
-            everywhere = self._gradients(optimizer).result()
-        origin = next((one for one in (suspect, record) if one is not None and self._is_bad(one)), None)
-        origin = self._read(record) or origin
+        # A mean over ranks carries a nan of any of them into the gradients of all.
+        on_all_ranks = None if pending.gradients is None else pending.gradients.result()
+        steps = [step for step in (pending.suspect, pending.record) if step is not None]
+        origin = next((step for step in steps if self._is_bad(step)), None)
+        origin = self._read_activations(pending.record) or origin
         alone = self._communicator.world_size == 1
-        if everywhere is None and not alone:
+        if on_all_ranks is None and not alone:
             here = torch.tensor(int(origin is not None), dtype=torch.int32)
-            everywhere = bool(self._communicator.all_reduce(here, "max"))
-        everywhere = bool(everywhere) or (alone and origin is not None)
-        return everywhere, origin
+            on_all_ranks = bool(self._communicator.all_reduce(here, "max"))
+        return bool(on_all_ranks) or (alone and origin is not None), origin
+
+    def micro_batch_is_bad(self, parameters: Sequence[Tensor], record: StepRecord) -> bool:
+        """Return whether the gradients or the loss are bad after a micro-batch that no optimizer step follows.
+
+        Args:
+            parameters: The model's.
+            record: The step.
+        """
+        gradients = [g for p in parameters if (g := p.grad) is not None]
+        return self._of_micro_batches.start(gradients).result() or self._is_bad(record)
 
     def keep(self, record: StepRecord) -> None:
-        """Have what a step saw of the activations read at a later optimizer step."""
-        if record.seen is not None:
+        """Have the activation flag of a step read at a later optimizer step."""
+        if record.activation_flag is not None:
             self._unread.append(record)
 
-    def rest(self) -> StepRecord | None:
-        """Return the first step that saw something bad and has not been read, and forget them all."""
+    def read_rest(self) -> StepRecord | None:
+        """Return the first step with a bad activation that has not been read, and forget them all."""
         unread, self._unread = self._unread, []
-        return next((step for step in unread if has_bad_values(step.seen)), None)
+        return next((step for step in unread if has_bad_values(step.activation_flag)), None)
 
-    def _gradients(self, optimizer: Optimizer) -> Any:
-        known = self._known.get(id(optimizer))
+    def _gradients(self, optimizer: Optimizer) -> PendingFlag:
+        known = self._of_optimizer.get(id(optimizer))
         if known is None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            known = self._known[id(optimizer)] = (parameters, GradientCheck())
+            check = GradientCheck(storages=not self._finishes_late)
+            known = self._of_optimizer[id(optimizer)] = (parameters, check)
         parameters, check = known
         return check.start([g for p in parameters if (g := p.grad) is not None])
 
@@ -91,63 +122,30 @@ class StepCheck:
             return False
         return not math.isfinite(loss.item()) if loss.numel() == 1 else has_bad_values(loss)
 
-    def _read(self, record: StepRecord) -> StepRecord | None:
-        """Read what was seen of the activations, every so many optimizer steps; nothing is lost in between."""
+    def _read_activations(self, record: StepRecord) -> StepRecord | None:
+        """Read the activation flags, every so many optimizer steps; those in between are kept."""
         self.keep(record)
-        self._looks += 1
+        self._finished += 1
         every = self._settings.check_every_n_steps
-        origin = None if self._looks % every else self.rest()
+        origin = None if self._finished % every else self.read_rest()
         if origin is not None and origin is not record and every > 1:
             origin.notes.append(
                 f"Found {record.batch_number - origin.batch_number} batches later (check_every_n_steps={every}), and"
-                " run again with the weights of then."
+                " replayed with the weights of that later step."
             )
         return origin
 
 
-def spread(factors: Sequence[Tensor], gradient: Tensor) -> Tensor:
-    """Return the gradient as it is, or nan where any factor is not finite.
+def spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:
+    """Return the gradient as it is, or nan where any flag is not finite.
 
     This way a loss that is bad on one rank, or an activation that the loss does not depend on, is in the reduced
-    gradients of every rank. A finite factor leaves each bit as it was.
+    gradients of every rank. A finite flag leaves each bit as it was.
 
     Args:
-        factors: One-element tensors.
+        flags: One-element tensors.
         gradient: Of the loss.
     """
-    for factor in factors:
-        gradient = gradient * (1 + (0 * factor).sum().to(gradient.dtype))
+    for flag in flags:
+        gradient = gradient * (1 + (0 * flag).sum().to(gradient.dtype))
     return gradient
-
-
-def wrap_training_step(
-    module: LightningModule, begin: Callable[[Any, Any, Any], AbstractContextManager[Any]]
-) -> Callable[[], None]:
-    """Have ``begin`` called at the start of each ``training_step``, below DDP and inside autocast.
-
-    Args:
-        module: The LightningModule.
-        begin: Is given the step, its arguments and its keyword arguments; the step runs in the context it gives.
-
-    Returns:
-        A function that takes it back.
-    """
-    original = module.training_step
-    former = module.__dict__.get("training_step")
-
-    @functools.wraps(original)
-    def training_step(*args: Any, **kwargs: Any) -> Any:
-        with begin(original, args, kwargs):
-            return original(*args, **kwargs)
-
-    # Lightning and torch.compile look at the signature of what was there first.
-    training_step.__wrapped__ = inspect.unwrap(original)
-    module.__dict__["training_step"] = training_step
-
-    def remove() -> None:
-        if module.__dict__.get("training_step") is training_step:
-            del module.__dict__["training_step"]
-            if former is not None:
-                module.__dict__["training_step"] = former
-
-    return remove

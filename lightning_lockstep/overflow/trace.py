@@ -10,7 +10,7 @@ from torch import nn
 from lightning_lockstep._lightning import Trainer
 from lightning_lockstep.numerics.module_values import NamePatterns
 from lightning_lockstep.overflow.frame_recorder import FrameRecorder
-from lightning_lockstep.overflow.publishing import Sharing
+from lightning_lockstep.overflow.publishing import ReportPublisher
 from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.settings import OverflowSettings
 
@@ -18,12 +18,12 @@ __all__ = ["BatchTrace"]
 
 
 class BatchTrace:
-    """Records every frame of the batches asked for, in the training step itself.
+    """Records every frame of chosen batches, in the training step itself.
 
     Args:
-        settings: What the detector was asked to do.
+        settings: The detector's options.
 
-    Ranks: every rank traces the same batches; after each, all post their frames to rank 0, which waits.
+    Ranks: every rank traces the same batches; after each, all send their frames to rank 0, which waits.
     """
 
     def __init__(self, settings: OverflowSettings) -> None:
@@ -36,8 +36,8 @@ class BatchTrace:
         """Whether the batch under way is traced."""
         return self._recorder is not None
 
-    def maybe(self, module: nn.Module, record: StepRecord) -> AbstractContextManager[Any]:
-        """Return a context for the training step: a recording one if this batch is traced."""
+    def context(self, module: nn.Module, record: StepRecord) -> AbstractContextManager[Any]:
+        """Return the context for a training step; it records if this batch is to be traced."""
         if record.batch_number not in self._batches:
             return nullcontext()
         self._recorder = FrameRecorder(
@@ -49,12 +49,12 @@ class BatchTrace:
         )
         return self._recorder.recording()
 
-    def finish(self, sharing: Sharing, trainer: Trainer, record: StepRecord) -> None:
+    def finish(self, publisher: ReportPublisher, trainer: Trainer, record: StepRecord) -> None:
         """Print and write what was recorded in the batch that ended."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
-        rank, number = sharing.communicator.rank, record.batch_number
+        rank, number = publisher.communicator.rank, record.batch_number
         where = f"rank {rank}, epoch {trainer.current_epoch}, step {trainer.global_step}"
         indent = " " * 17
         lines = [
@@ -63,4 +63,4 @@ class BatchTrace:
             *(frame.text() for frame in recorder.frames),
             f"{indent} *** Finished batch number={number} ***\n",
         ]
-        sharing.publish_trace(number, "\n".join(lines))
+        publisher.publish_trace(number, "\n".join(lines))

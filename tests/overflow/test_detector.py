@@ -1,4 +1,4 @@
-"""OverflowDetector in one process: who made it, and that nothing else changes."""
+"""OverflowDetector in one process: what produced the bad value, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_overflow_in_the_backward_only(tmp_path: Path) -> None:
     assert report.backward_frames[-1].module == "suspect.1"
 
 
-class SpoilWeight(Callback):
+class BadWeight(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             with torch.no_grad():
@@ -103,23 +103,23 @@ def test_a_weight_that_is_bad_already(tmp_path: Path) -> None:
     with pytest.raises(
         OverflowDetectedError, match=r"the weights of head \(Linear\) are bad already: weight"
     ):
-        fit(model, data(batches=4), detector, SpoilWeight(), default_root_dir=tmp_path)
+        fit(model, data(batches=4), detector, BadWeight(), default_root_dir=tmp_path)
     assert "1 nan" in detector.reports[0].producer.remarks
 
 
-def test_optimizer_state_that_spoilt_a_weight_is_listed(tmp_path: Path) -> None:
+def test_optimizer_state_that_made_a_weight_bad_is_listed(tmp_path: Path) -> None:
     class Adam(Task):
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=0.01)
 
-    class SpoilState(Callback):
+    class BadState(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
             if trainer.global_step == 2:
                 trainer.optimizers[0].state[pl_module.head.weight]["exp_avg"].fill_(float("inf"))
 
     detector = OverflowDetector()
     with pytest.raises(OverflowDetectedError, match="the weights of head"):
-        fit(Adam(), data(batches=6), detector, SpoilState(), default_root_dir=tmp_path)
+        fit(Adam(), data(batches=6), detector, BadState(), default_root_dir=tmp_path)
     assert any("exp_avg of head.weight (Adam)" in line for line in detector.reports[0].optimizer)
 
 
@@ -168,7 +168,9 @@ def test_a_metric_head_that_never_reaches_the_loss_needs_hooks(tmp_path: Path) -
 def test_dropout_repeats_bit_for_bit(tmp_path: Path) -> None:
     model = Task(nn.Sequential(nn.Dropout(0.5), nn.Tanhshrink(), nn.Dropout(0.3), BadBackward()))
     seen: list[float] = []
+    losses: list[float] = []
     model.suspect[2].register_forward_hook(lambda m, a, out: seen.append(float(out.detach().abs().max())))
+    model.head.register_forward_hook(lambda m, a, out: losses.append(float(out.detach().square().mean())))
     detector = OverflowDetector()
     with pytest.raises(OverflowDetectedError):
         fit(
@@ -177,7 +179,7 @@ def test_dropout_repeats_bit_for_bit(tmp_path: Path) -> None:
             detector,
             default_root_dir=tmp_path,
         )
-    assert model.losses[-1] == model.losses[-2], "the replay's loss"
+    assert losses[-1] == losses[-2], "the replay's loss"
     assert seen[-1] == seen[-2]
     dropped = next(f for f in detector.reports[0].backward_frames if f.module == "suspect.3")
     assert dropped.bad
@@ -231,7 +233,7 @@ def test_skip_leaves_the_step_out_and_puts_buffers_back(tmp_path: Path) -> None:
 
 def test_skip_gives_up(tmp_path: Path) -> None:
     detector = OverflowDetector(action="skip", max_skips=3)
-    with pytest.raises(OverflowDetectedError, match="3 optimizer steps in a row were left out"):
+    with pytest.raises(OverflowDetectedError, match="3 optimizer steps in a row were skipped"):
         fit(
             Task(Explode()),
             data(batches=9, marked=dict.fromkeys(range(3, 9), 0)),
@@ -259,7 +261,7 @@ def test_accumulated_gradients_lead_to_the_right_micro_batch(tmp_path: Path) -> 
     assert detector.reports[0].producer.module == "suspect"
 
 
-def test_manual_optimisation_with_two_optimizers(tmp_path: Path) -> None:
+def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
     model = TwoOptimizers(nn.Sequential(nn.Dropout(0.2), Explode()))
     detector, message = find(model, data(batches=5, marked=dict.fromkeys(range(2, 5), 0)), tmp_path)
     assert "suspect.1 (Explode) made it from good inputs" in message
@@ -393,7 +395,7 @@ def test_a_bad_forward_under_a_loss_scaler_is_an_alarm_at_once(tmp_path: Path) -
         Task(Explode()), data(batches=3, marked={1: 0}), tmp_path, options={"plugins": [amp(16.0)]}
     )
     assert "batch_number=1" in message
-    assert "the forward is not finite, which no loss scale can mend" in message
+    assert "the forward is not finite, which no loss scale can fix" in message
 
 
 def test_the_loss_alone_where_gradients_are_not_looked_at(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""OverflowDetector on two real ranks: all act alike, whoever made it."""
+"""OverflowDetector on two real ranks: all act alike, on whichever rank the bad value originated."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fits(cases: dict[str, tuple[str, Marks, dict[str, Any], dict[str, Any]]], fo
             "error": error,
             "steps": steps,
             "skipped": detector.skipped_steps,
-            "reports": [(r.guilty, r.producer and r.producer.module, r.notes) for r in detector.reports],
+            "reports": [(r.is_origin, r.producer and r.producer.module, r.notes) for r in detector.reports],
             "weights": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
             "buffers": [int(b) for n, b in model.named_buffers() if n.endswith("num_batches_tracked")],
         }
@@ -135,11 +135,11 @@ def test_both_ranks_raise_the_same_error_and_name_rank_1(
     zero, one = both(answers, name)
     assert zero["error"] == one["error"]
     assert "rank 0 (host" in zero["error"]
-    assert "clean; the bad value did not begin here" in zero["error"]
+    assert "clean; the bad value did not originate here" in zero["error"]
     line = next(line for line in zero["error"].splitlines() if line.startswith("rank 1"))
     assert who in line
-    assert [guilty for guilty, *_ in zero["reports"]] == [False]
-    assert [guilty for guilty, *_ in one["reports"]] == [True]
+    assert [is_origin for is_origin, *_ in zero["reports"]] == [False]
+    assert [is_origin for is_origin, *_ in one["reports"]] == [True]
     assert f"batch_number={batch} " in zero["error"]
     assert one["reports"][0][2] == [], "the replay gave the same loss"
 
@@ -148,6 +148,7 @@ def test_a_bad_loss_whose_gradients_are_fine_reaches_the_other_rank(answers: Any
     zero, one = both(answers, "loss only")
     assert zero["error"] == one["error"]
     assert "batch_number=4" in zero["error"]
+    assert [report[0] for answer in (zero, one) for report in answer["reports"]] == [False, True]
 
 
 def test_what_one_rank_alone_knows_holds_nobody_up(answers: Any) -> None:
@@ -157,7 +158,7 @@ def test_what_one_rank_alone_knows_holds_nobody_up(answers: Any) -> None:
     assert zero["reports"] == []
     assert one["reports"][0][1] == "metric_head"
     text = (answers[1] / "metric head, warn" / "overflow" / "batch-6-rank-1.txt").read_text()
-    assert "seen on this rank alone" in text
+    assert "seen on this rank only" in text
     assert "Producer: metric_head (Explode)" in text
 
 

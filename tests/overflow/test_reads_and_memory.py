@@ -1,4 +1,4 @@
-"""What must not be lost, held or spoilt: steps between two reads, memory, gradients of float32 islands, DTensors."""
+"""Steps between two reads, memory, gradients of float32 modules, DTensors, reports that cannot be written."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class LowPrecision(Task):
 @pytest.mark.parametrize(
     ("dtype", "lr", "said"),
     [
-        (torch.float16, 1.0, "88% of the gradients is flushed to zero (worst: head.weight 88%)"),
+        (torch.float16, 1.0, "88% of the gradients are flushed to zero (worst: head.weight 88%)"),
         (torch.bfloat16, 1e-9, "100% of the Adam update changes no weight"),
     ],
 )
@@ -162,11 +162,11 @@ class _Also(OverflowDetector):
 
     def __init__(self) -> None:
         super().__init__()
-        self.supervisor: list[Tensor] = []
+        self.kept: list[Tensor] = []
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        assert self._record is not None
-        self.supervisor.append(self._record.args[0].clone())
+        assert self._detection is not None and self._detection.record is not None
+        self.kept.append(self._detection.record.args[0].clone())
         super().on_before_backward(trainer, pl_module, loss)
 
 
@@ -267,7 +267,7 @@ def distributed_tensors() -> list[Any]:
     return [has_bad_values(shards[1])]
 
 
-def test_a_dtensor_is_looked_at_without_a_word_to_other_ranks() -> None:
+def test_a_dtensor_is_checked_without_a_message_to_other_ranks() -> None:
     zero, one = run_ranks(2, distributed_tensors)
     assert zero == [False]
     assert one == [[False, True], True, 1, False, True, True]

@@ -39,7 +39,7 @@ SCALES = {"16-mixed": 11_000.0, "16-true": 11_000.0, "bf16-mixed": 5.7e37, "bf16
 def task(t5: Any, precision: str = "16-mixed") -> Any:
     torch.manual_seed(1)
     model = t5.T5Task(SCALES[precision])
-    # AdamW's eps is zero in float16, which spoils float16 weights in the first step.
+    # AdamW's eps is zero in float16, which makes float16 weights nan in the first step.
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=1e-6)
     return model
 
@@ -171,7 +171,8 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_names_that_fit_nothing_are_named_all_at_once() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"no module of Task fits 'befor'. Near it: before"
+        ConfigurationError,
+        match=r"modules='befor': expected the name of a module of Task.* Did you mean 'before'\?",
     ) as caught:
         fit(Task(), data(batches=1), FP32Modules(["befor", "head", "tail.*"]))
     assert len(caught.value.faults) == 2

@@ -28,7 +28,7 @@ PROBE = Path(__file__).parent / "lightning_probe.py"
 FAMILIES = ("lightning.pytorch", "pytorch_lightning")
 
 # Rooms whose uses have not been moved into `internals` yet.
-NOT_YET = {"batch_size", "callbacks", "launchers", "overflow"}
+NOT_YET = {"batch_size", "callbacks", "launchers"}
 
 # Private names of others than Lightning; attributes of objects that are not the class's own.
 ALLOWED = {

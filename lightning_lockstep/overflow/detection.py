@@ -1,0 +1,211 @@
+"""The detection of one fit on one rank: what is recorded, checked and done at each point of a training step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_lockstep._lightning import LightningModule, Trainer
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.errors import LockstepError
+from lightning_lockstep.numerics.module_values import NamePatterns
+from lightning_lockstep.overflow.actions import Counters, Response
+from lightning_lockstep.overflow.activation_watch import ActivationWatch
+from lightning_lockstep.overflow.publishing import ReportPublisher
+from lightning_lockstep.overflow.replay import StepRecord
+from lightning_lockstep.overflow.requirements import refuse_compiled
+from lightning_lockstep.overflow.settings import OverflowSettings
+from lightning_lockstep.overflow.step_check import StepCheck, spread_bad_values
+from lightning_lockstep.overflow.trace import BatchTrace
+from lightning_lockstep.overflow.underflow import UnderflowCheck
+from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.random_state import RandomState
+from lightning_lockstep.steps.snapshot import BufferCopies
+
+__all__ = ["Detection"]
+
+
+class Detection:
+    """Detects overflows from its construction until :meth:`remove`.
+
+    Args:
+        trainer: The Trainer.
+        module: Its LightningModule.
+        settings: The detector's options.
+        counters: Counters to update.
+
+    Raises:
+        ConfigurationError: ``mode="hooks"``, and the model or part of it is compiled.
+
+    Ranks: one on every rank. Each method is called at the same point of the same step on all of them.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, settings: OverflowSettings, counters: Counters
+    ) -> None:
+        if settings.mode == "hooks":
+            refuse_compiled(module)
+        self._trainer, self._module, self._settings, self._counters = trainer, module, settings, counters
+        self._device = module.device
+        self._communicator = current_communicator()
+        folder = Path(settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir) / "overflow")
+        self._publisher = ReportPublisher(self._communicator, folder, settings)
+        self._trace = BatchTrace(settings)
+        # A warning must not change the run, and one process has no other rank to inform.
+        self._spreads = settings.action != "warn" and self._communicator.world_size > 1
+        self._buffers = BufferCopies(module)
+        self._check = StepCheck(settings, self._communicator)
+        self._underflow = UnderflowCheck(settings, module)
+        self._watch = _activation_watch(module, settings) if settings.mode == "hooks" else None
+        self._response = Response(
+            trainer, module, settings, self._communicator, self._publisher, self._watch, counters
+        )
+        self.record: StepRecord | None = None
+        self._suspect: StepRecord | None = None
+        self._remove = _wrap_training_step(module, self._begin_step)
+
+    def remove(self) -> None:
+        """Take everything away."""
+        self._remove()
+        self._publisher.close()
+        if self._watch is not None:
+            self._watch.remove()
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Keep the loss, and let a bad one reach every gradient and so every rank."""
+        record = self.record
+        if record is None:
+            return
+        record.loss = loss.detach().clone()
+        record.activation_flag = None
+        if self._watch is not None:
+            record.activation_flag = self._watch.flag()
+            self._watch.active = False
+        if self._spreads and loss.requires_grad and not self._trace.active:
+            flags = [] if self._check.loss_allowed else [record.loss]
+            if record.activation_flag is not None:
+                flags.append(record.activation_flag)
+            loss.register_hook(functools.partial(spread_bad_values, flags))  # type: ignore[no-untyped-call]
+
+    def after_backward(self) -> None:
+        """Watch activations again: with manual optimization another forward may follow."""
+        if self._watch is not None and not self._module.automatic_optimization:
+            self._watch.active = True
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Check, and act on a hit before the weights change.
+
+        Ranks: all alike. Nothing is sent without a hit, but for 4 bytes with ``gradients=False`` on several ranks.
+        """
+        record = self.record
+        if record is None or self._trace.active:
+            return
+        record.optimizer_steps += 1
+        record.stepped = True
+        if self._watch is not None:
+            self._watch.remember(self._trainer.global_step)
+        on_all_ranks, origin = self._check.finish(self._check.start(optimizer, record, self._suspect))
+        if on_all_ranks:
+            origin = self._suspect or origin or record
+            self._response.to_common_hit(optimizer, origin)
+            record.skipped = origin.skipped
+        else:
+            self._counters.bad_in_a_row = 0
+            if origin is not None:
+                self._response.to_single_rank_hit(origin)
+            if self._communicator.is_main:
+                self._underflow(self._trainer, optimizer)
+        self._suspect = None
+
+    def batch_end(self) -> None:
+        """Let go of the batch, unless it made the gradients bad that are being accumulated.
+
+        Raises:
+            LockstepError: This was the batch of ``abort_after_batch_num``.
+        """
+        record, self.record = self.record, None
+        if record is None:
+            return
+        if not record.stepped and not self._trace.active:
+            self._check.keep(record)
+            if self._suspect is None and self._check.micro_batch_is_bad(
+                list(self._module.parameters()), record
+            ):
+                self._suspect = record
+                self._buffers = BufferCopies(self._module)
+        if record.skipped:
+            self._module.log("overflow_skipped_steps", float(self._counters.skipped_steps))
+        self._trace.finish(self._publisher, self._trainer, record)
+        last = self._settings.abort_after_batch_num
+        if last is not None and record.batch_number >= last:
+            raise LockstepError(
+                f"OverflowDetector: aborting after batch {record.batch_number}, as abort_after_batch_num={last} asks."
+            )
+
+    def end(self) -> None:
+        """Act on a bad activation of the last steps, where the run ends between two reads."""
+        origin = self._check.read_rest()
+        if origin is None:
+            return
+        if self._communicator.world_size == 1:
+            self._response.to_common_hit(self._trainer.optimizers[0], origin)
+        else:
+            self._response.to_single_rank_hit(origin)
+
+    def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+        """Record what a replay needs; return the context that the step runs in."""
+        place = self._trainer.fit_loop.epoch_loop
+        self._buffers.refresh()
+        self.record = StepRecord(
+            step,
+            args,
+            kwargs,
+            RandomState.capture(self._device),
+            self._buffers,
+            place.total_batch_idx,
+            place.batch_idx,
+        )
+        if self._watch is not None:
+            self._watch.begin_step()
+        return self._trace.context(self._module, self.record)
+
+
+def _activation_watch(module: LightningModule, settings: OverflowSettings) -> ActivationWatch:
+    return ActivationWatch(
+        module,
+        module.device,
+        allow_inf=NamePatterns(settings.allow_inf),
+        modules=None if settings.modules is None else NamePatterns(settings.modules),
+        keep_history=settings.report_dir is not None,
+    )
+
+
+def _wrap_training_step(
+    module: LightningModule, begin: Callable[[Any, Any, Any], AbstractContextManager[Any]]
+) -> Callable[[], None]:
+    """Have ``begin`` called at the start of each ``training_step``, below DDP and inside autocast.
+
+    Args:
+        module: The LightningModule.
+        begin: Is given the step, its arguments and its keyword arguments; the step runs in the context it gives.
+
+    Returns:
+        A function that takes it away.
+    """
+    original = module.training_step
+
+    @functools.wraps(original)
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        with begin(original, args, kwargs):
+            return original(*args, **kwargs)
+
+    # Lightning and torch.compile look at the signature of what was there first.
+    training_step.__wrapped__ = inspect.unwrap(original)
+    return put_in_place(module, "training_step", training_step)

@@ -1,0 +1,68 @@
+"""What the detector cannot work with, refused before training."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_lockstep._lightning import Trainer
+from lightning_lockstep._lightning.internals import averages_models, is_compiled
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.capabilities import missing_capabilities
+
+__all__ = ["communicates_in_forward", "refuse_compiled", "refuse_strategy"]
+
+
+def refuse_strategy(trainer: Trainer) -> None:
+    """Raise where gradients are not the same on all ranks, or not there to be checked.
+
+    Args:
+        trainer: The Trainer, set up for fitting.
+
+    Raises:
+        ConfigurationError: The strategy has no whole gradients, or averages the ranks' models now and then.
+    """
+    name = type(trainer.strategy).__name__
+    for why in missing_capabilities(trainer.strategy, "whole_gradients"):
+        raise ConfigurationError(
+            f"OverflowDetector does not work with {name}: {why}. Use a DDP or single-device strategy to find the"
+            " overflow."
+        )
+    if averages_models(trainer.strategy):
+        raise ConfigurationError(
+            f"OverflowDetector does not work with model_averaging_period on {name}: between two averages each rank"
+            " has gradients of its own, so that one rank would act alone. Train without it to find the overflow."
+        )
+
+
+def refuse_compiled(root: nn.Module) -> None:
+    """Raise where hooks would not fire because ``torch.compile`` has compiled the module or part of it.
+
+    Args:
+        root: The LightningModule.
+
+    Raises:
+        ConfigurationError: It, or a module in it, is compiled.
+    """
+    compiled = [
+        name or type(root).__name__
+        for name, module in root.named_modules()
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    ]
+    if is_compiled(root):
+        compiled.insert(0, type(root).__name__)
+    if compiled:
+        raise ConfigurationError(
+            f"OverflowDetector(mode='hooks') was given a model compiled with torch.compile ({', '.join(compiled[:5])});"
+            " hooks do not fire reliably inside compiled code. Use mode='replay', which replays a failing batch"
+            " uncompiled, or leave torch.compile out to find the overflow."
+        )
+
+
+def communicates_in_forward(module: nn.Module, world_size: int) -> bool:
+    """Return whether the model's forward communicates between ranks, so that no rank can run it alone.
+
+    Args:
+        module: The model.
+        world_size: Number of ranks.
+    """
+    return world_size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())

@@ -1,0 +1,158 @@
+"""A replay runs what the step ran, leaves no trace, and is left out where one rank cannot step alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+
+from lightning_lockstep import ConfigurationError, OverflowDetectedError, OverflowDetector
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.overflow.replay import StepRecord
+from lightning_lockstep.overflow.settings import OverflowSettings
+from lightning_lockstep.overflow.step_check import StepCheck
+from lightning_lockstep.steps.capabilities import Capabilities
+from lightning_lockstep.steps.random_state import RandomState
+from lightning_lockstep.steps.snapshot import BufferCopies
+from tests.overflow.models import BadBackward, Explode, Task, data, fit
+
+NAN = float("nan")
+
+
+class OwnHooks(Task):
+    """Notes its own hooks, and makes the loss bad in its own ``backward``."""
+
+    called: ClassVar[list[str]] = []  # of the class: what an instance holds is put back after a replay
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Tanhshrink(), nn.Tanh()))
+        self.marked = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.marked = bool((batch > 50).any())
+        return super().training_step(batch, batch_idx)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.called.append("on_before_backward")
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.called.append("backward")
+        super().backward(loss * float("inf") if self.marked else loss, *args, **kwargs)
+
+    def on_after_backward(self) -> None:
+        self.called.append("on_after_backward")
+
+
+def test_the_modules_own_hooks_run_in_a_replay(tmp_path: Path) -> None:
+    OwnHooks.called.clear()
+    detector, model = OverflowDetector(), OwnHooks()
+    with pytest.raises(OverflowDetectedError, match="batch_number=2 "):
+        fit(model, data(batches=4, marked={2: 0}), detector, default_root_dir=tmp_path)
+    hooks = ["on_before_backward", "backward", "on_after_backward"]
+    assert OwnHooks.called == 4 * hooks, "three steps, and the replay of the third"
+    (report,) = detector.reports
+    assert not report.notes and report.gradients
+    assert report.clean is False
+    assert "outside of its modules" in report.head() and "outside of its modules" in report.text()
+
+
+def test_a_replay_leaves_the_attributes_of_the_module_alone(tmp_path: Path) -> None:
+    model = Task(nn.Sequential(nn.Tanhshrink(), Explode()))
+    fit(model, data(batches=4, marked={2: 0}), OverflowDetector(action="skip"), default_root_dir=tmp_path)
+    assert len(model.losses) == 4, "a list that training_step appends to has nothing of the replay"
+
+
+class Whole(SingleDeviceStrategy):
+    """A strategy of which one rank cannot step alone."""
+
+    @property
+    def step_capabilities(self) -> Capabilities:
+        return Capabilities(step_alone=False)
+
+
+class InParts(SingleDeviceStrategy):
+    """A strategy without whole gradients."""
+
+    @property
+    def step_capabilities(self) -> Capabilities:
+        return Capabilities(whole_gradients=False)
+
+
+def test_a_strategy_that_cannot_step_alone_gets_a_report_without_a_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    detector = OverflowDetector()
+    model = Task(Explode())
+    with pytest.raises(OverflowDetectedError, match="the batch was not replayed here"):
+        fit(model, data(batches=4, marked={2: 0}), detector, strategy=Whole("cpu"), default_root_dir=tmp_path)
+    assert len(model.losses) == 3
+    (report,) = detector.reports
+    assert report.clean is None and report.gradients
+    printed = capsys.readouterr().err
+    assert "Note: Not replayed: on Whole, it divides the model" in printed
+    assert "Clean:" not in printed
+
+
+def test_a_strategy_without_whole_gradients_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"does not work with InParts: it does not keep whole gradients"
+    ):
+        fit(Task(), data(batches=1), OverflowDetector(), strategy=InParts("cpu"), default_root_dir=tmp_path)
+
+
+def record(number: int, loss: float) -> StepRecord:
+    module = nn.Linear(2, 2)
+    state = RandomState.capture(torch.device("cpu"))
+    return StepRecord(module.forward, (), {}, state, BufferCopies(module), number, number, torch.tensor(loss))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_answer_of_a_check_may_be_read_a_step_late(late: bool) -> None:
+    """Gradients share a storage, as DDP's do: a late answer must be that of then."""
+    flat = torch.ones(40)
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(10)]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = flat.as_strided((4,), (1,), 4 * number)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    check = StepCheck(OverflowSettings(), current_communicator(), finishes_late=late)
+    found = []
+    pending = None
+    for number, value in enumerate([1.0, NAN, 1.0, 1.0]):
+        flat.fill_(value)
+        started = check.start(optimizer, record(number, value), None)
+        if not late:
+            found.append(check.finish(started))
+        elif pending is not None:
+            found.append(check.finish(pending))
+        pending = started
+    if late and pending is not None:
+        found.append(check.finish(pending))
+    assert [hit for hit, _ in found] == [False, True, False, False]
+    assert [origin and origin.batch_number for _, origin in found] == [None, 1, None, None]
+
+
+def test_an_overflow_in_the_backward_is_replayed_bit_for_bit(tmp_path: Path) -> None:
+    """Dropout draws from the generator; the loss that goes into the backward is the same twice."""
+    losses: list[float] = []
+
+    class Noted(Task):
+        def on_before_backward(self, loss: Tensor) -> None:
+            losses.append(float(loss.detach()))
+
+    model = Noted(nn.Sequential(nn.Dropout(0.5), nn.Tanhshrink(), nn.Dropout(0.3), BadBackward()))
+    detector = OverflowDetector()
+    with pytest.raises(OverflowDetectedError):
+        fit(
+            model,
+            data(batches=9, marked={n: n % 4 for n in range(4, 9)}),
+            detector,
+            accumulate_grad_batches=2,
+            default_root_dir=tmp_path,
+        )
+    origin = detector.reports[0].occasion.batch_number
+    assert losses[-1] == losses[origin]
+    assert not detector.reports[0].notes
