@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -138,6 +139,7 @@ class _StoredCopies:
     def __init__(self, tensors: list[Tensor]) -> None:
         # It lives as long as this object; the system deletes it when it is closed.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
         torch.save([t.detach() for t in tensors if t.device.type == "cpu"], self._file)
         self._copies = [t.detach().cpu() for t in tensors if t.device.type != "cpu"]
 
