@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -55,6 +56,7 @@ INHERITED: dict[str, str] = {
     "_AutomaticOptimization._make_zero_grad_fn": "the zero_grad part of a closure",
     "_AutomaticOptimization._make_backward_fn": "the backward part of a closure",
     "_AutomaticOptimization._skip_backward": "a loop that replaces another one keeps its setting",
+    "Closure._zero_grad_fn": "the zero_grad part of a closure, run before a step is split",
     "Closure._backward_fn": "the backward part of a closure, run again for a part of a batch",
     "_SubprocessScriptLauncher._check_can_spawn_children": "refuses to start ranks from a rank",
     "_MultiProcessingLauncher._already_fit": "refuses a second fit, whose optimizers stayed in the ranks",
@@ -188,6 +190,49 @@ def is_compiled(module: Any) -> bool:
 
 
 # -- batch_size --
+
+
+@touches(
+    "_FitLoop._data_source",
+    why="where a loop gets its loaders from",
+)
+def data_source(loop: Any) -> Any:
+    """Return the source of the loaders of a loop."""
+    return loop._data_source
+
+
+@touches("_FitLoop._combined_loader", why="a loop makes its loaders again only where it has none")
+def drop_loaders(loop: Any) -> bool:
+    """Have a loop make its loaders again; returns whether it had any."""
+    had, loop._combined_loader = loop._combined_loader is not None, None
+    return had
+
+
+@touches("LightningModule._on_before_batch_transfer", why="the hooks of a batch on its way to the device")
+def before_batch_transfer(module: Any, batch: Any) -> Any:
+    """Return the batch as the module's hooks hand it on before it goes to the device."""
+    return module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+@touches(
+    "_FitLoop._should_accumulate",
+    why="whether this batch ends with an optimizer step, which the loop decides",
+)
+def accumulates(trainer: Any) -> bool:
+    """Return whether the batch under way only adds to the gradients."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+@touches("LightningModule._current_fx_name", why="self.log needs to know in which hook it is called")
+@contextmanager
+def logs_as(module: Any, hook: str) -> Iterator[None]:
+    """Let ``module.log`` take what the body logs as logged in that hook."""
+    before, module._current_fx_name = module._current_fx_name, hook
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
 
 # -- stopping, callbacks --
 

@@ -20,6 +20,7 @@ from lightning_lockstep._lightning import (
     Trainer,
     _lightning_get_all_attr_holders,
 )
+from lightning_lockstep._lightning.internals import data_source, drop_loaders
 from lightning_lockstep.errors import BatchSizeError
 
 __all__ = ["BatchLoaders", "with_batch_size"]
@@ -46,8 +47,8 @@ class BatchLoaders:
 
     def __init__(self, trainer: Trainer, module: LightningModule, name: str = "batch_size") -> None:
         self._trainer, self._module, self._name = trainer, module, name
-        self._loop = _active_loop(trainer)
-        self._source = self._loop._data_source
+        self._loop = getattr(trainer, f"{trainer.state.fn.value if trainer.state.fn else 'fit'}_loop")
+        self._source = data_source(self._loop)
         self._in_attribute = bool(self._source.is_module())
         holders = _lightning_get_all_attr_holders(module, name)
         if self._in_attribute and not holders:
@@ -104,8 +105,7 @@ class BatchLoaders:
         else:
             self._source.instance = self._rebuilt(size)
         self.size = size
-        if self._loop._combined_loader is not None:
-            self._loop._combined_loader = None
+        if drop_loaders(self._loop):
             self._loop.setup_data()
             if self._trainer.state.fn is not None and self._trainer.state.fn.value != "fit":
                 self._loop.reset()
@@ -159,11 +159,6 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     vars(made)["batch_size"] = size
     vars(made)["_iterator"] = None
     return made
-
-
-def _active_loop(trainer: Trainer) -> Any:
-    loop = trainer._active_loop
-    return trainer.fit_loop if loop is None else loop
 
 
 def _value(holder: Any, name: str) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lightning_lockstep._lightning import LightningModule, Trainer
+from lightning_lockstep._lightning.internals import before_batch_transfer
 from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.memory.limits import limited_memory
 from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryUse
@@ -165,7 +166,7 @@ class TrialRunner:
 
     def _on_device(self, batch: Any) -> Any:
         batch = self._trainer.precision_plugin.convert_input(batch)
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = before_batch_transfer(self._module, batch)
         return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
     def _evaluate(self, batch: Any, index: int) -> None:

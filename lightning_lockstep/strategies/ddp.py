@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy, _register_ddp_comm_hook
 from lightning_lockstep.distributed.ddp_comm_hooks import compression_hook
 from lightning_lockstep.launchers.cluster_environment import detect_environment
+from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
 from lightning_lockstep.strategies.options import DDPSettings, reject_unknown
 
@@ -159,6 +160,11 @@ class LockstepDDPStrategy(DDPStrategy):
         """
         with self.lifecycle.contributing():
             return super().training_step(*args, **kwargs)
+
+    @property
+    def step_capabilities(self) -> Capabilities:
+        """What can be done with a training step: everything, as each rank has the whole model and its gradients."""
+        return Capabilities()
 
     def is_padding_batch(self) -> bool:
         """Return whether this rank's current training batch is a padding batch, which must contribute nothing."""

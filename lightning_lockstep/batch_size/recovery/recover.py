@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lockstep._lightning import LightningModule, Trainer, _ClosureResult
+from lightning_lockstep._lightning.internals import accumulates, logs_as
 from lightning_lockstep.batch_size.memory.out_of_memory import release_memory
 from lightning_lockstep.batch_size.recovery.guarded_step import (
     SPLIT_ON_PURPOSE,
@@ -24,7 +25,7 @@ from lightning_lockstep.batch_size.recovery.guarded_step import (
 )
 from lightning_lockstep.batch_size.recovery.micro_batches import KnownSizes, samples_in, volume
 from lightning_lockstep.batch_size.recovery.notices import Notice, Notices
-from lightning_lockstep.batch_size.recovery.split_step import SplitStep, as_training_step
+from lightning_lockstep.batch_size.recovery.split_step import SplitStep
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.ddp_reducer import ddp_of, deliver_gradients
 from lightning_lockstep.errors import BatchSizeError
@@ -112,7 +113,7 @@ class Recovery:
             torch.accelerator.synchronize()
         if self.notices.none:
             return result
-        if self._trainer.fit_loop._should_accumulate():
+        if accumulates(self._trainer):
             return result
         notice = self.notices.at(self._step)
         if notice is None:
@@ -193,7 +194,7 @@ class Recovery:
                 f"rank {self._communicator.rank} ran out of memory in its first step: what the other ranks wait for"
                 " is not known yet. Start with a smaller batch."
             )
-        with as_training_step(self._module):
+        with logs_as(self._module, "training_step"):
             for name, value, args, kwargs in self._last_logged[len(call.logged) :]:
                 self._module.log(name, value, *args, **kwargs)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_lockstep._lightning import LightningModule, Trainer, _ClosureResult
+from lightning_lockstep._lightning.internals import logs_as
 from lightning_lockstep.batch_size.memory.out_of_memory import attempt
 from lightning_lockstep.batch_size.recovery.guarded_step import GuardedClosure
 from lightning_lockstep.batch_size.recovery.micro_batches import LogRecord, merged_extra, samples_in, split
@@ -21,7 +22,7 @@ from lightning_lockstep.steps.isolated import on_plain_module
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Snapshot
 
-__all__ = ["SplitStep", "as_training_step"]
+__all__ = ["SplitStep"]
 
 
 class SplitStep:
@@ -68,7 +69,7 @@ class SplitStep:
             error = attempt(lambda: results.append(self._run_parts(call, split(batch, parts), weights, log)))
             gradients = {parameter: stand_ins[parameter].grad for parameter in missing}
         if error is None:
-            with as_training_step(self._module):
+            with logs_as(self._module, "training_step"):
                 done = len(log.parts[0]) if call.marks is not None else len(call.logged)
                 log.replay(self._module.log, weights, skip=done)
             return results[0], gradients
@@ -133,17 +134,6 @@ class SplitStep:
             return
         with Snapshot(BufferCopies(self._module), ModuleAttributes(self._module)):
             yield
-
-
-@contextmanager
-def as_training_step(module: LightningModule) -> Iterator[None]:
-    """Let ``module.log`` take what the body logs as logged in ``training_step``."""
-    before = module._current_fx_name
-    module._current_fx_name = "training_step"
-    try:
-        yield
-    finally:
-        module._current_fx_name = before
 
 
 def _refuse_collective(*args: Any, **kwargs: Any) -> None:
