@@ -23,7 +23,7 @@ from lightning_lockstep.distributed.side_channel.base import (
     Message,
     SideChannel,
 )
-from lightning_lockstep.distributed.side_channel.gather import Gather, Gathered, exchange
+from lightning_lockstep.distributed.side_channel.gather import Gather, Gathered
 from lightning_lockstep.distributed.side_channel.store import StoreSideChannel
 from lightning_lockstep.distributed.torch_communicator import (
     TorchCommunicator,
@@ -48,7 +48,6 @@ __all__ = [
     "StoreSideChannel",
     "TorchCommunicator",
     "current_communicator",
-    "exchange",
     "rendezvous_store",
     "shut_down",
     "use_communicator",
