@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import reserve_port, run_script
+from tests.helpers.patience import patience
 
 ECHO = Path(__file__).parent / "apps" / "echo.py"
 TRICKY = "text='it''s, [a] \"list\": {not} a=b $1 é'".replace("''", "\\'")
@@ -109,7 +110,7 @@ def test_ranks_that_srun_starts(tmp_path: Path) -> None:
             for number in (1, 0)
         ]
         try:
-            errors = [process.communicate(timeout=90)[1] for process in processes]
+            errors = [process.communicate(timeout=patience(90))[1] for process in processes]
         finally:
             for process in processes:
                 process.kill()

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.distributed.mpi.launch import mpi_command
+from tests.helpers.patience import patience
 
 __all__ = ["Cluster", "why_not"]
 
@@ -92,7 +93,7 @@ class Cluster:
         """Run a command on a host; return (exit code, output). It is ended when the time is up."""
         process = self.start(host, command, **options)
         try:
-            output, _ = process.communicate(timeout=timeout)
+            output, _ = process.communicate(timeout=patience(timeout))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
