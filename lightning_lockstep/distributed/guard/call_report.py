@@ -1,0 +1,166 @@
+"""What one rank called, and the report for ranks that called different things.
+
+Nothing here depends on a backend: whoever compares the ranks describes each call as a :class:`CollectiveCall`,
+brings the descriptions together, and raises with :func:`mismatch_report`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from types import FrameType
+from typing import Any
+
+from lightning_lockstep._tables import plain_table
+
+__all__ = ["CollectiveCall", "call_site", "compares_calls", "fingerprint", "mismatch_report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCall:
+    """One collective as one rank called it.
+
+    Attributes:
+        operation: Its name in torch.distributed, such as ``all_reduce``.
+        group: Name of the process group.
+        number: Which collective of the group it is on this rank, from 1.
+        dtypes: Dtypes of its tensors, such as ``("float32",)``.
+        shapes: Shapes of its tensors.
+        reduce_op: How it reduces, such as ``sum``; ``None`` where it does not.
+        root: The rank that sends to all or receives from all; ``None`` where there is none.
+        site: Where it was called from, such as ``train.py:88 in training_step``.
+        note: What the report shows instead of the shapes, such as what is wrong with the arguments.
+    """
+
+    operation: str
+    group: str
+    number: int
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    reduce_op: str | None = None
+    root: int | None = None
+    site: str = ""
+    note: str = ""
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the call as plain data, as JSON can hold it."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> CollectiveCall:
+        """Return the call that :meth:`to_data` has described, also after a way through JSON.
+
+        Args:
+            data: The description; fields that are not known are left out.
+        """
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        known["dtypes"] = tuple(known.get("dtypes", ()))
+        known["shapes"] = tuple(tuple(shape) for shape in known.get("shapes", ()))
+        return cls(**known)
+
+    @property
+    def title(self) -> str:
+        """The operation with its reduction and root, such as ``reduce(sum) to 0``."""
+        return call_title(self.operation, self.reduce_op, self.root)
+
+    def _columns(self) -> tuple[str, ...]:
+        """Return what the report compares: operation, dtype and shape."""
+        return self.title, ", ".join(self.dtypes), self.note or _in_short(self.shapes)
+
+
+def call_title(operation: str, reduce_op: str | None, root: int | None) -> str:
+    """Return how messages name a call, such as ``broadcast from 1``.
+
+    Args:
+        operation: Its name.
+        reduce_op: How it reduces, if it does.
+        root: The one rank that sends or receives, if there is one.
+    """
+    way = "to" if operation in ("reduce", "gather") else "from"
+    return (
+        operation + (f"({reduce_op})" if reduce_op else "") + (f" {way} {root}" if root is not None else "")
+    )
+
+
+def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
+    """Return the text of a :class:`CollectiveMismatchError`: a table of the ranks, and what to do.
+
+    Rows that are not as most are marked.
+
+    Args:
+        calls: What each rank called, by rank.
+    """
+    columns = {rank: call._columns() for rank, call in calls.items()}
+    numbers = {call.number for call in calls.values()}
+    if len(numbers) > 1:  # some ranks are ahead of others
+        columns = {rank: (f"#{calls[rank].number} {row[0]}", *row[1:]) for rank, row in columns.items()}
+    compared = list(columns.values())
+    usual = max(compared, key=compared.count)
+    rows = [
+        (rank, *columns[rank], calls[rank].site, "" if columns[rank] == usual else "<- differs")
+        for rank in sorted(calls)
+    ]
+    table = plain_table(("rank", "operation", "dtype", "shape", "called from", ""), rows)
+    which = f"#{min(numbers)} of group {next(iter(calls.values())).group!r}"
+    return f"ranks disagree on collective {which}\n\n{table}\n\n{_remedy(calls, compared)}"
+
+
+def _remedy(calls: Mapping[int, CollectiveCall], compared: Sequence[tuple[str, ...]]) -> str:
+    operation, dtype, shape = (len(set(column)) > 1 for column in zip(*compared, strict=True))
+    if any(call.note for call in calls.values()):
+        return "Make the arguments of the ranks fit together before the call."
+    if operation:
+        return "Call the same collectives with the same arguments in the same order on every rank."
+    what = " and ".join(name for name, differs in (("dtypes", dtype), ("shapes", shape)) if differs)
+    return f"Make the {what or 'arguments'} equal on all ranks before the call."
+
+
+def _in_short(shapes: Sequence[tuple[int, ...]]) -> str:
+    texts = [str(tuple(shape)) for shape in shapes]
+    if len(set(texts)) == 1:
+        return texts[0] if len(texts) == 1 else f"{len(texts)} x {texts[0]}"
+    return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+
+
+def fingerprint(signature: Hashable) -> int:
+    """Return a whole number below 2^63 that stands for what must be equal on all ranks.
+
+    Args:
+        signature: Anything whose ``repr`` is the same in every process.
+    """
+    digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def compares_calls(group: object) -> bool:
+    """Return whether a process group compares the calls of its ranks itself, so that nobody else needs to.
+
+    A backend says so by an attribute ``compares_calls`` of its process groups.
+
+    Args:
+        group: The process group.
+    """
+    return bool(getattr(group, "compares_calls", False))
+
+
+_OF_LIBRARIES = {
+    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra"),
+    __name__.partition(".")[0],
+}
+
+
+def call_site() -> str:
+    """Return ``file.py:12 in function`` of the nearest caller outside torch, Lightning and this package.
+
+    ``backward`` where there is none: autograd calls from threads of its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OF_LIBRARIES:
+            code = frame.f_code
+            return f"{code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    return "backward"
