@@ -24,7 +24,8 @@ from lightning_lockstep.distributed.process_group import has_backend
 from lightning_lockstep.errors import LaunchError, MissingExtraError, RankFailedError
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, detect_environment
 from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
-from lightning_lockstep.launchers.mpirun.launcher import MPIRunLauncher, MPIRunSettings, find_mpirun
+from lightning_lockstep.launchers.mpirun.command import MPIRunSettings, find_mpirun
+from lightning_lockstep.launchers.mpirun.launcher import MPIRunLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.strategies.ddp import LockstepDDPStrategy
 from lightning_lockstep.strategies.lifecycle import RankStartup

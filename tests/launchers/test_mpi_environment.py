@@ -12,8 +12,8 @@ import pytest
 from lightning_lockstep.distributed.mpi.rendezvous import RankIdentity, identity_fault
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.mpi_environment import MPIEnvironment, MPIRank, find_mpi_rank
-from lightning_lockstep.launchers.mpirun.hosts import Host, HostReport, judge, read_hostfile
-from lightning_lockstep.launchers.mpirun.launcher import MPIRunSettings
+from lightning_lockstep.launchers.mpirun.command import MPIRunSettings
+from lightning_lockstep.launchers.mpirun.hosts import Host, HostReport, hosts_fault, read_hostfile
 from lightning_lockstep.strategies.mpi import LockstepMPIStrategy
 
 OPEN_MPI = {
@@ -102,7 +102,7 @@ def test_the_table_of_hosts_says_what_to_do() -> None:
         HostReport("deaf", "ssh: connect to host deaf port 22: Connection refused"),
         HostReport("bare", "ok", "/usr/bin/python does not run there"),
     ]
-    table = judge(reports, here)
+    table = hosts_fault(reports, here)
     assert table is not None
     for text in (
         "ready",
@@ -114,7 +114,7 @@ def test_the_table_of_hosts_says_what_to_do() -> None:
         "does not run there",
     ):
         assert text in table
-    assert judge(reports[:1], here) is None
+    assert hosts_fault(reports[:1], here) is None
 
 
 def test_all_wrong_options_come_at_once() -> None:

@@ -1,7 +1,7 @@
-"""What the multi-node guides tell one to do by hand before a first run, done in seconds.
+"""The hosts of a hostfile, and whether ranks can be started on them: checked in seconds, before anything starts.
 
-Each host must take a password-less ssh, have the same Python and the same packages, and let mpirun start
-something there. All hosts are asked at once; what is wrong comes as one table with what to do.
+Each host must accept ssh without a password, have the same Python and the same packages, and let mpirun start
+a process there. All hosts are asked at once; what is wrong comes as one table with what to do.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lightning_lockstep._tables import plain_table
 from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.mpirun.command import (
+    MPIRun,
+    MPIRunSettings,
+    hostname_command,
+    mpirun_environ,
+)
 
-if TYPE_CHECKING:
-    from lightning_lockstep.launchers.mpirun.launcher import MPIRun
-
-__all__ = ["Host", "HostReport", "check_hosts", "judge", "read_hostfile"]
+__all__ = ["Host", "HostReport", "check_hosts", "hosts_fault", "hosts_for", "read_hostfile"]
 
 _CONNECT = 6  # longest wait for ssh to connect [s]
 _ANSWER = 40  # longest wait for Python to answer there [s]
@@ -48,11 +51,11 @@ class Host:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What was found out about a host.
+    """What a check of one host has found.
 
     Attributes:
         host: Its name.
-        ssh: ``ok``, ``local``, or what ssh said.
+        ssh: ``ok``, ``local``, or the error of ssh.
         python: Version of Python there, or what went wrong.
         packages: Versions of the packages that must agree.
     """
@@ -64,10 +67,7 @@ class HostReport:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Return the hosts of a hostfile of Open MPI (``node1 slots=4``) or MPICH (``node1:4``).
-
-    Ranks: any process; reads the file.
-    """
+    """Return the hosts of a hostfile of Open MPI (``node1 slots=4``) or MPICH (``node1:4``)."""
     hosts = []
     for line in path.read_text(encoding="utf-8").splitlines():
         words = line.split("#")[0].split()
@@ -79,16 +79,42 @@ def read_hostfile(path: Path) -> list[Host]:
     return hosts
 
 
-def check_hosts(
-    hosts: Sequence[Host], mpirun: MPIRun, ssh_args: Sequence[str], *, environ: Mapping[str, str]
-) -> None:
+def hosts_for(settings: MPIRunSettings, *, num_processes: int, num_nodes: int) -> list[Host]:
+    """Return the hosts to start ranks on; none without a hostfile, for this host alone.
+
+    Args:
+        settings: What the user has set.
+        num_processes: Number of ranks per node.
+        num_nodes: Number of nodes.
+
+    Raises:
+        LaunchError: There are fewer hosts or slots than the Trainer wants.
+    """
+    if settings.hostfile is None:
+        if num_nodes > 1:
+            raise LaunchError(
+                f"num_nodes={num_nodes} was given, but no hostfile: expected hostfile=... with {num_nodes} hosts"
+                f" of {num_processes} slots each, or ranks that are started by mpirun or srun."
+            )
+        return []
+    hosts = read_hostfile(Path(settings.hostfile))[:num_nodes]
+    if len(hosts) < num_nodes or any(host.slots is not None and host.slots < num_processes for host in hosts):
+        rows = [(host.name, "not given" if host.slots is None else host.slots) for host in hosts]
+        raise LaunchError(
+            f"The Trainer wants {num_nodes} node(s) with {num_processes} ranks each, but the hostfile"
+            f" {settings.hostfile} does not have them:\n\n{plain_table(('host', 'slots'), rows)}\n\n"
+            "Add hosts or slots to it, or lower devices or num_nodes."
+        )
+    return hosts
+
+
+def check_hosts(hosts: Sequence[Host], mpirun: MPIRun, settings: MPIRunSettings) -> None:
     """Make sure that ranks can be started on all hosts.
 
     Args:
         hosts: The hosts.
         mpirun: The mpirun that will start them.
-        ssh_args: Arguments for ssh.
-        environ: Environment for mpirun.
+        settings: What the user has set.
 
     Raises:
         LaunchError: With a table of what is wrong where, and what to do.
@@ -96,47 +122,43 @@ def check_hosts(
     Ranks: the process that starts the ranks; takes about as long as the slowest host, at most 46 s.
     """
     with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
-        reports = list(pool.map(lambda host: _ask(host.name, ssh_args), hosts))
-    fault = judge(reports, _here())
-    if fault is None:
-        fault = _try_mpirun(hosts, mpirun, ssh_args, environ)
+        reports = list(pool.map(lambda host: _ask(host.name, settings.ssh_args), hosts))
+    fault = hosts_fault(reports, _here()) or _mpirun_fault(hosts, mpirun, settings)
     if fault is not None:
         raise LaunchError(fault)
 
 
-def judge(reports: Sequence[HostReport], here: HostReport) -> str | None:
+def hosts_fault(reports: Sequence[HostReport], here: HostReport) -> str | None:
     """Return a table of the hosts with what to do about each, or ``None`` when all are ready.
 
     Args:
         reports: One for each host.
         here: The same of this process.
-
-    Ranks: any process; nothing is sent.
     """
     advice = [_advice(report, here) for report in reports]
     if not any(advice):
         return None
-    wide = max(len(report.host) for report in reports) + 2
-    rows = [f"  {'host':<{wide}}{'ssh':<12}{'python':<12}what to do"]
+    rows = []
     for report, todo in zip(reports, advice, strict=True):
         ssh = report.ssh if report.ssh in ("ok", "local") else "failed"
         python = report.python if report.packages is not None else "" if ssh == "failed" else "failed"
-        rows.append(f"  {report.host:<{wide}}{ssh:<12}{python:<12}{todo or 'ready'}")
-    return "Not every host is ready to run ranks:\n\n" + "\n".join(rows)
+        rows.append((report.host, ssh, python, todo or "ready"))
+    table = plain_table(("host", "ssh", "python", "what to do"), rows)
+    return f"Not every host is ready to run ranks:\n\n{table}"
 
 
 def _advice(report: HostReport, here: HostReport) -> str:
     if report.ssh not in ("ok", "local"):
-        said = report.ssh.lower()
-        if "resolve" in said or "name or service" in said:
+        error = report.ssh.lower()
+        if "resolve" in error or "name or service" in error:
             return "its name does not resolve: correct the hostfile, or add the host to DNS or /etc/hosts"
-        if "permission denied" in said:
+        if "permission denied" in error:
             return f"it wants a password: run `ssh-copy-id {report.host}`, then try `ssh {report.host} true`"
-        if "host key" in said:
+        if "host key" in error:
             return f"its host key is not known: run `ssh {report.host} true` once and accept it"
-        if "refused" in said:
+        if "refused" in error:
             return f"nothing listens for ssh there: start sshd, or give its port in ssh_args ({report.ssh})"
-        return f"ssh does not get through: {report.ssh}"
+        return f"ssh does not connect: {report.ssh}"
     if report.packages is None:
         return report.python
     if report.python != here.python:
@@ -201,46 +223,29 @@ def _ask(host: str, ssh_args: Sequence[str]) -> HostReport:
         return HostReport(host, "there is no ssh command on this host")
     except subprocess.TimeoutExpired:
         return HostReport(host, f"no answer within {_CONNECT + _ANSWER} s")
-    said = [
+    errors = [
         line
         for line in answer.stderr.splitlines()
         if line.strip() and not line.startswith("Warning: Permanently")
     ]
     if answer.returncode == 255:
-        return HostReport(host, said[-1] if said else "no connection")
+        return HostReport(host, errors[-1] if errors else "no connection")
     for line in answer.stdout.splitlines():
         if line.startswith("LOCKSTEP"):
             python, versions = json.loads(line.removeprefix("LOCKSTEP"))
             return HostReport(host, "ok", python, versions)
-    return HostReport(host, "ok", f"{sys.executable} does not run there: {said[-1] if said else 'no output'}")
+    return HostReport(
+        host, "ok", f"{sys.executable} does not run there: {errors[-1] if errors else 'no output'}"
+    )
 
 
-def _try_mpirun(
-    hosts: Sequence[Host], mpirun: MPIRun, ssh_args: Sequence[str], environ: Mapping[str, str]
-) -> str | None:
-    """Let mpirun print the name of every host; return what is wrong, or ``None``."""
-    names = ",".join(host.name for host in hosts)
-    if mpirun.kind == "hydra":
-        command = [mpirun.command, "-hosts", names, "-ppn", "1", "-n", str(len(hosts)), "hostname"]
-    else:
-        prefix = str(Path(mpirun.command).resolve().parent.parent)
-        command = [
-            mpirun.command,
-            "-H",
-            names,
-            "--prefix",
-            prefix,
-            "-n",
-            str(len(hosts)),
-            "--map-by",
-            "ppr:1:node",
-        ]
-        command += ["--prtemca", "plm_ssh_args", " ".join(ssh_args)] if ssh_args else []
-        command += ["hostname"]
+def _mpirun_fault(hosts: Sequence[Host], mpirun: MPIRun, settings: MPIRunSettings) -> str | None:
+    """Let mpirun print the name of every host from there; return what is wrong, or ``None``."""
+    command = hostname_command(mpirun, [host.name for host in hosts], settings.ssh_args)
     try:
         answer = subprocess.run(
             command,
-            env=dict(environ),
+            env=mpirun_environ(settings),
             capture_output=True,
             text=True,
             timeout=_MPIRUN,
@@ -249,11 +254,10 @@ def _try_mpirun(
         )
     except subprocess.TimeoutExpired:
         return (
-            f"`{' '.join(command)}` gave no answer within {_MPIRUN} s, though ssh works: the hosts must"
-            f" reach each other"
-            " on all ports, not only ssh's. Open the firewall between them."
+            f"`{' '.join(command)}` gave no answer within {_MPIRUN} s, though ssh works: the hosts must reach"
+            " each other on all ports, not only ssh's. Open the firewall between them."
         )
     if answer.returncode or len(answer.stdout.split()) < len(hosts):
-        said = "\n".join(line for line in (answer.stdout + answer.stderr).splitlines() if line.strip("- "))
-        return f"`{' '.join(command)}` failed with exit code {answer.returncode}:\n\n{said[-1500:]}"
+        output = "\n".join(line for line in (answer.stdout + answer.stderr).splitlines() if line.strip("- "))
+        return f"`{' '.join(command)}` failed with exit code {answer.returncode}:\n\n{output[-1500:]}"
     return None

@@ -1,8 +1,8 @@
-"""Waits for mpirun to end, which it may never do by itself once a host has stopped to answer.
+"""Waits for mpirun to end, which it may never do by itself once a host has stopped answering.
 
-mpirun ends when the daemons of all hosts have said that their ranks are gone. A daemon that is frozen, alone or with
-its host, keeps its connection open and says nothing. So once no rank is left on this host, and not all of them have
-said that they end in good order, mpirun gets a while and is then ended.
+mpirun ends when the daemons of all hosts have reported that their ranks exited. A daemon that is frozen, alone or
+with its host, keeps its connection open and reports nothing. So once no rank is left on this host, and not all of
+them have noted that they exit normally, mpirun gets a while and is then killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_lockstep.launchers.mpi_environment import RANK_VARIABLES
 
 __all__ = ["MPIRunWatch"]
 
-_LOOK_EVERY = 2.0  # how often the ranks of this host are looked for [s]
+_PERIOD = 2.0  # how often the ranks of this host are looked for [s]
 
 
 class MPIRunWatch:
@@ -28,11 +28,11 @@ class MPIRunWatch:
 
     Args:
         ranks: Number of ranks on this host.
-        patience: How long mpirun may take after the last of them, unless all of them ended in good order [s].
+        patience: How long mpirun may take after the last of them, unless all of them exited normally [s].
 
     Attributes:
-        ended_folder: Each rank of this host that ends in good order leaves a note there.
-        overdue: Whether mpirun had to be ended by force.
+        ended_folder: Each rank of this host that exits normally leaves a note there.
+        overdue: Whether mpirun had to be killed.
     """
 
     def __init__(self, ranks: int, patience: float) -> None:
@@ -48,35 +48,35 @@ class MPIRunWatch:
     def wait(self, process: subprocess.Popen[bytes]) -> int:
         """Wait for mpirun to end; return its exit code.
 
-        Ctrl-C is left to mpirun, which the terminal has told too; a second one ends it by force.
+        Ctrl-C is left to mpirun, which gets it from the terminal too; a second one kills it.
 
         Ranks: the parent process, which is no rank.
         """
         while True:
             try:
                 with suppress(subprocess.TimeoutExpired):
-                    return self._ended(process.wait(_LOOK_EVERY))
-                self._look(process.pid)
+                    return self._exit_code(process.wait(_PERIOD))
+                self._check(process.pid)
             except KeyboardInterrupt:
                 self._interrupts += 1
             if self.overdue or self._interrupts > 1:
                 end_with_children(process.pid)
 
-    def _look(self, pid: int) -> None:
-        if not self._all_gone(pid):
+    def _check(self, pid: int) -> None:
+        if not self._all_exited(pid):
             self._since = None
         elif self._since is None:
             self._since = time.monotonic()
         late = self._since is not None and time.monotonic() - self._since > self.patience
         self.overdue = late and orderly_ends(self.ended_folder) < self.ranks
 
-    def _all_gone(self, pid: int) -> bool:
-        """Return whether this host has had ranks and has none any more."""
+    def _all_exited(self, pid: int) -> bool:
+        """Return whether this host has had ranks and has none left."""
         self._here = [rank for rank in self._here if _runs(rank)] or ranks_under(pid)
         self._began = self._began or bool(self._here)
         return self._began and not self._here
 
-    def _ended(self, code: int) -> int:
+    def _exit_code(self, code: int) -> int:
         self._folder.cleanup()
         if self._interrupts:
             return 130
@@ -88,8 +88,6 @@ def ranks_under(pid: int) -> list[psutil.Process]:
 
     Args:
         pid: Process id of mpirun.
-
-    Ranks: the parent process, which is no rank.
     """
     ranks = []
     with suppress(psutil.NoSuchProcess):
@@ -105,8 +103,6 @@ def end_with_children(pid: int) -> None:
 
     Args:
         pid: Process id of mpirun.
-
-    Ranks: the parent process, which is no rank.
     """
     with suppress(psutil.NoSuchProcess):
         mpirun = psutil.Process(pid)
