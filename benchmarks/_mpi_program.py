@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions, register_mpi_backend
-from lightning_lockstep.distributed.mpi.limits import LIMITS
+from lightning_lockstep.distributed.mpi.operations import LIMITS
 from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
 
 SIZES = {"4 KB": 2**12, "1 MB": 2**20, "25 MB": 25 * 2**20, "100 MB": 100 * 2**20}
@@ -77,10 +77,7 @@ def main() -> None:
     env = MPIEnvironment()
     rank, size = env.global_rank(), env.world_size()
     store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
-    ours = MPIBackendOptions(
-        check=engine != "mpi4py, no check", shared_memory=engine != "mpi4py, messages only"
-    )
-    options = ours if engine.startswith("mpi4py") else None
+    options = MPIBackendOptions(check=engine != "mpi4py, no check") if engine.startswith("mpi4py") else None
     backend = "gloo" if engine in ("gloo", "copy and add", "no reduction") else "mpi4py"
     limit = timedelta(seconds=60)
     dist.init_process_group(
@@ -97,7 +94,7 @@ def main() -> None:
             for _ in range(2):
                 dist.all_reduce(tensor)
             found[f"all-reduce {name}"] = median(lambda t=tensor: dist.all_reduce(t), times)  # type: ignore[misc]
-    if engine in ("gloo", "mpi4py", "mpi4py, messages only", "no reduction"):
+    if engine in ("gloo", "mpi4py", "no reduction"):
         for batch in (32,) if "BENCH_LIMITS" in os.environ else (32, 256):
             torch.manual_seed(0)
             layers = [part for _ in range(10) for part in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())]

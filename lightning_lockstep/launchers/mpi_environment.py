@@ -1,7 +1,7 @@
 """Ranks that mpirun, mpiexec or srun has started, recognised by environment variables alone.
 
 =============== ====================================== =======================================
-started by      rank and size                          it is alive if
+started by      rank and size                          the job is running if
 =============== ====================================== =======================================
 Open MPI        ``OMPI_COMM_WORLD_RANK``, ``_SIZE``    its session folder is there
 MVAPICH         ``MV2_COMM_WORLD_RANK``, ``_SIZE``     (always)
@@ -9,8 +9,8 @@ Slurm           ``SLURM_PROCID``, ``SLURM_STEP_...``   there are ``PMI_*`` or ``
 MPICH, Intel    ``PMI_RANK``, ``PMI_SIZE``             the descriptor ``PMI_FD`` is open
 =============== ====================================== =======================================
 
-A shell that was started inside a job, or an `export` left behind, has such variables without being a rank;
-the last column tells. mpi4py is not imported here: that would start MPI.
+A shell that was started inside a job, or an `export` left behind, has such variables without being a rank: hence
+the last column. mpi4py is not imported here: that would start MPI.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_lockstep._lightning import ClusterEnvironment
-from lightning_lockstep.distributed.mpi.rendezvous import MPIRendezvous, meet
+from lightning_lockstep._tables import plain_table
+from lightning_lockstep.distributed.mpi.rendezvous import MPIRendezvous, agree_on_rendezvous
 from lightning_lockstep.errors import LaunchError
 
 __all__ = ["RANK_VARIABLES", "MPIEnvironment", "MPIRank", "find_mpi_rank"]
@@ -33,13 +34,13 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 
 @dataclass(frozen=True)
 class MPIRank:
-    """Who this process is, as the program that started it says.
+    """The rank that this process is, by the environment variables of the program that started it.
 
     Attributes:
         started_by: Name of that program.
-        rank: Number of the rank, from 0.
+        rank: Its rank.
         size: Number of ranks.
-        local_rank: Number of the rank on its node, from 0.
+        local_rank: Its rank on its node.
         local_size: Number of ranks on its node.
     """
 
@@ -51,19 +52,15 @@ class MPIRank:
 
 
 def find_mpi_rank(environ: Mapping[str, str] | None = None) -> MPIRank | None:
-    """Return who this process is in an MPI job, or ``None`` when it is not part of one.
+    """Return the rank that this process is in an MPI job, or ``None`` when it is not part of one.
 
     Args:
         environ: Environment variables; by default those of this process.
 
-    Ranks: any rank, alone; nothing is sent and no MPI is started.
+    Ranks: any rank, alone; nothing is sent and MPI is not started.
     """
     environ = os.environ if environ is None else environ
-    for find in (_open_mpi, _mvapich, _slurm, _hydra):
-        found = find(environ)
-        if found is not None:
-            return found
-    return None
+    return _open_mpi(environ) or _mvapich(environ) or _slurm(environ) or _hydra(environ)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> MPIRank | None:
@@ -128,11 +125,11 @@ def _numbers(environ: Mapping[str, str], pattern: str, names: tuple[str, ...]) -
 class MPIEnvironment(ClusterEnvironment):
     """The cluster environment of ranks of an MPI job.
 
-    Where they meet is agreed upon over MPI itself when first asked for, so no port is fixed and several jobs
-    on a host do not collide.
+    The rendezvous is agreed on over MPI itself when first asked for, so no port is fixed and several jobs on a
+    host do not collide.
 
     Args:
-        rank: Who this process is; by default found in the environment variables.
+        rank: The rank that this process is; by default found in the environment variables.
 
     Ranks: every rank of the job makes one.
     """
@@ -142,8 +139,7 @@ class MPIEnvironment(ClusterEnvironment):
         found = rank or find_mpi_rank()
         if found is None:
             raise LaunchError(
-                "This process is no rank of an MPI job: expected to be started by mpirun, mpiexec or srun"
-                " --mpi=..."
+                "This process is no rank of an MPI job: expected it to be started by mpirun, mpiexec or srun --mpi=..."
             )
         self.mpi_rank = found
 
@@ -153,28 +149,27 @@ class MPIEnvironment(ClusterEnvironment):
         return find_mpi_rank() is not None
 
     @property
-    def meeting(self) -> MPIRendezvous:
-        """Where and as whom the ranks have met.
+    def rendezvous(self) -> MPIRendezvous:
+        """Where the ranks meet.
 
         Ranks: the first access must happen on every rank alike; it starts MPI where mpi4py is installed.
         """
-        rank = self.mpi_rank
-        return meet(rank.rank, rank.size, rank.local_rank, rank.local_size, rank.started_by)
+        return agree_on_rendezvous(**asdict(self.mpi_rank))
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether somebody else has started the ranks: yes."""
+        """Whether another program has started the ranks: yes."""
         return True
 
     @property
     def main_address(self) -> str:
         """Address of rank 0."""
-        return self.meeting.address
+        return self.rendezvous.address
 
     @property
     def main_port(self) -> int:
         """Port at which rank 0 listens."""
-        return self.meeting.port
+        return self.rendezvous.port
 
     def world_size(self) -> int:
         """Return the number of ranks."""
@@ -184,14 +179,14 @@ class MPIEnvironment(ClusterEnvironment):
         """Do nothing: the program that started the ranks has decided."""
 
     def global_rank(self) -> int:
-        """Return the number of this rank."""
+        """Return this rank."""
         return self.mpi_rank.rank
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the program that started the ranks has decided."""
 
     def local_rank(self) -> int:
-        """Return the number of this rank on its node."""
+        """Return this rank on its node."""
         return self.mpi_rank.local_rank
 
     def node_rank(self) -> int:
@@ -202,20 +197,20 @@ class MPIEnvironment(ClusterEnvironment):
         """Raise if the Trainer expects other ranks than there are.
 
         Raises:
-            LaunchError: With a table of who says what.
-
-        Ranks: every rank alike; nothing is sent.
+            LaunchError: With a table of what each expects.
         """
         rank = self.mpi_rank
         if num_devices * num_nodes == rank.size and num_devices == rank.local_size:
             return
+        table = plain_table(
+            ("", "ranks", "ranks on this node", "nodes"),
+            [
+                ("Trainer (devices x num_nodes)", num_devices * num_nodes, num_devices, num_nodes),
+                (rank.started_by, rank.size, rank.local_size, f"{rank.size / rank.local_size:g}"),
+            ],
+        )
         raise LaunchError(
-            "The Trainer and the program that started the ranks disagree:\n\n"
-            "                                 ranks   ranks on this node   nodes\n"
-            f"  Trainer (devices x num_nodes)  {num_devices * num_nodes:<8}{num_devices:<21}{num_nodes}\n"
-            f"  {rank.started_by:<31}{rank.size:<8}{rank.local_size:<21}"
-            f"{rank.size / rank.local_size:g}\n\n"
-            "Leave out devices, or make devices x num_nodes equal to the number of ranks that are started,"
-            " the same"
-            " number on every node."
+            f"The Trainer and the program that started the ranks disagree:\n\n{table}\n\n"
+            "Leave out devices, or make devices x num_nodes equal to the number of ranks that are started, the"
+            " same number on every node."
         )

@@ -49,7 +49,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before
             each collective, which costs some microseconds.
         cuda_aware: Whether the MPI library takes CUDA memory; by default the library is asked.
-        shared_memory: Whether large sums over ``mpi4py`` go through memory that the ranks of a node share.
+        shared_memory: Has no effect any more; the next release will not take it.
         hostfile: File with the hosts to start ranks on and their slots, in the form of the mpirun in use.
         mpirun: The command that starts ranks; by default the one beside this Python, else the one in
             ``PATH``.
@@ -75,7 +75,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         backend: Literal["auto", "mpi4py", "gloo", "nccl", "mpi"] = "auto",
         check: bool = True,
         cuda_aware: bool | None = None,
-        shared_memory: bool = True,
+        shared_memory: bool | None = None,
         hostfile: str | Path | None = None,
         mpirun: str | None = None,
         mpirun_args: Sequence[str] = (),
@@ -85,13 +85,16 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
     ) -> None:
         _check_backend(backend, options)
         self.backend = backend
-        self._backend_options = mpi_backend.MPIBackendOptions(
-            check=check, cuda_aware=cuda_aware, shared_memory=shared_memory
-        )
+        self._backend_options = mpi_backend.MPIBackendOptions(check=check, cuda_aware=cuda_aware)
         self._mpirun = MPIRunSettings(
             hostfile=hostfile, mpirun=mpirun, mpirun_args=tuple(mpirun_args), ssh_args=tuple(ssh_args)
         )
         environment = cluster_environment or detect_environment()
+        if shared_memory is not None and environment.global_rank() == 0:
+            _warn_once(
+                f"shared_memory={shared_memory} has no effect any more: all sums over mpi4py go as messages of the"
+                " MPI library. Leave it out: the next release will not take it."
+            )
         super().__init__(cluster_environment=environment, **options)
         if isinstance(environment, MPIEnvironment):
             # Lightning takes every rank for rank 0 until the ranks are connected, and would print on each.
@@ -153,7 +156,7 @@ class MPIStartup(RankStartup):
     def share_of_cores(self, strategy: Any) -> tuple[int, int]:
         """See :meth:`RankStartup.share_of_cores`; cores to which mpirun has bound a rank are its own."""
         if isinstance(strategy.cluster_environment, MPIEnvironment):
-            rendezvous = strategy.cluster_environment.meeting
+            rendezvous = strategy.cluster_environment.rendezvous
             if rendezvous.sharing is not None:
                 return rendezvous.place, rendezvous.sharing
         return super().share_of_cores(strategy)

@@ -67,20 +67,20 @@ def test_the_trainer_and_mpirun_disagree() -> None:
     environment.validate_settings(num_devices=2, num_nodes=2)
     with pytest.raises(LaunchError, match="disagree") as caught:
         environment.validate_settings(num_devices=3, num_nodes=1)
-    assert "Trainer (devices x num_nodes)  3       3" in str(caught.value)
-    assert "Open MPI's mpirun              4       2                    2" in str(caught.value)
+    assert "Trainer (devices x num_nodes)  3      3" in str(caught.value)
+    assert "Open MPI's mpirun              4      2                   2" in str(caught.value)
 
 
-def attendance(rank: int, mpi_rank: int, host: str) -> RankIdentity:
+def identity(rank: int, mpi_rank: int, host: str) -> RankIdentity:
     return RankIdentity(rank, mpi_rank, 3, rank, 3, host, (0, 1))
 
 
 def test_unequal_slots_and_foreign_numbers_are_a_table() -> None:
-    fault = identity_fault([attendance(i, i, "ab"[i > 1]) for i in range(3)])
+    fault = identity_fault([identity(i, i, "ab"[i > 1]) for i in range(3)])
     assert fault is not None and "different numbers of ranks" in fault
-    fault = identity_fault([attendance(2 - i, i, "a") for i in range(3)])
+    fault = identity_fault([identity(2 - i, i, "a") for i in range(3)])
     assert fault is not None and "MPI disagree" in fault
-    assert identity_fault([attendance(i, i, "a") for i in range(3)]) is None
+    assert identity_fault([identity(i, i, "a") for i in range(3)]) is None
 
 
 def test_hostfiles_of_both_kinds(tmp_path: Path) -> None:
@@ -123,6 +123,14 @@ def test_all_wrong_options_come_at_once() -> None:
     assert len(caught.value.faults) == 3
     with pytest.raises(ConfigurationError, match="built without MPI"):
         LockstepMPIStrategy(backend="mpi")
+
+
+def test_the_option_shared_memory_does_nothing_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    LockstepMPIStrategy()
+    assert caplog.text == ""
+    for _ in range(2):
+        LockstepMPIStrategy(shared_memory=False)
+    assert caplog.text.count("shared_memory=False has no effect any more") == 1
 
 
 BROKEN = """

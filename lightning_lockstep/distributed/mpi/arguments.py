@@ -1,4 +1,4 @@
-"""What a collective accepts, said before anything is sent."""
+"""What a collective accepts, checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def reduction(options: Any) -> tuple[Any, str]:
 
 
 def same(name: str, parts: Sequence[Tensor], tensor: Tensor, *, count: int, own: int | None = None) -> None:
-    """Check a list with one tensor for each rank.
+    """Check a list with one tensor per rank.
 
     Args:
         name: What to call the operation.

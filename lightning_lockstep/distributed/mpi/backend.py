@@ -5,7 +5,7 @@
     torch.distributed.init_process_group("mpi4py", rank=..., world_size=..., store=...)
 
 A group is an MPI communicator of its own. What its operations do is in :mod:`operations`, how they wait
-in :mod:`_mpi_work`, how ranks are compared in :mod:`_mpi_checks`. mpi4py is imported when the first group is
+in :mod:`progress`, how ranks are compared in :mod:`rank_check`. mpi4py is imported when the first group is
 made, not before.
 
 Torch 2.13 calls ``all_gather_single``, ``reduce_scatter_single`` and ``all_to_all_single`` where older
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from lightning_lockstep._tables import plain_table
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime, start_runtime
 from lightning_lockstep.errors import LaunchError
 
@@ -37,12 +37,10 @@ class MPIBackendOptions:
     Attributes:
         check: Whether operation, shape and dtype are compared between the ranks before each operation.
         cuda_aware: Whether the MPI library takes CUDA memory; by default it is asked.
-        shared_memory: Whether large sums on one node go through memory that its ranks share, instead of messages.
     """
 
     check: bool = True
     cuda_aware: bool | None = None
-    shared_memory: bool = True
 
 
 _defaults = MPIBackendOptions()
@@ -74,44 +72,41 @@ def _create(given: Any, options: MPIBackendOptions | None = None) -> dist.Proces
 
     chosen = options if isinstance(options, MPIBackendOptions) else _defaults
     rank, size, name = given.group_rank, given.group_size, str(given.group_id)
-    members = _meet(runtime, given.store, rank, size, given.timeout)
+    members = _members(runtime, given.store, rank, size, given.timeout)
+    # Torch lists no ranks for the default group.
+    ranks = list(given.global_ranks_in_group)
     settings = GroupSettings(
-        name=name,
+        name=name if ranks else "world",
+        ranks=ranks or range(size),
         timeout=given.timeout.total_seconds(),
         check=chosen.check and size > 1,
         cuda_aware=runtime.cuda_aware if chosen.cuda_aware is None else chosen.cuda_aware,
     )
-    # Where MPI takes CUDA memory, it also adds there.
-    shared = chosen.shared_memory and not (settings.cuda_aware and torch.cuda.is_available())
-    collectives, messages, memory = runtime.call(_communicators, runtime, members, name, shared)
-    return MPIProcessGroup(given.store, rank, size, runtime, collectives, messages, memory, settings)
+    collectives, messages = runtime.call(_communicators, runtime, members, name)
+    return MPIProcessGroup(given.store, rank, size, runtime, collectives, messages, settings)
 
 
-def _meet(runtime: MPIRuntime, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[int]:
-    """Return the ranks of the group's members in ``COMM_WORLD``, once all have said theirs."""
+def _members(runtime: MPIRuntime, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[int]:
+    """Return the ranks of the group's members in ``COMM_WORLD``, once all have written theirs to the store."""
     store.set(f"mpi/{rank}", f"{runtime.rank} {runtime.size} {runtime.library}")
     keys = [f"mpi/{other}" for other in range(size)]
     store.wait(keys, timeout)
-    said = [bytes(value).decode().split(" ", 2) for value in store.multi_get(keys)]
-    members = [int(one[0]) for one in said]
-    if len(set(members)) < size or len({(one[1], one[2]) for one in said}) > 1:
-        rows = "\n".join(f"  {i:<5}{one[0]:<16}{one[1]:<16}{one[2]}" for i, one in enumerate(said))
+    found = [bytes(value).decode().split(" ", 2) for value in store.multi_get(keys)]
+    members = [int(one[0]) for one in found]
+    if len(set(members)) < size or len({(one[1], one[2]) for one in found}) > 1:
+        rows = [(i, *one) for i, one in enumerate(found)]
+        table = plain_table(("rank", "rank in MPI", "size of MPI", "MPI library"), rows)
         raise LaunchError(
-            "The ranks were not started as one MPI job:\n\n"
-            f"  {'rank':<5}{'rank in MPI':<16}{'size of MPI':<16}MPI library\n{rows}\n\n"
+            f"The ranks were not started as one MPI job:\n\n{table}\n\n"
             "Start all of them with one mpirun or mpiexec, the one that belongs to the MPI library which"
-            " mpi4py"
-            " loads. With `srun`, give --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
+            " mpi4py loads. With `srun`, give --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
         )
     return members
 
 
-def _communicators(runtime: MPIRuntime, members: list[int], name: str, shared: bool) -> tuple[Any, Any, Any]:
-    from lightning_lockstep.distributed.mpi.node_memory import open_node_memory
-
+def _communicators(runtime: MPIRuntime, members: list[int], name: str) -> tuple[Any, Any]:
     world = runtime.MPI.COMM_WORLD
     group = world.Get_group().Incl(members)
     # Only members take part, and ranks may make several groups at once: the tag keeps them apart.
     collectives = world.Create_group(group, zlib.crc32(name.encode()) % 32_000)
-    memory = open_node_memory(collectives, wanted=shared)
-    return collectives, collectives.Dup(), memory
+    return collectives, collectives.Dup()

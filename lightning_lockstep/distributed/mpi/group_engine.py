@@ -1,14 +1,13 @@
-"""Runs the operations of one group of the backend ``mpi4py``: here or in the communication thread.
+"""Runs the operations of one group of the backend ``mpi4py``: in the calling or in the progress thread.
 
 This module is imported once MPI is up, never before.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -17,28 +16,17 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed.mpi.limits import LIMITS
-from lightning_lockstep.distributed.mpi.operations import Collective
+from lightning_lockstep.distributed.guard.call_report import CollectiveCall, call_site, call_title
+from lightning_lockstep.distributed.mpi.operations import LIMITS, Collective
+from lightning_lockstep.distributed.mpi.peers import Peers
 from lightning_lockstep.distributed.mpi.progress import Body, Task, run_here
-from lightning_lockstep.distributed.mpi.rank_check import (
-    Meaning,
-    RankCheck,
-    call_site,
-    may_all_block,
-    shapes_of,
-)
+from lightning_lockstep.distributed.mpi.rank_check import RankCheck, may_all_block
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime
 from lightning_lockstep.distributed.mpi.staging import staged
-from lightning_lockstep.distributed.mpi.work import (
-    AllWork,
-    FinishedWork,
-    MPIWork,
-    gone_error,
-    stall_error,
-)
+from lightning_lockstep.distributed.mpi.work import AllWork, FinishedWork, MPIWork
 from lightning_lockstep.errors import CollectiveMismatchError
 
-__all__ = ["Call", "GroupEngine", "GroupSettings"]
+__all__ = ["Call", "GroupEngine", "GroupPart", "GroupSettings", "Prepared", "collective", "is_small"]
 
 _DONE = FinishedWork()
 Make = Callable[[list[Tensor]], Body]
@@ -49,61 +37,75 @@ class GroupSettings:
     """Settings of one group.
 
     Attributes:
-        name: Its name.
+        name: Its name in messages.
+        ranks: Its ranks, by their numbers in the default group.
         timeout: Longest wait for other ranks [s].
         check: Whether ranks are compared before each operation.
         cuda_aware: Whether MPI takes CUDA memory.
     """
 
     name: str
+    ranks: Sequence[int]
     timeout: float
     check: bool
     cuda_aware: bool
 
 
 class Call(NamedTuple):
-    """One operation as the caller meant it.
+    """One collective as the caller meant it.
 
     Attributes:
-        name: What it is called in messages.
-        signature: What must be equal on all ranks.
-        tensors: All tensors; those before ``reads`` are only read.
+        operation: Its name in torch.distributed.
+        tensors: All tensors, of one dtype; those before ``reads`` are only read.
         reads: How many are only read.
         shown: Tensors whose shapes a message shows.
         result: What its future gives.
-        nbytes: Size of its largest MPI collective, the same number on every rank; 0 when it is made of messages.
+        nbytes: Size of its largest MPI collective, the same on every rank; 0 when it is made of messages.
+        reduce_op: How it reduces, if it does.
+        root: The one rank, in the group, that sends or receives, if there is one.
+        compared: Tensors whose shapes must be equal on all ranks; by default those that are shown.
+        pairwise: Whether what each rank sends must be as large as what the receiver expects.
+        note: What is wrong with the arguments.
     """
 
-    name: str
-    signature: Hashable
+    operation: str
     tensors: Sequence[Tensor]
     reads: int
     shown: Sequence[Tensor]
     result: Any
     nbytes: int = 0
+    reduce_op: str | None = None
+    root: int | None = None
+    compared: Sequence[Tensor] | None = None
+    pairwise: bool = False
+    note: str = ""
+
+    def signature(self) -> Hashable:
+        """Return what must be equal on all ranks."""
+        dtype = self.tensors[0].dtype if self.tensors else None
+        shapes = [tensor.shape for tensor in (self.shown if self.compared is None else self.compared)]
+        return self.operation, self.reduce_op, self.root, dtype, self.note, *shapes
 
 
 class GroupEngine:
-    """Runs the operations of one group: here or in the communication thread, compared or not.
+    """Runs the operations of one group, compared between the ranks or not.
 
     Args:
-        store: Store of the group, for what a rank says when it waited in vain.
+        store: Store of the group, in which each rank that has timed out makes a note.
         runtime: MPI of this process.
         comm: Communicator of the group's collectives.
         settings: Settings of the group.
     """
 
     def __init__(self, store: Any, runtime: MPIRuntime, comm: Any, settings: GroupSettings) -> None:
-        self.store, self.runtime, self.comm, self.settings = store, runtime, comm, settings
-        self.rank, self.size = comm.rank, comm.size
-        self.members = runtime.numbers_of(comm)
+        self.runtime, self.comm, self.settings = runtime, comm, settings
         self.timeout = settings.timeout
-        self.check = RankCheck(comm, settings.name) if settings.check else None
+        self.check = RankCheck(comm, settings.ranks) if settings.check else None
         self.broken: BaseException | None = None
-        self.number = 0
-        self.collected: list[MPIWork] | None = None
-        self.queued = 0
-        self.lock = threading.Lock()
+        self.peers = Peers(store, runtime, comm, group=settings.name, ranks=settings.ranks)
+        self._started, self._queued = 0, 0
+        self._coalesced: list[MPIWork] | None = None
+        self._lock = threading.Lock()
 
     def run(self, call: Call, make: Make, options: Any, *, small: bool = False) -> Any:
         """Run a collective and return its handle.
@@ -117,48 +119,81 @@ class GroupEngine:
         Ranks: all of the group.
         """
         if self.broken is not None:
-            raise self.unusable()
+            raise self._unusable()
         timeout = _seconds(options) or self.timeout
-        waits = not getattr(options, "asyncOp", True)
-        with self.lock:
-            self.number += 1
-            number = self.number
-            here = small and waits and not self.queued and self.runtime.anywhere and self.collected is None
+        waits = not getattr(options, "asyncOp", True) and self._coalesced is None
+        with self._lock:
+            self._started += 1
+            number = self._started
+            here = small and waits and not self._queued and self.runtime.anywhere
             if not here:
-                self.queued += 1
+                self._queued += 1
         written = [i >= call.reads for i in range(len(call.tensors))]
         inner, finish = staged(call.tensors, written, make, cuda_aware=self.settings.cuda_aware)
         site = "" if here or self.check is None else call_site()
-        body = self._compared(call, number, site, inner, here)
-        stalled = self.stall(call.name, number)
-        task = Task(body, timeout=timeout, stalled=stalled, lane=self, hopeless=self.hopeless)
+        task = Task(
+            self._compared(call, number, site, inner, here),
+            timeout=timeout,
+            timed_out=lambda seconds: self._timed_out(self._title(call), number, seconds),
+            lane=self,
+            cannot_complete=self.peers.any_exited,
+        )
         if here:
             try:
                 run_here(task, timeout)
             except BaseException as error:
-                raise self.failed(error, call.name) from error.__cause__
+                raise self._failed(error, call.operation) from error.__cause__
             return _DONE
         work = MPIWork(task, call.result, timeout, finish)
-        self.runtime.engine.submit(task)
-        if waits and self.collected is None:
+        self.runtime.thread.submit(task)
+        if waits:
             work.wait()
-        elif self.collected is not None:
-            self.collected.append(work)
+        elif self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
-    def all_collected(self) -> Any:
-        """Return one handle for everything started since ``collected`` was set.
+    def start_coalescing(self) -> None:
+        """Let operations be started one by one and waited for together."""
+        self._coalesced = []
 
-        Ranks: as the operations.
-        """
-        works, self.collected = self.collected or [], None
+    def end_coalescing(self) -> AllWork:
+        """Return one handle for everything started since :meth:`start_coalescing`."""
+        works, self._coalesced = self._coalesced or [], None
         return AllWork(works)
 
-    def give_up(self) -> None:
-        """Let every operation that waits or comes fail.
+    def message(self, title: str, tensor: Tensor, make: Make, *, written: bool) -> MPIWork:
+        """Start to send or receive and return its handle.
 
-        Ranks: any rank, alone.
+        Ranks: this one; the peer does its part when it likes.
         """
+        if self.broken is not None:
+            raise self._unusable()
+        inner, finish = staged([tensor], [written], make, cuda_aware=self.settings.cuda_aware)
+        task = Task(
+            self._with_torch_errors(inner, title),
+            timeout=self.timeout,
+            timed_out=lambda seconds: self._timed_out(title, None, seconds),
+            cannot_complete=self.peers.any_exited,
+        )
+        work = MPIWork(task, [tensor], self.timeout, finish)
+        if self.runtime.anywhere and not tensor.is_cuda and task.step_some(20):
+            work.complete()
+        else:
+            self.runtime.thread.submit(task)
+        return work
+
+    def refuse(self, operation: str, error: Exception) -> Exception:
+        """Return the error for arguments that cannot be used, once the other ranks know of it.
+
+        Ranks: all of the group; those whose arguments are right raise too.
+        """
+        if self.check is not None and self.broken is None:
+            call = Call(operation, [], 0, [], [], note=f"{type(error).__name__}: {error}")
+            self.run(call, lambda _: iter(()), None).wait()  # type: ignore[arg-type,return-value]
+        return error
+
+    def abort(self) -> None:
+        """Let every operation that comes fail."""
         self.broken = self.broken or dist.DistBackendError("the group was aborted")
 
     def free(self, communicators: Sequence[Any]) -> None:
@@ -171,66 +206,23 @@ class GroupEngine:
             for comm in communicators:
                 self.runtime.call(comm.Free)
 
-    def message(self, name: str, tensor: Tensor, make: Make, *, written: bool) -> MPIWork:
-        """Start to send or receive and return its handle.
-
-        Ranks: this one; the peer does its part when it likes.
-        """
-        if self.broken is not None:
-            raise self.unusable()
-        inner, finish = staged([tensor], [written], make, cuda_aware=self.settings.cuda_aware)
-        stalled = self.stall(name, None)
-        task = Task(self._mapped(inner, name), timeout=self.timeout, stalled=stalled, hopeless=self.hopeless)
-        work = MPIWork(task, [tensor], self.timeout, finish)
-        if self.runtime.anywhere and not tensor.is_cuda:
-            for _ in range(20):
-                try:
-                    over = task.step()
-                except BaseException as error:  # belongs to whoever waits for the message
-                    task.fail(error)
-                    over = True
-                if over:
-                    work._over()
-                    return work
-        self.runtime.engine.submit(task)
-        return work
-
-    def refuse(self, name: str, error: Exception) -> Exception:
-        """Return the error for arguments that cannot be used, once the other ranks know of it.
-
-        Ranks: all of the group; those whose arguments are right raise too.
-        """
-        if self.check is not None and self.broken is None:
-            call = Call(name, ("fault", name, str(error)), [], 0, [], [])
-            meaning = Meaning(name, "", f"{type(error).__name__}: {error}", call_site())
-            with self.lock:
-                self.number += 1
-                self.queued += 1
-            body = self._compared(call, self.number, "", iter(()), False, meaning)  # type: ignore[arg-type]
-            stalled = self.stall(name, self.number)
-            task = Task(body, timeout=self.timeout, stalled=stalled, lane=self, hopeless=self.hopeless)
-            work = MPIWork(task, [], self.timeout)
-            self.runtime.engine.submit(task)
-            work.wait()
-        return error
-
-    def _compared(
-        self, call: Call, number: int, site: str, inner: Body, here: bool, meaning: Meaning | None = None
-    ) -> Body:
+    def _compared(self, call: Call, number: int, site: str, inner: Body, here: bool) -> Body:
         # What the ranks must know alike: whether they carry out MPI's collectives blocking or polled.
         large = call.nbytes > LIMITS.polled
         owner = object()
         together = False
+
+        def describe() -> CollectiveCall:
+            return self._described(call, number, site or call_site())
+
         try:
             busy = here or not large or not self.runtime.may_block(owner)
             if self.check is not None:
-
-                def describe() -> Meaning:
-                    dtypes = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in call.shown))
-                    return meaning or Meaning(call.name, dtypes, shapes_of(call.shown), site or call_site())
-
-                together = yield from self.check.agree(call.signature, number, describe, busy=busy)
-            elif large and self.size > 1:
+                together = yield from self.check.agree(call.signature(), describe, busy=busy)
+                if call.pairwise:
+                    inputs, outputs = call.tensors[: call.reads], call.tensors[call.reads :]
+                    yield from self.check.agree_on_sizes(inputs, outputs, describe)
+            elif large and self.comm.size > 1:
                 together = yield from may_all_block(self.comm, busy=busy)
             for wanted in inner:
                 if not isinstance(wanted, Collective):
@@ -240,80 +232,101 @@ class GroupEngine:
                 else:
                     yield [wanted.start()]
         except BaseException as error:
-            raise self.failed(error, call.name) from error.__cause__
+            raise self._failed(error, call.operation) from error.__cause__
         finally:
             self.runtime.blocks_no_more(owner)
             if not here:
-                with self.lock:
-                    self.queued -= 1
+                with self._lock:
+                    self._queued -= 1
 
-    def _mapped(self, inner: Body, name: str) -> Body:
+    def _with_torch_errors(self, inner: Body, title: str) -> Body:
         try:
             yield from inner
         except MPI.Exception as error:
-            raise self.failed(error, name) from error
+            raise self._failed(error, title) from error
 
-    def failed(self, error: BaseException, name: str) -> BaseException:
-        """Return the error to raise, and remember that the group cannot be used any more unless it still can.
+    def _described(self, call: Call, number: int, site: str) -> CollectiveCall:
+        return CollectiveCall(
+            operation=call.operation,
+            group=self.settings.name,
+            number=number,
+            dtypes=tuple(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in call.shown)),
+            shapes=tuple(tuple(tensor.shape) for tensor in call.shown),
+            reduce_op=call.reduce_op,
+            root=self._root(call),
+            site=site,
+            note=call.note,
+        )
 
-        Ranks: any rank, alone.
-        """
+    def _root(self, call: Call) -> int | None:
+        return None if call.root is None else self.settings.ranks[call.root]
+
+    def _title(self, call: Call) -> str:
+        return call_title(call.operation, call.reduce_op, self._root(call))
+
+    def _failed(self, error: BaseException, title: str) -> BaseException:
+        """Return the error to raise; unless the ranks merely disagreed, the group cannot be used any more."""
         if isinstance(error, MPI.Exception):
-            error = dist.DistBackendError(f"MPI reported an error in {name}: {error}")
+            error = dist.DistBackendError(f"MPI reported an error in {title}: {error}")
         if not isinstance(error, (CollectiveMismatchError, GeneratorExit)) and self.broken is None:
             self.broken = error
         return error
 
-    def unusable(self) -> BaseException:
-        """Return the error for an operation after one that failed."""
+    def _unusable(self) -> BaseException:
         return dist.DistBackendError(
-            f"Group {self.settings.name!r} of the backend 'mpi4py' cannot be used any more, since an"
-            f" earlier operation"
-            f" failed: {self.broken}"
+            f"Group {self.settings.name!r} of the backend 'mpi4py' cannot be used any more, since an earlier"
+            f" operation failed: {self.broken}"
         )
 
-    def hopeless(self) -> bool:
-        """Return whether a rank of the group has ended its program some time ago."""
-        return bool(self.runtime.gone) and any(self.runtime.gone_for(r) > _LAST_WORDS for r in self.members)
-
-    def stall(self, name: str, number: int | None) -> Callable[[float], BaseException]:
-        """Return what makes the error for when other ranks don't come.
-
-        Args:
-            name: What the operation is called.
-            number: Which collective of the group it is; ``None`` for a message.
-
-        Ranks: any rank, alone.
-        """
-
-        def stalled(seconds: float) -> BaseException:
-            gone = [i for i, rank in enumerate(self.members) if rank in self.runtime.gone]
-            if gone:
-                error = gone_error(name, self.settings.name, gone)
-            else:
-                missing = "the other end did not answer" if number is None else self._missing(number)
-                error = stall_error(name, self.settings.name, seconds or self.timeout, missing)
-            if number is not None:
-                self.broken = error
-            return error
-
-        return stalled
-
-    def _missing(self, number: int) -> str:
-        """Ask the store which ranks wait for this operation too; those that don't, have not come."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        with suppress(dist.DistError):
-            self.store.set(f"stalled/{number}/{self.rank}", b"1")
-            time.sleep(0.5)
-            others = [rank for rank in others if not self.store.check([f"stalled/{number}/{rank}"])]
-        if not others:
-            return f"all ranks have come to collective #{number}, but not at the same time"
-        ranks = ", ".join(map(str, others))
-        return f"rank {ranks} did not come to collective #{number}"
+    def _timed_out(self, title: str, number: int | None, seconds: float) -> BaseException:
+        error = self.peers.error(title, number, seconds or self.timeout)
+        if number is not None:
+            self.broken = error
+        return error
 
 
-# How long a rank that has ended its program may still take part through what it has sent before [s].
-_LAST_WORDS = 5.0
+Prepared = tuple[Call, Make, Any, bool]
+
+
+class GroupPart:
+    """What the parts of the process group share.
+
+    Attributes:
+        engine: Runs the operations.
+    """
+
+    engine: GroupEngine
+    _comm: Any
+    _rank: int
+    _size: int
+
+
+def collective(operation: str) -> Callable[[Callable[..., Prepared]], Callable[..., Any]]:
+    """Make a collective of a method that looks at its arguments and returns what to do.
+
+    What the method raises over its arguments is raised on every rank.
+
+    Args:
+        operation: Name of the collective in torch.distributed.
+    """
+
+    def decorate(prepare: Callable[..., Prepared]) -> Callable[..., Any]:
+        @functools.wraps(prepare)
+        def method(self: GroupPart, *args: Any, **options: Any) -> Any:
+            try:
+                call, make, opts, small = prepare(self, *args, **options)
+            except (TypeError, ValueError) as error:
+                raise self.engine.refuse(operation, error) from None
+            return self.engine.run(call, make, opts, small=small)
+
+        return method
+
+    return decorate
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Return whether the caller steps an operation on this tensor itself, where it waits anyway."""
+    return tensor.nbytes <= LIMITS.polled and not tensor.is_cuda
 
 
 def _seconds(options: Any) -> float:

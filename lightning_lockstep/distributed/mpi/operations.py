@@ -1,6 +1,6 @@
 """What each collective does with MPI, on contiguous tensors in memory that MPI takes.
 
-Each operation is a generator as :mod:`_mpi_work` describes. It also yields :class:`Collective`, an MPI
+Each operation is a generator as :mod:`progress` describes. It also yields :class:`Collective`, an MPI
 collective that whoever runs the operation carries out in one of two ways, the same on all ranks: blocking,
 which is faster for large tensors, or started and polled. Which MPI collectives an operation consists of
 depends only on what all ranks know alike, never on where a rank's tensors lie. Memory is handed to MPI by
@@ -23,11 +23,10 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed.mpi.limits import LIMITS
-from lightning_lockstep.distributed.mpi.node_memory import NodeMemory
 from lightning_lockstep.distributed.mpi.progress import Body
 
 __all__ = [
+    "LIMITS",
     "Collective",
     "all_gather",
     "all_gather_into",
@@ -35,11 +34,30 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "counted",
     "gather",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "typed_by_size",
 ]
+
+
+class Limits:
+    """Sizes at which a transfer is cut; tests lower them to walk the same paths with small tensors.
+
+    Attributes:
+        piece: Bytes of one piece of a reduction by MPI.
+        count: Elements of one MPI call.
+        polled: Bytes up to which a collective is never a blocking one.
+    """
+
+    piece = 8 * 2**20
+    count = 2**30
+    polled = 2**16
+
+
+LIMITS = Limits()
 
 _TYPES: dict[torch.dtype, Any] = {
     torch.float32: MPI.FLOAT,
@@ -55,7 +73,7 @@ _TYPES: dict[torch.dtype, Any] = {
     torch.bool: MPI.UINT8_T,
 }
 # Transfers without arithmetic need the size of an element only.
-_WORDS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
+_BY_SIZE = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 _HALF = (torch.float16, torch.bfloat16)
 
 _R = dist.ReduceOp
@@ -69,8 +87,8 @@ _OPERATIONS = {
     _R.BOR: MPI.BOR,
     _R.BXOR: MPI.BXOR,
 }
-# True and False are the bytes 1 and 0, and must stay so: a sum of truths is "any", a product is "all".
-_OF_TRUTHS = {**_OPERATIONS, _R.SUM: MPI.MAX, _R.PRODUCT: MPI.MIN}
+# True and False are the bytes 1 and 0, and must stay so: a sum of booleans is "any", a product is "all".
+_ON_BOOLS = {**_OPERATIONS, _R.SUM: MPI.MAX, _R.PRODUCT: MPI.MIN}
 _BITWISE = (_R.BAND, _R.BOR, _R.BXOR)
 
 _TAG = 7  # of the messages inside gather, scatter and all-to-all; their group is used for nothing else
@@ -85,8 +103,6 @@ def check_reduction(tensor: Tensor, op: Any) -> None:
 
     Raises:
         ValueError: There is no such reduction for this dtype.
-
-    Ranks: any rank, alone.
     """
     if op not in _OPERATIONS:
         raise ValueError(
@@ -103,7 +119,7 @@ def check_reduction(tensor: Tensor, op: Any) -> None:
 
 
 class Collective(NamedTuple):
-    """One MPI collective, not yet begun.
+    """One MPI collective, not yet started.
 
     Attributes:
         comm: Communicator.
@@ -123,7 +139,7 @@ class Collective(NamedTuple):
         getattr(self.comm, self.name)(*self.arguments)
 
     def start(self) -> Any:
-        """Begin it and return the request.
+        """Start it and return the request.
 
         Ranks: all of the communicator, each by this method.
         """
@@ -131,24 +147,17 @@ class Collective(NamedTuple):
 
 
 def barrier(comm: Any) -> Body:
-    """All have come when all have said so, which the check before each operation does; else ask."""
+    """Wait until every rank has arrived."""
     yield [comm.Ibarrier()]
 
 
-def all_reduce(comm: Any, tensor: Tensor, op: Any, memory: NodeMemory | None = None) -> Body:
-    """Reduce in place on every rank; large sums by way of ``memory`` where the group has it."""
+def all_reduce(comm: Any, tensor: Tensor, op: Any) -> Body:
+    """Reduce in place on every rank."""
     work = _summable(tensor)
-    large = op in (_R.SUM, _R.AVG) and work.dtype is not torch.bool and work.nbytes > LIMITS.polled
-    if memory is not None and large and (yield from memory.ready()):
-        yield from memory.sum(work, lambda nodes, part: _in_pieces(nodes, part, MPI.SUM))
-    else:
-        yield from _in_pieces(comm, work.view(-1), _mpi_op(work, op))
-    _finish(tensor, work, op, comm.size)
-
-
-def _in_pieces(comm: Any, flat: Tensor, mpi_op: Any) -> Body:
-    for piece in _pieces(flat, LIMITS.piece // flat.element_size()):
+    mpi_op = _mpi_op(work, op)
+    for piece in _pieces(work.view(-1), LIMITS.piece // work.element_size()):
         yield Collective(comm, "Allreduce", (MPI.IN_PLACE, _typed(piece), mpi_op))
+    _finish(tensor, work, op, comm.size)
 
 
 def reduce(comm: Any, tensor: Tensor, op: Any, root: int) -> Body:
@@ -165,9 +174,9 @@ def reduce(comm: Any, tensor: Tensor, op: Any, root: int) -> Body:
 
 
 def broadcast(comm: Any, tensor: Tensor, root: int) -> Body:
-    """Copy the tensor of ``root`` into everybody's."""
+    """Copy the tensor of ``root`` into that of every rank."""
     for piece in _pieces(tensor.view(-1), LIMITS.count):
-        yield Collective(comm, "Bcast", (_words(piece), root))
+        yield Collective(comm, "Bcast", (typed_by_size(piece), root))
 
 
 def all_gather(comm: Any, outputs: Sequence[Tensor], source: Tensor) -> Body:
@@ -179,7 +188,7 @@ def all_gather(comm: Any, outputs: Sequence[Tensor], source: Tensor) -> Body:
     sizes = {output.numel() for output in outputs}
     if len(sizes) == 1 and source.nbytes <= LIMITS.polled:
         whole = source.new_empty(source.numel() * comm.size)
-        yield Collective(comm, "Allgather", (_words(source), _words(whole, source.numel())))
+        yield Collective(comm, "Allgather", (typed_by_size(source), typed_by_size(whole, source.numel())))
         for output, part in zip(outputs, whole.chunk(comm.size), strict=False):  # no parts of nothing
             output.view(-1).copy_(part)
         return
@@ -191,7 +200,7 @@ def all_gather(comm: Any, outputs: Sequence[Tensor], source: Tensor) -> Body:
 def all_gather_into(comm: Any, output: Tensor, source: Tensor) -> Body:
     """Put the inputs of all ranks, one after another, into the output of every rank."""
     if source.numel() <= LIMITS.count // comm.size:
-        yield Collective(comm, "Allgather", (_words(source), _words(output, source.numel())))
+        yield Collective(comm, "Allgather", (typed_by_size(source), typed_by_size(output, source.numel())))
     else:
         yield from all_gather(comm, output.view(-1).chunk(comm.size), source)
 
@@ -220,28 +229,30 @@ def reduce_scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], op: Any)
 def gather(comm: Any, outputs: Sequence[Tensor], source: Tensor, root: int) -> Body:
     """Put the input of rank ``i`` into ``outputs[i]`` of ``root``."""
     if comm.rank != root:
-        yield [request for piece in _counted(source) for request in [comm.Isend(_words(piece), root, _TAG)]]
+        yield [
+            request for piece in counted(source) for request in [comm.Isend(typed_by_size(piece), root, _TAG)]
+        ]
         return
     requests = []
     for rank, output in enumerate(outputs):
         if rank == root:
             output.view(-1).copy_(source.view(-1))
         else:
-            requests += [comm.Irecv(_words(piece), rank, _TAG) for piece in _counted(output)]
+            requests += [comm.Irecv(typed_by_size(piece), rank, _TAG) for piece in counted(output)]
     yield requests
 
 
 def scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], root: int) -> Body:
     """Put ``inputs[i]`` of ``root`` into the output of rank ``i``."""
     if comm.rank != root:
-        yield [comm.Irecv(_words(piece), root, _TAG) for piece in _counted(output)]
+        yield [comm.Irecv(typed_by_size(piece), root, _TAG) for piece in counted(output)]
         return
     requests = []
     for rank, source in enumerate(inputs):
         if rank == root:
             output.view(-1).copy_(source.view(-1))
         else:
-            requests += [comm.Isend(_words(piece), rank, _TAG) for piece in _counted(source)]
+            requests += [comm.Isend(typed_by_size(piece), rank, _TAG) for piece in counted(source)]
     yield requests
 
 
@@ -250,20 +261,13 @@ def all_to_all(comm: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -
     requests = []
     for rank, output in enumerate(outputs):
         if rank != comm.rank:
-            requests += [comm.Irecv(_words(piece), rank, _TAG) for piece in _counted(output)]
+            requests += [comm.Irecv(typed_by_size(piece), rank, _TAG) for piece in counted(output)]
     for rank, source in enumerate(inputs):
         if rank == comm.rank:
             outputs[rank].view(-1).copy_(source.view(-1))
         else:
-            requests += [comm.Isend(_words(piece), rank, _TAG) for piece in _counted(source)]
+            requests += [comm.Isend(typed_by_size(piece), rank, _TAG) for piece in counted(source)]
     yield requests
-
-
-def plain_reduction(dtype: torch.dtype, op: Any) -> tuple[Any, Any] | None:
-    """Return (MPI datatype, MPI operation) where MPI alone reduces this, else ``None``."""
-    if dtype not in _TYPES or op == _R.AVG or op not in _OPERATIONS:
-        return None
-    return _TYPES[dtype], (_OF_TRUTHS if dtype is torch.bool else _OPERATIONS)[op]
 
 
 def _typed(flat: Tensor) -> list[Any]:
@@ -271,9 +275,10 @@ def _typed(flat: Tensor) -> list[Any]:
     return [memory, flat.numel(), _TYPES[flat.dtype]]
 
 
-def _words(flat: Tensor, count: int | None = None) -> list[Any]:
+def typed_by_size(flat: Tensor, count: int | None = None) -> list[Any]:
+    """Return what MPI is given to move a flat tensor: memory, number of elements, a datatype of their size."""
     memory = MPI.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
-    return [memory, flat.numel() if count is None else count, _WORDS[flat.element_size()]]
+    return [memory, flat.numel() if count is None else count, _BY_SIZE[flat.element_size()]]
 
 
 def _pieces(flat: Tensor, elements: int) -> Iterator[Tensor]:
@@ -284,7 +289,8 @@ def _pieces(flat: Tensor, elements: int) -> Iterator[Tensor]:
         yield from torch.split(flat, elements)
 
 
-def _counted(tensor: Tensor) -> Iterator[Tensor]:
+def counted(tensor: Tensor) -> Iterator[Tensor]:
+    """Return the tensor in flat pieces, each with as many elements as MPI can count."""
     return _pieces(tensor.view(-1), LIMITS.count)
 
 
@@ -304,7 +310,7 @@ def _summable(tensor: Tensor) -> Tensor:
 
 
 def _mpi_op(tensor: Tensor, op: Any) -> Any:
-    return (_OF_TRUTHS if tensor.dtype is torch.bool else _OPERATIONS)[op]
+    return (_ON_BOOLS if tensor.dtype is torch.bool else _OPERATIONS)[op]
 
 
 def _finish(tensor: Tensor, work: Tensor, op: Any, size: int) -> None:

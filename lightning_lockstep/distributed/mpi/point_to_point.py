@@ -2,7 +2,7 @@
 
 MPI compares neither dtype nor, when the message is the shorter one, size. So each message is announced: a
 header with its dtype, its number of elements and a tag of its own goes ahead, on the tag that the user chose.
-The receiver reads the header first, from whomever it may come, and knows what follows.
+The receiver reads the header first, from whichever rank it is, and knows what follows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed.mpi.operations import _counted, _words
+from lightning_lockstep.distributed.mpi.operations import counted, typed_by_size
 from lightning_lockstep.distributed.mpi.progress import Body
 from lightning_lockstep.errors import CollectiveMismatchError
 
@@ -46,14 +46,14 @@ class Messages:
         own_tag = _FIRST_TAG + next(self._tags) % _TAGS
         header = numpy.array([_code(tensor.dtype), tensor.numel(), own_tag], numpy.int64)
         requests = [self.headers.Isend([header, 3, MPI.INT64_T], to, tag)]
-        requests += [self._data.Isend(_words(piece), to, own_tag) for piece in _counted(tensor)]
+        requests += [self._data.Isend(typed_by_size(piece), to, own_tag) for piece in counted(tensor)]
         yield requests
 
     def receive(self, tensor: Tensor, source: int | None, tag: int, found: Any) -> Body:
-        """Receive a tensor from rank ``source`` or, when that is ``None``, from anybody.
+        """Receive a tensor from rank ``source`` or, when that is ``None``, from any rank.
 
         Raises:
-            CollectiveMismatchError: The message has another dtype or size; it was taken off the wire.
+            CollectiveMismatchError: The message has another dtype or size; it has been received all the same.
         """
         header = numpy.zeros(3, numpy.int64)
         status = MPI.Status()
@@ -65,7 +65,7 @@ class Messages:
         code, count, own_tag = (int(number) for number in header)
         fits = code == _code(tensor.dtype) and count == tensor.numel()
         target = tensor if fits else torch.empty(count, dtype=_dtype(code))
-        yield [self._data.Irecv(_words(piece), sender, own_tag) for piece in _counted(target)]
+        yield [self._data.Irecv(typed_by_size(piece), sender, own_tag) for piece in counted(target)]
         if not fits:
             raise CollectiveMismatchError(
                 f"rank {self.headers.rank} received from rank {sender} (tag {tag}) {count} elements of"
@@ -75,15 +75,15 @@ class Messages:
 
 
 class _WithStatus:
-    """A request that tells who sent it."""
+    """A request that keeps who sent it."""
 
     def __init__(self, request: Any, status: Any) -> None:
-        self._request, self._status, self._over = request, status, False
+        self._request, self._status, self._done = request, status, False
 
     def Test(self) -> bool:  # noqa: N802 - the name MPI requests have
         # A request that is done becomes the null request, whose status would overwrite the real one.
-        self._over = self._over or self._request.Test(self._status)
-        return self._over
+        self._done = self._done or self._request.Test(self._status)
+        return self._done
 
 
 def _code(dtype: torch.dtype) -> int:

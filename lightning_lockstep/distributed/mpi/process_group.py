@@ -14,9 +14,7 @@ from torch import Tensor
 
 from lightning_lockstep.distributed.mpi.arguments import one
 from lightning_lockstep.distributed.mpi.group_engine import GroupEngine, GroupSettings
-from lightning_lockstep.distributed.mpi.node_memory import NodeMemory
 from lightning_lockstep.distributed.mpi.point_to_point import Messages
-from lightning_lockstep.distributed.mpi.quick import QuickReductions
 from lightning_lockstep.distributed.mpi.reductions import Reductions
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime
 from lightning_lockstep.distributed.mpi.transfers import Transfers
@@ -24,7 +22,7 @@ from lightning_lockstep.distributed.mpi.transfers import Transfers
 __all__ = ["MPIProcessGroup"]
 
 
-class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):  # type: ignore[misc]
+class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
     """A group of ranks as an MPI communicator.
 
     Args:
@@ -34,7 +32,6 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):  # type: ignore
         runtime: MPI of this process.
         collectives: Communicator for collectives.
         messages: Communicator for sends and receives.
-        memory: Memory shared on this node, if the group has any.
         settings: Settings of the group.
     """
 
@@ -46,7 +43,6 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):  # type: ignore
         runtime: MPIRuntime,
         collectives: Any,
         messages: Any,
-        memory: NodeMemory | None,
         settings: GroupSettings,
     ) -> None:
         # Torch 2.13 takes no store here from a subclass in Python.
@@ -54,10 +50,8 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):  # type: ignore
         self._rank, self._size, self._name, self._desc = rank, size, settings.name, ""
         self.engine = GroupEngine(store, runtime, collectives, settings)
         self._comm, self._messages = collectives, Messages(messages, collectives)
-        self._memory = memory
-        self._quick = QuickReductions(self.engine)
 
-    # -- who we are ------------------------------------------------------------------------------------
+    # -- name, rank and size ---------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return ``mpi4py``."""
@@ -134,15 +128,20 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):  # type: ignore
     alltoall_base = Transfers.all_to_all_single
 
     @property
+    def compares_calls(self) -> bool:
+        """Whether the ranks are compared before each operation, so that nobody else needs to."""
+        return self.engine.check is not None
+
+    @property
     def supports_coalescing(self) -> bool:
         """Whether operations may be started one by one and waited for together."""
         return True
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self.engine.collected = []
+        self.engine.start_coalescing()
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return self.engine.all_collected()
+        return self.engine.end_coalescing()
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
@@ -160,16 +159,15 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):  # type: ignore
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
-        """Give up the group: whatever waits or comes fails.
+        """Abort the group: operations that come fail.
 
         Ranks: any rank, alone.
         """
-        self.engine.give_up()
+        self.engine.abort()
 
     def shutdown(self) -> None:
         """Give the communicators back.
 
         Ranks: every rank of the group; waits for nobody.
         """
-        shared = [] if self._memory is None else self._memory.communicators
-        self.engine.free([*shared, self._messages.headers, self._comm])
+        self.engine.free([self._messages.headers, self._comm])

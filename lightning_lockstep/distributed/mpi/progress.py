@@ -1,11 +1,11 @@
 """How an operation of the ``mpi4py`` backend runs: a task that is stepped until it is done.
 
 An operation is a generator. It yields the MPI requests it waits for, and goes on when they are complete; it
-may also block in MPI where all ranks have come and have agreed to block. Whoever steps a task never blocks on
-a rank that has not come, so that a deadline, news of a failure elsewhere, and other tasks get their turn.
+may also block in MPI where all ranks have arrived and have agreed to block. Whoever steps a task never blocks on
+a rank that has not arrived, so that a deadline, a failure elsewhere and other tasks are attended to.
 
 Small operations that a caller waits for are stepped by the caller itself. All others are stepped by the one
-communication thread: the collectives of a group one after another, everything else side by side.
+progress thread: the collectives of a group one after another, everything else side by side.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 __all__ = [
     "Body",
-    "ProgressThread",
     "Pause",
+    "ProgressThread",
     "Task",
     "run_here",
     "set_interruption",
@@ -33,14 +33,14 @@ Body = Generator[Iterable[Any], None, None]
 
 _interruption: Callable[[], BaseException | None] | None = None
 _listener: Callable[[], None] | None = None
-_given_up: list[Any] = []
+_abandoned: list[Any] = []
 
 
 def set_interruption(question: Callable[[], BaseException | None] | None) -> None:
-    """Let every wait for another rank ask now and then whether it still makes sense.
+    """Let every wait for another rank ask now and then whether to give up.
 
     Args:
-        question: Returns the error to end the wait with, or ``None``; asked every few milliseconds.
+        question: Returns the error to end the wait with, or ``None``; asked every 20 ms.
 
     Ranks: any rank, alone; a strategy does it at start-up.
     """
@@ -49,7 +49,7 @@ def set_interruption(question: Callable[[], BaseException | None] | None) -> Non
 
 
 def set_listener(listener: Callable[[], None] | None) -> None:
-    """Let every wait for another rank also call this, every few milliseconds; it may use MPI. ``None`` ends that.
+    """Let every wait for another rank also call this, every 20 ms; it may use MPI. ``None`` ends that.
 
     Ranks: any rank, alone; the runtime does it at start-up.
     """
@@ -58,30 +58,30 @@ def set_listener(listener: Callable[[], None] | None) -> None:
 
 
 class Pause:
-    """What one does between two looks at a request: spin at first, then give the core away, then sleep.
+    """What a waiting thread does between two tests: spin at first, then give the core away, then sleep.
 
     Args:
         limit: Moment at which waiting ends [s, of time.monotonic].
-        spins: Looks before the core is given away; few where a backward pass may want it.
+        spins: Tests before the core is given away; few where a backward pass may want it.
     """
 
-    __slots__ = ("_asked", "_looks", "_since", "_spins", "limit")
+    __slots__ = ("_asked", "_since", "_spins", "_tests", "limit")
 
     def __init__(self, limit: float, spins: int = 100) -> None:
-        self.limit, self._looks, self._since, self._asked = limit, 0, 0.0, 0.0
+        self.limit, self._tests, self._since, self._asked = limit, 0, 0.0, 0.0
         self._spins = spins
 
     def __call__(self) -> bool:
         """Pause; return ``False`` once the limit is reached.
 
         Raises:
-            BaseException: What the interruption of :func:`set_interruption` said.
+            BaseException: What the function of :func:`set_interruption` returned.
         """
-        self._looks += 1
-        if self._looks < self._spins:
+        self._tests += 1
+        if self._tests < self._spins:
             return True
         now = time.monotonic()
-        if self._looks == self._spins:
+        if self._tests == self._spins:
             self._since = self._asked = now
         waited = now - self._since
         if waited > 0.002:
@@ -97,9 +97,9 @@ class Pause:
                 raise error
         return now < self.limit
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """Forget how long one has waited: something moved."""
-        self._looks = 0
+        self._tests = 0
 
 
 class Task:
@@ -108,22 +108,14 @@ class Task:
     Args:
         body: The generator.
         timeout: Longest wait for the other ranks [s].
-        stalled: Makes the error for when they don't come.
+        timed_out: Makes the error for when they don't arrive, from the seconds waited.
         lane: Tasks of one lane run one after another; ``None`` beside all others.
-        hopeless: Returns whether it cannot end any more, since a rank that it needs has gone.
+        cannot_complete: Returns whether waiting is of no use, since a rank that it needs has exited.
     """
 
     __slots__ = (
-        "_body",
-        "_hopeless",
-        "_requests",
-        "done",
-        "error",
-        "lane",
-        "limit",
-        "moved",
-        "on_done",
-        "stalled",
+        *("_body", "_cannot_complete", "_requests", "done", "error", "lane", "limit", "moved", "on_done"),
+        "timed_out",
     )
 
     def __init__(
@@ -131,12 +123,12 @@ class Task:
         body: Body,
         *,
         timeout: float,
-        stalled: Callable[[float], BaseException],
+        timed_out: Callable[[float], BaseException],
         lane: Any = None,
-        hopeless: Callable[[], bool] | None = None,
+        cannot_complete: Callable[[], bool],
     ) -> None:
-        self._body, self._requests, self.lane, self.stalled = body, (), lane, stalled
-        self._hopeless = hopeless
+        self._body, self._requests, self.lane, self.timed_out = body, (), lane, timed_out
+        self._cannot_complete = cannot_complete
         self.limit = time.monotonic() + timeout
         self.done, self.moved, self.error = False, False, None
         self.on_done: Callable[[], None] | None = None
@@ -145,7 +137,7 @@ class Task:
     error: BaseException | None
 
     def step(self) -> bool:
-        """Go on if what it waits for has come; return whether the operation is over, and note if it moved."""
+        """Go on if its requests are complete; return whether the operation is over, and note if it moved."""
         for request in self._requests:
             if not request.Test():
                 self.moved = False
@@ -158,18 +150,26 @@ class Task:
             return True
         return False
 
-    def in_vain(self) -> bool:
+    def step_some(self, times: int) -> bool:
+        """Step up to so many times; return whether the operation is over, also by an error of its own."""
+        try:
+            return any(self.step() for _ in range(times))
+        except BaseException as error:  # belongs to whoever waits for the operation
+            self.fail(error)
+            return True
+
+    def expired(self) -> bool:
         """Return whether there is no point in waiting any longer."""
-        return time.monotonic() > self.limit or (self._hopeless is not None and self._hopeless())
+        return time.monotonic() > self.limit or self._cannot_complete()
 
     def fail(self, error: BaseException) -> None:
         """End the operation with an error.
 
-        MPI may still write to the memory of a request that was given up, so all of it is kept.
+        MPI may still write to the memory of an abandoned request, so all of it is kept.
         """
         self.error, self.done = error, True
         if self._requests:
-            _given_up.append((self._body, self._requests))
+            _abandoned.append((self._body, self._requests))
 
 
 def run_here(task: Task, timeout: float) -> None:
@@ -183,15 +183,15 @@ def run_here(task: Task, timeout: float) -> None:
     pause = Pause(task.limit)
     while not task.step():
         if task.moved:
-            pause.rest()
-        elif not pause() or task.in_vain():
-            error = task.stalled(timeout)
+            pause.reset()
+        elif not pause() or task.expired():
+            error = task.timed_out(timeout)
             task.fail(error)
             raise error
 
 
 class ProgressThread:
-    """The communication thread: takes tasks and steps them until they are over."""
+    """The one thread of this process that takes tasks and steps them until they are over."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -208,7 +208,7 @@ class ProgressThread:
         self._inbox.put(task)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function`` in the communication thread and return what it returns.
+        """Call ``function`` in this thread and return what it returns.
 
         Ranks: as ``function``.
         """
@@ -245,18 +245,18 @@ class ProgressThread:
                 return
             if isinstance(item, Task):
                 self._admit(item)
-                pause.rest()
+                pause.reset()
             elif callable(item):
                 item()
             if self._step_all():
-                pause.rest()
+                pause.reset()
             elif self._running:
                 self._wait(pause)
 
     def _wait(self, pause: Pause) -> None:
         try:
             pause()
-        except BaseException as error:  # news of a failure elsewhere ends every task that waits
+        except BaseException as error:  # a failure elsewhere ends every task that waits
             for task in list(self._running):
                 task.fail(error)
                 self._over(task)
@@ -275,8 +275,8 @@ class ProgressThread:
         for task in list(self._running):
             try:
                 over = task.step()
-                if not over and task.in_vain():
-                    task.fail(task.stalled(0.0))
+                if not over and task.expired():
+                    task.fail(task.timed_out(0.0))
                     over = True
             except BaseException as error:  # belongs to whoever waits for the operation
                 task.fail(error)

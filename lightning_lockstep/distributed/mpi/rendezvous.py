@@ -1,7 +1,7 @@
-"""How the ranks of an MPI job find each other, without a fixed port and without a shared address list.
+"""How the ranks of an MPI job find each other, without a fixed port and without a list of addresses.
 
-Rank 0 listens on a port that the system gives it. Over MPI it tells the others that port and all addresses it
-has, and each says which of them it can reach.
+Rank 0 listens on a port that the system gives it. Over MPI it sends the others that port and all its addresses,
+and each answers which of them it can reach.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import importlib.util
 import os
 import socket
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 
+from lightning_lockstep._tables import plain_table
 from lightning_lockstep.distributed.process_group import host_rendezvous
 from lightning_lockstep.errors import LaunchError
 
-__all__ = ["RankIdentity", "MPIRendezvous", "identity_fault", "meet"]
+__all__ = ["MPIRendezvous", "RankIdentity", "agree_on_rendezvous", "identity_fault"]
 
 _REACH = 3.0  # longest wait for an address to answer [s]
 
@@ -31,8 +33,9 @@ class MPIRendezvous:
         address: Address of rank 0 that every rank reaches.
         port: Port on it.
         hosts: Host name of each rank.
-        sharing: How many ranks of this node run on the same cores as this one, itself included.
-        place: Number of this rank among those.
+        sharing: How many ranks of this node run on the same cores as this one, itself included; ``None`` where
+            that is not known.
+        place: Index of this rank among those.
     """
 
     address: str
@@ -44,13 +47,13 @@ class MPIRendezvous:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """What one rank says of itself when the ranks meet.
+    """What one rank sends of itself to the others when they meet.
 
     Attributes:
-        rank: Its number, from environment variables.
-        mpi_rank: Its number in ``COMM_WORLD``.
+        rank: Its rank, from environment variables.
+        mpi_rank: Its rank in ``COMM_WORLD``.
         size: Number of ranks, from environment variables.
-        local_rank: Its number on its node.
+        local_rank: Its rank on its node.
         local_size: Number of ranks on its node.
         host: Host name.
         cores: Cores it may use.
@@ -65,81 +68,80 @@ class RankIdentity:
     cores: tuple[int, ...]
 
 
-_met: MPIRendezvous | None = None
+_agreed: MPIRendezvous | None = None
 
 
-def meet(rank: int, size: int, local_rank: int, local_size: int, started_by: str) -> MPIRendezvous:
+def agree_on_rendezvous(
+    *, rank: int, size: int, local_rank: int, local_size: int, started_by: str
+) -> MPIRendezvous:
     """Return where the ranks of this MPI job meet.
 
     Args:
         rank: This rank.
         size: Number of ranks.
-        local_rank: Number of this rank on its node.
+        local_rank: Rank on its node.
         local_size: Number of ranks on its node.
         started_by: What started them, for messages.
 
     Raises:
         LaunchError: The environment variables and MPI disagree, or no address of rank 0 can be reached.
 
-    Ranks: all, together, the first time; then free.
+    Ranks: all, together, the first time; afterwards nothing is sent.
     """
-    global _met
-    if _met is None:
+    global _agreed
+    if _agreed is None:
         given = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
         if given[0] and given[1].isdigit():
-            _met = MPIRendezvous(given[0], int(given[1]))
+            _agreed = MPIRendezvous(given[0], int(given[1]))
         elif size == 1:
-            _met = MPIRendezvous("127.0.0.1", host_rendezvous("127.0.0.1"))
+            _agreed = MPIRendezvous("127.0.0.1", host_rendezvous("127.0.0.1"))
         elif importlib.util.find_spec("mpi4py") is None:
-            _met = _meet_without_mpi(size, local_size)
+            _agreed = _without_mpi(size, local_size)
         else:
-            _met = _meet_over_mpi(rank, size, local_rank, local_size, started_by)
-    return _met
+            _agreed = _over_mpi(rank, size, local_rank, local_size, started_by)
+    return _agreed
 
 
 def identity_fault(everyone: Sequence[RankIdentity]) -> str | None:
-    """Return what is wrong with the ranks that have come, with a table, or ``None``.
+    """Return what is wrong with the ranks of the job, with a table, or ``None``.
 
     Args:
-        everyone: What each rank says, by its number in ``COMM_WORLD``.
-
-    Ranks: every rank alike; nothing is sent.
+        everyone: The identity of each rank, by its rank in ``COMM_WORLD``.
     """
-    counts = {one.host: 0 for one in everyone}
-    for one in everyone:
-        counts[one.host] += 1
+    counts = Counter(one.host for one in everyone)
     if any(one.rank != one.mpi_rank or one.size != len(everyone) for one in everyone):
         what = "The environment variables and MPI disagree about the ranks."
-        mend = "Start them with the mpirun or mpiexec that belongs to the MPI library which mpi4py loads."
+        remedy = "Start them with the mpirun or mpiexec that belongs to the MPI library which mpi4py loads."
     elif len(set(counts.values())) > 1:
         what = "The nodes have different numbers of ranks."
-        mend = "Give every node the same number of slots in the hostfile, or start fewer ranks."
+        remedy = "Give every node the same number of slots in the hostfile, or start fewer ranks."
     else:
         return None
-    rows = "\n".join(
-        f"  {one.mpi_rank:<13}{one.rank:<13}{one.size:<7}{one.local_rank:<12}{counts[one.host]:<15}{one.host}"
-        for one in everyone
+    table = plain_table(
+        ("rank in MPI", "in variables", "size", "local rank", "ranks of host", "host"),
+        [(o.mpi_rank, o.rank, o.size, o.local_rank, counts[o.host], o.host) for o in everyone],
     )
-    head = f"  {'rank in MPI':<13}{'in variables':<13}{'size':<7}{'local rank':<12}{'ranks of host':<15}host"
-    return f"{what}\n\n{head}\n{rows}\n\n{mend}"
+    return f"{what}\n\n{table}\n\n{remedy}"
 
 
-def _meet_over_mpi(rank: int, size: int, local_rank: int, local_size: int, started_by: str) -> MPIRendezvous:
+def _over_mpi(rank: int, size: int, local_rank: int, local_size: int, started_by: str) -> MPIRendezvous:
     from lightning_lockstep.distributed.mpi.runtime import start_runtime
 
     runtime = start_runtime()
     world = runtime.MPI.COMM_WORLD
     if runtime.size != size:
+        table = plain_table(
+            ("", "ranks", "this rank"),
+            [
+                (f"{started_by} (environment)", size, rank),
+                (f"{runtime.library} (COMM_WORLD)", runtime.size, runtime.rank),
+            ],
+        )
         raise LaunchError(
-            "The environment variables and MPI disagree about the number of ranks:\n\n"
-            f"  {started_by + ' (environment)':<40}{size} ranks, this is rank {rank}\n"
-            f"  {runtime.library + ' (COMM_WORLD)':<40}{runtime.size} rank(s), this is rank"
-            f" {runtime.rank}\n\n"
-            "The ranks were started by a launcher of another MPI than the one mpi4py loads, so each is"
-            " alone. Use the"
-            " mpirun of that MPI (for the wheels: the one beside this Python), set MPI4PY_LIBMPI to the"
-            " libmpi.so of"
-            " your launcher, or give `srun` --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
+            f"The environment variables and MPI disagree about the number of ranks:\n\n{table}\n\n"
+            "The ranks were started by a launcher of another MPI than the one mpi4py loads, so each is alone."
+            " Use the mpirun of that MPI (for the wheels: the one beside this Python), set MPI4PY_LIBMPI to"
+            " the libmpi.so of your launcher, or give `srun` --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)."
         )
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     mine = RankIdentity(rank, runtime.rank, size, local_rank, local_size, socket.gethostname(), cores)
@@ -158,29 +160,26 @@ def _meet_over_mpi(rank: int, size: int, local_rank: int, local_size: int, start
     address = next((address for address in addresses if address in by_all), None)
     if address is None:
         raise LaunchError(
-            f"Rank 0 runs on {everyone[0].host} and listens on port {port} at {', '.join(addresses)}, but"
-            f" no address of"
-            " these can be reached from every rank. Let the hosts of the job reach each other on all ports"
-            " above 1024,"
-            " or set MASTER_ADDR and MASTER_PORT to an address and a port that they can reach."
+            f"Rank 0 runs on {everyone[0].host} and listens on port {port} at {', '.join(addresses)}, but no"
+            " address of these can be reached from every rank. Let the hosts of the job reach each other on"
+            " all ports above 1024, or set MASTER_ADDR and MASTER_PORT to an address and a port that they can"
+            " reach."
         )
     if not one_host:
-        _tell_gloo(address)
+        _choose_gloo_interface(address)
     together = [one.rank for one in everyone if one.host == mine.host and set(one.cores) & set(cores)]
     hosts = tuple(one.host for one in everyone)
     return MPIRendezvous(address, port, hosts, len(together), together.index(rank) if rank in together else 0)
 
 
-def _meet_without_mpi(size: int, local_size: int) -> MPIRendezvous:
-    """Meet at a port that every rank computes from the number of the job; one node only."""
+def _without_mpi(size: int, local_size: int) -> MPIRendezvous:
+    """Return a port that every rank computes from the name of the job; on one node only."""
     job = next((os.environ[name] for name in _JOB_NAMES if os.environ.get(name)), None)
     if local_size != size or job is None:
         raise LaunchError(
-            f"{size} ranks were started, of which {local_size} on this node, but mpi4py is not installed,"
-            f" over which they"
-            " would find each other. Install it with `pip install 'lightning-lockstep[mpi]'`, or set"
-            " MASTER_ADDR and"
-            " MASTER_PORT to the host of rank 0 and a free port on it."
+            f"{size} ranks were started, of which {local_size} on this node, but mpi4py is not installed, over"
+            " which they would find each other. Install it with `pip install 'lightning-lockstep[mpi]'`, or"
+            " set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port on it."
         )
     return MPIRendezvous("127.0.0.1", 20_000 + zlib.crc32(job.encode()) % 12_000)
 
@@ -189,7 +188,7 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "PMI_JOBID", "OMPI_MCA_ess_base_jobid", "SLURM_J
 
 
 def _addresses() -> list[str]:
-    """Return the IPv4 addresses of this host at which others may look, those of real networks first."""
+    """Return the IPv4 addresses of this host that others may reach."""
     status = psutil.net_if_stats()
     found = [
         address.address
@@ -208,8 +207,8 @@ def _reaches(address: str, port: int) -> bool:
         return False
 
 
-def _tell_gloo(address: str) -> None:
-    """Name the interface that leads to rank 0; gloo by itself takes the one its host name resolves to."""
+def _choose_gloo_interface(address: str) -> None:
+    """Give gloo the interface that leads to rank 0; by default it takes the one its host name resolves to."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,6 +1,6 @@
-"""MPI in this process: brought up once, looked after by one communication thread, ended in order.
+"""MPI in this process: initialised once, driven by one progress thread, finalised in order.
 
-MPI is initialised by importing ``mpi4py.MPI``. That happens here, in the communication thread, when the first
+MPI is initialised by importing ``mpi4py.MPI``. That happens here, in the progress thread, when the first
 process group of the backend is made, and never before. Where the MPI library allows calls from any thread
 (``MPI_THREAD_MULTIPLE``), callers talk to it directly as well; otherwise every call goes through that thread.
 """
@@ -33,29 +33,29 @@ class MPIRuntime:
 
     Attributes:
         MPI: The module ``mpi4py.MPI``.
-        engine: The communication thread.
+        thread: The progress thread.
         anywhere: Whether any thread may call MPI.
         rank: Number of this process in ``COMM_WORLD``.
         size: Number of processes in ``COMM_WORLD``.
         library: One line that names the MPI library.
         failed: Exit code with which the job shall end by ``MPI_Abort``, or ``None``.
-        gone: Ranks in ``COMM_WORLD`` that have ended their programs while others have not, and since when.
+        exited: Ranks in ``COMM_WORLD`` that have exited while others have not, and since when.
     """
 
     def __init__(self) -> None:
-        self.engine = ProgressThread()
+        self.thread = ProgressThread()
         self.failed: int | None = None
-        self.gone: dict[int, float] = {}
+        self.exited: dict[int, float] = {}
         self._blocking: object = None
         ours = "mpi4py.MPI" not in sys.modules
         try:
-            self.MPI = self.engine.call(_import_mpi)
+            self.MPI = self.thread.call(_import_mpi)
         except BaseException:
-            self.engine.stop()
+            self.thread.stop()
             raise
         self._finalises = ours
         self.anywhere = self.MPI.Query_thread() >= self.MPI.THREAD_MULTIPLE
-        if self.MPI.Query_thread() < self.MPI.THREAD_SERIALIZED and not self.engine.call(
+        if self.MPI.Query_thread() < self.MPI.THREAD_SERIALIZED and not self.thread.call(
             self.MPI.Is_thread_main
         ):
             raise LaunchError(
@@ -70,14 +70,14 @@ class MPIRuntime:
             self.MPI.Get_library_version().strip("\x00 \n").splitlines()[0].split(", package")[0].strip()
         )
         self.cuda_aware = _cuda_aware()
-        set_listener(self._hear)
+        set_listener(self._receive_exits)
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
         """Call ``function`` where MPI may be called.
 
         Ranks: as ``function``.
         """
-        return function(*args) if self.anywhere else self.engine.call(function, *args)
+        return function(*args) if self.anywhere else self.thread.call(function, *args)
 
     def may_block(self, owner: object) -> bool:
         """Return whether an operation may block in MPI: one at a time may, whatever its group.
@@ -85,7 +85,7 @@ class MPIRuntime:
         Args:
             owner: The operation. If it may, nobody else may until :meth:`blocks_no_more`.
 
-        Ranks: any rank, alone; called in the communication thread.
+        Ranks: any rank, alone; called in the progress thread.
         """
         self._blocking = self._blocking or owner
         return self._blocking is owner
@@ -110,14 +110,14 @@ class MPIRuntime:
             faulthandler.dump_traceback_later(_ABORTED, exit=True, file=self._nowhere)
             self.MPI.COMM_WORLD.Abort(self.failed)
         if not self.MPI.Is_finalized():
-            self.call(self._leave)
+            self.call(self._finish_together)
             set_listener(None)
             if self._finalises:
-                self.engine.call(self.MPI.Finalize)
-        self.engine.stop()
+                self.thread.call(self.MPI.Finalize)
+        self.thread.stop()
 
-    def numbers_of(self, comm: Any) -> list[int]:
-        """Return the numbers in ``COMM_WORLD`` of the ranks of a communicator, in its order.
+    def ranks_of(self, comm: Any) -> list[int]:
+        """Return the ranks in ``COMM_WORLD`` of the members of a communicator, in its order.
 
         Ranks: any rank, alone.
         """
@@ -129,35 +129,34 @@ class MPIRuntime:
 
         return self.call(translate)
 
-    def gone_for(self, rank: int) -> float:
-        """Return how long ago [s] this rank heard that a rank in ``COMM_WORLD`` has ended its program; 0 if not.
+    def exited_for(self, rank: int) -> float:
+        """Return how long ago [s] a rank in ``COMM_WORLD`` has exited, as far as this one knows; 0 if not.
 
         Ranks: any rank, alone.
         """
-        since = self.gone.get(rank)
+        since = self.exited.get(rank)
         return 0.0 if since is None else time.monotonic() - since
 
-    def _leave(self) -> None:
-        """Wait for the other ranks to end too; tell those that take their time not to count on this one."""
+    def _finish_together(self) -> None:
+        """Wait for the other ranks to exit too; after a while, send those that have not that this one has."""
         world = self.MPI.COMM_WORLD
-        together, farewells = world.Ibarrier(), None
+        barrier, notices = world.Ibarrier(), None
         began = time.monotonic()
-        while not together.Test():
-            if farewells is None and time.monotonic() - began > _TOGETHER:
+        while not barrier.Test():
+            if notices is None and time.monotonic() - began > _TOGETHER:
                 others = (rank for rank in range(self.size) if rank != self.rank)
-                farewells = [world.Isend([b"", 0, self.MPI.BYTE], rank, _FAREWELL) for rank in others]
+                notices = [world.Isend([b"", 0, self.MPI.BYTE], rank, _EXIT_TAG) for rank in others]
             time.sleep(0.001)
 
-    def _hear(self) -> None:
-        """Take in who has ended."""
+    def _receive_exits(self) -> None:
         world, status = self.MPI.COMM_WORLD, self.MPI.Status()
-        while world.Iprobe(self.MPI.ANY_SOURCE, _FAREWELL, status):
-            world.Recv([bytearray(), 0, self.MPI.BYTE], status.source, _FAREWELL)
-            self.gone.setdefault(status.source, time.monotonic())
+        while world.Iprobe(self.MPI.ANY_SOURCE, _EXIT_TAG, status):
+            world.Recv([bytearray(), 0, self.MPI.BYTE], status.source, _EXIT_TAG)
+            self.exited.setdefault(status.source, time.monotonic())
 
 
-_TOGETHER = 2.0  # ranks that end within this time of each other need no farewells [s]
-_FAREWELL = 31_007  # tag of a farewell
+_TOGETHER = 2.0  # ranks that exit within this time of each other send no notices [s]
+_EXIT_TAG = 31_007  # of the message that a rank has exited
 _ABORTED = 10.0  # MPI_Abort has ended this process within this time, or it ends itself [s]
 
 _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
@@ -206,7 +205,7 @@ def _at_exit() -> None:
         _runtime.failed = 1
     if _runtime.failed is not None:
         _flush()
-        time.sleep(_delay)  # ended by mpirun meanwhile, once the rank that reports has gone
+        time.sleep(_delay)  # mpirun ends this process meanwhile, once the rank that reports has exited
     _runtime.end()
 
 

@@ -15,21 +15,10 @@ from torch import Tensor
 
 from lightning_lockstep.distributed.mpi.progress import Body
 
-__all__ = ["staged", "usable"]
+__all__ = ["staged"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _streams: dict[torch.device, Any] = {}
-
-
-def usable(tensor: Tensor) -> Tensor | None:
-    """Return what MPI may use without a copy, else ``None``.
-
-    Args:
-        tensor: A tensor on the CPU.
-    """
-    if tensor.is_contiguous():
-        return tensor.detach() if tensor.requires_grad else tensor
-    return None
 
 
 def staged(
@@ -49,15 +38,12 @@ def staged(
 
     Returns:
         The operation, and a function that makes the caller's CUDA stream wait for the result, if need be.
-
-    Ranks: any rank; nothing is sent.
     """
     cuda = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if cuda is not None:
         return _on_cuda(cuda, tensors, written, make, cuda_aware)
-    ready = [usable(tensor) for tensor in tensors]
-    if all(tensor is not None for tensor in ready):
-        return make(ready), None  # type: ignore[arg-type]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return make([tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]), None
     return _strided(tensors, written, make), None
 
 
@@ -71,7 +57,7 @@ def _strided(
             tensor.detach().copy_(host)
 
 
-class _Passed:
+class _Reached:
     """A CUDA event that is waited for as MPI requests are."""
 
     def __init__(self, event: Any) -> None:
@@ -96,7 +82,7 @@ def _on_cuda(
     def body() -> Body:
         direct = cuda_aware and all(t.is_contiguous() and t.dtype not in _HALF for t in tensors)
         if direct:
-            yield [_Passed(written_before)]
+            yield [_Reached(written_before)]
             yield from make([tensor.detach() for tensor in tensors])
             done.record(stream)
             return
@@ -105,14 +91,14 @@ def _on_cuda(
             hosts = [_to_host(tensor, stream) for tensor in tensors]
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(stream)
-        yield [_Passed(copied)]
+        yield [_Reached(copied)]
         yield from make(hosts)
         with torch.cuda.stream(stream):
             for tensor, host, write in zip(tensors, hosts, written, strict=True):
                 if write:
                     tensor.detach().copy_(host, non_blocking=True)
             done.record(stream)
-        yield [_Passed(done)]  # the pinned memory must outlive the copy
+        yield [_Reached(done)]  # the pinned memory must outlive the copy
 
     return body(), lambda: torch.cuda.current_stream(device).wait_event(done)
 

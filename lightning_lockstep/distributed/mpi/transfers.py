@@ -19,10 +19,8 @@ from lightning_lockstep.distributed.mpi.arguments import (
     parts_by_sizes,
     same,
 )
-from lightning_lockstep.distributed.mpi.collective import GroupPart, Prepared, collective, is_small
-from lightning_lockstep.distributed.mpi.group_engine import Call
+from lightning_lockstep.distributed.mpi.group_engine import Call, GroupPart, Prepared, collective, is_small
 from lightning_lockstep.distributed.mpi.progress import Body
-from lightning_lockstep.distributed.mpi.rank_check import call_site
 
 __all__ = ["Transfers"]
 
@@ -30,18 +28,17 @@ __all__ = ["Transfers"]
 class Transfers(GroupPart):
     """Broadcast, gathers, scatter, all-to-all and barrier of the process group."""
 
-    @collective
+    @collective("broadcast")
     def broadcast(self, tensors: Any, opts: Any = None) -> Prepared:
         """Copy the root's tensor to every rank.
 
         Ranks: all of the group.
         """
         tensor, root = one(tensors), getattr(opts, "rootRank", 0)
-        signature = ("broadcast", root, tensor.dtype, tensor.shape)
-        call = Call(f"broadcast from {root}", signature, [tensor], 0, [tensor], [tensor], tensor.nbytes)
+        call = Call("broadcast", [tensor], 0, [tensor], [tensor], tensor.nbytes, root=root)
         return call, lambda t: operations.broadcast(self._comm, t[0], root), opts, is_small(tensor)
 
-    @collective
+    @collective("all_gather")
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
         """Gather the tensor of every rank into a list, on every rank; the shapes of ranks may differ.
 
@@ -49,13 +46,13 @@ class Transfers(GroupPart):
         """
         source, places = one(inputs), dense(one(outputs, of=list))
         same("all_gather", places, source, count=self._size, own=self._rank)
-        signature = ("all_gather", source.dtype, *(place.shape for place in places))
+        shown = [source] if all(place.shape == source.shape for place in places) else places
         nbytes = max(place.nbytes for place in places)
-        call = Call("all_gather", signature, [source, *places], 1, [source], outputs, nbytes)
+        call = Call("all_gather", [source, *places], 1, shown, outputs, nbytes, compared=places)
         small = all(is_small(place) for place in places)
         return call, lambda t: operations.all_gather(self._comm, t[1:], t[0]), opts, small
 
-    @collective
+    @collective("all_gather_into_tensor")
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Prepared:
         """Gather the tensor of every rank into one, on every rank.
 
@@ -63,7 +60,7 @@ class Transfers(GroupPart):
         """
         return self._gathered([output], [source], opts, "all_gather_into_tensor")
 
-    @collective
+    @collective("all_gather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
         """Gather several tensors of every rank, each into one, on every rank.
 
@@ -75,10 +72,9 @@ class Transfers(GroupPart):
         outputs, inputs = dense(outputs), dense(inputs)
         for output, source in zip(outputs, inputs, strict=True):
             equal_parts(name, output, source, self._size)
-        signature = (name, *((source.dtype, source.shape) for source in inputs))
         count, comm = len(inputs), self._comm
         nbytes = max(source.nbytes for source in inputs)
-        call = Call(name, signature, [*inputs, *outputs], count, inputs, outputs, nbytes)
+        call = Call(name, [*inputs, *outputs], count, inputs, outputs, nbytes)
 
         def make(tensors: list[Tensor]) -> Body:
             for source, output in zip(tensors[:count], tensors[count:], strict=True):
@@ -86,7 +82,7 @@ class Transfers(GroupPart):
 
         return call, make, opts, count == 1 and is_small(inputs[0])
 
-    @collective
+    @collective("all_gather_coalesced")
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
         """Gather several tensors of every rank into lists, on every rank.
 
@@ -96,17 +92,10 @@ class Transfers(GroupPart):
         by_tensor = [dense(places) for places in outputs]
         for places, source in zip(by_tensor, inputs, strict=True):
             same("all_gather_coalesced", places, source, count=self._size, own=self._rank)
-        signature = ("all_gather_coalesced", *((source.dtype, source.shape) for source in inputs))
         count, size = len(inputs), self._size
-        call = Call(
-            "all_gather_coalesced",
-            signature,
-            [*inputs, *(place for places in by_tensor for place in places)],
-            count,
-            inputs,
-            outputs,
-            max(source.nbytes for source in inputs),
-        )
+        tensors = [*inputs, *(place for places in by_tensor for place in places)]
+        nbytes = max(source.nbytes for source in inputs)
+        call = Call("all_gather_coalesced", tensors, count, inputs, outputs, nbytes)
 
         def make(tensors: list[Tensor]) -> Body:
             for i in range(count):
@@ -115,7 +104,7 @@ class Transfers(GroupPart):
 
         return call, make, opts, False
 
-    @collective
+    @collective("gather")
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
         """Gather the tensor of every rank into a list on the root.
 
@@ -125,11 +114,10 @@ class Transfers(GroupPart):
         places = dense(one(outputs, of=list)) if root == self._rank else []
         if root == self._rank:
             same("gather", places, source, count=self._size)
-        signature = ("gather", root, source.dtype, source.shape)
-        call = Call(f"gather to {root}", signature, [source, *places], 1, [source], outputs)
+        call = Call("gather", [source, *places], 1, [source], outputs, root=root)
         return call, lambda t: operations.gather(self._comm, t[1:], t[0], root), opts, is_small(source)
 
-    @collective
+    @collective("scatter")
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
         """Give each rank one tensor of the root's list.
 
@@ -139,11 +127,10 @@ class Transfers(GroupPart):
         sources = dense(one(inputs, of=list)) if root == self._rank else []
         if root == self._rank:
             same("scatter", sources, target, count=self._size)
-        signature = ("scatter", root, target.dtype, target.shape)
-        call = Call(f"scatter from {root}", signature, [*sources, target], len(sources), [target], outputs)
+        call = Call("scatter", [*sources, target], len(sources), [target], outputs, root=root)
         return call, lambda t: operations.scatter(self._comm, t[-1], t[:-1], root), opts, is_small(target)
 
-    @collective
+    @collective("all_to_all_single")
     def all_to_all_single(
         self,
         output: Tensor,
@@ -161,7 +148,7 @@ class Transfers(GroupPart):
         sources = parts_by_sizes("all_to_all_single", source, input_sizes or [], size)
         return self._exchange("all_to_all_single", places, sources, opts, [output])
 
-    @collective
+    @collective("all_to_all")
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
         """Send a tensor to each rank and receive one from each.
 
@@ -171,31 +158,23 @@ class Transfers(GroupPart):
         if len(places) != self._size or len(sources) != self._size:
             raise ValueError(
                 f"all_to_all was given {len(places)} output and {len(sources)} input tensors: expected"
-                f" {self._size} of"
-                " each, one for each rank."
+                f" {self._size} of each, one for each rank."
             )
         return self._exchange("all_to_all", places, sources, opts, outputs)
 
     def _exchange(
         self, name: str, places: list[Tensor], sources: list[Tensor], opts: Any, result: Any
     ) -> Prepared:
-        size, comm, checked = self._size, self._comm, self.engine.check
-        call = Call(name, (name, places[0].dtype), [*sources, *places], size, sources, result)
-        # Known here only: the operation may run in the communication thread, after later ones were queued.
-        number, site = self.engine.number + 1, call_site() if checked is not None else ""
+        size, comm = self._size, self._comm
+        call = Call(name, [*sources, *places], size, sources, result, compared=(), pairwise=True)
+        small = all(is_small(source) for source in sources)
+        return call, lambda t: operations.all_to_all(comm, t[size:], t[:size]), opts, small
 
-        def make(tensors: list[Tensor]) -> Body:
-            if checked is not None:
-                yield from checked.agree_on_sizes(tensors[size:], tensors[:size], number, name, site)
-            yield from operations.all_to_all(comm, tensors[size:], tensors[:size])
-
-        return call, make, opts, all(is_small(source) for source in sources)
-
-    @collective
+    @collective("barrier")
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Prepared:
-        """Wait until every rank has come.
+        """Wait until every rank has arrived.
 
         Ranks: all of the group.
         """
-        call = Call("barrier", ("barrier",), [], 0, [], [])
+        call = Call("barrier", [], 0, [], [])
         return call, lambda _: operations.barrier(self._comm), opts, True

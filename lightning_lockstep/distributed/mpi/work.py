@@ -1,9 +1,9 @@
-"""What the caller of an operation of the backend ``mpi4py`` holds in its hand, and the error of a late rank."""
+"""The handles that operations of the backend ``mpi4py`` return."""
 
 from __future__ import annotations
 
 import _thread
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_lockstep.distributed.mpi.progress import Task
-from lightning_lockstep.errors import CollectiveStallError
 
-__all__ = ["AllWork", "FinishedWork", "MPIWork", "gone_error", "stall_error"]
+__all__ = ["AllWork", "FinishedWork", "MPIWork"]
 
 
 class MPIWork(dist._Work):
-    """The handle of an operation that the communication thread carries out.
+    """The handle of an operation that the progress thread carries out.
 
     Args:
         task: The operation.
@@ -39,9 +38,10 @@ class MPIWork(dist._Work):
         self._future: Future[Any] | None = None
         self._trigger: Future[Any] | None = None
         self.senders: list[int] = []
-        task.on_done = self._over
+        task.on_done = self.complete
 
-    def _over(self) -> None:
+    def complete(self) -> None:
+        """Let those go on who wait for the operation; called once, when it is over."""
         with self._guard:
             trigger = self._trigger
             self._gate.release()
@@ -58,8 +58,8 @@ class MPIWork(dist._Work):
             ``True``.
 
         Raises:
-            CollectiveStallError: A rank did not come in time.
-            CollectiveMismatchError: The ranks called different things.
+            CollectiveStallError: A rank did not arrive in time.
+            CollectiveMismatchError: The ranks called different operations.
             torch.distributed.DistBackendError: MPI reported an error.
 
         Ranks: as the operation; the wait is this rank's own.
@@ -67,7 +67,7 @@ class MPIWork(dist._Work):
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         given = seconds > 0
         if not self._gate.acquire(timeout=seconds if given else self._timeout + _EXTRA):
-            raise self._task.stalled(seconds if given else self._timeout)
+            raise self._task.timed_out(seconds if given else self._timeout)
         self._gate.release()
         if self._task.error is not None:
             raise self._task.error
@@ -122,7 +122,7 @@ class MPIWork(dist._Work):
         return self._tensors
 
 
-# The communication thread ends a task itself at its limit; a waiter gives it this much longer [s].
+# The progress thread ends a task itself at its limit; a waiter gives it this much longer [s].
 _EXTRA = 5.0
 
 
@@ -182,22 +182,3 @@ class AllWork(dist._Work):
     def get_future(self) -> Future[Any]:
         """Return a future that is done when all are."""
         return torch.futures.collect_all([work.get_future() for work in self._works])
-
-
-def stall_error(name: str, group: str, seconds: float, missing: str) -> CollectiveStallError:
-    """Return the error for an operation that other ranks did not come to."""
-    return CollectiveStallError(
-        f"{name} of group {group!r} timed out after {seconds:g} s over MPI: {missing}."
-        " Every rank must call the same collectives in the same order; raise the timeout if a rank is only"
-        " slow."
-    )
-
-
-def gone_error(name: str, group: str, ranks: Sequence[int]) -> CollectiveStallError:
-    """Return the error for an operation that ranks cannot come to, since they have ended their programs."""
-    which = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-    return CollectiveStallError(
-        f"{name} of group {group!r} over MPI cannot end: {which} ended the program without coming to it."
-        " Every rank must call the same collectives; look for a return, a sys.exit() or a loop that ends early"
-        " there."
-    )

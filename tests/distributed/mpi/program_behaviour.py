@@ -1,7 +1,6 @@
 """What torch.distributed promises of a backend, asked of mpi4py; writes down what each rank saw."""
 
 import json
-import os
 import sys
 import time
 import traceback
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lockstep.distributed.guard.call_report import compares_calls
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions, register_mpi_backend
 from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
 
@@ -197,7 +197,9 @@ def error_in_backward(rank, size):
 
 
 def unchecked(rank, size):
+    assert compares_calls(dist.group.WORLD)
     group = dist.new_group(pg_options=MPIBackendOptions(check=False))
+    assert not compares_calls(group)
     t = torch.full((5,), float(rank))
     for _ in range(3):
         dist.all_reduce(t, dist.ReduceOp.MAX, group)
@@ -225,7 +227,7 @@ def crosswise(rank, size):
     for _ in range(60):
         x, y = torch.full((100_000,), 1.0), torch.full((100_000,), 2.0)
         order = [(a, x), (b, y)] if rank == 0 else [(b, y), (a, x)]
-        for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM):  # by MPI, and through shared memory
+        for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM):
             for work in [dist.all_reduce(t, op, g, async_op=True) for g, t in order]:
                 work.wait()
         found.add((x[0].item(), y[-1].item()))
@@ -260,24 +262,6 @@ def lying_elsewhere(rank, size):
     return found
 
 
-def no_shared_memory_on_one_rank(rank, size):
-    """Where one rank cannot have the memory, all go by messages."""
-    from lightning_lockstep.distributed.mpi import node_memory
-
-    usual = node_memory._mapped
-    if rank == 1:
-        node_memory._mapped = lambda *_: None
-    files = len(os.listdir("/proc/self/fd"))
-    group = dist.new_group()
-    big = torch.full((300_000,), 1.0 + rank)
-    dist.all_reduce(big, group=group)
-    node_memory._mapped = usual
-    again = torch.full((300_000,), 2.0 + rank)
-    dist.all_reduce(again, group=group)
-    left = len(os.listdir("/proc/self/fd")) - files
-    return [big.unique().tolist(), again.unique().tolist(), group._memory._slots is None, left]
-
-
 def large_of_every_number(rank, size):
     """Large sums of whole numbers of every kind, also of those that torch itself cannot add."""
     kinds = [
@@ -298,8 +282,8 @@ def large_of_every_number(rank, size):
     return found
 
 
-def late_for_shared_memory(rank, size):
-    """Nothing but the barriers of the shared memory notices here that a rank does not come."""
+def late_without_check(rank, size):
+    """Nothing but the operation itself notices here that a rank does not arrive."""
     options = MPIBackendOptions(check=False)
     group = dist.new_group(timeout=timedelta(seconds=1), pg_options=options)
     if rank == 1:
@@ -349,9 +333,8 @@ ASKED = [
     crosswise,
     sync_and_async,
     lying_elsewhere,
-    no_shared_memory_on_one_rank,
     large_of_every_number,
-    late_for_shared_memory,
+    late_without_check,
     too_late,
     impatient_wait,
     error_in_backward,

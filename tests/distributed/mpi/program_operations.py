@@ -178,10 +178,9 @@ def main():
     store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
     dist.init_process_group("mpi4py", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=60))
     if "--cut" in sys.argv:
-        from lightning_lockstep.distributed.mpi.limits import LIMITS
+        from lightning_lockstep.distributed.mpi.operations import LIMITS
 
         LIMITS.piece, LIMITS.count, LIMITS.polled = 64, 17, 8
-        LIMITS.slice, LIMITS.shared = 100, 2048
     groups = [list(range(size))] + ([[size - 1, 0]] if size > 2 else []) + [[0]]
     found = {"cases": 0, "wrong": [], "not compared": 0, "groups": len(groups)}
     for ranks in groups:

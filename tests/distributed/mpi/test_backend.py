@@ -94,7 +94,7 @@ def test_messages_keep_to_their_tags_and_come_from_any_rank(seen: list[dict[str,
     assert [one["batch"] for one in seen] == [[1.0, 1.0], [0.0, 0.0]]
 
 
-def test_a_message_of_another_dtype_is_refused_and_taken_off_the_wire(seen: list[dict[str, Any]]) -> None:
+def test_a_message_of_another_dtype_is_refused_and_received_all_the_same(seen: list[dict[str, Any]]) -> None:
     error, after = seen[1]["wrong_message"]
     assert error[0] == "CollectiveMismatchError"
     assert (
@@ -148,23 +148,22 @@ def test_gradients_and_losses_equal_those_of_gloo_bit_for_bit(seen: list[dict[st
         assert one["gradients"] == [True, True, 0.0]
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_timeout(seen: list[dict[str, Any]]) -> None:
+def test_a_rank_that_does_not_arrive_is_named_after_the_timeout(seen: list[dict[str, Any]]) -> None:
     first, seconds, second = seen[0]["too_late"]
     assert (
         first[0] == "CollectiveStallError"
         and "timed out after 1 s" in first[1]
-        and "rank 1 did not come" in first[1]
+        and "rank 1 did not arrive" in first[1]
     )
     assert seconds < 30
     assert second[0] == "DistBackendError" and "cannot be used any more" in second[1]
     assert seen[0]["impatient_wait"][0] == "CollectiveStallError"
-    kind, text = seen[0]["late_for_shared_memory"]
-    assert kind == "CollectiveStallError" and "rank 1 did not come" in text
+    kind, text = seen[0]["late_without_check"]
+    assert kind == "CollectiveStallError" and "rank 1 did not arrive" in text
 
 
-def test_all_go_by_messages_where_one_rank_has_no_shared_memory(seen: list[dict[str, Any]]) -> None:
+def test_large_sums_of_whole_numbers_of_every_kind(seen: list[dict[str, Any]]) -> None:
     for one in seen:
-        assert one["no_shared_memory_on_one_rank"] == [[3.0], [5.0], True, 0]
         assert one["large_of_every_number"] == [[5]] * 8
 
 

@@ -60,16 +60,16 @@ def test_a_preempted_run_goes_on_at_the_next_batch(tmp_path: Path) -> None:
 
 
 def test_ranks_do_not_wait_for_one_that_has_ended_its_program(tmp_path: Path) -> None:
-    outcome, _ = run_program("open_mpi", 3, "program_gone.py", tmp_path)
+    outcome, _ = run_program("open_mpi", 3, "program_exit.py", tmp_path)
     assert outcome.returncode != 0 and not outcome.timed_out, outcome.output
     assert "the pair went on" in outcome.output
-    assert "over MPI cannot end: rank 1 has ended the program" in outcome.output
+    assert "over MPI cannot complete: rank 1 exited without calling it" in outcome.output
 
 
 def test_a_rank_that_exits_after_fit_ends_the_others(tmp_path: Path) -> None:
     outcome, found = run("leave", tmp_path)
     assert outcome.returncode != 0 and not found and not outcome.timed_out, outcome.output
-    assert "rank 1 has ended the program without coming to it" in outcome.output
+    assert "rank 1 exited without calling it" in outcome.output
     assert outcome.leftovers == ()
 
 

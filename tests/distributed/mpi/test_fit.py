@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -102,7 +103,7 @@ def test_a_foreign_mpiexec_is_one_table(tmp_path: Path) -> None:
     outcome = run_script(command, env=mpi_environ(), timeout=90)
     assert outcome.returncode != 0
     assert "disagree about the number of ranks" in outcome.output
-    assert "MPICH's mpiexec (environment)           2 ranks" in outcome.output
+    assert re.search(r"MPICH's mpiexec \(environment\) +2 +[01]\n", outcome.output), outcome.output
 
 
 @pytest.fixture(scope="module")

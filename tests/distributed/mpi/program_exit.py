@@ -1,4 +1,4 @@
-"""Rank 1 ends its program while ranks 0 and 2 go on between themselves, and then need it."""
+"""Rank 1 exits while ranks 0 and 2 go on between themselves, and then need it."""
 
 import sys
 import time
@@ -20,7 +20,7 @@ def main():
     if rank == 1:
         sys.exit(3)
     if rank == 2:
-        time.sleep(9)  # longer than a farewell takes to count
+        time.sleep(9)  # longer than what rank 1 has sent may be in flight
     dist.all_reduce(torch.ones(3), group=pair)
     if rank == 0:
         print("the pair went on", flush=True)
