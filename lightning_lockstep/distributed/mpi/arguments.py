@@ -11,19 +11,9 @@ from torch import Tensor
 
 __all__ = ["as_list", "dense", "equal_parts", "one", "parts_by_sizes", "reduction", "same"]
 
-_SHOWN = {
-    op: str(op).rpartition(".")[2].lower()
-    for op in (
-        dist.ReduceOp.SUM,
-        dist.ReduceOp.AVG,
-        dist.ReduceOp.PRODUCT,
-        dist.ReduceOp.MIN,
-        dist.ReduceOp.MAX,
-        dist.ReduceOp.BAND,
-        dist.ReduceOp.BOR,
-        dist.ReduceOp.BXOR,
-        dist.ReduceOp.PREMUL_SUM,
-    )
+_NAMES = {
+    getattr(dist.ReduceOp, name): name.lower()
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 }
 
 
@@ -76,13 +66,13 @@ def dense(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(tensors)
 
 
-def reduction(options: Any) -> tuple[Any, str]:
-    """Return torch's reduction without its parameters, and its name."""
+def reduction(options: Any) -> str:
+    """Return the name of torch's reduction, without its parameters; a sum where none is given."""
     op = getattr(options, "reduceOp", options)
     if op is None:
-        op = dist.ReduceOp.SUM
+        return "sum"
     op = getattr(op, "op", op)
-    return op, _SHOWN.get(op, str(op))
+    return _NAMES.get(op) or str(op)
 
 
 def same(name: str, parts: Sequence[Tensor], tensor: Tensor, *, count: int, own: int | None = None) -> None:

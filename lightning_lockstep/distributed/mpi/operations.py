@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
@@ -76,46 +75,43 @@ _TYPES: dict[torch.dtype, Any] = {
 _BY_SIZE = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 _HALF = (torch.float16, torch.bfloat16)
 
-_R = dist.ReduceOp
 _OPERATIONS = {
-    _R.SUM: MPI.SUM,
-    _R.AVG: MPI.SUM,
-    _R.PRODUCT: MPI.PROD,
-    _R.MIN: MPI.MIN,
-    _R.MAX: MPI.MAX,
-    _R.BAND: MPI.BAND,
-    _R.BOR: MPI.BOR,
-    _R.BXOR: MPI.BXOR,
+    "sum": MPI.SUM,
+    "avg": MPI.SUM,
+    "product": MPI.PROD,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "band": MPI.BAND,
+    "bor": MPI.BOR,
+    "bxor": MPI.BXOR,
 }
 # True and False are the bytes 1 and 0, and must stay so: a sum of booleans is "any", a product is "all".
-_ON_BOOLS = {**_OPERATIONS, _R.SUM: MPI.MAX, _R.PRODUCT: MPI.MIN}
-_BITWISE = (_R.BAND, _R.BOR, _R.BXOR)
+_ON_BOOLS = {**_OPERATIONS, "sum": MPI.MAX, "product": MPI.MIN}
+_BITWISE = ("band", "bor", "bxor")
 
 _TAG = 7  # of the messages inside gather, scatter and all-to-all; their group is used for nothing else
 
 
-def check_reduction(tensor: Tensor, op: Any) -> None:
+def check_reduction(tensor: Tensor, op: str) -> None:
     """Raise if MPI cannot reduce this.
 
     Args:
         tensor: What is to be reduced.
-        op: Torch's operation, without parameters.
+        op: Name of the reduction.
 
     Raises:
         ValueError: There is no such reduction for this dtype.
     """
     if op not in _OPERATIONS:
-        raise ValueError(
-            f"The backend 'mpi4py' has no {op}: expected one of {', '.join(map(str, _OPERATIONS))}."
-        )
+        raise ValueError(f"The backend 'mpi4py' has no {op}: expected one of {', '.join(_OPERATIONS)}.")
     dtype = tensor.dtype
-    if dtype not in _TYPES and dtype not in _HALF and not (tensor.is_complex() and op in (_R.SUM, _R.AVG)):
+    if dtype in _TYPES:
+        if op in _BITWISE and dtype.is_floating_point:
+            raise ValueError(f"{op} works on bits and cannot reduce {dtype}: expected an integer dtype.")
+        if op == "avg" and dtype is torch.bool:
+            raise ValueError(f"{op} cannot reduce {dtype}: expected numbers; convert the tensor first.")
+    elif not (op in ("sum", "avg") if tensor.is_complex() else dtype in _HALF and op not in _BITWISE):
         raise ValueError(f"The backend 'mpi4py' cannot reduce {dtype} with {op}: convert the tensor first.")
-    floating = dtype.is_floating_point or tensor.is_complex()
-    if op in _BITWISE and floating:
-        raise ValueError(f"{op} works on bits and cannot reduce {dtype}: expected an integer dtype.")
-    if op == _R.AVG and dtype is torch.bool:
-        raise ValueError(f"{op} cannot reduce {dtype}: expected numbers; convert the tensor first.")
 
 
 class Collective(NamedTuple):
@@ -151,7 +147,7 @@ def barrier(comm: Any) -> Body:
     yield [comm.Ibarrier()]
 
 
-def all_reduce(comm: Any, tensor: Tensor, op: Any) -> Body:
+def all_reduce(comm: Any, tensor: Tensor, op: str) -> Body:
     """Reduce in place on every rank."""
     work = _summable(tensor)
     mpi_op = _mpi_op(work, op)
@@ -160,7 +156,7 @@ def all_reduce(comm: Any, tensor: Tensor, op: Any) -> Body:
     _finish(tensor, work, op, comm.size)
 
 
-def reduce(comm: Any, tensor: Tensor, op: Any, root: int) -> Body:
+def reduce(comm: Any, tensor: Tensor, op: str, root: int) -> Body:
     """Reduce in place on ``root``; the others keep what they have."""
     work = _summable(tensor)
     mpi_op = _mpi_op(work, op)
@@ -205,7 +201,7 @@ def all_gather_into(comm: Any, output: Tensor, source: Tensor) -> Body:
         yield from all_gather(comm, output.view(-1).chunk(comm.size), source)
 
 
-def reduce_scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], op: Any) -> Body:
+def reduce_scatter(comm: Any, output: Tensor, inputs: Sequence[Tensor], op: str) -> Body:
     """Reduce ``inputs[i]`` of all ranks into the output of rank ``i``."""
     works = [_summable(part) for part in inputs]
     mpi_op, target = _mpi_op(works[0], op), _summable(output)
@@ -309,12 +305,12 @@ def _summable(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _mpi_op(tensor: Tensor, op: Any) -> Any:
+def _mpi_op(tensor: Tensor, op: str) -> Any:
     return (_ON_BOOLS if tensor.dtype is torch.bool else _OPERATIONS)[op]
 
 
-def _finish(tensor: Tensor, work: Tensor, op: Any, size: int) -> None:
-    if op == _R.AVG:
+def _finish(tensor: Tensor, work: Tensor, op: str, size: int) -> None:
+    if op == "avg":
         # Whole numbers are rounded towards zero, as nccl does; Lightning takes such means of flags.
         work.div_(size, rounding_mode=None if work.is_floating_point() else "trunc")
     if tensor.dtype in _HALF:

@@ -180,7 +180,7 @@ def run_here(task: Task, timeout: float) -> None:
 
     Ranks: as the operation.
     """
-    pause = Pause(task.limit)
+    pause = Pause(task.limit, spins=400)
     while not task.step():
         if task.moved:
             pause.reset()

@@ -34,10 +34,10 @@ class Reductions(GroupPart):
 
         Ranks: all of the group.
         """
-        tensor, (op, reduce_op) = one(tensors), reduction(opts)
+        tensor, op = one(tensors), reduction(opts)
         operations.check_reduction(tensor, op)
         comm = self._comm
-        call = Call("all_reduce", [tensor], 0, [tensor], [tensor], tensor.nbytes, reduce_op)
+        call = Call("all_reduce", [tensor], 0, [tensor], [tensor], tensor.nbytes, op)
         return call, lambda t: operations.all_reduce(comm, t[0], op), opts, is_small(tensor)
 
     @collective("all_reduce_coalesced")
@@ -46,10 +46,10 @@ class Reductions(GroupPart):
 
         Ranks: all of the group.
         """
-        tensors, (op, reduce_op) = dense(as_list(tensors)), reduction(opts)
+        tensors, op = dense(as_list(tensors)), reduction(opts)
         for tensor in tensors:
             operations.check_reduction(tensor, op)
-        call = Call("all_reduce_coalesced", tensors, 0, tensors, tensors, _most(tensors), reduce_op)
+        call = Call("all_reduce_coalesced", tensors, 0, tensors, tensors, _most(tensors), op)
 
         def make(parts: list[Tensor]) -> Body:
             for part in parts:
@@ -63,9 +63,9 @@ class Reductions(GroupPart):
 
         Ranks: all of the group.
         """
-        tensor, (op, reduce_op), root = one(tensors), reduction(opts), opts.rootRank
+        tensor, op, root = one(tensors), reduction(opts), opts.rootRank
         operations.check_reduction(tensor, op)
-        call = Call("reduce", [tensor], 0, [tensor], [tensor], tensor.nbytes, reduce_op, root)
+        call = Call("reduce", [tensor], 0, [tensor], [tensor], tensor.nbytes, op, root)
         return call, lambda t: operations.reduce(self._comm, t[0], op, root), opts, is_small(tensor)
 
     @collective("reduce_scatter")
@@ -74,11 +74,11 @@ class Reductions(GroupPart):
 
         Ranks: all of the group, with lists of the same shapes.
         """
-        target, sources, (op, reduce_op) = one(outputs), dense(one(inputs, of=list)), reduction(opts)
+        target, sources, op = one(outputs), dense(one(inputs, of=list)), reduction(opts)
         operations.check_reduction(target, op)
         same("reduce_scatter", sources, target, count=self._size, own=self._rank)
         nbytes = sum(source.nbytes for source in sources)
-        call = Call("reduce_scatter", [*sources, target], self._size, sources, outputs, nbytes, reduce_op)
+        call = Call("reduce_scatter", [*sources, target], self._size, sources, outputs, nbytes, op)
         small = all(is_small(source) for source in sources)
         return call, lambda t: operations.reduce_scatter(self._comm, t[-1], t[:-1], op), opts, small
 
@@ -99,12 +99,12 @@ class Reductions(GroupPart):
         return self._scattered(outputs, inputs, opts, "reduce_scatter_tensor_coalesced")
 
     def _scattered(self, outputs: Any, inputs: Any, opts: Any, name: str) -> Prepared:
-        outputs, inputs, (op, reduce_op) = dense(outputs), dense(inputs), reduction(opts)
+        outputs, inputs, op = dense(outputs), dense(inputs), reduction(opts)
         for output, source in zip(outputs, inputs, strict=True):
             operations.check_reduction(output, op)
             equal_parts(name, source, output, self._size)
         count, size = len(inputs), self._size
-        call = Call(name, [*inputs, *outputs], count, inputs, outputs, _most(inputs), reduce_op)
+        call = Call(name, [*inputs, *outputs], count, inputs, outputs, _most(inputs), op)
 
         def make(tensors: list[Tensor]) -> Body:
             for source, output in zip(tensors[:count], tensors[count:], strict=True):
