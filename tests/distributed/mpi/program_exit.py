@@ -1,4 +1,4 @@
-"""Rank 1 exits while ranks 0 and 2 go on between themselves, and then need it."""
+"""Rank 1 exits while ranks 0 and 2 disagree and go on between themselves, and then need it."""
 
 import sys
 import time
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
+from lightning_lockstep.errors import CollectiveMismatchError
 from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
 
 
@@ -19,6 +20,11 @@ def main():
     pair = dist.new_group([0, 2])
     if rank == 1:
         sys.exit(3)
+    try:
+        dist.all_reduce(torch.ones(3 + rank), group=pair)
+    except CollectiveMismatchError as error:
+        if rank == 0:
+            print(error, flush=True)
     if rank == 2:
         time.sleep(9)  # longer than what rank 1 has sent may be in flight
     dist.all_reduce(torch.ones(3), group=pair)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ def test_ranks_do_not_wait_for_one_that_has_ended_its_program(tmp_path: Path) ->
     outcome, _ = run_program("open_mpi", 3, "program_exit.py", tmp_path)
     assert outcome.returncode != 0 and not outcome.timed_out, outcome.output
     assert "the pair went on" in outcome.output
+    # In a sub-group too, a report names ranks by their numbers in the default group.
+    row = r"  2 +all_reduce\(sum\)  float32  \(5,\) +program_exit.py:\d+ in main  <- differs"
+    assert re.search(row, outcome.output), outcome.output
     assert "over MPI cannot complete: rank 1 exited without calling it" in outcome.output
 
 
