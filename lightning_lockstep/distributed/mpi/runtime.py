@@ -17,7 +17,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from lightning_lockstep.distributed.failure.process_exit import at_exit, leaving, on_uncaught
+from lightning_lockstep.distributed.failure.process_exit import (
+    at_exit,
+    flush_everything,
+    leaving,
+    on_uncaught,
+)
 from lightning_lockstep.distributed.mpi.progress import ProgressThread, set_listener
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 
@@ -104,7 +109,7 @@ class MPIRuntime:
         Ranks: every rank at its own end; finalisation waits for the others, an abort ends them.
         """
         if self.failed is not None:
-            _flush()
+            flush_everything()
             # MPI asks this host's daemon to end the job, and waits for ever if that is frozen or has just died.
             self._nowhere = open(os.devnull, "w")  # noqa: SIM115 - stays open until the end
             faulthandler.dump_traceback_later(_ABORTED, exit=True, file=self._nowhere)
@@ -204,7 +209,7 @@ def _at_exit() -> None:
     if leaving() and _runtime.failed is None:
         _runtime.failed = 1
     if _runtime.failed is not None:
-        _flush()
+        flush_everything()
         time.sleep(_delay)  # mpirun ends this process meanwhile, once the rank that reports has exited
     _runtime.end()
 
@@ -243,9 +248,3 @@ def _cuda_aware() -> bool:
             library = ctypes.CDLL(name, mode=getattr(os, "RTLD_NOLOAD", 4) | ctypes.RTLD_GLOBAL)
             return bool(library.MPIX_Query_cuda_support())
     return False
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
