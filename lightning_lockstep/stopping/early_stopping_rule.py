@@ -220,7 +220,9 @@ def combine(
     Raises:
         MetricMissingError: The metric is missing and that is not allowed.
     """
-    absent = [entry.value for entry in entries].count(None)
+    absent = 0
+    for entry in entries:
+        absent += entry.value is None
     if absent == len(entries) and not strict:
         return None
     if absent == len(entries) or (absent and missing == "error"):

@@ -110,10 +110,10 @@ class StepMetric:
 
     def _read_all(self) -> list[list[Entry]]:
         steps, self._posted = self._posted, []
-        return [
-            [
-                Entry.unpack(packed)
-                for packed in self._gather.read(step).complete(f"The metric of step {step}")
-            ]
-            for step in steps
-        ]
+        return [self._read(step) for step in steps]
+
+    def _read(self, step: int) -> list[Entry]:
+        gathered = self._gather.read(step)
+        if gathered.missing:
+            gathered.complete(f"The metric of step {step}")  # raises
+        return [Entry.unpack(packed) for packed in gathered.entries.values()]

@@ -167,7 +167,10 @@ class Gather:
     def _gathered(self, entries: Mapping[int, Any]) -> Gathered:
         if len(entries) == self.channel.world_size:
             return Gathered(entries, (), self.timeout)
-        missing = tuple(rank for rank in range(self.channel.world_size) if rank not in entries)
+        world_size = self.channel.world_size
+        if len(entries) == world_size:
+            return Gathered(entries, (), self.timeout)
+        missing = tuple(rank for rank in range(world_size) if rank not in entries)
         return Gathered(entries, missing, self.timeout)
 
     def _take_entry(self, message: Message) -> None:
