@@ -61,17 +61,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """``-n auto``: two workers per core, for slow tests wait most of the time; 2 GB of memory for each.
-
-    The fast tests wait less, and each worker takes seconds to import what it tests.
-    """
+    """``-n auto``: one worker more than there are cores, since tests also wait; 2 GB of memory for each."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None
     if all(".py" in argument for argument in config.args):
         return 0  # a file or a test: not worth the start of workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted = cores + 1 if config.getoption("fast") else 2 * cores
-    return max(1, min(wanted, 16, psutil.virtual_memory().available // 2**31))
+    return max(1, min(cores + 1, 16, psutil.virtual_memory().available // 2**31))
 
 
 def pytest_sessionfinish() -> None:

@@ -22,27 +22,28 @@ def starts_programs(item: pytest.Item) -> bool:
 def group_of(item: pytest.Item) -> str | None:
     """Return the group of tests that run one after the other in one worker, if the test needs one.
 
-    Tests that share a fixture of their module: another worker would make a second one. Tests with two hosts, in
-    the same way. Tests that start ranks under MPI: such a rank spins while it waits, and two jobs at a time
-    would only keep each other from their work.
+    Tests that start ranks under MPI, those on two hosts among them: such a rank spins while it waits, and two
+    jobs at a time would only keep each other from their work. Tests that share a fixture of their module: another
+    worker would make a second one.
     """
     fixtures = getattr(item, "fixturenames", ())
-    if "cluster" in fixtures:
-        return "hosts"
-    if _reaches(item, MPI_STARTERS):
+    if "cluster" in fixtures or _reaches(item, MPI_STARTERS):
         return "mpi"
-    known = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
-    if any(known[name][-1].scope == "module" for name in fixtures if known.get(name)):
+    if any(fixture.scope == "module" for fixture in _fixtures(item)):
         return item.nodeid.partition("::")[0]
     return None
 
 
 def _reaches(item: pytest.Item, names: frozenset[str]) -> bool:
     """Whether a test, a function of the tests that it calls or a fixture that it asks for uses one of the names."""
-    function, module = getattr(item, "function", None), getattr(item, "module", None)
-    fixtures = [getattr(module, name, None) for name in getattr(item, "fixturenames", ())]
     seen: set[FunctionType] = set()
-    return any(_uses(thing, names, seen) for thing in (function, *fixtures))
+    functions = [getattr(item, "function", None), *(fixture.func for fixture in _fixtures(item))]
+    return any(_uses(function, names, seen) for function in functions)
+
+
+def _fixtures(item: pytest.Item) -> list[pytest.FixtureDef[Any]]:
+    known = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+    return [definitions[-1] for definitions in known.values() if definitions]
 
 
 def _uses(thing: Any, names: frozenset[str], seen: set[FunctionType]) -> bool:
