@@ -44,14 +44,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as slow what starts programs; leave it out of the fast part, and begin with it otherwise.
 
-    A worker that gets a long test at the very end keeps all others waiting.
+    A worker that gets a long test at the very end keeps all others waiting. The longest is the group of MPI tests.
     """
     for item in items:
         if starts_programs(item):
             item.add_marker("slow")
         if group := group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
+            if group == "mpi":
+                item.add_marker("mpi")
     slow = [item for item in items if item.get_closest_marker("slow")]
+    slow.sort(key=lambda item: item.get_closest_marker("mpi") is None)
     quick = [item for item in items if not item.get_closest_marker("slow")]
     if config.getoption("fast"):
         config.hook.pytest_deselected(items=slow)

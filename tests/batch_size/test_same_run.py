@@ -45,12 +45,12 @@ def test_the_global_batch_of_a_config_is_all_that_a_run_hangs_on(tmp_path):
     same += ["precision=64-true", "test=false", "checkpoint=none"]
     setups = {
         "one": ["strategy=single", "trainer.devices=1"],
-        "four": ["strategy=ddp", "trainer.devices=4", "trainer.accumulate_grad_batches=2"],
+        "two": ["strategy=ddp", "trainer.devices=2", "trainer.accumulate_grad_batches=2"],
     }
     for name, setup in setups.items():
         outcome = run_script([*same, *setup, f"hydra.run.dir=runs/{name}"], cwd=tmp_path, timeout=180)
         assert outcome.returncode == 0, outcome.output
-    one, four = (losses(tmp_path / "runs" / name, "val_loss") for name in setups)
+    one, two = (losses(tmp_path / "runs" / name, "val_loss") for name in setups)
     # With accumulation the training loss of a row is its last micro-batch's, so weights are compared by the
     # validation loss.
-    assert len(one) == len(four) == 1 and abs(one[0] - four[0]) < 1e-9
+    assert len(one) == len(two) == 1 and abs(one[0] - two[0]) < 1e-9

@@ -111,3 +111,17 @@ def test_the_transformer_cannot_see_what_comes_later() -> None:
         before, after = model(window), model(changed)
     assert torch.allclose(before[0, :5], after[0, :5], atol=1e-6)
     assert not torch.allclose(before[0, 5:], after[0, 5:], atol=1e-6)
+
+
+def test_the_digits_are_scikit_learns_with_and_without_its_file(monkeypatch) -> None:
+    from sklearn.datasets import load_digits
+
+    from lightning_lockstep.demo import digits
+
+    direct = digits._table_of_scikit_learn()
+    monkeypatch.setattr(digits.importlib.util, "find_spec", lambda name: None)
+    by_import, known = digits._table_of_scikit_learn(), load_digits()
+    assert torch.equal(direct, by_import) and len(direct) == 1797
+    images, labels = digits._read_digits()
+    assert labels.tolist() == known.target.tolist()
+    assert torch.equal(images[:, 0] * 16, torch.from_numpy(known.images).float())

@@ -105,6 +105,7 @@ def faulty_handler() -> list[str]:
 
     channel.on("news", broken)
     remove = channel.on("news", lambda message: got.append(message.body))
+    current_communicator().barrier()
     channel.post("news", "one")
     assert wait_until(lambda: got == ["one"])
     remove()

@@ -31,6 +31,18 @@ class Job:
     """Files of modules that cannot be imported by name in a rank (module name to path)."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ScriptJob:
+    """One Python program, run as ``python`` would run it."""
+
+    arguments: list[str]
+    """What stands behind ``python``: a file, ``-m module`` or ``-c code``, and the program's own arguments."""
+    environment: dict[str, str]
+    cwd: str
+    stdout: str
+    stderr: str
+
+
 @dataclasses.dataclass
 class RankOutcome:
     """How one rank ended."""

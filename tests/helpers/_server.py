@@ -1,4 +1,4 @@
-"""A process that has imported torch and Lightning once, and forks ranks from there.
+"""A process that has imported torch and Lightning once, and forks ranks and scripts from there.
 
 Importing Lightning costs seconds of CPU a process; a fork from here costs milliseconds. It is safe because
 the fork happens before any thread, process group or CUDA context exists (``tests/helpers_tests`` holds it).
@@ -11,14 +11,18 @@ input closes.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import faulthandler
 import gc
 import importlib
 import importlib.util
+import multiprocessing.process
 import os
 import pickle
+import random
+import runpy
 import select
 import signal
 import socket
@@ -154,10 +158,12 @@ def lead(conn: Connection) -> Next | None:
     """Fork the ranks of one job, watch them and send the caller their outcomes."""
     os.setsid()
     die_with_parent()
-    from tests.helpers._protocol import RankOutcome
+    from tests.helpers._protocol import RankOutcome, ScriptJob
     from tests.helpers.ports import reserve_port
 
     job = conn.recv()
+    if isinstance(job, ScriptJob):
+        return lead_script(conn, job)
     ranks = Ranks(job, conn, [RankOutcome(rank=rank) for rank in range(job.world_size)])
     port_holder = contextlib.ExitStack()
     port = port_holder.enter_context(reserve_port())
@@ -174,6 +180,87 @@ def lead(conn: Connection) -> Next | None:
     with contextlib.suppress(BrokenPipeError):
         conn.send(ranks.outcomes)
     return None
+
+
+def lead_script(conn: Connection, job: Any) -> Next | None:
+    """Fork one script; send the caller its process id, and its return code when it has ended."""
+    pid = os.fork()
+    if pid == 0:
+        conn.close()
+        return lambda: run_script(job)
+    conn.send(pid)
+    ended = os.pidfd_open(pid)
+    ready, _, _ = select.select([ended, conn], [], [])
+    if ended not in ready:  # the caller has gone
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(BrokenPipeError):
+        conn.send(os.waitstatus_to_exitcode(status))
+    return None
+
+
+def run_script(job: Any) -> None:
+    """Run a program in this fork as a fresh interpreter would."""
+    os.setsid()
+    die_with_parent()
+    redirect(job.stdout, job.stderr)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    paths_of_server = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.chdir(job.cwd)
+    multiprocessing.process.ORIGINAL_DIR = job.cwd  # type: ignore[attr-defined]
+    paths = list(filter(None, job.environment.get("PYTHONPATH", "").split(os.pathsep)))
+    sys.path[:] = [*paths, *(path for path in sys.path if path not in paths_of_server)]
+    from tests.helpers._protocol import STACK_SIGNAL
+
+    signal.signal(STACK_SIGNAL, signal.SIG_DFL)
+    random.seed()
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    first, *others = job.arguments
+    try:
+        if first == "-m":
+            sys.path.insert(0, job.cwd)
+            sys.argv = ["-m", *others[1:]]
+            runpy._run_module_as_main(others[0])  # type: ignore[attr-defined]
+        elif first == "-c":
+            sys.path.insert(0, "")
+            sys.argv = ["-c", *others[1:]]
+            exec(compile(others[0], "<string>", "exec"), vars(main))
+        else:
+            sys.path.insert(0, str(Path(first).resolve().parent))
+            sys.argv = [first, *others]
+            main.__file__ = first
+            exec(compile(Path(first).read_bytes(), first, "exec"), vars(main))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        # As the interpreter does, without the frames of this file.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.last_exc = error  # type: ignore[attr-defined]
+        sys.excepthook(type(error), error, trace)
+        if isinstance(error, KeyboardInterrupt):
+            sys.excepthook = lambda *_: None
+            raise
+        sys.exit(1)
+
+
+def redirect(stdout: str, stderr: str) -> None:
+    """Let the standard streams be these files, and standard input empty."""
+    for descriptor, target, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, stdout, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+        (2, stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    ):
+        opened = os.open(target, flags, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
 
 
 def rank_environment(job: Any, rank: int, port: int) -> dict[str, str]:
@@ -194,13 +281,7 @@ def prepare_rank(job: Any, rank: int, port: int) -> None:
     with contextlib.suppress(PermissionError):
         os.setpgid(0, 0)
     die_with_parent()
-    for descriptor, suffix in ((1, "stdout"), (2, "stderr")):
-        target = os.open(f"{job.folder}/rank{rank}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(target, descriptor)
-        os.close(target)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    redirect(f"{job.folder}/rank{rank}.stdout", f"{job.folder}/rank{rank}.stderr")
     os.environ.clear()
     os.environ.update(rank_environment(job, rank, port))
     os.chdir(job.cwd)

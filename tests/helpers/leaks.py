@@ -24,6 +24,8 @@ _IGNORED_VARIABLES = {
     # scikit-learn sets both when it is imported, whichever test comes first.
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
+    # torch sets it when its compiler is imported.
+    "TORCHINDUCTOR_CACHE_DIR",
 }
 # tqdm's monitor belongs to the progress bar class and lives as long as the process.
 _IGNORED_THREADS = {"TMonitor"}

@@ -9,13 +9,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-from tests.helpers._protocol import Job, RankOutcome
+from tests.helpers._protocol import Job, RankOutcome, ScriptJob
 from tests.helpers.patience import patience
 
 __all__ = ["RankError", "RankOutcome", "RankTimeoutError", "run_ranks", "run_ranks_raw"]
@@ -23,6 +24,7 @@ __all__ = ["RankError", "RankOutcome", "RankTimeoutError", "run_ranks", "run_ran
 _START_LIMIT = 120.0
 _server: subprocess.Popen[bytes] | None = None
 _folder: Path | None = None
+_starting = threading.Lock()
 
 
 class RankError(AssertionError):
@@ -150,6 +152,13 @@ def importable(name: str) -> bool:
     return "." in name or name in sys.builtin_module_names or PathFinder.find_spec(name) is not None
 
 
+def submit_script(job: ScriptJob) -> tuple[Connection, int]:
+    """Have the fork server run a script; returns the connection that brings its return code, and its pid."""
+    conn = Client(str(_start_server() / "socket"), "AF_UNIX")
+    conn.send(job)
+    return conn, conn.recv()
+
+
 def _submit(job: Job) -> list[RankOutcome]:
     assert _folder is not None
     with Client(str(_folder / "socket"), "AF_UNIX") as conn:
@@ -207,6 +216,11 @@ def _output(outcome: RankOutcome) -> list[tuple[str, str]]:
 
 def _start_server() -> Path:
     """Start the fork server on first use; returns its folder."""
+    with _starting:  # tests call from several threads
+        return _started_server()
+
+
+def _started_server() -> Path:
     global _server, _folder
     if _server is not None and _server.poll() is None and _folder is not None:
         return _folder

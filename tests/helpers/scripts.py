@@ -19,7 +19,9 @@ from types import TracebackType
 
 import psutil
 
+from tests.helpers._protocol import ScriptJob
 from tests.helpers.patience import patience
+from tests.helpers.ranks import submit_script
 
 # Inherited by everything the script starts, also by processes that leave its session (torchrun's do). Python
 # processes that have it write whole lines (child_site/sitecustomize.py).
@@ -45,6 +47,48 @@ class ScriptOutcome:
         return f"{self.stdout}\n{self.stderr}"
 
 
+class ForkedProgram:
+    """A Python program that the fork server runs; has what is used here of :class:`subprocess.Popen`."""
+
+    def __init__(self, job: ScriptJob) -> None:
+        self._conn, self.pid = submit_script(job)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return its return code, or ``None`` while it runs."""
+        return self._receive(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+        if self._receive(timeout) is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def _receive(self, timeout: float | None) -> int | None:
+        if self.returncode is None and self._conn.poll(timeout):
+            self.returncode = self._conn.recv()
+            self._conn.close()
+        return self.returncode
+
+
+# What an interpreter or a library reads when it starts, which a fork has behind it.
+_READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "TORCH", "LOCKSTEP_TESTS_SHOW_ALL")
+
+
+def _forkable(command: Sequence[str], env: Mapping[str, str | None]) -> bool:
+    """Whether the command is a Python program on whose start nothing depends."""
+    changed = [key for key, value in env.items() if value != os.environ.get(key)]
+    if command[0] != sys.executable or len(command) < 2 or any(k.startswith(_READ_AT_START) for k in changed):
+        return False
+    return command[1] in ("-c", "-m") or command[1].endswith(".py")
+
+
 class Script:
     """A running script. Use as a context manager: its whole process tree is gone afterwards."""
 
@@ -54,6 +98,7 @@ class Script:
         *,
         env: Mapping[str, str | None] | None = None,
         cwd: str | os.PathLike[str] | None = None,
+        fresh: bool = False,
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory(prefix="script.")
@@ -69,16 +114,22 @@ class Script:
             command.insert(0, sys.executable)
         # Unbuffered, a printed line is two writes, and the lines of ranks that share a file meet.
         merged = {**os.environ, "PYTHONUNBUFFERED": None, **(env or {}), _MARK: self._mark}
+        environment = {key: value for key, value in merged.items() if value is not None}
+        self.process: ForkedProgram | subprocess.Popen[bytes]
         with open(self._path("stdout"), "wb") as out, open(self._path("stderr"), "wb") as err:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                cwd=cwd,
-                env={key: value for key, value in merged.items() if value is not None},
-                start_new_session=True,
-            )
+            if not fresh and _forkable(command, env or {}):
+                job = ScriptJob(command[1:], environment, os.fspath(cwd), out.name, err.name)
+                self.process = ForkedProgram(job)
+            else:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    cwd=cwd,
+                    env=environment,
+                    start_new_session=True,
+                )
         self._watching = True
         self._watcher = threading.Thread(target=self._watch, name="script-watcher", daemon=True)
         self._watcher.start()
@@ -89,7 +140,7 @@ class Script:
     def _watch(self) -> None:
         while self._watching:
             self._look()
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def _look(self) -> None:
         """Remember every descendant while its parent is alive: an orphan cannot be traced back later."""
@@ -205,6 +256,7 @@ def start_script(
     *,
     env: Mapping[str, str | None] | None = None,
     cwd: str | os.PathLike[str] | None = None,
+    fresh: bool = False,
 ) -> Script:
     """Start a script for a test that acts on it while it runs (``with start_script(...) as script``).
 
@@ -212,8 +264,9 @@ def start_script(
         args: The command; a first element that ends in ``.py`` runs under this interpreter.
         env: Variables on top of this process's own; None as a value removes one.
         cwd: Folder to run in; default: an empty one that is removed afterwards.
+        fresh: Start an interpreter, where a Python program would be forked from one that has imported Lightning.
     """
-    return Script(args, env=env, cwd=cwd)
+    return Script(args, env=env, cwd=cwd, fresh=fresh)
 
 
 def run_script(
@@ -221,6 +274,7 @@ def run_script(
     timeout: float = 60.0,
     env: Mapping[str, str | None] | None = None,
     cwd: str | os.PathLike[str] | None = None,
+    fresh: bool = False,
 ) -> ScriptOutcome:
     """Run a command to its end with no standard input; its process tree is gone afterwards.
 
@@ -229,8 +283,9 @@ def run_script(
         timeout: Seconds until the whole tree is killed (``timed_out`` is set; nothing is raised).
         env: Variables on top of this process's own; None as a value removes one.
         cwd: Folder to run in; default: an empty one that is removed afterwards.
+        fresh: Start an interpreter, where a Python program would be forked from one that has imported Lightning.
     """
-    with start_script(args, env=env, cwd=cwd) as script:
+    with start_script(args, env=env, cwd=cwd, fresh=fresh) as script:
         return script.finish(timeout)
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.helpers import run_script, start_script
 
@@ -30,6 +31,26 @@ def test_environment_is_added_and_removed(tmp_path: Path) -> None:
     text = "import os; print(os.environ.get('GIVEN'), os.environ.get('HOME'))"
     outcome = run_script([script(tmp_path, text)], env={"GIVEN": "yes", "HOME": None})
     assert outcome.stdout == "yes None\n"
+
+
+@pytest.mark.parametrize("way", ["file", "module", "code"])
+def test_a_forked_program_ends_as_a_fresh_interpreter_would(way: str, tmp_path: Path) -> None:
+    text = (
+        "import atexit, sys, threading, time\n"
+        "def late(): time.sleep(0.2); print('thread')\n"
+        "atexit.register(lambda: print('exit', hasattr(sys, 'last_value')))\n"
+        "threading.Thread(target=late).start()\n"
+        "print(__name__, sys.argv[1:], sys.modules['__main__'].late is late, flush=True)\n"
+        "raise {'f': ValueError, 'i': KeyboardInterrupt, 's': SystemExit}[sys.argv[1]](4)\n"
+    )
+    file = script(tmp_path, text)
+    how = {"file": [str(file)], "module": ["-m", file.stem], "code": ["-c", text]}[way]
+    for kind in "fis":
+        command = [sys.executable, *how, kind]
+        fresh, forked = (run_script(command, cwd=tmp_path, fresh=choice) for choice in (True, False))
+        assert fresh.stdout == forked.stdout and fresh.returncode == forked.returncode
+        assert fresh.stderr == forked.stderr
+        assert fresh.returncode == {"f": 1, "i": -signal.SIGINT, "s": 4}[kind]
 
 
 def test_no_standard_input(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -64,3 +65,11 @@ def test_what_a_test_starts_and_shares(request, function, slow, group) -> None:
     assert starts_programs(item) == slow
     found = group_of(item)
     assert found == group or (group and found and found.endswith(group))
+
+
+@pytest.mark.xdist_group("here")
+def test_a_group_stays_in_one_worker(request) -> None:
+    """pytest-xdist groups by what it has put behind the name of the test; a pytest it does not know loses that."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("there are no workers")
+    assert request.node.nodeid.endswith("@here")

@@ -74,7 +74,7 @@ if __name__ == "__main__":
 def test_a_real_fit_on_two_ranks(family: str, tmp_path: Path) -> None:
     script = tmp_path / "fit.py"
     script.write_text(FIT.format(family=family))
-    done = run_script([script], timeout=120)
+    done = run_script([script], timeout=120, fresh=True)
     assert done.returncode == 0, done.output
     assert done.leftovers == ()
     told = {line.split(":")[0]: line.split(":")[1] for line in done.stdout.splitlines() if "steps" in line}

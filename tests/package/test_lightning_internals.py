@@ -27,9 +27,6 @@ PACKAGE = Path(lightning_lockstep.__file__).parent
 PROBE = Path(__file__).parent / "lightning_probe.py"
 FAMILIES = ("lightning.pytorch", "pytorch_lightning")
 
-# Rooms whose uses have not been moved into `internals` yet.
-NOT_YET = {"batch_size", "callbacks", "launchers"}
-
 # Private names of others than Lightning; attributes of objects that are not the class's own.
 ALLOWED = {
     # Python
@@ -53,6 +50,7 @@ ALLOWED = {
     "_plugins": "torch.distributed.Backend",
     "_get_default_store": "torch.distributed",
     "_check_reducer_finalized": "Reducer",
+    "_iterator": "DataLoader",
     # torchmetrics
     "_copy_state_dict": "Metric",
     "_update_count": "Metric",
@@ -142,15 +140,8 @@ def foreign_uses(package: Path) -> list[str]:
     ]
 
 
-def room_of(line: str) -> str:
-    return line.split(":")[0].split("/")[0].removesuffix(".py")
-
-
 def test_private_attributes_of_lightning_are_used_in_one_module() -> None:
-    found = foreign_uses(PACKAGE)
-    later = [line for line in found if room_of(line) in NOT_YET]
-    print(*["still to be moved into _lightning/internals.py:", *later], sep="\n")
-    assert [line for line in found if line not in later] == []
+    assert foreign_uses(PACKAGE) == []
 
 
 @pytest.mark.parametrize(

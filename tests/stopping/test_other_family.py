@@ -55,7 +55,7 @@ print(f"<rank {trainer.global_rank} left after {module.last}: {lockstep.check_br
 def test_the_callbacks_belong_to_the_family_of_the_program(tmp_path):
     program = Path(tmp_path, "program.py")
     program.write_text(PROGRAM)
-    done = run_script([program], timeout=90, cwd=tmp_path)
+    done = run_script([program], timeout=90, cwd=tmp_path, fresh=True)
     assert done.returncode == 0, done.output
     left = {line for line in done.output.replace("><", ">\n<").splitlines() if "left after" in line}
     last = {line.split("left after ")[1].split(":")[0] for line in left}

@@ -96,7 +96,9 @@ def run_program(
     Returns:
         How it ended, and by rank what the program wrote to ``<folder>/<rank>.json``.
     """
-    command = [*mpi_command(kind, ranks), str(HERE / program), str(folder), *arguments]
+    # A rank that waits spins, and would take the cores from tests beside it.
+    nice = ["nice", "-n", "10"] if shutil.which("nice") else []
+    command = [*nice, *mpi_command(kind, ranks), str(HERE / program), str(folder), *arguments]
     outcome = run_script(command, env={**mpi_environ(), **(environ or {})}, timeout=timeout)
     found = {}
     for rank in range(ranks):

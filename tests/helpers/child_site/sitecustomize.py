@@ -2,8 +2,9 @@
 
 Lightning imports torchmetrics, which imports scipy, matplotlib and transformers if they are installed: half of
 the CPU time of ``import lightning``. They are hidden from torchmetrics alone, while it is imported; whoever
-imports them (scikit-learn its scipy, a test its transformers) finds them. ``LOCKSTEP_TESTS_SHOW_ALL=1`` in the
-environment of a process turns this off.
+imports them (scikit-learn its scipy, a test its transformers) finds them. torch's compiler, another third, waits
+until something is compiled (:mod:`lazy_dynamo`). ``LOCKSTEP_TESTS_SHOW_ALL=1`` in the environment of a process
+turns both off.
 
 Python imports ``sitecustomize`` at start-up where it finds one; ``tests/conftest.py`` puts this folder on
 PYTHONPATH.
@@ -16,8 +17,9 @@ import os
 import sys
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
 
-HIDDEN = frozenset({"matplotlib", "scipy", "transformers"})
+HIDDEN = frozenset({"matplotlib", "regex", "scipy", "transformers"})
 
 
 def torchmetrics_is_being_imported() -> bool:
@@ -33,6 +35,8 @@ class Finder(PathFinder):
     def find_spec(cls, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname in HIDDEN and torchmetrics_is_being_imported():
             return None
+        if fullname.startswith("torch._dynamo") and (spec := lazy_dynamo().spec_of(fullname)) is not None:
+            return spec
         return super().find_spec(fullname, path, target)  # type: ignore[arg-type]
 
     @classmethod
@@ -42,6 +46,17 @@ class Finder(PathFinder):
         if torchmetrics_is_being_imported():
             return (distribution for distribution in found if distribution.name not in HIDDEN)
         return found
+
+
+def lazy_dynamo() -> Any:
+    """Return the module beside this one, whatever the path of the process."""
+    if "lazy_dynamo" not in sys.modules:
+        file = os.path.join(os.path.dirname(__file__), "lazy_dynamo.py")
+        spec = importlib.util.spec_from_file_location("lazy_dynamo", file)
+        assert spec is not None and spec.loader is not None
+        sys.modules["lazy_dynamo"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["lazy_dynamo"]
 
 
 def hide() -> None:
