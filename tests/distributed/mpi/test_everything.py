@@ -37,7 +37,7 @@ def test_callbacks_and_options_work_as_on_other_strategies(tmp_path: Path) -> No
             assert seen["steps"] == other["steps"], what
     assert found[0]["uneven"]["global_step"] == 40
     stopped = found[0]["breakpoint"]["steps"]
-    assert stopped == [[0, i] for i in range(len(stopped))] and 6 <= len(stopped) <= 9
+    assert stopped == [[0, i] for i in range(len(stopped))] and len(stopped) >= 6
     assert "rank 1: on purpose" in outcome.output
     assert 2 <= found[0]["early"]["global_step"] <= 4
     assert found[0]["batch_size"]["batch_size"] == found[1]["batch_size"]["batch_size"] == 12
@@ -55,7 +55,7 @@ def test_a_preempted_run_goes_on_at_the_next_batch(tmp_path: Path) -> None:
     for seen in found:
         assert seen["global_step"] == 24
         first = seen["steps"][0][1]  # ranks agree to leave a batch or two after the signal
-        assert 6 <= first <= 9
+        assert first >= 6
         assert seen["steps"] == [[0, i] for i in range(first, 12)] + [[1, i] for i in range(12)]
     assert found[0]["weights"] == found[1]["weights"]
 
