@@ -3,6 +3,8 @@
 ==================== ==================================================================
 ``LOCKSTEP_LOG_LEVEL`` level name of the loggers that :func:`get_logger` makes
 ``LOCKSTEP_DEBUG``     ``1`` verifies collectives between ranks before they run
+``LOCKSTEP_JOB_TOKEN`` secret that the ranks of a job share; our launchers set it, under ``srun`` and
+                       ``torchrun`` the job script may
 ==================== ==================================================================
 
 The variables that our launchers set for the ranks they start (``LOCKSTEP_RANK_*``) are private: a user
@@ -17,6 +19,8 @@ from lightning_lockstep.errors import ConfigurationError
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
+#: The secret by which the ranks of a job know each other.
+JOB_TOKEN = "LOCKSTEP_JOB_TOKEN"
 #: Set by our process launcher in each rank it starts: the process id of the launching rank.
 LAUNCHER_PID = "LOCKSTEP_RANK_LAUNCHER_PID"
 #: Set by our mpirun launcher in each rank of its host: the folder in which a rank notes how it ended.
@@ -42,6 +46,11 @@ def log_level() -> str | None:
 def debug() -> bool:
     """Return whether ``LOCKSTEP_DEBUG`` asks for verified collectives."""
     return os.environ.get("LOCKSTEP_DEBUG", "0") not in ("", "0")
+
+
+def job_token() -> str | None:
+    """Return the secret of this job, or ``None`` if whoever started this process has given none."""
+    return os.environ.get(JOB_TOKEN) or None
 
 
 def launcher_pid() -> int | None:

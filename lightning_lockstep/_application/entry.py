@@ -167,9 +167,10 @@ class _Application:
         hydra_internals.HydraConfig.instance().set_config(config)
         subdir = config.hydra.output_subdir
         if subdir is not None:
-            OmegaConf.save(
-                without_hydra(config), Path(config.hydra.runtime.output_dir, subdir, "frozen.yaml")
-            )
+            # Resolved values may be secrets (`${oc.env:TOKEN}`): for this user's eyes only.
+            path = Path(config.hydra.runtime.output_dir, subdir, "frozen.yaml")
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                OmegaConf.save(without_hydra(config), file)
         return config
 
 

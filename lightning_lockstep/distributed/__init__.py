@@ -24,7 +24,7 @@ from lightning_lockstep.distributed.side_channel.base import (
     SideChannel,
 )
 from lightning_lockstep.distributed.side_channel.gather import Gather, Gathered
-from lightning_lockstep.distributed.side_channel.store import StoreSideChannel
+from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
 from lightning_lockstep.distributed.torch_communicator import (
     TorchCommunicator,
     current_communicator,
@@ -45,10 +45,10 @@ __all__ = [
     "RankGroup",
     "SideChannel",
     "SingleProcessCommunicator",
-    "StoreSideChannel",
     "TorchCommunicator",
     "current_communicator",
     "rendezvous_store",
     "shut_down",
+    "ZeroMQSideChannel",
     "use_communicator",
 ]

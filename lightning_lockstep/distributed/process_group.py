@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,6 +101,7 @@ def _store() -> Store | None:
 # ------------------------------------------------------------------ the store at which ranks meet
 
 _stores: dict[tuple[str, int], TCPStore] = {}
+_made: Counter[tuple[str, int]] = Counter()  # process groups made on each of them
 
 
 def rendezvous_store(
@@ -185,6 +187,7 @@ def forget_rendezvous() -> None:
     Ranks: any rank, alone, once no process group that was built on the store is left.
     """
     _stores.clear()
+    _made.clear()
 
 
 # ------------------------------------------------------------------ torch's default process group
@@ -237,8 +240,10 @@ def start_process_group(
     limit = timeout.total_seconds()
     try:
         store = rendezvous_store(rank, world_size, address=address, port=port, timeout=limit)
-        # A restarted torchrun attempt finds the keys of the one before; they must not be taken for its own.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # A restarted torchrun attempt finds the keys of the one before, and so does a second process group of this
+        # job on the same store; they must not be taken for its own.
+        attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_made[address, port]}"
+        _made[address, port] += 1
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"attempt/{attempt}", store),

@@ -12,12 +12,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+from lightning_lockstep.distributed.failure.process_exit import leaving
 
 __all__ = ["watch_interrupts"]
 
 
 def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callable[[], None]:
-    """Call ``on_stuck`` when Ctrl-C was pressed and this process has not ended ``patience`` seconds later.
+    """Call ``on_stuck`` when Ctrl-C was pressed and ``patience`` seconds later this process is still about to end.
+
+    That is, when Python's handler was not reached, or was and the process is leaving because of a failure. A program
+    that handles the ``KeyboardInterrupt`` itself goes on.
 
     Args:
         on_stuck: Ends the process by force; called on a thread of its own.
@@ -39,30 +46,46 @@ def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callab
         reader.close()
         writer.close()
         return lambda: None
-    ended = threading.Event()
+    watch = _Watch(reader, writer, on_stuck, patience)
+    watch.start()
+    return watch.end
 
-    def watch(keep_open: socket.socket) -> None:
+
+class _Watch:
+    def __init__(
+        self, reader: socket.socket, writer: socket.socket, on_stuck: Callable[[], None], patience: float
+    ) -> None:
         # The signal handler knows the writer by number only: somebody has to hold the socket itself.
-        while not ended.is_set():
-            try:
-                numbers = reader.recv(16)
-            except OSError:
-                return
-            if not numbers:
-                return
-            if signal.SIGINT in numbers:
-                if not ended.wait(patience):
-                    on_stuck()
-                return
+        self._reader, self._writer = reader, writer
+        self._on_stuck, self._patience = on_stuck, patience
+        self._ended, self._handled = threading.Event(), threading.Event()
+        self._usual = signal.getsignal(signal.SIGINT)
 
-    threading.Thread(target=watch, args=(writer,), name="lockstep-interrupt", daemon=True).start()
+    def start(self) -> None:
+        if callable(self._usual):
+            signal.signal(signal.SIGINT, self._note)
+        threading.Thread(target=self._run, name="lockstep-interrupt", daemon=True).start()
 
-    def end() -> None:
-        ended.set()
+    def end(self) -> None:
+        self._ended.set()
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
-        writer.close()
+            if signal.getsignal(signal.SIGINT) == self._note:
+                signal.signal(signal.SIGINT, self._usual)
+        self._writer.close()
         time.sleep(0)
-        reader.close()
+        self._reader.close()
 
-    return end
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._handled.set()
+        assert callable(self._usual)
+        self._usual(signum, frame)
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            while not self._ended.is_set() and (numbers := self._reader.recv(16)):
+                if signal.SIGINT in numbers and not self._ended.wait(self._patience):
+                    if leaving() or not self._handled.is_set():
+                        self._on_stuck()
+                        return
+                    self._handled.clear()

@@ -30,6 +30,7 @@ from lightning_lockstep.distributed.failure.exit_note import (
 from lightning_lockstep.distributed.failure.process_exit import end_now, show_plainly
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
 from lightning_lockstep.distributed.process_group import free_port
+from lightning_lockstep.distributed.side_channel.job_token import token_for_children
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 
@@ -77,7 +78,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
             context = mp.start_processes(  # type: ignore[no-untyped-call]
                 self._in_rank,
-                args=(folder, trainer, function, args, kwargs, answers, snapshot),
+                args=(folder, token_for_children(), trainer, function, args, kwargs, answers, snapshot),
                 nprocs=self._strategy.num_processes,
                 start_method=self._start_method,
                 join=False,
@@ -134,9 +135,12 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         show_plainly(failed)
         return failed
 
-    def _in_rank(self, process_idx: int, folder: str, trainer: Any, function: Any, *rest: Any) -> None:
+    def _in_rank(
+        self, process_idx: int, folder: str, token: dict[str, str], trainer: Any, function: Any, *rest: Any
+    ) -> None:
         """Run in a started rank: as Lightning does, under the supervisor."""
         args, kwargs, answers, snapshot = rest
+        os.environ.update(token)
         self._supervisor.attach(trainer)
         keep_notes_in(Path(folder))
 

@@ -45,6 +45,7 @@ class SupervisorSettings:
 
     on_rank_failure: Literal["abort"] = "abort"
     grace_period: float = 10.0
+    silence_limit: float = 120.0
     threads_per_rank: int | Literal["auto"] = "auto"
     bind_cores: bool = False
 
@@ -52,6 +53,7 @@ class SupervisorSettings:
         faults, threads = Faults(), self.threads_per_rank
         faults.check(self.on_rank_failure == "abort", "on_rank_failure", self.on_rank_failure, "'abort'")
         faults.number("grace_period", self.grace_period, what="seconds", above=0, such_as=10)
+        faults.number("silence_limit", self.silence_limit, what="seconds", above=0, such_as=120)
         enough = threads == "auto" or (is_whole(threads) and threads >= 1)
         faults.check(enough, "threads_per_rank", threads, "'auto' or a whole number from 1")
         faults.flag("bind_cores", self.bind_cores)
@@ -116,7 +118,9 @@ class RankSupervisor:
         """
         communicator = current_communicator()
         if communicator.world_size > 1:
+            communicator.side_channel.silence_limit = self.settings.silence_limit
             self.propagation = propagation_on(communicator.side_channel)
+            self.propagation.arm()
             self.propagation.grace_period = self.settings.grace_period
             self.propagation.prints_report = prints_report
             self.propagation.where = self._where
@@ -160,7 +164,10 @@ class RankSupervisor:
         def watch() -> None:
             while self.propagation is None:
                 if os.getppid() != parent:
-                    end_now(1)
+                    end_now(
+                        1,
+                        "\nlightning-lockstep: the rank that has started this one ended; so does this one.\n",
+                    )
                 time.sleep(1.0)
 
         threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()

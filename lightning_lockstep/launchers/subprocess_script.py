@@ -23,6 +23,7 @@ from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.process_exit import at_exit, end_now, expected_exit, leaving
 from lightning_lockstep.distributed.failure.record import describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous, host_rendezvous
+from lightning_lockstep.distributed.side_channel.job_token import token_for_children
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 from lightning_lockstep.launchers.ctrl_c import watch_interrupts
 
@@ -35,8 +36,8 @@ __all__ = ["ScriptLauncher", "current_job", "rank_command"]
 _LOOK_EVERY = 0.1
 # How long the report of a child that has exited may still take to arrive [s].
 _REPORT_DELAY = 0.5
-# How long the parent waits at its own exit for children that are still busy [s].
-_LAST_WAIT = 30.0
+# After how long the parent says, at its own exit, which children it still waits for [s].
+_SAY_AFTER = 30.0
 
 
 @dataclass
@@ -45,6 +46,7 @@ class _StartedRanks:
 
     job: object
     processes: list[subprocess.Popen[bytes]]
+    grace_period: float = 10.0
     end_watch: Callable[[], None] = field(default=lambda: None)
 
     def can_serve(self, num_processes: int) -> bool:
@@ -53,13 +55,30 @@ class _StartedRanks:
             return num_processes == 1
         return any(process.poll() is None for process in self.processes)
 
-    def end(self, patience: float) -> None:
-        """Wait for the children to exit by themselves, then kill those that are left."""
+    def end(self, patience: float) -> list[int]:
+        """Wait for the children to exit by themselves, then kill those that are left; return their ranks here."""
         deadline = time.monotonic() + patience
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
+        killed = self.running()
         self.kill()
+        return killed
+
+    def wait(self) -> list[int]:
+        """Wait for the children for as long as they work; return the ranks here that ended badly."""
+        deadline = time.monotonic() + _SAY_AFTER
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        if busy := self.running():
+            _say(f"rank(s) {busy} of this host have not ended yet; waiting for them. Ctrl-C ends them.")
+        codes = [process.wait() for process in self.processes]
+        return [rank for rank, code in enumerate(codes, 1) if code not in (0, expected_exit())]
+
+    def running(self) -> list[int]:
+        """Return the ranks here of the children that still run."""
+        return [rank for rank, process in enumerate(self.processes, 1) if process.poll() is None]
 
     def kill(self) -> None:
         """Kill the children that still run."""
@@ -98,7 +117,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
-        elif launcher_pid() is not None:
+        elif launcher_pid() == os.getppid():  # else the variable is left over from another job
             self._supervisor.watch_parent(launcher_pid())
         self._supervisor.attach(trainer)
         return self._supervisor.run(function, *args, **kwargs)
@@ -121,7 +140,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         environ = self._rank_environment()
         processes = [self._start_rank(local_rank, environ) for local_rank in range(1, self.num_processes)]
         self.procs = processes
-        _started = _StartedRanks(job, processes)
+        _started = _StartedRanks(job, processes, self._supervisor.settings.grace_period)
         self._supervisor.on_force = _started.kill
         _started.end_watch = watch_interrupts(
             self._interrupted, patience=self._supervisor.settings.grace_period
@@ -134,8 +153,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if unplaced and isinstance(environment, LockstepEnvironment):
             # Listening first and passing the port on afterwards leaves no gap in which another job takes it.
             environment.adopt_port(host_rendezvous(environment.main_address))
+        # Of several nodes, started by hand, each would make another one.
+        token = token_for_children() if self.num_nodes == 1 else {}
         return {
             **os.environ,
+            **token,
             "MASTER_ADDR": environment.main_address,
             "MASTER_PORT": str(environment.main_port),
             "NODE_RANK": str(environment.node_rank()),
@@ -221,5 +243,18 @@ def current_job() -> object:
 
 @at_exit
 def _end_children() -> None:
-    if _started is not None:
-        _started.end(3.0 if leaving() else _LAST_WAIT)
+    if _started is None:
+        return
+    if leaving() or hasattr(sys, "last_value"):  # after an error the others may wait for this rank for ever
+        if killed := _started.end(_started.grace_period):
+            _say(
+                f"rank(s) {killed} of this host did not end within {_started.grace_period:g} s and were killed."
+            )
+    elif failed := _started.wait():
+        codes = ", ".join(describe_exit(_started.processes[rank - 1].returncode)[1] for rank in failed)
+        end_now(1, f"\nlightning-lockstep: rank(s) {failed} of this host ended badly: {codes}.\n")
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        sys.stderr.write(f"lightning-lockstep: {text}\n")

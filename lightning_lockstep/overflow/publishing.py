@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep.distributed import Communicator, Gather, Gathered, Message
+from lightning_lockstep.distributed.failure.process_exit import writing_report
 from lightning_lockstep.errors import MissingExtraError
 from lightning_lockstep.overflow.activation_watch import ActivationWatch
 from lightning_lockstep.overflow.picture import draw
@@ -73,6 +74,7 @@ class ReportPublisher:
         self._collections += 1
         return self._gather.collect(self._collections, dict(entry), to=to)
 
+    @writing_report()
     def publish(self, report: RankReport, why: str, watch: ActivationWatch | None) -> str:
         """Print and write the reports of all ranks, after a hit that all of them know of.
 

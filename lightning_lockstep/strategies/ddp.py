@@ -39,6 +39,8 @@ class LockstepDDPStrategy(DDPStrategy):
             again, ``spawn``, ``fork`` and ``forkserver`` use multiprocessing (``fork`` in notebooks).
         on_rank_failure: ``abort``: when a rank fails, all end.
         grace_period: Time from learning of a failure until a rank is ended by force [s].
+        silence_limit: How long a rank may be stopped, or its host unreachable, before that counts as a failure
+            [s]. A rank that runs, whatever it does, is never silent.
         uneven_inputs: When ranks have different numbers of training batches: ``error`` raises before the
             first one, ``truncate`` stops all ranks when the first runs out, ``join`` gives ranks that have run
             out padding batches (their last one again, with a loss of zero) until the last rank is done.
@@ -71,6 +73,7 @@ class LockstepDDPStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         on_rank_failure: Literal["abort"] = "abort",
         grace_period: float = 10.0,
+        silence_limit: float = 120.0,
         uneven_inputs: Literal["error", "truncate", "join"] = "error",
         threads_per_rank: int | Literal["auto"] = "auto",
         bind_cores: bool = False,
@@ -88,6 +91,7 @@ class LockstepDDPStrategy(DDPStrategy):
             start_method=start_method,
             on_rank_failure=on_rank_failure,
             grace_period=grace_period,
+            silence_limit=silence_limit,
             uneven_inputs=uneven_inputs,
             threads_per_rank=threads_per_rank,
             bind_cores=bind_cores,

@@ -32,6 +32,7 @@ class LifecycleSettings:
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     on_rank_failure: Literal["abort"] = "abort"
     grace_period: float = 10.0
+    silence_limit: float = 120.0
     uneven_inputs: Literal["error", "truncate", "join"] = "error"
     threads_per_rank: int | Literal["auto"] = "auto"
     bind_cores: bool = False
@@ -60,6 +61,7 @@ class LifecycleSettings:
         return SupervisorSettings(
             on_rank_failure=self.on_rank_failure,
             grace_period=self.grace_period,
+            silence_limit=self.silence_limit,
             threads_per_rank=self.threads_per_rank,
             bind_cores=self.bind_cores,
         )

@@ -9,8 +9,9 @@ whether all still have one; that reduction runs while the batch before it is com
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -53,7 +54,7 @@ class UnevenInputs:
         """
         if not _is_for_training(trainer):
             return dataloader
-        loader = even_loader(dataloader, communicator, self._policy)
+        loader = even_loader(dataloader, communicator, self._policy, taken=partial(batches_taken, trainer))
         if isinstance(loader, EvenLoader):
             self._loaders.append(loader)
         return loader
@@ -133,13 +134,36 @@ def plan_steps(lengths: Sequence[int | None], rank: int, policy: Policy) -> Step
     return StepPlan(steps, known[rank], notice)
 
 
-def even_loader(loader: Any, communicator: Communicator, policy: Policy) -> Any:
+def batches_taken(trainer: Any, length: int) -> int:
+    """Return how many batches of an epoch the fit loop will take of a loader.
+
+    Args:
+        trainer: The Trainer, whose ``limit_train_batches``, ``max_steps``, ``fast_dev_run`` and ``overfit_batches``
+            count.
+        length: Length of the loader in batches.
+    """
+    limit = trainer.limit_train_batches  # the two latter set it
+    taken = min(length, limit) if isinstance(limit, int) else int(length * limit)
+    if trainer.max_steps >= 0:
+        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        taken = min(taken, max(left, 0))
+    return taken
+
+
+def even_loader(
+    loader: Any,
+    communicator: Communicator,
+    policy: Policy,
+    *,
+    taken: Callable[[int], int] = lambda length: length,
+) -> Any:
     """Return a loader of which every rank takes the same number of batches.
 
     Args:
         loader: This rank's training loader.
         communicator: Communicator of the run.
         policy: ``error``, ``truncate`` or ``join``.
+        taken: Given a length, returns how many batches the loop will take of it.
 
     Returns:
         ``loader`` itself when all ranks have the same length, else a wrapper around it.
@@ -149,7 +173,12 @@ def even_loader(loader: Any, communicator: Communicator, policy: Policy) -> Any:
 
     Ranks: all, together; one gather.
     """
-    plan = plan_steps(communicator.gather(_length(loader)), communicator.rank, policy)
+    length = _length(loader)
+    everyone = communicator.gather((length, None if length is None else taken(length)))
+    lengths, counts = zip(*everyone, strict=True)
+    if None not in counts and len(set(counts)) == 1:
+        return loader  # the loop ends everywhere at the same batch
+    plan = plan_steps(lengths, communicator.rank, policy)
     if plan.notice and communicator.is_main:
         _log.warning(plan.notice)
     if plan.steps is not None and plan.steps == plan.own and plan.notice is None:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed import FailurePropagation, FailureRecord, current_communicator
+from lightning_lockstep.distributed.failure.process_exit import leaving, writing_report
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.failure.record import describe_exit, is_broken_collective
-from lightning_lockstep.errors import ConfigurationError, RankFailedError
+from lightning_lockstep.errors import BatchSizeError, ConfigurationError, RankFailedError
 from tests.helpers import run_ranks_raw, world_size
 
 RECORD = FailureRecord(
@@ -178,6 +179,103 @@ def test_an_error_raised_alike_leaves_every_rank_its_own() -> None:
 def test_an_error_that_only_one_rank_raises_stops_the_others() -> None:
     outcomes = run_ranks_raw(2, raise_alike, True, timeout=60)
     assert outcomes[0].value == "stopped: ConfigurationError: attempt 0"
+
+
+def prune_and_go_on(slow: int) -> str:
+    """Every rank raises the same error and catches it, one of them late; then all go on."""
+    crash = propagation(2.0)
+    for attempt in range(3):
+        crash.arm()
+        dist.barrier()
+        try:
+            if dist.get_rank() == slow:
+                time.sleep(0.4)
+            raise ValueError(f"pruned {attempt} on rank {dist.get_rank()}")
+        except ValueError as error:
+            assert crash.error_to_raise(error) is error
+    crash.arm()
+    dist.barrier()
+    time.sleep(2.5)  # longer than the grace period
+    crash.check()
+    assert not leaving()
+    return "goes on"
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_an_error_that_all_ranks_raise_and_catch_is_survived(slow: int) -> None:
+    outcomes = run_ranks_raw(3, prune_and_go_on, slow, timeout=60)
+    assert [(outcome.value, outcome.returncode) for outcome in outcomes] == [("goes on", 0)] * 3, outcomes
+
+
+def not_noticed_yet() -> str:
+    crash = propagation(8.0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise crash.error_to_raise(ValueError("boom"))
+    time.sleep(1.0)
+    crash.arm()  # the next fit begins
+    return "never"
+
+
+def test_the_failure_of_another_rank_is_not_forgotten_by_one_that_goes_on() -> None:
+    outcomes = run_ranks_raw(2, not_noticed_yet, timeout=60)
+    assert (outcomes[0].exception or "").startswith("RankFailedError: rank 1 of 2")
+
+
+def raise_beside_a_frozen_rank(frozen: int) -> tuple[str, float, bool]:
+    crash = propagation(3.0)
+    dist.barrier()
+    if dist.get_rank() == frozen:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.5)
+    began = time.monotonic()
+    raised = crash.error_to_raise(ValueError("boom beside a frozen rank"))
+    return str(raised), time.monotonic() - began, hasattr(raised, "__lockstep_text__")
+
+
+def test_a_rank_whose_rank_0_is_frozen_prints_its_own_error() -> None:
+    outcomes = run_ranks_raw(2, raise_beside_a_frozen_rank, 0, timeout=12, allow_timeout=True)
+    text, seconds, quiet = outcomes[1].value
+    assert text == "boom beside a frozen rank" and seconds < 10 and not quiet
+
+
+def raise_ours_and_exit() -> str:
+    """Rank 1 raises an error of this package alone; the process that has started it sees its exit first."""
+    crash = propagation(8.0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        return type(crash.error_to_raise(BatchSizeError("nothing fits"))).__name__
+    time.sleep(1.0)
+    crash.report_child_exit(1, 1, 4711)
+    try:
+        crash.check()
+    except RankFailedError as error:
+        return error.record.summary  # type: ignore[attr-defined]
+    return "goes on"
+
+
+def test_what_a_rank_has_said_is_used_when_it_exits() -> None:
+    outcomes = run_ranks_raw(2, raise_ours_and_exit, timeout=60)
+    assert outcomes[0].value == "BatchSizeError: nothing fits"
+
+
+def slow_report() -> str:
+    """Rank 1 fails; rank 0 is still writing a report when the grace period ends."""
+    crash = propagation(1.0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        raise crash.error_to_raise(ValueError("boom"))
+    with writing_report():
+        time.sleep(3.0)
+        print("report written", flush=True)
+    time.sleep(60)
+    return "never"
+
+
+def test_a_forced_end_waits_for_a_report_that_is_being_written() -> None:
+    outcomes = run_ranks_raw(2, slow_report, timeout=60)
+    assert "report written" in outcomes[0].stdout and outcomes[0].returncode == 1
+    assert not outcomes[0].killed_by_helper
 
 
 def interrupted() -> str:

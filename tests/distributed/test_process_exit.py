@@ -94,6 +94,18 @@ def test_a_failed_process_runs_its_exit_functions_and_keeps_its_code() -> None:
     assert end(code)[:2] == (5, "tracker closed\n")
 
 
+def test_nothing_at_its_exit_holds_a_failed_process() -> None:
+    code = """
+        import threading, time
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        process_exit.end_within(0.5, 5)
+        raise ValueError("boom")
+    """
+    returncode, _, err = end(code)
+    assert returncode == 5
+    assert err.index("ValueError: boom") < err.index("ended by force")
+
+
 @pytest.mark.parametrize(
     ("before", "printed"),
     [

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import socket
+import subprocess
 import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,10 +19,11 @@ from lightning_lockstep.distributed import (
     LocalSideChannel,
     Message,
     SideChannel,
-    StoreSideChannel,
+    ZeroMQSideChannel,
     current_communicator,
     shut_down,
 )
+from lightning_lockstep.distributed.side_channel.job_token import channel_keys
 from tests.helpers import run_ranks, run_ranks_raw
 
 
@@ -132,18 +138,23 @@ def watched_channel() -> tuple[SideChannel, list[str]]:
     reasons: list[str] = []
     channel.watch_peers(on_lost=lambda rank, reason: reasons.append(f"{rank}: {reason}"))
     communicator.barrier()
+    assert wait_until(lambda: len(channel._known) == channel.world_size - 1), "all addresses have come"
+    communicator.barrier()
     return channel, reasons
 
 
-def lose_rank_zero() -> str:
+def lose_rank_zero() -> list[str]:
     channel, reasons = watched_channel()
     if channel.rank == 0:
         os._exit(7)
     assert wait_until(lambda: bool(reasons))
-    assert channel.claim("key", "mine") == "mine", "without a store everybody's own word stands"
-    assert channel.flush(0.1) is False
+    channel.on("hello", lambda message: reasons.append(message.body))
+    channel.post("hello", "the others still reach each other")
+    assert wait_until(lambda: len(reasons) == 2)
+    assert channel.claim("key", "mine") == "mine", "without rank 0 everybody's own word stands"
+    assert not channel.usable and channel.lost
     shut_down(0.0)
-    return reasons[0]
+    return reasons
 
 
 def test_the_end_of_rank_zero_is_noticed_at_once() -> None:
@@ -151,7 +162,8 @@ def test_the_end_of_rank_zero_is_noticed_at_once() -> None:
     assert outcomes[0].returncode == 7
     for outcome in outcomes[1:]:
         assert outcome.ok, outcome.traceback
-        assert outcome.value.startswith("0: ") and "closed" in outcome.value
+        assert outcome.value[0].startswith("0: nobody listens at 127.0.0.1"), outcome.value
+        assert outcome.value[1] == "the others still reach each other"
 
 
 def orderly_end() -> list[str]:
@@ -168,34 +180,126 @@ def test_a_goodbye_of_rank_zero_is_no_loss() -> None:
     assert run_ranks(2, orderly_end) == [[], []]
 
 
-def silent_rank() -> list[tuple[int, bool]]:
-    """Rank 1's channel is made to stop beating; rank 0 must notice and name it."""
+def frozen_rank(frozen: int, for_good: bool) -> list[Any]:
+    """One rank is stopped; a process beside it lets it go on after a while, or not at all."""
     communicator = current_communicator()
-    server = (
-        dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if communicator.is_main else None
+    channel = open_with(heartbeat_timeout=0.6, silence_limit=3.0 if not for_good else 1.0)
+    noticed: list[Any] = []
+    heard = threading.Event()
+    channel.watch_peers(
+        on_silent=lambda rank, seconds, reason: noticed.append([rank, seconds > 1.0, reason]),
+        on_lost=lambda rank, reason: noticed.append([rank, "lost", reason]),
     )
-    port = communicator.broadcast(server.port if server else None)
-    noticed: list[tuple[int, bool]] = []
-    channel = StoreSideChannel(
-        "127.0.0.1",
-        port,
-        rank=communicator.rank,
-        world_size=communicator.world_size,
-        server=server,
-        heartbeat_interval=0.1 if communicator.rank != 1 else 3600.0,
-        silence_limit=1.0,
-    )
-    channel.watch_peers(on_silent=lambda rank, seconds: noticed.append((rank, seconds > 1.0)))
+    channel.on("awake", lambda message: heard.set())
     communicator.barrier()
-    if communicator.is_main:
-        wait_until(lambda: bool(noticed))
+    if communicator.rank == frozen:
+        subprocess.Popen(["sh", "-c", f"sleep {60 if for_good else 1.5}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        channel.post("awake")
+        channel.flush()
+        time.sleep(0.5)
+    elif for_good:
+        assert wait_until(lambda: bool(noticed))
+    else:
+        assert heard.wait(20)
+    channel.close(0.0)
+    return noticed
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_rank_that_is_stopped_for_a_while_is_not_lost(frozen: int) -> None:
+    answers = run_ranks(3, frozen_rank, frozen, False)
+    assert answers == [[], [], []]
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_rank_that_is_stopped_for_good_is_named(frozen: int) -> None:
+    outcomes = run_ranks_raw(3, frozen_rank, frozen, True, linger=None, timeout=8.0, allow_timeout=True)
+    for watcher in {1, 2} if frozen == 0 else {0}:
+        (noticed,) = outcomes[watcher].value
+        assert noticed[:2] == [frozen, True] and "it was stopped" in noticed[2]
+
+
+def holds_the_gil() -> list[Any]:
+    communicator = current_communicator()
+    channel = open_with(heartbeat_timeout=0.6, silence_limit=1.0)
+    noticed: list[Any] = []
+    channel.watch_peers(
+        on_silent=lambda *given: noticed.append(given), on_lost=lambda *given: noticed.append(given)
+    )
+    communicator.barrier()
+    if communicator.rank == 1:
+        ctypes.PyDLL(None).usleep(4_000_000)  # with the GIL held
+    else:
+        time.sleep(4)
     communicator.barrier()
     channel.close()
-    return noticed[:1]
+    return noticed
 
 
-def test_a_rank_without_heartbeat_is_named() -> None:
-    assert run_ranks(3, silent_rank)[0] == [(1, True)]
+def test_a_rank_that_holds_the_gil_is_not_silent() -> None:
+    assert run_ranks(2, holds_the_gil) == [[], []]
+
+
+def open_with(**options: Any) -> ZeroMQSideChannel:
+    """A channel beside that of the communicator, with other limits."""
+    communicator = current_communicator()
+    keys, given = channel_keys("of this test"), {"host": "127.0.0.1", "heartbeat_interval": 0.2, **options}
+    address = None
+    if communicator.is_main:
+        channel = ZeroMQSideChannel(0, communicator.world_size, keys=keys, **given)
+        address = channel.address
+    address = communicator.broadcast(address)
+    if not communicator.is_main:
+        rank, world_size = communicator.rank, communicator.world_size
+        channel = ZeroMQSideChannel(rank, world_size, keys=keys, main_address=address, **given)
+        assert channel.wait_for_main(20)
+    communicator.barrier()
+    return channel
+
+
+def many_and_large() -> list[Any]:
+    channel = open_with()
+    got: list[int] = []
+    channel.on("large", lambda message: got.append(len(message.body)))
+    channel.post("large", "x" * 50_000_000)
+    assert channel.flush(60)
+    assert wait_until(lambda: len(got) == channel.world_size - 1)
+    current_communicator().barrier()
+    channel.close()
+    return got
+
+
+def test_a_message_may_be_large() -> None:
+    assert run_ranks(3, many_and_large) == [[50_000_000] * 2] * 3
+
+
+def strangers() -> list[Any]:
+    """Somebody without the token, and somebody without the protocol, write to rank 0's port."""
+    channel = open_with()
+    got: list[Any] = []
+    channel.on("news", lambda message: got.append(message.body))
+    current_communicator().barrier()
+    if channel.rank == 0:
+        stranger = ZeroMQSideChannel(
+            1, 2, host="127.0.0.1", keys=channel_keys("another"), main_address=channel.address
+        )
+        stranger.post("news", "forged", to=0)
+        assert not stranger.wait_for_main(1.0)
+        stranger.close(0.0)
+        with socket.create_connection(("127.0.0.1", int(channel.address.rpartition(":")[2]))) as raw:
+            raw.sendall(b"GET / HTTP/1.0\r\n\r\n" + bytes(1000))
+    else:
+        time.sleep(1.5)
+        channel.post("news", "from rank 1", to=0)
+        channel.flush()
+    current_communicator().barrier()
+    channel.close()
+    return got
+
+
+def test_strangers_are_not_listened_to() -> None:
+    assert run_ranks(2, strangers) == [["from rank 1"], []]
 
 
 def test_one_process_hears_itself() -> None:

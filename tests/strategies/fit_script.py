@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lockstep
-from lightning_lockstep.errors import LockstepError
+from lightning_lockstep.errors import BatchSizeError, LockstepError
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
 START = sys.argv[2] if len(sys.argv) > 2 else "popen"
@@ -41,8 +41,14 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Pruned(Exception):
+    """What a sweep's pruning callback raises on every rank."""
+
+
 def provoke(rank: int) -> None:
     kind, _, where = FAULT.partition("@")
+    if kind == "prune":
+        raise Pruned(f"on rank {rank}")
     if kind == "wait":
         print("waiting", flush=True)
         time.sleep(300)
@@ -54,8 +60,15 @@ def provoke(rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "term":
         os.kill(os.getpid(), signal.SIGTERM)
+    if kind == "ours":
+        raise BatchSizeError("nothing fits")
     if kind == "memory":
         torch.empty(1 << 60)
+
+
+def forget_fault() -> None:
+    global FAULT
+    FAULT = "none"
 
 
 def main() -> None:
@@ -75,6 +88,21 @@ def main() -> None:
         **options,
     )
     net = Net()
+    if FAULT == "prune":
+        try:
+            trainer.fit(net, DataLoader(data, batch_size=16))
+        except Pruned as error:
+            print(f"caught {error}", flush=True)
+        forget_fault()
+        strategy = lightning_lockstep.LockstepDDPStrategy(grace_period=3.0)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy,
+            max_epochs=1,
+            enable_model_summary=False,
+            **options,
+        )
     trainer.fit(net, DataLoader(data, batch_size=16), DataLoader(data, batch_size=64))
     print(f"rank {trainer.global_rank} fitted {trainer.callback_metrics['val_loss']:.6f}", flush=True)
     if START == "popen":

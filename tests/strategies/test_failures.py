@@ -53,6 +53,23 @@ def test_a_raising_rank_ends_the_job_with_its_traceback_last(rank: int) -> None:
         assert outcome.stdout.count("caught RankFailedError") == 1
 
 
+def test_an_error_of_ours_on_one_rank_alone_is_not_lost() -> None:
+    outcome = run("ours@1")
+    assert outcome.returncode == 1
+    assert outcome.stderr.rstrip().endswith("BatchSizeError: nothing fits"), outcome.stderr
+    assert "rank 1 of 2" in outcome.stderr
+
+
+def test_a_failure_that_the_program_catches_on_all_ranks_is_survived() -> None:
+    outcome = run("prune")
+    assert outcome.returncode == 0, outcome.output
+    assert sorted(line for line in outcome.stdout.splitlines() if "caught" in line) == [
+        "caught on rank 0",
+        "caught on rank 1",
+    ]
+    assert outcome.stdout.count("fitted") == 2
+
+
 def test_a_rank_out_of_memory_ends_the_job() -> None:
     outcome = run("memory@1")
     assert outcome.returncode == 1

@@ -127,6 +127,8 @@ def uneven_fits() -> dict[str, Any]:
         except ConfigurationError as error:
             answers[f"error {sized}"] = str(error)
     answers["even"] = fit(seeded(), loader(4, sized=False)).global_step
+    limits = ({"limit_train_batches": 2}, {"max_steps": 3}, {"fast_dev_run": 2}, {"overfit_batches": 2})
+    answers["cut short"] = [fit(seeded(), loader(mine, True), **limit).global_step for limit in limits]
     return answers
 
 
@@ -147,6 +149,9 @@ def test_ranks_with_different_amounts_of_data() -> None:
     assert first["error False"] == second["error False"]
     assert "(rank 0: 3, rank 1: more than 3)" in first["error False"]
     assert (first["even"], second["even"]) == (8, 8)
+    assert first["cut short"] == second["cut short"] == [4, 3, 2, 4], (
+        "the loop takes the same number on every rank"
+    )
     for policy, steps in (("truncate", 3), ("join", 5)):
         (notice,) = first[f"notices {policy} True"]
         expected = f"every rank takes {steps} steps an epoch (rank 0: 3, rank 1: 5)."

@@ -28,6 +28,7 @@ from lightning_lockstep.errors import Preempted
 __all__ = [
     "agreed_exit",
     "first_failure",
+    "forget_failure",
     "keep_notes_in",
     "note_agreed_exit",
     "note_failure",
@@ -63,6 +64,19 @@ def note_failure(record: FailureRecord) -> None:
         }
         with suppress(OSError):
             Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+def forget_failure() -> None:
+    """Take the note of a failure back: the program has caught it.
+
+    Ranks: every rank that goes on.
+    """
+    folder, of_torchrun = _notes_folder(), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    paths = [Path(of_torchrun)] if of_torchrun else []
+    paths += [folder / f"{os.getpid()}.failed"] if folder else []
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
 
 
 def note_agreed_exit(preempted: Preempted) -> None:
@@ -115,8 +129,7 @@ def orderly_ends(folder: Path) -> int:
 
 
 def _write(kind: str, content: str) -> None:
-    given = ended_folder()
-    folder = _folder or (Path(given) if given else None)
+    folder = _notes_folder()
     if folder is None:
         return
     note = folder / f"{os.getpid()}.{kind}"
@@ -125,3 +138,8 @@ def _write(kind: str, content: str) -> None:
     with suppress(OSError):
         draft.write_text(content, encoding="utf-8")
         draft.replace(note)
+
+
+def _notes_folder() -> Path | None:
+    given = ended_folder()
+    return _folder or (Path(given) if given else None)

@@ -18,8 +18,10 @@ import multiprocessing
 import multiprocessing.util
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from lightning_lockstep._lightning import _destroy_dist_connection
@@ -30,6 +32,7 @@ __all__ = [
     "at_process_end",
     "end_after_exit_functions",
     "end_now",
+    "end_within",
     "expect_exit",
     "expected_exit",
     "flush_everything",
@@ -40,6 +43,9 @@ __all__ = [
     "on_uncaught",
     "run_flushers",
     "show_plainly",
+    "stay",
+    "wait_for_reports",
+    "writing_report",
 ]
 
 _log = logging.getLogger(__name__)
@@ -144,27 +150,60 @@ def end_after_exit_functions(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-_leaving = False
+_leaving: Callable[[], None] | None = None
 
 
 def leaving() -> bool:
     """Return whether this process is about to end because of a failure."""
-    return _leaving
+    return _leaving is not None
 
 
 def leave_without_waiting(exit_code: int) -> None:
     """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
     global _leaving
-    if _leaving:
+    if _leaving is not None:
         return
-    _leaving = True
 
     def leave() -> None:
         atexit.unregister(leave)
         atexit.unregister(_destroy_dist_connection)
         end_after_exit_functions(exit_code)  # of these functions, those registered before this one
 
+    _leaving = leave
     at_exit(leave)
+
+
+def stay() -> None:
+    """Take :func:`leave_without_waiting` back: the program has caught the failure and goes on."""
+    global _leaving
+    if _leaving is not None:
+        atexit.unregister(_leaving)
+        _leaving = None
+
+
+_writing: list[object] = []
+
+
+@contextmanager
+def writing_report() -> Iterator[None]:
+    """Have a forced end that another rank's failure brings about wait for the body, which writes a report."""
+    report = object()
+    _writing.append(report)
+    try:
+        yield
+    finally:
+        _writing.remove(report)
+
+
+def wait_for_reports(timeout: float) -> None:
+    """Wait until nothing writes a report in this process.
+
+    Args:
+        timeout: Longest wait [s].
+    """
+    deadline = time.monotonic() + timeout
+    while _writing and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 _expected_exit: int | None = None
@@ -198,6 +237,23 @@ def show_plainly(error: RankFailedError) -> None:
     Torch's hook would put this rank's number in front of every line of the other one's traceback.
     """
     _print_instead(error, f"\nlightning-lockstep: {error}\n")
+
+
+def end_within(seconds: float, exit_code: int) -> None:
+    """Once Python has printed an exception that nobody caught, end this process by force after a while.
+
+    A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it for ever.
+
+    Args:
+        seconds: How long it may take to end by itself [s].
+        exit_code: Its exit code then.
+    """
+
+    def count_down() -> None:
+        time.sleep(seconds)
+        end_now(exit_code, "\nlightning-lockstep: ended by force; what runs at its exit took too long.\n")
+
+    on_uncaught(threading.Thread(target=count_down, name="lockstep-end", daemon=True).start)
 
 
 def on_uncaught(function: Callable[[], None]) -> None:

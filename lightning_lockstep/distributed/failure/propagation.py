@@ -28,13 +28,16 @@ from contextlib import suppress
 from typing import Any
 
 from lightning_lockstep._lightning import SIGTERMException
-from lightning_lockstep.distributed.failure.exit_note import note_failure
+from lightning_lockstep.distributed.failure.exit_note import forget_failure, note_failure
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
+    end_within,
     expected_exit,
     keep_quiet,
     leave_without_waiting,
     show_plainly,
+    stay,
+    wait_for_reports,
 )
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
@@ -48,7 +51,11 @@ from lightning_lockstep.errors import LockstepError, RankFailedError
 __all__ = ["FailurePropagation", "propagation_on"]
 
 _FAILED, _CONFIRMED, _FIRST = "failure", "failure/confirmed", "failure/first"
-_COMMON = "failure/common"
+_COMMON, _ARMED = "failure/common", "failure/armed"
+# How long the process that started a rank may take to say how it ended [s].
+_BETTER_REPORT = 2.0
+# How long a report that is being written holds a forced end [s].
+_REPORT_LIMIT = 60.0
 
 
 class FailurePropagation:
@@ -83,10 +90,15 @@ class FailurePropagation:
         # How often this rank, and each other one, has raised an error that all ranks raise alike.
         self._common_here = 0
         self._common_there: Counter[int] = Counter()
+        # What ranks have said of an error that may be common to all.
+        self._posted: dict[int, FailureRecord] = {}
+        self._armed = 0
+        self._raised_here = self._interrupted_here = False
         self._remove = [
             channel.on(_FAILED, lambda message: self._take(FailureRecord.from_json(message.body))),
             channel.on(_CONFIRMED, lambda message: self._confirmed.set()),
             channel.on(_COMMON, self._take_common),
+            channel.on(_ARMED, self._take_armed),
         ]
         channel.watch_peers(on_lost=self._peer_lost, on_silent=self._peer_silent)
 
@@ -94,6 +106,32 @@ class FailurePropagation:
     def failed(self) -> bool:
         """Whether any rank is known to have failed; costs one attribute read."""
         return self.record is not None
+
+    def arm(self) -> None:
+        """Begin anew: what this rank raised before was caught by the program.
+
+        A rank that goes on lets the others know, so that they forget its failure, too.
+
+        Raises:
+            RankFailedError: Another rank has failed, and this one had not noticed yet.
+
+        Ranks: every rank, at the start of a fit; sends a message only if this rank had raised.
+        """
+        if not self._raised_here:
+            self.check()
+            return
+        with self._lock:
+            self._armed += 1
+            self.record = None
+            self._common_here = 0
+            self._posted.clear()
+            self._known.clear()
+            self._confirmed.clear()
+            self._raised_here = self._interrupted_here = False
+        stay()
+        forget_failure()
+        self.channel.post(_ARMED)
+        self.channel.flush(2.0)  # before this rank meets the others in a collective
 
     def check(self) -> None:
         """Stop here if another rank has failed.
@@ -109,8 +147,9 @@ class FailurePropagation:
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Turn an error that ended this rank's work into the one it should raise.
 
-        The first rank to fail informs the others and keeps its own error. A rank whose collective broke
-        because of that gets a :class:`RankFailedError` that carries the first one's report.
+        The first rank to fail informs the others and keeps its own error, and so does a rank that raises an error
+        of the same type: all raise it alike. A rank whose collective broke because of a failure gets a
+        :class:`RankFailedError` that carries the first one's report.
 
         Args:
             error: What was raised here.
@@ -119,9 +158,11 @@ class FailurePropagation:
             The error to raise.
 
         Ranks: the rank whose work was ended; waits up to a third of the grace period for the message of an
-            earlier failure when the error looks like the consequence of one.
+            earlier failure when the error looks like the consequence of one, and as long for the confirmation
+            that another rank prints the report.
         """
         agreed = isinstance(error, SystemExit) and error.code == (expected_exit() or object())
+        self._raised_here = not agreed
         if isinstance(error, RankFailedError) or agreed:
             return error
         if isinstance(error, KeyboardInterrupt):
@@ -134,6 +175,11 @@ class FailurePropagation:
             self._announce(self._describe(error))
         assert self.record is not None
         if self.record.rank != self.channel.rank:
+            if self._is_alike(error, self.record):
+                # By the end of the grace period the program has caught it, and armed anew, or has ended.
+                if not self.prints_report:
+                    keep_quiet(error)
+                return error
             if not isinstance(error, SystemExit):
                 return self._stopped(self.record)
             note_failure(self.record)
@@ -142,7 +188,13 @@ class FailurePropagation:
             leave_without_waiting(self.record.exit_code)
         if not self.prints_report and self._confirmed.is_set():
             keep_quiet(error)
+        end_within(self.grace_period, self.record.exit_code)
         return error
+
+    @staticmethod
+    def _is_alike(error: BaseException, record: FailureRecord) -> bool:
+        same_type = record.summary.partition(":")[0] == type(error).__name__
+        return same_type and not isinstance(error, SystemExit) and not is_broken_collective(error)
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
         """Inform all ranks that a rank started by this one has ended badly.
@@ -154,6 +206,11 @@ class FailurePropagation:
 
         Ranks: the rank that started it, from its watching thread.
         """
+        posted = self._posted.get(rank)
+        if posted is not None:  # it has said itself why
+            if not self._common_here:
+                self._announce(posted)
+            return
         kind, summary, code = describe_exit(returncode)
         self._announce(self._record_of(rank, socket.gethostname(), pid, kind, summary, exit_code=code))
 
@@ -166,28 +223,45 @@ class FailurePropagation:
         """Errors of this package are raised on every rank alike: each keeps its own, rank 0 prints it.
 
         Should this one be raised on one rank alone after all, the others take it for a failure after half the
-        grace period.
+        grace period, or when this rank exits. Rank 0 confirms either way that it prints what is to be printed.
         """
         self._common_here += 1
         self.channel.post(_COMMON, self._describe(error).to_json())
-        self.channel.flush(1.0)
         if not self.prints_report:
-            keep_quiet(error)
+            if self._confirmed.wait(self.grace_period / 3):
+                keep_quiet(error)
+        else:
+            self.channel.flush(1.0)
         return error
 
     def _take_common(self, message: Message) -> None:
-        self._common_there[message.sender] += 1
-        times = self._common_there[message.sender]
+        record = FailureRecord.from_json(message.body)
+        self._posted[message.sender] = record
+        if self.channel.rank == 0:
+            self.channel.post(_CONFIRMED, to=message.sender)
+        times, armed = 1 + self._common_there[message.sender], self._armed
+        self._common_there[message.sender] = times
 
         def wait_for_own() -> None:
             time.sleep(self.grace_period / 2)
-            if self._common_here < times:
-                self._take(FailureRecord.from_json(message.body))
+            wait_for_reports(_REPORT_LIMIT)
+            if self._armed == armed and not self._common_here and message.sender in self._posted:
+                self._take(record)
 
         threading.Thread(target=wait_for_own, name="lockstep-common", daemon=True).start()
 
+    def _take_armed(self, message: Message) -> None:
+        """A rank has caught its failure and goes on."""
+        with self._lock:
+            self._posted.pop(message.sender, None)
+            known = self.record is not None and self.record.rank == message.sender
+            if known and not self._raised_here:
+                self.record = None
+                self._known.clear()
+
     def _interrupted(self, error: BaseException) -> BaseException:
         """Ctrl-C reaches every rank of a terminal by itself: report it once, wait for nobody."""
+        self._interrupted_here = True
         if self.record is None:
             self._announce(self._describe(error))
         if self.record is not None:
@@ -224,7 +298,8 @@ class FailurePropagation:
 
     def _announce(self, record: FailureRecord) -> None:
         """Claim that ``record`` is the first failure; if it is, send it to every rank."""
-        first = FailureRecord.from_json(self.channel.claim(_FIRST, record.to_json()))
+        key = f"{_FIRST}/{self._armed}"
+        first = FailureRecord.from_json(self.channel.claim(key, record.to_json()))
         mine = first.rank == self.channel.rank
         with self._lock:
             if self.record is None:
@@ -249,20 +324,44 @@ class FailurePropagation:
         if self.channel.rank == 0 and record.rank != 0:
             self.channel.post(_CONFIRMED, to=record.rank)
         if record.rank != self.channel.rank:
-            threading.Thread(target=self._count_down, name="lockstep-grace", daemon=True).start()
+            threading.Thread(
+                target=self._count_down, args=(record,), name="lockstep-grace", daemon=True
+            ).start()
 
     def _peer_lost(self, rank: int, reason: str) -> None:
+        def announce() -> None:
+            if rank != 0:
+                time.sleep(_BETTER_REPORT)  # whoever started that rank knows its signal or exit code
+            if self.record is not None:
+                return
+            summary = f"its process has ended without reporting an error ({reason})"
+            host = self.channel.main_host if rank == 0 else "unknown"
+            record = self._record_of(rank, host, 0, "vanished", summary)
+            if rank == 0:
+                # With rank 0 the one that prints is gone.
+                self.prints_report = self.prints_report or self._speaks_for_rank_0()
+                self._take(record)
+            else:
+                self._announce(record)
+
+        threading.Thread(target=announce, name="lockstep-lost", daemon=True).start()
+
+    def _speaks_for_rank_0(self) -> bool:
+        return self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+
+    def _peer_silent(self, rank: int, seconds: float, reason: str) -> None:
         if self.record is not None:
             return
-        # With rank 0 the one that prints is gone.
-        self.prints_report = self.prints_report or (rank == 0 and self.channel.rank == 1)
-        summary = f"the connection to its store ended ({reason})"
-        self._take(self._record_of(rank, self.channel.main_host, 0, "vanished", summary))
-
-    def _peer_silent(self, rank: int, seconds: float) -> None:
-        if self.record is None:
-            summary = f"no heartbeat for {seconds:.0f} s"
-            self._announce(self._record_of(rank, "unknown", 0, "vanished", summary))
+        host = self.channel.main_host if rank == 0 else "unknown"
+        summary = f"no heartbeat for {seconds:.0f} s: {reason}"
+        record = self._record_of(rank, host, 0, "vanished", summary)
+        if rank == 0:
+            self.prints_report = self.prints_report or self._speaks_for_rank_0()
+            self._take(record)
+        else:
+            threading.Thread(
+                target=self._announce, args=(record,), name="lockstep-silent", daemon=True
+            ).start()
 
     def _stopped(self, record: FailureRecord) -> BaseException:
         if record.kind == "interrupt":
@@ -276,11 +375,14 @@ class FailurePropagation:
             keep_quiet(error)
         return error
 
-    def _count_down(self) -> None:
+    def _count_down(self, record: FailureRecord) -> None:
+        armed = self._armed
         time.sleep(self.grace_period * 0.9)
-        record = self.record
-        if record is None:
-            return
+        wait_for_reports(_REPORT_LIMIT)
+        if self.record is not record or self._armed != armed:
+            return  # the program has caught it and goes on
+        if record.kind == "interrupt" and self._interrupted_here:
+            return  # Ctrl-C came here too, and the program has handled it
         if self.on_force is not None:
             self.on_force()
         end_now(record.exit_code, f"\nlightning-lockstep: {record.report()}\n" if self.prints_report else "")

@@ -53,11 +53,13 @@ class SideChannel(ABC):
         rank: This rank.
         world_size: Number of ranks.
         main_host: Host name or address of rank 0, as far as it is known.
+        silence_limit: How long a peer may be frozen or unreachable before ``on_silent`` is called [s].
     """
 
     rank: int
     world_size: int
     main_host: str = "unknown"
+    silence_limit: float = 120.0
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -66,20 +68,21 @@ class SideChannel(ABC):
         self._lock = threading.RLock()
         self._at_close: list[Callable[[], None]] = []
         self._on_lost: Callable[[int, str], None] | None = None
-        self._on_silent: Callable[[int, float], None] | None = None
+        self._on_silent: Callable[[int, float, str], None] | None = None
 
     def watch_peers(
         self,
         *,
         on_lost: Callable[[int, str], None] | None = None,
-        on_silent: Callable[[int, float], None] | None = None,
+        on_silent: Callable[[int, float, str], None] | None = None,
     ) -> None:
         """Say who is to learn of a peer that is gone; a later call replaces an earlier one.
 
         Args:
-            on_lost: Called once with (rank, reason) when the connection to a peer ends though that peer has
-                not closed its channel.
-            on_silent: Called with (rank, seconds) when a peer has sent no heartbeat for too long.
+            on_lost: Called once with (rank, reason) when a peer's process has ended though it has not closed
+                its channel. Rank 0 is watched by every rank, and watches all others.
+            on_silent: Called once with (rank, seconds, reason) when a peer has been frozen, or its host
+                unreachable, for too long.
 
         Ranks: any rank, alone; nothing is sent. Both are called on threads of the channel.
         """

@@ -7,6 +7,7 @@ instead, which all must then enter together.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import socket
@@ -15,12 +16,19 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore
-
+from lightning_lockstep._environment import JOB_TOKEN
 from lightning_lockstep.distributed.failure.process_exit import at_process_end
 from lightning_lockstep.distributed.process_group import RankGroup, current_group
 from lightning_lockstep.distributed.side_channel.base import SideChannel
-from lightning_lockstep.distributed.side_channel.store import StoreSideChannel
+from lightning_lockstep.distributed.side_channel.interfaces import (
+    ANY,
+    address_towards,
+    host_of,
+    own_address,
+)
+from lightning_lockstep.distributed.side_channel.job_token import channel_keys, known_job_token, new_job_token
+from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
+from lightning_lockstep.errors import LaunchError
 
 __all__ = ["close_side_channel", "current_group", "known_rank", "open_side_channel", "side_channel_if_open"]
 
@@ -76,21 +84,11 @@ def open_side_channel(
     if group is None:
         raise RuntimeError("The side channel connects a group of ranks, and there is none yet.")
     with _lock:
-        if _open is not None and _open[0] is group:
-            return _open[1]
-        server = None
-        if group.rank == 0:
-            # Port 0 lets the system choose, so that jobs on one host never collide.
-            server = TCPStore("0.0.0.0", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-        mine = (os.environ.get("MASTER_ADDR") or socket.gethostname(), server.port if server else 0)
-        host, port = _address(group, mine, timeout, broadcast)
-        channel = StoreSideChannel(
-            "127.0.0.1" if server else host,
-            port,
-            rank=group.rank,
-            world_size=group.world_size,
-            server=server,
-        )
+        if _open is not None:
+            if _open[0] is group:
+                return _open[1]
+            _open[1].close(0.0)  # of a group that is no more
+        channel = _open_on(group, timeout, broadcast)
         _open = (group, channel)
         if multiprocessing.parent_process() is not None:
             at_process_end(close_side_channel)
@@ -108,19 +106,51 @@ def close_side_channel(timeout: float = 2.0) -> None:
     _open = None
 
 
-def _address(
-    group: RankGroup, mine: tuple[str, int], timeout: float, broadcast: Callable[[Any], Any] | None
-) -> tuple[str, int]:
+def _open_on(group: RankGroup, timeout: float, broadcast: Callable[[Any], Any] | None) -> ZeroMQSideChannel:
+    token = known_job_token()
+    if group.rank == 0:
+        made = token or new_job_token()
+        name = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        host = own_address(name)
+        channel = ZeroMQSideChannel(
+            0,
+            group.world_size,
+            host=host,
+            known_as=name if host == ANY else None,
+            keys=channel_keys(made),
+        )
+        # A token that came with the environment is known to all ranks and stays out of the store.
+        _hand_out(group, json.dumps([channel.address, None if token else made]), timeout, broadcast)
+        return channel
+    address, given = json.loads(_hand_out(group, "", timeout, broadcast))
+    main_host = host_of(address)
+    channel = ZeroMQSideChannel(
+        group.rank,
+        group.world_size,
+        host=address_towards(main_host),
+        keys=channel_keys(given or token or ""),
+        main_address=address,
+    )
+    if not channel.wait_for_main(timeout):
+        channel.close(0.0)
+        raise LaunchError(
+            f"Rank {group.rank} of {group.world_size} could not connect to the side channel of rank 0 at {address}"
+            f" within {timeout:.0f} s. Let TCP connections between the ranks' hosts through (any port), and give"
+            f" every rank the same {JOB_TOKEN}, or none."
+        )
+    return channel
+
+
+def _hand_out(group: RankGroup, mine: str, timeout: float, broadcast: Callable[[Any], Any] | None) -> str:
+    """Give rank 0's text to every rank; on rank 0 without waiting, where the group has a store."""
     if group.store is None:
         if broadcast is None:
             raise RuntimeError(
                 "This group of ranks has no store, so the side channel can only be opened together."
             )
-        host, port = broadcast(mine)
-        return host, port
+        return str(broadcast(mine))
     if group.rank == 0:
-        group.store.set(_KEY, f"{mine[0]}|{mine[1]}")
+        group.store.set(_KEY, mine)
         return mine
     group.store.wait([_KEY], timedelta(seconds=timeout))
-    host, _, port = bytes(group.store.get(_KEY)).decode().rpartition("|")
-    return host, int(port)
+    return bytes(group.store.get(_KEY)).decode()

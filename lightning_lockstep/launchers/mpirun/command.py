@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_lockstep._environment import JOB_TOKEN
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 
 __all__ = ["MPIRun", "MPIRunSettings", "find_mpirun", "hostname_command", "mpirun_environ", "mpirun_command"]
@@ -109,9 +110,9 @@ def mpirun_command(
         for name, value in (("time", 5), ("intvl", 3), ("probes", 3)):
             command += ["--prtemca", f"oob_tcp_keepalive_{name}", str(value)]
         command += _ssh(settings.ssh_args)
-        for name in sorted(os.environ):
-            if name.startswith(_PASSED_ON):
-                command += ["-x", name]
+        # By name only: the values are not for the process table.
+        for name in sorted({JOB_TOKEN, *(name for name in os.environ if name.startswith(_PASSED_ON))}):
+            command += ["-x", name]
     else:
         command += ["--map-by", f"{mapping}:OVERSUBSCRIBE"]
     return [*command, *settings.mpirun_args]

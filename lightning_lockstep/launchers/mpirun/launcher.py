@@ -18,6 +18,7 @@ from typing import Any
 from lightning_lockstep._environment import ENDED_FOLDER
 from lightning_lockstep._lightning import _SubprocessScriptLauncher
 from lightning_lockstep.distributed.failure.process_exit import at_exit, end_after_exit_functions
+from lightning_lockstep.distributed.side_channel.job_token import token_for_children
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 from lightning_lockstep.launchers.mpirun.command import (
     MPIRun,
@@ -110,7 +111,9 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         watch = MPIRunWatch(self.num_processes, self.settings.grace_period + _PATIENCE)
         process = subprocess.Popen(
             command,
-            env=mpirun_environ(self.settings) | {ENDED_FOLDER: str(watch.ended_folder)},
+            env=mpirun_environ(self.settings)
+            | token_for_children()
+            | {ENDED_FOLDER: str(watch.ended_folder)},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,0 +1,69 @@
+"""Which of its addresses a rank listens at: the one that the other ranks use, and no other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from ipaddress import ip_address
+
+__all__ = ["ANY", "address_towards", "host_of", "own_address"]
+
+#: Every address of this host.
+ANY = "0.0.0.0"
+_LOOPBACK = ("127.0.0.1", "127.0.1.1", "::1")
+
+
+def own_address(name: str) -> str:
+    """Return the address of this host at which ranks that look for ``name`` find it.
+
+    Args:
+        name: Host name or address of rank 0, such as ``MASTER_ADDR``.
+
+    Returns:
+        The loopback address where all ranks are on one host; else the address that the name stands for. Where that
+        is none that other hosts could use (``127.0.1.1``, address translation), ``0.0.0.0``: all of them.
+
+    Ranks: rank 0.
+    """
+    found = _addresses(name)
+    if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", " "):
+        return "127.0.0.1"
+    if name in (*_LOOPBACK, "localhost"):  # whoever can reach rank 0 by this is on its host
+        return next(iter(found), "127.0.0.1")
+    return next((address for address in found if address not in _LOOPBACK and _is_own(address)), ANY)
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this host from which it reaches ``host``.
+
+    Ranks: any but rank 0; nothing is sent.
+    """
+    for address in _addresses(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # a datagram socket: the route is looked up, no packet leaves
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def host_of(address: str) -> str:
+    """Return the host in an address such as ``tcp://10.0.0.1:4000`` or ``tcp://[fe80::1]:4000``."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def _addresses(name: str) -> list[str]:
+    with suppress(ValueError):
+        return [str(ip_address(name.strip("[]")))]
+    with suppress(OSError):
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return []
+
+
+def _is_own(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
