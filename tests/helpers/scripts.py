@@ -190,7 +190,7 @@ class Script:
         with self._lock:
             return [process for process in self._seen.values() if _is_there(process)]
 
-    def finish(self, timeout: float = 60.0, settle: float = 2.0) -> ScriptOutcome:
+    def finish(self, timeout: float = 60.0, settle: float = 6.0) -> ScriptOutcome:
         """Wait for the end, look for leftovers, kill them, and tell how it went.
 
         Args:

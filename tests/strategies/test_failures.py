@@ -18,7 +18,7 @@ LIMIT = 120.0  # only so that a hang ends the test
 def run(*args: str) -> ScriptOutcome:
     outcome = run_script([str(SCRIPT), *args], timeout=LIMIT)
     assert not outcome.timed_out, outcome.output
-    assert outcome.leftovers == (), "no rank is left behind"
+    assert outcome.leftovers == (), f"no rank is left behind: {outcome.output}"
     return outcome
 
 

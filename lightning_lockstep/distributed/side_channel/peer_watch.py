@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 
 __all__ = ["PeerWatch"]
 
-# How often a peer that does not answer is asked, and how long one question takes at most [s].
-_ASK_EVERY, _ASK_FOR = 0.5, 0.3
+# How often a peer that does not answer is asked, and how long one question takes at most [s]; a peer that is there, or
+# whose host is gone, is asked less often.
+_ASK_EVERY, _ASK_FOR, _ASK_AGAIN = 0.1, 0.3, 1.0
 # So often in a row a connection is refused before that counts: a full queue of the listener refuses, too.
 _REFUSALS = 2
 
@@ -30,7 +31,7 @@ _REFUSALS = 2
 @dataclass
 class _Suspect:
     since: float
-    asked: float = 0.0
+    ask_at: float = 0.0
     refused: int = 0
     reported: bool = field(default=False)
 
@@ -84,8 +85,8 @@ class PeerWatch:
         """Ask the peers that do not answer."""
         now = time.monotonic()
         for rank, suspect in list(self._suspects.items()):
-            if now - suspect.asked >= _ASK_EVERY:
-                suspect.asked = now
+            if now >= suspect.ask_at:
+                suspect.ask_at = now + _ASK_EVERY
                 self._ask(rank, suspect)
 
     def _ask(self, rank: int, suspect: _Suspect) -> None:
@@ -102,7 +103,7 @@ class PeerWatch:
             state = f"its host does not answer ({error.strerror or error})"
         else:
             state = "its process is there and does not run: it was stopped, or its host has no memory left"
-        suspect.refused = 0
+        suspect.refused, suspect.ask_at = 0, time.monotonic() + _ASK_AGAIN
         seconds = time.monotonic() - suspect.since
         if seconds > self._silence_limit() and not suspect.reported:
             suspect.reported = True
