@@ -22,7 +22,6 @@ import threading
 import time
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -87,10 +86,8 @@ class FailurePropagation:
         self._known = threading.Event()
         self._confirmed = threading.Event()
         self._lock = threading.Lock()
-        # How often this rank, and each other one, has raised an error that all ranks raise alike.
+        # How often this rank has raised an error that all ranks raise alike, and what others have said of theirs.
         self._common_here = 0
-        self._common_there: Counter[int] = Counter()
-        # What ranks have said of an error that may be common to all.
         self._posted: dict[int, FailureRecord] = {}
         self._armed = 0
         self._raised_here = self._interrupted_here = False
@@ -239,8 +236,7 @@ class FailurePropagation:
         self._posted[message.sender] = record
         if self.channel.rank == 0:
             self.channel.post(_CONFIRMED, to=message.sender)
-        times, armed = 1 + self._common_there[message.sender], self._armed
-        self._common_there[message.sender] = times
+        armed = self._armed
 
         def wait_for_own() -> None:
             time.sleep(self.grace_period / 2)

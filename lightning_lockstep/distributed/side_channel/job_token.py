@@ -58,6 +58,6 @@ def token_for_children() -> dict[str, str]:
 
 def channel_keys(token: str) -> ChannelKeys:
     """Return the keys of the side channel of the job that has this token."""
-    seed = hashlib.blake2b(token.encode(), digest_size=32, person=b"lockstep-channel"[:16]).digest()
+    seed = hashlib.blake2b(token.encode(), digest_size=32, person=b"lockstep-channel").digest()
     secret = z85.encode(seed)
     return ChannelKeys(zmq.curve_public(secret), secret)

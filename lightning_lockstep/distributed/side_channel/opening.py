@@ -1,7 +1,7 @@
 """How the ranks find the side channel: its address is a key in the store of their group.
 
-So opening it is no collective. Rank 0 makes the channel's store and sets the key; any other rank reads it
-when it first needs the channel. Where a group has no store (some MPI backends), the ranks use a broadcast
+So opening it is no collective. Rank 0 begins to listen and sets the key; any other rank reads it when it first needs
+the channel. Where a group has no store (some MPI backends), the ranks use a broadcast
 instead, which all must then enter together.
 """
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = ["PeerWatch"]
 
@@ -33,7 +33,7 @@ class _Suspect:
     since: float
     ask_at: float = 0.0
     refused: int = 0
-    reported: bool = field(default=False)
+    reported: bool = False
 
 
 class PeerWatch:

@@ -24,6 +24,7 @@ Frames of a message: what it is, then JSON.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -54,7 +55,7 @@ from lightning_lockstep.distributed.side_channel.links import (
 )
 from lightning_lockstep.distributed.side_channel.peer_watch import PeerWatch
 
-__all__ = ["ZeroMQSideChannel", "endpoint"]
+__all__ = ["ZeroMQSideChannel"]
 
 _CLAIM, _CLAIMED = "lockstep/claim", "lockstep/claimed"
 # How long a rank waits for rank 0's answer to a claim [s].
@@ -123,6 +124,7 @@ class ZeroMQSideChannel(SideChannel):
         self._closed_ranks: set[int] = set()
         self._lost_ranks: set[int] = set()
         self._all_closed, self._main_reached = threading.Event(), threading.Event()
+        self._numbers = itertools.count()
         self._flushes: dict[int, tuple[set[int], threading.Event]] = {}
         self._claims: dict[str, str] = {}
         self._claimed = threading.Condition()
@@ -132,10 +134,9 @@ class ZeroMQSideChannel(SideChannel):
         self._wake = self._context.socket(zmq.PULL)
         self._wake.bind(WAKE)
         self._monitors: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
-        self._asked: dict[int, set[int]] = defaultdict(
-            set
-        )  # of the receiving thread: who wants to know where
-        self._known: dict[int, str] = {}  # of the receiving thread: where peers listen
+        # Of the receiving thread: where peers listen, and who has asked for the address of which.
+        self._known: dict[int, str] = {}
+        self._asked: dict[int, set[int]] = defaultdict(set)
         self.on(_CLAIM, self._take_claim)
         self.on(_CLAIMED, self._take_claimed)
         if main_address is not None:
@@ -182,7 +183,7 @@ class ZeroMQSideChannel(SideChannel):
         """See :meth:`SideChannel.flush`; a message has left when its receiver has it."""
         if not self._sender.is_alive() or self._process != os.getpid():
             return False
-        number, done = id(done := threading.Event()), done
+        number, done = next(self._numbers), threading.Event()
         self._flushes[number] = (set(), done)
         self._outbox.put(_Flush(number))
         try:
@@ -400,12 +401,12 @@ class ZeroMQSideChannel(SideChannel):
         inbox.router_handover = True  # a peer that connects again takes the place of its former connection
         inbox.curve_server = True
         inbox.curve_publickey, inbox.curve_secretkey = self._keys
-        port = inbox.bind_to_random_port(endpoint(host))
-        self.address = f"{endpoint(known_as)}:{port}"
+        port = inbox.bind_to_random_port(_endpoint(host))
+        self.address = f"{_endpoint(known_as)}:{port}"
         return inbox
 
 
-def endpoint(host: str) -> str:
+def _endpoint(host: str) -> str:
     """Return a host name or address as ZeroMQ takes it."""
     return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
 
