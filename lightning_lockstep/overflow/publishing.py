@@ -127,7 +127,7 @@ class ReportPublisher:
         body = {
             "text": combined_text(report.occasion, {report.rank: report.text()}, why),
             "json": report.as_json(),
-            "stem": f"batch-{report.occasion.batch_number}-rank-{report.rank}",
+            "batch": report.occasion.batch_number,
         }
         self.communicator.side_channel.post(_SINGLE, body, to=0)
 
@@ -143,8 +143,9 @@ class ReportPublisher:
             self._write(f"trace-batch-{batch_number}", whole, [])
 
     def _print_single(self, message: Message) -> None:
-        print_once(message.body["text"])
-        self._write(message.body["stem"], message.body["text"], [message.body["json"]])
+        text, stem = str(message.body["text"]), f"batch-{int(message.body['batch'])}-rank-{message.sender}"
+        print_once(text)
+        self._write(stem, text, [message.body["json"]])
 
     # A full disk or a broken matplotlib must not make rank 0 act differently from the others.
 

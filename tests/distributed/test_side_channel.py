@@ -138,7 +138,9 @@ def watched_channel() -> tuple[SideChannel, list[str]]:
     reasons: list[str] = []
     channel.watch_peers(on_lost=lambda rank, reason: reasons.append(f"{rank}: {reason}"))
     communicator.barrier()
-    assert wait_until(lambda: len(channel._known) == channel.world_size - 1), "all addresses have come"
+    assert wait_until(lambda: len(channel._addresses.ranks) == channel.world_size - 1), (
+        "all addresses have come"
+    )
     communicator.barrier()
     return channel, reasons
 

@@ -41,6 +41,7 @@ __all__ = [
     "leaving",
     "on_flush",
     "on_uncaught",
+    "print_also",
     "run_flushers",
     "show_plainly",
     "stay",
@@ -239,6 +240,12 @@ def show_plainly(error: RankFailedError) -> None:
     _print_instead(error, f"\nlightning-lockstep: {error}\n")
 
 
+def print_also(error: BaseException, text: str) -> None:
+    """Have Python print ``text`` after ``error`` when it ends this process: what another rank raised."""
+    error.__lockstep_more__ = text  # type: ignore[attr-defined]
+    _install_hook()
+
+
 def end_within(seconds: float, exit_code: int) -> None:
     """Once Python has printed an exception that nobody caught, end this process by force after a while.
 
@@ -285,6 +292,7 @@ def _install_hook() -> None:
         instead = getattr(value, "__lockstep_text__", None)
         if instead is None:
             usual(kind, value, trace)
+            sys.stderr.write(getattr(value, "__lockstep_more__", ""))
             for function in _after_uncaught:
                 function()
         elif instead:

@@ -16,17 +16,13 @@ enters a barrier or destroys a process group on the way out: both can wait for a
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
-from lightning_lockstep._lightning import SIGTERMException
 from lightning_lockstep.distributed.failure.exit_note import forget_failure, note_failure
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
@@ -34,14 +30,16 @@ from lightning_lockstep.distributed.failure.process_exit import (
     expected_exit,
     keep_quiet,
     leave_without_waiting,
+    print_also,
     show_plainly,
     stay,
     wait_for_reports,
 )
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
-    Kind,
+    describe_error,
     describe_exit,
+    is_alike,
     is_broken_collective,
 )
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
@@ -172,11 +170,8 @@ class FailurePropagation:
             self._announce(self._describe(error))
         assert self.record is not None
         if self.record.rank != self.channel.rank:
-            if self._is_alike(error, self.record):
-                # By the end of the grace period the program has caught it, and armed anew, or has ended.
-                if not self.prints_report:
-                    keep_quiet(error)
-                return error
+            if is_alike(error, self.record):
+                return self._raised_alike(error, self.record)
             if not isinstance(error, SystemExit):
                 return self._stopped(self.record)
             note_failure(self.record)
@@ -188,10 +183,13 @@ class FailurePropagation:
         end_within(self.grace_period, self.record.exit_code)
         return error
 
-    @staticmethod
-    def _is_alike(error: BaseException, record: FailureRecord) -> bool:
-        same_type = record.summary.partition(":")[0] == type(error).__name__
-        return same_type and not isinstance(error, SystemExit) and not is_broken_collective(error)
+    def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
+        """Keep an own error; by the end of the grace period the program has caught it or has ended."""
+        if not self.prints_report:
+            keep_quiet(error)
+        elif self._describe(error).summary != record.summary:
+            print_also(error, f"\nlightning-lockstep: {record.report()}\n")
+        return error
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
         """Inform all ranks that a rank started by this one has ended badly.
@@ -209,7 +207,8 @@ class FailurePropagation:
                 self._announce(posted)
             return
         kind, summary, code = describe_exit(returncode)
-        self._announce(self._record_of(rank, socket.gethostname(), pid, kind, summary, exit_code=code))
+        host = socket.gethostname()
+        self._announce(FailureRecord(rank, self.channel.world_size, host, pid, kind, summary, exit_code=code))
 
     def close(self) -> None:
         """Stop listening."""
@@ -266,31 +265,7 @@ class FailurePropagation:
         return error
 
     def _describe(self, error: BaseException) -> FailureRecord:
-        kind: Kind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
-        code = 130 if kind == "interrupt" else 1
-        if isinstance(error, SystemExit):
-            # Lightning's SIGTERMException carries no code; alone among the ranks, even code 0 is a failure.
-            code = error.code if isinstance(error.code, int) and error.code else 1
-            code = 128 + signal.SIGTERM if isinstance(error, SIGTERMException) else code
-        where: Mapping[str, Any] = {}
-        with suppress(Exception):
-            where = dict(self.where())
-        summary = f"{type(error).__name__}: {error}".splitlines()[0] if str(error) else type(error).__name__
-        return self._record_of(
-            self.channel.rank,
-            socket.gethostname(),
-            os.getpid(),
-            kind,
-            summary,
-            traceback="".join(traceback.format_exception(error)),
-            where=where,
-            exit_code=code,
-        )
-
-    def _record_of(
-        self, rank: int, host: str, pid: int, kind: Kind, summary: str, **more: Any
-    ) -> FailureRecord:
-        return FailureRecord(rank, self.channel.world_size, host, pid, kind, summary, **more)
+        return describe_error(error, self.channel.rank, self.channel.world_size, self.where)
 
     def _announce(self, record: FailureRecord) -> None:
         """Claim that ``record`` is the first failure; if it is, send it to every rank."""
@@ -325,39 +300,33 @@ class FailurePropagation:
             ).start()
 
     def _peer_lost(self, rank: int, reason: str) -> None:
-        def announce() -> None:
-            if rank != 0:
-                time.sleep(_BETTER_REPORT)  # whoever started that rank knows its signal or exit code
-            if self.record is not None:
-                return
-            summary = f"its process has ended without reporting an error ({reason})"
-            host = self.channel.main_host if rank == 0 else "unknown"
-            record = self._record_of(rank, host, 0, "vanished", summary)
-            if rank == 0:
-                # With rank 0 the one that prints is gone.
-                self.prints_report = self.prints_report or self._speaks_for_rank_0()
-                self._take(record)
-            else:
-                self._announce(record)
-
-        threading.Thread(target=announce, name="lockstep-lost", daemon=True).start()
-
-    def _speaks_for_rank_0(self) -> bool:
-        return self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+        record = self._of_peer(rank, f"its process has ended without reporting an error ({reason})")
+        # Whoever started that rank knows its signal or exit code; of rank 0 that is often nobody of ours.
+        self._announce_later(record, _BETTER_REPORT if rank != 0 else 0.0)
 
     def _peer_silent(self, rank: int, seconds: float, reason: str) -> None:
-        if self.record is not None:
-            return
+        self._announce_later(self._of_peer(rank, f"no heartbeat for {seconds:.0f} s: {reason}"), 0.0)
+
+    def _of_peer(self, rank: int, summary: str) -> FailureRecord:
         host = self.channel.main_host if rank == 0 else "unknown"
-        summary = f"no heartbeat for {seconds:.0f} s: {reason}"
-        record = self._record_of(rank, host, 0, "vanished", summary)
-        if rank == 0:
-            self.prints_report = self.prints_report or self._speaks_for_rank_0()
+        return FailureRecord(rank, self.channel.world_size, host, 0, "vanished", summary)
+
+    def _announce_later(self, record: FailureRecord, seconds: float) -> None:
+        """Announce what the receiving thread has found, which must not wait itself."""
+
+        def announce() -> None:
+            time.sleep(seconds)
+            if self.record is not None:
+                return
+            if record.rank != 0:
+                self._announce(record)
+                return
+            # With rank 0 the one that prints is gone.
+            speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+            self.prints_report = self.prints_report or speaks
             self._take(record)
-        else:
-            threading.Thread(
-                target=self._announce, args=(record,), name="lockstep-silent", daemon=True
-            ).start()
+
+        threading.Thread(target=announce, name="lockstep-lost", daemon=True).start()
 
     def _stopped(self, record: FailureRecord) -> BaseException:
         if record.kind == "interrupt":

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-from collections.abc import Mapping
+import socket
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch.distributed import DistError
 
-__all__ = ["FailureRecord", "describe_exit", "is_broken_collective"]
+from lightning_lockstep._lightning import SIGTERMException
+
+__all__ = ["FailureRecord", "describe_error", "describe_exit", "is_alike", "is_broken_collective"]
 
 Kind = Literal["exception", "exit", "signal", "vanished", "interrupt"]
 
@@ -80,8 +85,42 @@ class FailureRecord:
 
     @classmethod
     def from_json(cls, text: str) -> FailureRecord:
-        """Return the record that :meth:`to_json` wrote."""
-        return cls(**json.loads(text))
+        """Return the record that :meth:`to_json` wrote, without characters that steer a terminal.
+
+        Raises:
+            ValueError: The text is none.
+        """
+        given = json.loads(text)
+        if not (isinstance(given, dict) and _FIELDS.keys() == given.keys()):
+            raise ValueError("it does not have the fields of a failure record")
+        for name, kind in _FIELDS.items():
+            if not isinstance(given[name], kind) or isinstance(given[name], bool):
+                raise ValueError(f"{name} of a failure record is {given[name]!r}")
+        if given["kind"] not in get_args(Kind):
+            raise ValueError(f"kind of a failure record is {given['kind']!r}")
+        texts = {name: _printable(given[name]) for name, kind in _FIELDS.items() if kind is str}
+        where = {
+            _printable(key): value if isinstance(value, int) else _printable(str(value))
+            for key, value in given["where"].items()
+        }
+        return cls(**{**given, **texts, "where": where})
+
+
+_FIELDS: dict[str, type] = {
+    "rank": int,
+    "world_size": int,
+    "host": str,
+    "pid": int,
+    "kind": str,
+    "summary": str,
+    "traceback": str,
+    "where": dict,
+    "exit_code": int,
+}
+
+
+def _printable(text: str) -> str:
+    return "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")
 
 
 _VERBS: dict[str, str] = {
@@ -109,6 +148,50 @@ def _hint(record: FailureRecord) -> str:
     if record.kind == "vanished":
         return "Its process or host ended without reporting an error: look at that host's own logs."
     return ""
+
+
+def describe_error(
+    error: BaseException, rank: int, world_size: int, where: Callable[[], Mapping[str, Any]]
+) -> FailureRecord:
+    """Return the record of an exception that was raised in this process.
+
+    Args:
+        error: The exception.
+        rank: This rank.
+        world_size: Number of ranks in the run.
+        where: Returns what this rank is doing.
+    """
+    kind: Kind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
+    code = 130 if kind == "interrupt" else 1
+    if isinstance(error, SystemExit):
+        # Lightning's SIGTERMException carries no code; alone among the ranks, even code 0 is a failure.
+        code = error.code if isinstance(error.code, int) and error.code else 1
+        code = 128 + signal.SIGTERM if isinstance(error, SIGTERMException) else code
+    place: Mapping[str, Any] = {}
+    with suppress(Exception):
+        place = dict(where())
+    return FailureRecord(
+        rank,
+        world_size,
+        socket.gethostname(),
+        os.getpid(),
+        kind,
+        _summary(error),
+        "".join(traceback.format_exception(error)),
+        place,
+        code,
+    )
+
+
+def _summary(error: BaseException) -> str:
+    name, text = type(error).__name__, str(error)
+    return f"{name}: {text}".splitlines()[0] if text else name
+
+
+def is_alike(error: BaseException, record: FailureRecord) -> bool:
+    """Return whether ``error`` is of the type that another rank has failed with, and no consequence of that."""
+    same_type = record.summary.partition(":")[0] == type(error).__name__
+    return same_type and not isinstance(error, SystemExit) and not is_broken_collective(error)
 
 
 def describe_exit(returncode: int) -> tuple[Kind, str, int]:

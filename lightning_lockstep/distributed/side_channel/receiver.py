@@ -1,0 +1,136 @@
+"""The thread that receives: it sleeps until a message comes, and passes it on."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from lightning_lockstep.distributed.side_channel.addresses import endpoint, host_and_port
+from lightning_lockstep.distributed.side_channel.job_token import ChannelKeys
+from lightning_lockstep.distributed.side_channel.links import MONITOR, WAKE, set_up
+from lightning_lockstep.distributed.side_channel.peer_watch import PeerWatch
+
+__all__ = ["Receiver"]
+
+_log = logging.getLogger(__name__)
+
+
+class Receiver:
+    """Listens on a port of its own, and watches the connections to peers.
+
+    Args:
+        context: ZeroMQ's.
+        rank: This rank.
+        world_size: Number of ranks.
+        host: Address of this host at which it listens.
+        known_as: How the others find that address.
+        keys: Keys of this job.
+        take: Called with (sender, kind, content) for every message; raises ``ValueError`` or ``TypeError`` for one
+            that makes no sense.
+        connected: Called with a rank whenever the connection to it stands.
+        watch: Learns of connections that end.
+
+    Attributes:
+        address: Where it listens, for the peers.
+        monitors: Takes (rank, address, monitor socket) of a connection that is to be watched.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        rank: int,
+        world_size: int,
+        *,
+        host: str,
+        known_as: str,
+        keys: ChannelKeys,
+        take: Callable[[int, bytes, bytes], None],
+        connected: Callable[[int], None],
+        watch: PeerWatch,
+    ) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._pass_on, self._connected, self._watch = take, connected, watch
+        self._inbox = context.socket(zmq.ROUTER)
+        set_up(self._inbox)
+        # A peer that connects again takes the place of its former connection.
+        self._inbox.router_handover = True
+        self._inbox.curve_server = True
+        self._inbox.curve_publickey, self._inbox.curve_secretkey = keys
+        self.address = f"{endpoint(known_as)}:{self._inbox.bind_to_random_port(endpoint(host))}"
+        self._wake = context.socket(zmq.PULL)
+        self._wake.bind(WAKE)
+        self.monitors: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="lockstep-receive", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still receives."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin to receive."""
+        self._thread.start()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the sending thread has ended it.
+
+        Args:
+            timeout: Longest wait [s].
+        """
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        poller, watched = zmq.Poller(), dict[Any, int]()
+        poller.register(self._inbox, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        try:
+            while not self._ended:
+                pause = self._watch.next_look
+                for socket, _ in poller.poll(None if pause is None else int(1000 * pause)):
+                    if socket is self._inbox:
+                        self._take(*self._inbox.recv_multipart())
+                    elif socket is self._wake:
+                        self._take_from_sender(poller, watched)
+                    else:
+                        self._note(watched[socket], recv_monitor_message(socket))
+                self._watch.look()
+        except zmq.ZMQError:
+            _log.exception("the side channel cannot receive any more")
+        finally:
+            for socket in (*watched, self._inbox, self._wake):
+                socket.close(0)
+
+    def _take_from_sender(self, poller: Any, watched: dict[Any, int]) -> None:
+        first, *rest = self._wake.recv_multipart()
+        if first == MONITOR:
+            rank, address, monitor = self.monitors.get()
+            self._watch.add(rank, *host_and_port(address))
+            watched[monitor] = rank
+            poller.register(monitor, zmq.POLLIN)
+        elif rest:  # posted to this rank itself
+            self._take(str(self._rank).encode(), first, *rest)
+        else:
+            self._ended = True
+
+    def _note(self, rank: int, event: Any) -> None:
+        if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._watch.connected(rank)
+            self._connected(rank)
+        elif event["event"] == zmq.EVENT_DISCONNECTED:
+            self._watch.disconnected(rank)
+
+    def _take(self, identity: bytes, kind: bytes = b"", content: bytes = b"", *more: bytes) -> None:
+        try:
+            sender = int(identity)
+            if more or not 0 <= sender < self._world_size:
+                raise ValueError("it does not have the form of a message")
+            self._pass_on(sender, kind, content)
+        except (ValueError, TypeError) as error:
+            _log.warning("a message of the side channel cannot be read and is left out: %s", error)
