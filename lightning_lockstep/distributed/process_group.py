@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
+from lightning_lockstep.distributed.interfaces import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
 
 __all__ = [
@@ -142,30 +143,54 @@ def rendezvous_store(
         )
     if (address, port) not in _stores:
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        hosts = rank == 0 and not by_agent
-        _stores[address, port] = _tcp_store(address, port, world_size, hosts=hosts, timeout=timeout)
+        listens_at = listening_address(address) if rank == 0 and not by_agent else None
+        _stores[address, port] = _tcp_store(address, port, world_size, listens_at=listens_at, timeout=timeout)
     return _stores[address, port]
 
 
-def host_rendezvous(address: str) -> int:
+def host_rendezvous(address: str, *, everywhere: bool = False) -> int:
     """Listen at ``address`` on a port that the system chooses, and return that port.
 
     Args:
         address: Address of this host at which the other ranks will look.
+        everywhere: Listen on all interfaces, where it is not known yet by which one the others come.
 
     Ranks: rank 0, before it starts the others.
     """
-    # The store listens on every address of the host, so one that it made is found again by the port.
-    store = _tcp_store(address, 0, None, hosts=True)
+    store = _tcp_store(address, 0, None, listens_at=ANY if everywhere else listening_address(address))
     _stores[address, store.port] = store
     return int(store.port)
 
 
 def _tcp_store(
-    address: str, port: int, world_size: int | None, *, hosts: bool, timeout: float = 300.0
+    address: str, port: int, world_size: int | None, *, listens_at: str | None, timeout: float = 300.0
 ) -> TCPStore:
-    limit = timedelta(seconds=timeout)
-    return TCPStore(address, port, world_size, hosts, limit, wait_for_workers=False, multi_tenant=True)
+    descriptor = None
+    if listens_at is not None and (listener := _listener(listens_at, port)) is not None:
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()
+    return TCPStore(
+        address,
+        port,
+        world_size,
+        listens_at is not None,
+        timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=descriptor,
+    )
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """Return a socket that listens there, or ``None`` where torch is to listen itself, on all interfaces.
+
+    Where the port is taken, torch gets to know that: another store of this process may have it, and serves both.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    if address != ANY:
+        with suppress(OSError):
+            return socket.create_server((address, port), family=family, backlog=4096)
+    return None
 
 
 def free_port() -> int:

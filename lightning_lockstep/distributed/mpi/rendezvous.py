@@ -13,10 +13,12 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 import psutil
 
 from lightning_lockstep._tables import plain_table
+from lightning_lockstep.distributed.interfaces import address_towards
 from lightning_lockstep.distributed.process_group import host_rendezvous
 from lightning_lockstep.errors import LaunchError
 
@@ -153,7 +155,7 @@ def _over_mpi(rank: int, size: int, local_rank: int, local_size: int, started_by
     offer = None
     if rank == 0:
         addresses = ["127.0.0.1"] if one_host else _addresses()
-        offer = addresses, host_rendezvous(addresses[0])
+        offer = addresses, host_rendezvous(addresses[0], everywhere=len(addresses) > 1)
     addresses, port = runtime.call(world.bcast, offer)
     reached = [address for address in addresses if one_host or rank == 0 or _reaches(address, port)]
     by_all = set.intersection(*map(set, runtime.call(world.allgather, reached)))
@@ -188,15 +190,16 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "PMI_JOBID", "OMPI_MCA_ess_base_jobid", "SLURM_J
 
 
 def _addresses() -> list[str]:
-    """Return the IPv4 addresses of this host that others may reach."""
+    """Return the addresses of this host that others may reach, those of IPv4 first."""
     status = psutil.net_if_stats()
     found = [
-        address.address
+        ip_address(address.address)
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
-        if address.family == socket.AF_INET and status[name].isup and not address.address.startswith("127.")
+        if address.family in (socket.AF_INET, socket.AF_INET6) and status[name].isup
     ]
-    return found or ["127.0.0.1"]
+    usable = [one for one in found if not (one.is_loopback or one.is_link_local)]
+    return [str(one) for one in sorted(usable, key=lambda one: one.version)] or ["127.0.0.1"]
 
 
 def _reaches(address: str, port: int) -> bool:
@@ -211,9 +214,7 @@ def _choose_gloo_interface(address: str) -> None:
     """Give gloo the interface that leads to rank 0; by default it takes the one its host name resolves to."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing, but finds the route
-        own = probe.getsockname()[0]
+    own = address_towards(address)
     own = address if own.startswith("127.") else own
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == own for one in addresses):

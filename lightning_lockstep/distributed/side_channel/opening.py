@@ -1,8 +1,8 @@
 """How the ranks find the side channel: its address is a key in the store of their group.
 
 So opening it is no collective. Rank 0 begins to listen and sets the key; any other rank reads it when it first needs
-the channel. Where a group has no store (some MPI backends), the ranks use a broadcast
-instead, which all must then enter together.
+the channel. Where a group has no store (some MPI backends), the ranks use a broadcast instead, which all must then
+enter together.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import DistError
+
 from lightning_lockstep._environment import JOB_TOKEN
 from lightning_lockstep.distributed.failure.process_exit import at_process_end
-from lightning_lockstep.distributed.process_group import RankGroup, current_group
-from lightning_lockstep.distributed.side_channel.base import SideChannel
-from lightning_lockstep.distributed.side_channel.interfaces import (
+from lightning_lockstep.distributed.interfaces import (
     ANY,
     address_towards,
     host_of,
     own_address,
 )
+from lightning_lockstep.distributed.process_group import RankGroup, current_group
+from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.distributed.side_channel.job_token import channel_keys, known_job_token, new_job_token
 from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
 from lightning_lockstep.errors import LaunchError
@@ -33,6 +35,8 @@ from lightning_lockstep.errors import LaunchError
 __all__ = ["close_side_channel", "current_group", "known_rank", "open_side_channel", "side_channel_if_open"]
 
 _KEY = "lockstep/side_channel"
+# How long a connection to rank 0 may take once its address is known [s].
+_CONNECT_FOR = 60.0
 _lock = threading.Lock()
 _open: tuple[RankGroup, SideChannel] | None = None
 
@@ -68,14 +72,17 @@ def side_channel_if_open(*, open_if_easy: bool = False) -> SideChannel | None:
 
 def open_side_channel(
     *,
-    timeout: float = 60.0,
+    timeout: float | None = None,
     broadcast: Callable[[Any], Any] | None = None,
 ) -> SideChannel:
     """Return the side channel of the current group, opened on the first call.
 
     Args:
-        timeout: Longest wait for rank 0 to set the address [s].
+        timeout: Longest wait for rank 0 to set the address [s]; by default that of the group.
         broadcast: Gives rank 0's object to all, for groups without a store.
+
+    Raises:
+        LaunchError: Rank 0 did not open it in time, or cannot be reached.
 
     Ranks: any rank; rank 0 waits for nobody, the others until rank 0 has called it too.
     """
@@ -88,6 +95,10 @@ def open_side_channel(
             if _open[0] is group:
                 return _open[1]
             _open[1].close(0.0)  # of a group that is no more
+        if timeout is None:
+            # Torch gives the store of a group the group's own timeout; its annotations leave the attribute out.
+            given: Any = group.store
+            timeout = _CONNECT_FOR if given is None else given.timeout.total_seconds()
         channel = _open_on(group, timeout, broadcast)
         _open = (group, channel)
         if multiprocessing.parent_process() is not None:
@@ -131,11 +142,11 @@ def _open_on(group: RankGroup, timeout: float, broadcast: Callable[[Any], Any] |
         keys=channel_keys(given or token or ""),
         main_address=address,
     )
-    if not channel.wait_for_main(timeout):
+    if not channel.wait_for_main(_CONNECT_FOR):
         channel.close(0.0)
         raise LaunchError(
             f"Rank {group.rank} of {group.world_size} could not connect to the side channel of rank 0 at {address}"
-            f" within {timeout:.0f} s. Let TCP connections between the ranks' hosts through (any port), and give"
+            f" within {_CONNECT_FOR:.0f} s. Let TCP connections between the ranks' hosts through (any port), and give"
             f" every rank the same {JOB_TOKEN}, or none."
         )
     return channel
@@ -152,5 +163,12 @@ def _hand_out(group: RankGroup, mine: str, timeout: float, broadcast: Callable[[
     if group.rank == 0:
         group.store.set(_KEY, mine)
         return mine
-    group.store.wait([_KEY], timedelta(seconds=timeout))
+    try:
+        group.store.wait([_KEY], timedelta(seconds=timeout))
+    except DistError as error:
+        raise LaunchError(
+            f"Rank {group.rank} of {group.world_size} waited up to {timeout:.0f} s for rank 0 to open the side channel."
+            " Rank 0 has not come so far: look at what it printed, or give the process group a longer timeout."
+            f" What torch said: {str(error).splitlines()[0]}"
+        ) from error
     return bytes(group.store.get(_KEY)).decode()

@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 from ipaddress import ip_address
 
-__all__ = ["ANY", "address_towards", "host_of", "own_address"]
+__all__ = ["ANY", "address_towards", "host_of", "listening_address", "own_address"]
 
 #: Every address of this host.
 ANY = "0.0.0.0"
@@ -15,7 +15,7 @@ _LOOPBACK = ("127.0.0.1", "127.0.1.1", "::1")
 
 
 def own_address(name: str) -> str:
-    """Return the address of this host at which ranks that look for ``name`` find it.
+    """Return the address of this host to give to ranks that know it by ``name``.
 
     Args:
         name: Host name or address of rank 0, such as ``MASTER_ADDR``.
@@ -26,12 +26,45 @@ def own_address(name: str) -> str:
 
     Ranks: rank 0.
     """
-    found = _addresses(name)
-    if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", " "):
+    if _on_one_host():
         return "127.0.0.1"
-    if name in (*_LOOPBACK, "localhost"):  # whoever can reach rank 0 by this is on its host
+    found = _addresses(name)
+    if _means_this_host(name):  # whoever can reach rank 0 by this is on its host
         return next(iter(found), "127.0.0.1")
-    return next((address for address in found if address not in _LOOPBACK and _is_own(address)), ANY)
+    return next(iter(_reachable(found)), ANY)
+
+
+def listening_address(name: str) -> str:
+    """Return the address at which this host has to listen so that ranks find it by ``name`` itself.
+
+    Args:
+        name: Host name or address of this host, as the other ranks know it.
+
+    Returns:
+        The one address that the name stands for; ``0.0.0.0`` where it stands for several or for none of this host,
+        since other hosts may understand it otherwise.
+
+    Ranks: the rank that hosts the store.
+    """
+    found = _addresses(name)
+    if _on_one_host() or _means_this_host(name):
+        return next((address for address in found if _is_own(address)), ANY)
+    reachable = _reachable(found)
+    return reachable[0] if len(reachable) == 1 == len(found) else ANY
+
+
+def _on_one_host() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", " ")
+
+
+def _means_this_host(name: str) -> bool:
+    return name in (*_LOOPBACK, "localhost")
+
+
+def _reachable(addresses: list[str]) -> list[str]:
+    """Return those of this host's addresses that another host could use, those of IPv4 first."""
+    own = [address for address in addresses if address not in _LOOPBACK and _is_own(address)]
+    return sorted(own, key=lambda address: ":" in address)
 
 
 def address_towards(host: str) -> str:
