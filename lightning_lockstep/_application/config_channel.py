@@ -6,15 +6,17 @@ configuration, or that there is no further job, or that rank 0 has found the com
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_lockstep.distributed.process_group import rendezvous_store
+from lightning_lockstep.distributed.side_channel.job_token import signed, verified
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.cluster_environment import detect_environment
+from lightning_lockstep.launchers.frozen_config import config_from_bytes, config_to_bytes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -90,6 +92,22 @@ class Message:
     last: bool = True
     exit_code: int = 0
 
+    def to_bytes(self) -> bytes:
+        """Return it as bytes with the signature of this job."""
+        head = json.dumps([self.last, self.exit_code])
+        return signed(head.encode() + b"\n" + config_to_bytes(self.config))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Message:
+        """Return what rank 0 made bytes of.
+
+        Raises:
+            LaunchError: It does not carry the signature of this job.
+        """
+        head, _, config = verified(data).partition(b"\n")
+        last, exit_code = json.loads(head)
+        return cls(config_from_bytes(config), bool(last), int(exit_code))
+
 
 class ConfigChannel:
     """Carries the messages of rank 0 to the others, in order.
@@ -114,7 +132,7 @@ class ConfigChannel:
         """
         if self.ranks is None:
             return
-        self._store().set(f"{self._prefix}/{self._number}", pickle.dumps(message))
+        self._store().set(f"{self._prefix}/{self._number}", message.to_bytes())
         self._number += 1
         self._sent_last = message.last
 
@@ -147,7 +165,7 @@ class ConfigChannel:
             patience: Longest wait [s]; by default long enough for imports, or for a sweeper to think.
 
         Raises:
-            LaunchError: There was none in time.
+            LaunchError: There was none in time, or it does not come from a rank of this job.
 
         Ranks: all but rank 0; waits for rank 0.
         """
@@ -164,12 +182,12 @@ class ConfigChannel:
                 if not store.check([key]):
                     time.sleep(_LOOK_EVERY)
                     continue
-                # Written by rank 0 of this very job, at the store that only its ranks know.
-                message: Message = pickle.loads(store.get(key))
+                data = store.get(key)
             except RuntimeError:  # torch's own kinds of lost connection all derive from it
                 if self._number:
                     return Message()  # rank 0 has ended; its own exit code says how
                 break
+            message = Message.from_bytes(data)
             self._number += 1
             store.add(f"{self._prefix}/received", 1)
             return message

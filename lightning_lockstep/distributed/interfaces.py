@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 from ipaddress import ip_address
 
-__all__ = ["ANY", "address_towards", "host_of", "listening_address", "own_address"]
+__all__ = ["ANY", "address_towards", "host_of", "listening_address", "on_one_host", "own_address"]
 
 #: Every address of this host.
 ANY = "0.0.0.0"
@@ -26,7 +26,7 @@ def own_address(name: str) -> str:
 
     Ranks: rank 0.
     """
-    if _on_one_host():
+    if on_one_host():
         return "127.0.0.1"
     found = _addresses(name)
     if _means_this_host(name):  # whoever can reach rank 0 by this is on its host
@@ -47,14 +47,29 @@ def listening_address(name: str) -> str:
     Ranks: the rank that hosts the store.
     """
     found = _addresses(name)
-    if _on_one_host() or _means_this_host(name):
+    if on_one_host() or _means_this_host(name):
         return next((address for address in found if _is_own(address)), ANY)
     reachable = _reachable(found)
     return reachable[0] if len(reachable) == 1 == len(found) else ANY
 
 
-def _on_one_host() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", " ")
+# Variables with the number of ranks on this host and of the job: torchrun, Open MPI, MPICH.
+_SIZES = (
+    ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("MPI_LOCALNRANKS", "PMI_SIZE"),
+)
+
+
+def on_one_host() -> bool:
+    """Return whether the program that started this rank says that all ranks of the job are on this host.
+
+    Ranks: any rank, alone; reads environment variables, so that every rank gets the same answer.
+    """
+    environ = os.environ
+    if any(environ.get(here, "") == environ.get(everywhere, " ") for here, everywhere in _SIZES):
+        return True
+    return "SLURM_PROCID" in environ and environ.get("SLURM_STEP_NUM_NODES") == "1"
 
 
 def _means_this_host(name: str) -> bool:

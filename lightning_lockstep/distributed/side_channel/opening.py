@@ -28,7 +28,12 @@ from lightning_lockstep.distributed.interfaces import (
 )
 from lightning_lockstep.distributed.process_group import RankGroup, current_group
 from lightning_lockstep.distributed.side_channel.base import SideChannel
-from lightning_lockstep.distributed.side_channel.job_token import channel_keys, known_job_token, new_job_token
+from lightning_lockstep.distributed.side_channel.job_token import (
+    channel_keys,
+    fingerprint,
+    known_job_token,
+    new_job_token,
+)
 from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
 from lightning_lockstep.errors import LaunchError
 
@@ -131,9 +136,15 @@ def _open_on(group: RankGroup, timeout: float, broadcast: Callable[[Any], Any] |
             keys=channel_keys(made),
         )
         # A token that came with the environment is known to all ranks and stays out of the store.
-        _hand_out(group, json.dumps([channel.address, None if token else made]), timeout, broadcast)
+        offer = [channel.address, None if token else made, fingerprint(made)]
+        _hand_out(group, json.dumps(offer), timeout, broadcast)
         return channel
-    address, given = json.loads(_hand_out(group, "", timeout, broadcast))
+    address, given, print_of_main = json.loads(_hand_out(group, "", timeout, broadcast))
+    if fingerprint(given or token or "") != print_of_main:
+        raise LaunchError(
+            f"Rank {group.rank} of {group.world_size} has another {JOB_TOKEN} than rank 0, or none. Give every rank of"
+            " the job the same, or none, and every job a MASTER_PORT of its own."
+        )
     main_host = host_of(address)
     channel = ZeroMQSideChannel(
         group.rank,
@@ -146,8 +157,7 @@ def _open_on(group: RankGroup, timeout: float, broadcast: Callable[[Any], Any] |
         channel.close(0.0)
         raise LaunchError(
             f"Rank {group.rank} of {group.world_size} could not connect to the side channel of rank 0 at {address}"
-            f" within {_CONNECT_FOR:.0f} s. Let TCP connections between the ranks' hosts through (any port), and give"
-            f" every rank the same {JOB_TOKEN}, or none."
+            f" within {_CONNECT_FOR:.0f} s. Let TCP connections between the ranks' hosts through (any port)."
         )
     return channel
 

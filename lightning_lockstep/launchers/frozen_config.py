@@ -1,0 +1,64 @@
+"""A frozen configuration as bytes, for ranks that do not read the command line.
+
+OmegaConf keeps the types of a structured config, so this is a pickle; but one that can hold nodes of OmegaConf,
+dataclasses, enumerations and plain values only, and that is read only if it carries the signature of this job.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from lightning_lockstep.distributed.side_channel.job_token import signed, verified
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["config_from_bytes", "config_to_bytes"]
+
+_PLAIN = {
+    "_operator": {"getitem"},  # annotations such as ``list[int]``
+    "builtins": {
+        *("Ellipsis", "NoneType", "bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list"),
+        *("object", "set", "str", "tuple"),
+    },
+    "collections": {"OrderedDict", "defaultdict"},
+    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+    "types": {"NoneType", "UnionType", "GenericAlias"},
+    "typing": {"Any", "Dict", "List", "Literal", "Optional", "Sequence", "Tuple", "Union"},
+}
+
+
+def config_to_bytes(config: DictConfig | None) -> bytes:
+    """Return a configuration, or none, as bytes with the signature of this job.
+
+    Ranks: rank 0, for all.
+    """
+    return signed(pickle.dumps(config))
+
+
+def config_from_bytes(data: bytes) -> DictConfig | None:
+    """Return what :func:`config_to_bytes` was given.
+
+    Raises:
+        LaunchError: It does not come from a rank of this job.
+        pickle.UnpicklingError: It holds something that is no configuration.
+
+    Ranks: every rank but rank 0.
+    """
+    config: DictConfig | None = _ConfigUnpickler(io.BytesIO(verified(data))).load()
+    return config
+
+
+class _ConfigUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _PLAIN.get(module, ()):
+            return super().find_class(module, name)
+        found = super().find_class(module, name)
+        nodes = module.startswith("omegaconf.") and isinstance(found, type)
+        if nodes or (isinstance(found, type) and (issubclass(found, Enum) or is_dataclass(found))):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a configuration")
