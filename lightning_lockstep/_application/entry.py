@@ -18,6 +18,7 @@ from lightning_lockstep._application import hydra_internals
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
 from lightning_lockstep._application.config_check import JobCheck, preflight, run_requested
 from lightning_lockstep._application.faults import Fault, show_faults
+from lightning_lockstep._console import say
 from lightning_lockstep.distributed.failure.process_exit import leaving
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError, LaunchError
@@ -135,7 +136,7 @@ class _Application:
         faults, quoted, old_names = preflight(self.arguments, search_path, self.config_name, check)
         sys.argv[1:] = [quoted.get(argument, argument) for argument in sys.argv[1:]]
         for sentence in old_names:
-            sys.stderr.write(f"{program_name()}: {sentence}\n")
+            say(f"{program_name()}: {sentence}")
         if faults:
             show_faults(program_name(), faults, stack_traces=stack_traces())
             sys.exit(UNUSABLE)

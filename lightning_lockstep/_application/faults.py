@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from lightning_lockstep._console import say
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,7 @@ def show_faults(
         for fault in faults:
             if fault.error is not None:
                 traceback.print_exception(fault.error)
-    sys.stderr.write(describe(program, faults, stack_traces=stack_traces, outcome=outcome))
-    sys.stderr.flush()
+    say(describe(program, faults, stack_traces=stack_traces, outcome=outcome))
 
 
 def describe(

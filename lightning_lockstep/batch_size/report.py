@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from lightning_lockstep.batch_size.search import ModelSearch, SizeSearch, Trial
 from lightning_lockstep.errors import MissingExtraError
 
-__all__ = ["SearchResult", "draw", "gib", "read_result", "say", "table", "trial_line", "write_result"]
+__all__ = ["SearchResult", "draw", "gib", "read_result", "table", "trial_line", "write_result"]
 
 FILE = "batch_size.json"
 
@@ -51,15 +50,6 @@ class SearchResult:
     def global_batch(self) -> int:
         """Samples of all ranks in one optimizer step."""
         return self.size * self.accumulate * self.ranks
-
-
-def say(text: str) -> None:
-    """Print to the standard error stream, where progress bars live too.
-
-    Ranks: any rank, alone; the callers let rank 0 speak.
-    """
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
 
 
 def gib(size: float | None) -> str:

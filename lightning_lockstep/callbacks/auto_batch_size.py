@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_lockstep._console import say
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.memory.malloc import return_freed_memory
@@ -19,7 +20,6 @@ from lightning_lockstep.batch_size.report import (
     SearchResult,
     draw,
     read_result,
-    say,
     table,
     write_result,
 )
@@ -287,9 +287,12 @@ class AutoBatchSize(Callback):
 
     def _report(self, trainer: Trainer, result: SearchResult, write: Callable[[str], None]) -> None:
         write(table(result))
-        write_result(trainer.default_root_dir, result)
-        if self.settings.plot and self.search is not None:
-            draw(Path(trainer.default_root_dir) / "batch_size.png", self.search, result.size)
+        try:
+            write_result(trainer.default_root_dir, result)
+            if self.settings.plot and self.search is not None:
+                draw(Path(trainer.default_root_dir) / "batch_size.png", self.search, result.size)
+        except OSError as error:  # on this rank alone: the others go on
+            say(f"AutoBatchSize: the result could not be written to {trainer.default_root_dir}: {error}")
 
     def _keep_effective(self, trainer: Trainer, place: BatchLoaders, largest: int) -> None:
         requested = self.settings.effective_batch_size

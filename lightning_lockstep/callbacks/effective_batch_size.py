@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from lightning_lockstep._console import say
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.batch_size.effective_batch import (
@@ -15,7 +16,6 @@ from lightning_lockstep.batch_size.effective_batch import (
     scaled_learning_rate,
 )
 from lightning_lockstep.batch_size.loaders import BatchLoaders
-from lightning_lockstep.batch_size.report import say
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
 

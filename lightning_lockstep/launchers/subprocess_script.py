@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lightning_lockstep._console import say
 from lightning_lockstep._environment import LAUNCHER_PID, launcher_pid
 from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep.distributed import shut_down
@@ -72,7 +73,10 @@ class _StartedRanks:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         if busy := self.running():
-            _say(f"rank(s) {busy} of this host have not ended yet; waiting for them. Ctrl-C ends them.")
+            say(
+                f"lightning-lockstep: rank(s) {busy} of this host have not ended yet; waiting for them."
+                " Ctrl-C ends them."
+            )
         codes = [process.wait() for process in self.processes]
         return [rank for rank, code in enumerate(codes, 1) if code not in (0, expected_exit())]
 
@@ -247,14 +251,10 @@ def _end_children() -> None:
         return
     if leaving() or hasattr(sys, "last_value"):  # after an error the others may wait for this rank for ever
         if killed := _started.end(_started.grace_period):
-            _say(
-                f"rank(s) {killed} of this host did not end within {_started.grace_period:g} s and were killed."
+            say(
+                f"lightning-lockstep: rank(s) {killed} of this host did not end within"
+                f" {_started.grace_period:g} s and were killed."
             )
     elif failed := _started.wait():
         codes = ", ".join(describe_exit(_started.processes[rank - 1].returncode)[1] for rank in failed)
         end_now(1, f"\nlightning-lockstep: rank(s) {failed} of this host ended badly: {codes}.\n")
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):
-        sys.stderr.write(f"lightning-lockstep: {text}\n")

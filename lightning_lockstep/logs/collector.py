@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.failure.process_exit import on_flush
+from lightning_lockstep.distributed.failure.process_exit import on_flush, printed_a_line
 from lightning_lockstep.logs.lines import Line, rank_list, record_of
 from lightning_lockstep.logs.ordering import Batch, LineOrdering, same_text
 from lightning_lockstep.logs.ordering_thread import OrderingThread
@@ -125,6 +125,7 @@ class Collector:
             self._print_record(record_of(line))
 
     def _print_record(self, record: logging.LogRecord) -> None:
+        printed_a_line()
         try:
             self._emit(record)
         except Exception:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lightning_lockstep._console import say
 from lightning_lockstep.distributed import Communicator, Gather, Gathered, Message
 from lightning_lockstep.distributed.failure.process_exit import writing_report
 from lightning_lockstep.errors import MissingExtraError
@@ -21,7 +22,6 @@ from lightning_lockstep.overflow.report import (
     RankReport,
     combined_head,
     combined_text,
-    print_once,
     write,
 )
 from lightning_lockstep.overflow.settings import OverflowSettings
@@ -106,7 +106,7 @@ class ReportPublisher:
         if self.communicator.is_main:
             texts = missing | {rank: entry["text"] for rank, entry in reports.items()}
             text = combined_text(occasion, texts, why)
-            print_once(text)
+            say(text)
             as_json = [entry["json"] for entry in reports.values()]
             self._write(stem, text, as_json)
             # The steps before are drawn as they were on the rank whose report is drawn.
@@ -139,12 +139,12 @@ class ReportPublisher:
         entries = self.collect({"text": text}, to=0).entries
         if self.communicator.is_main:
             whole = "\n".join(entry["text"] for entry in entries.values())
-            print_once(whole)
+            say(whole)
             self._write(f"trace-batch-{batch_number}", whole, [])
 
     def _print_single(self, message: Message) -> None:
         text, stem = str(message.body["text"]), f"batch-{int(message.body['batch'])}-rank-{message.sender}"
-        print_once(text)
+        say(text)
         self._write(stem, text, [message.body["json"]])
 
     # A full disk or a broken matplotlib must not make rank 0 act differently from the others.

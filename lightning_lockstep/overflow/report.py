@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from lightning_lockstep.overflow.frames import Frame, Producer
 from lightning_lockstep.overflow.remedy import Remedy
 
-__all__ = ["Occasion", "RankReport", "combined_head", "combined_text", "print_once", "write"]
+__all__ = ["Occasion", "RankReport", "combined_head", "combined_text", "write"]
 
 _COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 _NAMED = 12
@@ -156,12 +155,6 @@ def combined_text(occasion: Occasion, texts: Mapping[int, str], why: str) -> str
     """Return the reports of all ranks in rank order, as printed and written; see :func:`combined_head`."""
     head = f"\nDetected inf/nan during batch_number={occasion.batch_number} ({occasion}): {why}."
     return "\n".join([head, *(texts[rank] for rank in sorted(texts))]) + "\n"
-
-
-def print_once(text: str) -> None:
-    """Write a report to standard error in one piece."""
-    sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
-    sys.stderr.flush()
 
 
 def write(folder: Path, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> Path:

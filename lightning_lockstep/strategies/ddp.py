@@ -165,6 +165,30 @@ class LockstepDDPStrategy(DDPStrategy):
         with self.lifecycle.contributing():
             return super().training_step(*args, **kwargs)
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step, unless the run is to stop.
+
+        Ranks: every rank; nothing is sent.
+        """
+        self.lifecycle.supervisor.at_step_boundary()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's test step, unless the run is to stop.
+
+        Ranks: every rank; nothing is sent.
+        """
+        self.lifecycle.supervisor.at_step_boundary()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's prediction step, unless the run is to stop.
+
+        Ranks: every rank; nothing is sent.
+        """
+        self.lifecycle.supervisor.at_step_boundary()
+        return super().predict_step(*args, **kwargs)
+
     @property
     def step_capabilities(self) -> Capabilities:
         """What can be done with a training step: everything, as each rank has the whole model and its gradients."""

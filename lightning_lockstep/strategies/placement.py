@@ -11,6 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_lockstep._console import say
+
 __all__ = ["RankPlacement", "mixed_gpus_warning", "placement_of", "show_placement"]
 
 _GIB = 2**30
@@ -71,7 +73,11 @@ def show_placement(placements: Sequence[RankPlacement]) -> None:
         device = place.device if place.capability == (0, 0) else f"{place.device} {place.device_name}"
         memory = f"{place.memory / _GIB:.1f} GiB" if place.memory else "-"
         table.add_row(str(place.rank), place.host, device, memory, str(place.threads), as_ranges(place.cores))
-    Console(file=sys.stderr, width=None if sys.stderr.isatty() else 100).print(table)
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    console = Console(stderr=True, width=None if terminal else 100)
+    with console.capture() as captured:
+        console.print(table)
+    say(captured.get())
 
 
 def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:

@@ -84,6 +84,41 @@ def test_a_forced_end_writes_what_is_held_back_and_prints_its_message_last() -> 
     assert err.endswith("held back\nthe message\n")
 
 
+@pytest.mark.parametrize(
+    "reader",
+    [
+        "reader, writer = os.pipe(); os.close(reader)",  # a broken pipe
+        "reader, writer = os.pipe(); os.set_blocking(writer, False)\n"
+        "try:\n    while os.write(writer, bytes(4096)): pass\n"
+        "except BlockingIOError: os.set_blocking(writer, True)",  # nobody reads
+        "writer = os.open('/dev/full', os.O_WRONLY)",
+    ],
+)
+def test_a_standard_error_that_cannot_be_written_holds_no_end(reader: str) -> None:
+    code = f"""
+import os, sys, threading
+process_exit._LAST_WRITES = 0.5
+{reader}
+os.dup2(writer, 2)
+threading.Thread(target=process_exit.end_now, args=(7, "the message")).start()
+threading.Event().wait()
+"""
+    assert end(code)[0] == 7
+
+
+def test_a_failed_process_whose_traceback_cannot_be_written_ends_in_time() -> None:
+    code = """
+        import os, sys, threading
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 2)
+        process_exit.end_within(0.3, 7)
+        threading.Thread(target=threading.Event().wait).start()  # no daemon: it would hold the process
+        raise ValueError("lost")
+    """
+    assert end(code)[0] == 7
+
+
 def test_a_failed_process_runs_its_exit_functions_and_keeps_its_code() -> None:
     code = """
         process_exit.at_exit(print, "tracker closed")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 
 import lightning as L
@@ -15,7 +16,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lockstep
+from lightning_lockstep import get_logger
 from lightning_lockstep.errors import BatchSizeError, LockstepError
+from lightning_lockstep.launchers import subprocess_script
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
 START = sys.argv[2] if len(sys.argv) > 2 else "popen"
@@ -37,6 +40,12 @@ class Net(L.LightningModule):
         loss = torch.nn.functional.cross_entropy(self.layer(inputs), targets)
         self.log("val_loss", loss, sync_dist=True)
 
+    def predict_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2:
+            provoke(self.global_rank)
+        time.sleep(0.02)
+        return self.layer(batch[0])
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
 
@@ -49,16 +58,20 @@ def provoke(rank: int) -> None:
     kind, _, where = FAULT.partition("@")
     if kind == "prune":
         raise Pruned(f"on rank {rank}")
+    if kind == "flood":
+        threading.Thread(target=log_for_ever, args=(rank,), daemon=True).start()
     if kind == "wait":
         print("waiting", flush=True)
         time.sleep(300)
     if where != str(rank):
         return
-    if kind == "raise":
+    if kind == "flood":
+        time.sleep(0.2)
+    if kind in ("raise", "flood"):
         raise ValueError("boom in training_step")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "term":
+    if kind in ("term", "predict"):
         os.kill(os.getpid(), signal.SIGTERM)
     if kind == "ours":
         raise BatchSizeError("nothing fits")
@@ -66,9 +79,26 @@ def provoke(rank: int) -> None:
         torch.empty(1 << 60)
 
 
+def log_for_ever(rank: int) -> None:
+    log = get_logger("flood", "INFO")
+    for number in range(10**9):
+        log.info("rank %d, line %d", rank, number, in_order=True)
+        time.sleep(0.0005)
+
+
 def forget_fault() -> None:
     global FAULT
     FAULT = "none"
+
+
+def after_the_fit(rank: int) -> None:
+    """Rank 1 still has something to do when rank 0 is through."""
+    subprocess_script._SAY_AFTER = 0.5
+    if rank == 1:
+        time.sleep(2.0)
+        print("rank 1 has written its predictions", flush=True)
+        if FAULT == "late-fails":
+            os._exit(3)
 
 
 def main() -> None:
@@ -88,6 +118,9 @@ def main() -> None:
         **options,
     )
     net = Net()
+    if FAULT.startswith("predict"):
+        trainer.predict(net, DataLoader(data, batch_size=2))
+        print("predicted all", flush=True)
     if FAULT == "prune":
         try:
             trainer.fit(net, DataLoader(data, batch_size=16))
@@ -103,9 +136,16 @@ def main() -> None:
             enable_model_summary=False,
             **options,
         )
+    if FAULT.startswith("late"):
+        for _ in range(2):  # each fit makes a process group of its own
+            trainer.fit(net, DataLoader(data, batch_size=16))
+            torch.distributed.destroy_process_group()
+            trainer.fit_loop.max_epochs += 1
     trainer.fit(net, DataLoader(data, batch_size=16), DataLoader(data, batch_size=64))
     print(f"rank {trainer.global_rank} fitted {trainer.callback_metrics['val_loss']:.6f}", flush=True)
-    if START == "popen":
+    if FAULT.startswith("late"):
+        after_the_fit(trainer.global_rank)
+    elif START == "popen":
         again = L.Trainer(accelerator="cpu", devices=trainer.num_devices, num_nodes=trainer.num_nodes,
                           strategy="lockstep_ddp", **options)  # fmt: skip
         again.validate(net, DataLoader(data, batch_size=64), verbose=False)

@@ -37,9 +37,10 @@ def test_two_trainers_in_one_script_share_the_ranks() -> None:
     assert outcome.stderr.count("2 ranks") == 1, "the placement is shown once"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_raising_rank_ends_the_job_with_its_traceback_last(rank: int) -> None:
-    outcome = run(f"raise@{rank}")
+@pytest.mark.parametrize(("fault", "rank"), [("raise@0", 0), ("flood@1", 1)])
+def test_a_raising_rank_ends_the_job_with_its_traceback_last(fault: str, rank: int) -> None:
+    """Also while both ranks log as fast as they can."""
+    outcome = run(fault)
     assert outcome.returncode == 1
     assert outcome.stderr.count("ValueError: boom in training_step") <= 2
     assert outcome.stderr.rstrip().endswith("ValueError: boom in training_step")
@@ -90,6 +91,33 @@ def test_sigterm_to_one_rank_ends_all_with_its_exit_code() -> None:
     outcome = run("term@1")
     assert outcome.returncode == 128 + signal.SIGTERM
     assert "rank 1 of 2" in outcome.stderr
+
+
+def test_sigterm_ends_a_prediction() -> None:
+    outcome = run("predict@0")
+    assert outcome.returncode == 128 + signal.SIGTERM, outcome.output
+    assert "predicted all" not in outcome.stdout
+
+
+@pytest.mark.parametrize(("fault", "code"), [("late", 0), ("late-fails", 1)])
+def test_a_rank_that_still_works_is_waited_for(fault: str, code: int) -> None:
+    """After three fits, each with a process group of its own on the same store."""
+    outcome = run(fault)
+    assert outcome.returncode == code, outcome.output
+    assert outcome.stdout.count("fitted") == 2
+    assert "rank 1 has written its predictions" in outcome.stdout
+    assert "rank(s) [1] of this host have not ended yet; waiting for them." in outcome.stderr
+    assert ("rank(s) [1] of this host ended badly: exit code 3" in outcome.stderr) == (code == 1)
+
+
+@pytest.mark.parametrize("stderr", ["2>/dev/full", "2>&-"])
+def test_a_standard_error_that_cannot_be_written_ends_no_run(stderr: str) -> None:
+    outcome = run_script(
+        ["bash", "-c", f'"$0" "$1" none {stderr}', sys.executable, str(SCRIPT)], timeout=LIMIT
+    )
+    assert outcome.stdout.count("fitted") == 2 and outcome.stdout.count("validated") == 2, outcome.output
+    assert outcome.returncode in (0, 120), "120 is Python's own for a stream that it cannot flush"
+    assert outcome.leftovers == ()
 
 
 def test_a_rank_that_ends_before_all_have_met_ends_the_job() -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from lightning_lockstep._console import say
 from lightning_lockstep._lightning import _destroy_dist_connection
 from lightning_lockstep.errors import RankFailedError
 
@@ -42,6 +43,7 @@ __all__ = [
     "on_flush",
     "on_uncaught",
     "print_also",
+    "printed_a_line",
     "run_flushers",
     "show_plainly",
     "stay",
@@ -129,14 +131,45 @@ def end_now(exit_code: int, message: str = "") -> NoReturn:
         exit_code: Its exit code.
         message: Printed last, to standard error.
 
-    Ranks: any rank, alone, on any thread; waits for nobody.
+    Ranks: any rank, alone, on any thread; waits for nobody, and a few seconds at most for a stream that nobody reads.
     """
-    flush_everything()
-    if message:
-        with suppress(Exception):
-            sys.stderr.write(message)
-            sys.stderr.flush()
+    last = threading.Thread(target=_print_last, args=(message,), name="lockstep-last", daemon=True)
+    try:
+        last.start()
+    except RuntimeError:  # Python is exiting and starts no thread any more
+        _print_last(message)
+    else:
+        last.join(_LAST_WRITES)
     os._exit(exit_code)
+
+
+def _print_last(message: str) -> None:
+    flush_everything()
+    _say_last(message)
+    flush_everything()
+
+
+def _say_last(text: str) -> None:
+    if text:
+        say(text)
+        _was_last(text)
+
+
+def _was_last(text: str) -> None:
+    global _last_said, _said_since
+    _last_said, _said_since = text, False
+
+
+def printed_a_line() -> None:
+    """Note that a line of the run was printed, perhaps after the report of its failure."""
+    global _said_since
+    _said_since = True
+
+
+# The report that is to be the last of the run's output, and whether anything was printed since.
+_last_said, _said_since = "", False
+# How long what is held back may take to be written before an end by force [s].
+_LAST_WRITES = 10.0
 
 
 def end_after_exit_functions(exit_code: int) -> NoReturn:
@@ -148,6 +181,8 @@ def end_after_exit_functions(exit_code: int) -> NoReturn:
     flush_everything()
     atexit._run_exitfuncs()
     flush_everything()
+    if _last_said and _said_since:  # lines of other ranks that were still under way
+        say("\n" + next(line for line in _last_said.splitlines() if line))
     os._exit(exit_code)
 
 
@@ -290,13 +325,16 @@ def _install_hook() -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         instead = getattr(value, "__lockstep_text__", None)
-        if instead is None:
+        if instead is not None:
+            _say_last(instead)
+            return
+        try:
             usual(kind, value, trace)
-            sys.stderr.write(getattr(value, "__lockstep_more__", ""))
+            _was_last(f"lightning-lockstep: this rank failed: {kind.__name__}: {value}")
+            _say_last(getattr(value, "__lockstep_more__", ""))
+        finally:
             for function in _after_uncaught:
                 function()
-        elif instead:
-            sys.stderr.write(instead)
 
     hook.__lockstep__ = True  # type: ignore[attr-defined]
     sys.excepthook = hook
