@@ -160,10 +160,11 @@ def _shared_storages(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
         key = (storage.data_ptr(), tensor.dtype)
         first.setdefault(key, (index, storage.data_ptr(), storage.nbytes()))
         used[key] += tensor.nbytes
-    few = 4 * len(first) <= len(tensors)
+        if 4 * len(first) > len(tensors):  # not few
+            return []
     filled = all(2 * used[key] >= size for key, (_, _, size) in first.items())
     one_dtype = len({address for address, _ in first}) == len(first)
-    return list(first.values()) if few and filled and one_dtype else []
+    return list(first.values()) if filled and one_dtype else []
 
 
 def fused_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
