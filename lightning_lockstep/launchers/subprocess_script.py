@@ -37,6 +37,8 @@ __all__ = ["ScriptLauncher", "current_job", "rank_command"]
 _LOOK_EVERY = 0.1
 # How long the report of a child that has exited may still take to arrive [s].
 _REPORT_DELAY = 0.5
+# Python's own exit code for a standard stream that it could not write out at its end, all else being well.
+_NOT_FLUSHED = 120
 # After how long the parent says, at its own exit, which children it still waits for [s].
 _SAY_AFTER = 30.0
 
@@ -78,7 +80,7 @@ class _StartedRanks:
                 " Ctrl-C ends them."
             )
         codes = [process.wait() for process in self.processes]
-        return [rank for rank, code in enumerate(codes, 1) if code not in (0, expected_exit())]
+        return [rank for rank, code in enumerate(codes, 1) if not _is_orderly(code)]
 
     def running(self) -> list[int]:
         """Return the ranks here of the children that still run."""
@@ -176,7 +178,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _watch(self, processes: list[subprocess.Popen[bytes]]) -> None:
         while _started is not None and _started.processes is processes:
             for local_rank, process in enumerate(processes, 1):
-                if process.poll() and process.returncode != expected_exit():
+                if process.poll() is not None and not _is_orderly(process.returncode):
                     self._child_ended(local_rank, process)
                     return
             if all(process.poll() is not None for process in processes):
@@ -205,6 +207,10 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if _started is not None:
             _started.kill()
         end_now(130, "\nlightning-lockstep: interrupted; all ranks were stopped.\n")
+
+
+def _is_orderly(code: int) -> bool:
+    return code in (0, _NOT_FLUSHED, expected_exit())
 
 
 def forget_earlier_job(patience: float) -> None:

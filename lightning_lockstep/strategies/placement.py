@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import StringIO
 
 import psutil
 import torch
@@ -74,10 +75,10 @@ def show_placement(placements: Sequence[RankPlacement]) -> None:
         memory = f"{place.memory / _GIB:.1f} GiB" if place.memory else "-"
         table.add_row(str(place.rank), place.host, device, memory, str(place.threads), as_ranges(place.cores))
     terminal = sys.stderr is not None and sys.stderr.isatty()
-    console = Console(stderr=True, width=None if terminal else 100)
-    with console.capture() as captured:
-        console.print(table)
-    say(captured.get())
+    text = StringIO()
+    width = None if terminal else 100
+    Console(file=text, force_terminal=terminal, width=width).print(table)
+    say(text.getvalue())
 
 
 def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:

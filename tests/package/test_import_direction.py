@@ -14,7 +14,7 @@ import lightning_lockstep
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
 
-GROUND = {"errors", "_exports", "_lightning", "_environment", "_settings", "_system", "_tables"}
+GROUND = {"errors", "_exports", "_lightning", "_environment", "_settings", "_system", "_tables", "_console"}
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
 FEATURES = MIDDLE | {"overflow", "batch_size"}
@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "_settings": {"errors"},
     "_system": {"errors"},
     "_tables": set(),
+    "_console": set(),
     "distributed": GROUND,
     "launchers": TALK,
     "numerics": TALK,

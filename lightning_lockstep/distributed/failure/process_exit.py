@@ -146,7 +146,6 @@ def end_now(exit_code: int, message: str = "") -> NoReturn:
 def _print_last(message: str) -> None:
     flush_everything()
     _say_last(message)
-    flush_everything()
 
 
 def _say_last(text: str) -> None:
