@@ -40,6 +40,8 @@ def run(config: DictConfig) -> float | None:
     seed_everything(config.seed, workers=True, verbose=False)
     record = RunRecord()
     parts = build(config, own_callbacks=[record])
+    if isinstance(parts.trainer.strategy.launcher, _MultiProcessingLauncher):
+        record.share()
     loggers = list(parts.trainer.loggers)
     metrics = _loops(config, parts, record)
     if ran_under_mpirun():
@@ -125,7 +127,7 @@ def last_checkpoint(trainer: Any) -> Path | None:
 class RunRecord(Callback):
     """Counts what the closing summary shows, and saves the last step of a run.
 
-    The numbers are in shared memory: a parent process reads what a spawned or forked rank has counted.
+    A parent process reads what a spawned or forked rank has counted, once it has asked for that with :meth:`share`.
 
     Ranks: every rank. What decides about a further validation or checkpoint is the same on all of them;
         samples and seconds are rank 0's. Communicates only where a checkpoint is saved, on all ranks alike.
@@ -133,9 +135,16 @@ class RunRecord(Callback):
 
     def __init__(self) -> None:
         # samples of this rank, seconds of training, steps, epochs, step of the last validation
-        self._numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
+        self._numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64)
         self._since: float | None = None
         self._saved_at = -1
+
+    def share(self) -> None:
+        """Keep the numbers in memory that this process shares with those it starts.
+
+        Ranks: the process that starts ranks with multiprocessing, before it does.
+        """
+        self._numbers.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def steps(self) -> int:
