@@ -8,9 +8,9 @@ tensors of the size that the real answer would have. After each trial the ranks 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from lightning_lockstep.batch_size.memory.limits import limited_memory
 from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryUse
 from lightning_lockstep.batch_size.memory.out_of_memory import Failure, attempt, release_memory
 from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.isolated import isolated, run_step
-from lightning_lockstep.steps.snapshot import Gradients, whole_run
+from lightning_lockstep.steps.snapshot import Gradients, Snapshot, whole_run
 
 __all__ = ["TrialOutcome", "TrialRunner", "step_arguments"]
 
@@ -80,18 +81,14 @@ class TrialRunner:
         self._steps, self._meter, self._communicator = steps, meter, communicator
         self._kind = trainer.state.fn.value if trainer.state.fn is not None else "fit"
 
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Keep the state of the run while the body tries sizes, and put all of it back."""
-        trainer = self._trainer
-        before = whole_run(
+    def preserved(self) -> Snapshot:
+        """Return the state of the run, to put back once sizes have been tried."""
+        return whole_run(
             self._module,
-            trainer.strategy.optimizers if self._kind == "fit" else (),
-            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            self._trainer.strategy.optimizers if self._kind == "fit" else (),
+            scaler=getattr(self._trainer.precision_plugin, "scaler", None),
             generators=self._place.generators(),
         )
-        with before, isolated(trainer, self._module):
-            yield
 
     def run(self, size: int) -> TrialOutcome:
         """Try ``size`` and agree on how it went.
@@ -106,11 +103,12 @@ class TrialRunner:
         Ranks: all, together; one all-reduce of 24 bytes, and a gather when a rank did not fit.
         """
         gradients = Gradients(self._module)
-        if self._meter is not None:
-            self._meter.start()
-        with limited_memory(self._meter):
-            failure = attempt(lambda: self._steps_of(size))
-        used = self._meter.stop() if self._meter is not None else None
+        with isolated(self._trainer, self._module):
+            if self._meter is not None:
+                self._meter.start()
+            with limited_memory(self._meter):
+                failure = attempt(lambda: self._steps_of(size))
+            used = self._meter.stop() if self._meter is not None else None
         if failure is None and used is not None:
             failure = self._over_the_limit(used)
         gradients.restore()  # and the flags of an optimizer that was toggled when memory ran out
@@ -160,9 +158,16 @@ class TrialRunner:
             batch = self._on_device(self._place.batch(size))
             if self._kind == "fit":
                 arguments = step_arguments(self._module.training_step, batch, index)
-                run_step(self._trainer, self._module, arguments, index)
+                step = partial(run_step, self._trainer, self._module, arguments, index)
             else:
-                self._evaluate(batch, index)
+                step = partial(self._evaluate, batch, index)
+            try:
+                step()
+            except UnansweredCollectiveError as error:
+                raise BatchSizeError(
+                    f"no batch size can be tried, since a trial runs on each rank alone: {error} Give the batch size"
+                    " yourself, or use find_executable_batch_size around the whole run."
+                ) from error
 
     def _on_device(self, batch: Any) -> Any:
         batch = self._trainer.precision_plugin.convert_input(batch)

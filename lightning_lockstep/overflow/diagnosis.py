@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.numerics.module_values import NamePatterns
 from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statistics
 from lightning_lockstep.overflow.frame_recorder import FrameRecorder
@@ -18,11 +19,21 @@ from lightning_lockstep.overflow.frames import Producer
 from lightning_lockstep.overflow.remedy import Remedy, advice, search
 from lightning_lockstep.overflow.replay import StepRecord, replay
 from lightning_lockstep.overflow.report import Occasion, RankReport
-from lightning_lockstep.overflow.requirements import communicates_in_forward
 from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.steps.capabilities import missing_capabilities
 
 __all__ = ["Diagnosis"]
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One replay: whether its collectives were answered here, what it recorded, how it ended."""
+
+    alone: bool
+    recorder: FrameRecorder
+    loss: Tensor | None = None
+    answered: int = 0
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -44,32 +55,61 @@ class Diagnosis:
     def run(self, record: StepRecord, *, all_ranks: bool) -> RankReport:
         """Replay the recorded batch under a recorder and report what was found on this rank.
 
+        Collectives of the step are answered on this rank. Where that shows no bad value on any rank, and all of
+        them are here, they replay it once more with real collectives.
+
         Args:
             record: The step.
-            all_ranks: Whether every rank runs its diagnosis now. Otherwise a model that communicates in its
-                forward is not replayed.
+            all_ranks: Whether every rank runs its diagnosis now.
 
-        Ranks: nothing is sent unless the model itself communicates in its forward.
+        Ranks: with ``all_ranks`` all of them, one all-reduce of 12 bytes, and what the step sends where it is
+            replayed once more; otherwise this rank, alone.
         """
         report = self._report(record)
-        why_not = self._why_not_replayed(all_ranks)
-        if why_not:
-            report.notes.append(f"Not replayed: {why_not}.")
+        missing = missing_capabilities(self.trainer.strategy, "step_alone")
+        if missing:
+            report.notes.append(f"Not replayed: on {type(self.trainer.strategy).__name__}, {missing[0]}.")
             return report
+        attempt = self._attempt(record, alone=True)
+        if all_ranks and self._only_together(attempt):
+            attempt = self._attempt(record, alone=False)
+        report.notes += self._notes(attempt, record)
+        self._add_findings(report, attempt, record)
+        report.remedy = self._remedy(report, record, attempt)
+        return report
+
+    def _attempt(self, record: StepRecord, *, alone: bool) -> _Attempt:
         recorder = self._recorder()
         try:
-            loss = replay(self.trainer, self.module, record, recorder, all_ranks=all_ranks)
+            replayed = replay(self.trainer, self.module, record, recorder, answer_collectives=alone)
         except Exception as error:  # the diagnosis must not replace what it was called for
-            report.notes.append(f"Replaying the batch failed: {type(error).__name__}: {error}")
-            loss = record.loss
-        self._add_findings(report, recorder, loss)
-        if not _same(loss, record.loss):
-            report.notes.append(
-                f"The replayed loss was {_number(loss)}, not {_number(record.loss)}: the step is not deterministic"
-                " (state kept in training_step, or nondeterministic operations)."
-            )
-        report.remedy = self._remedy(report, record)
-        return report
+            return _Attempt(alone, recorder, error=error)
+        return _Attempt(alone, recorder, replayed.loss, replayed.answered)
+
+    def _only_together(self, attempt: _Attempt) -> bool:
+        """Return whether the bad value may come of what the ranks send each other, the same on every rank."""
+        unanswered = isinstance(attempt.error, UnansweredCollectiveError)
+        found = attempt.recorder.found_bad_values or self._is_bad(attempt.loss)
+        failed = attempt.error is not None and not unanswered
+        state = torch.tensor([found, attempt.answered > 0 or unanswered, failed], dtype=torch.int32)
+        found, communicates, failed = self.communicator.all_reduce(state, "max").tolist()
+        # A rank that failed alone would do so again, and leave the others in a collective.
+        return bool(communicates and not found and not failed)
+
+    def _notes(self, attempt: _Attempt, record: StepRecord) -> list[str]:
+        if attempt.error is not None:
+            return [f"Replaying the batch failed: {type(attempt.error).__name__}: {attempt.error}"]
+        if attempt.answered:
+            return [
+                "The step communicates with other ranks. In the replay this rank's own tensors stood for theirs, so"
+                " the loss is not compared."
+            ]
+        if not _same(attempt.loss, record.loss):
+            return [
+                f"The replayed loss was {_number(attempt.loss)}, not {_number(record.loss)}: the step is not"
+                " deterministic (state kept in training_step, or nondeterministic operations)."
+            ]
+        return []
 
     def _report(self, record: StepRecord) -> RankReport:
         """Return a report of what is known without a replay."""
@@ -84,14 +124,6 @@ class Diagnosis:
         report.notes += record.notes
         return report
 
-    def _why_not_replayed(self, all_ranks: bool) -> str:
-        missing = missing_capabilities(self.trainer.strategy, "step_alone")
-        if missing:
-            return f"on {type(self.trainer.strategy).__name__}, {missing[0]}"
-        if not all_ranks and communicates_in_forward(self.module, self.communicator.world_size):
-            return "the model communicates with other ranks in its forward (SyncBatchNorm)"
-        return ""
-
     def _recorder(self) -> FrameRecorder:
         settings = self.settings
         return FrameRecorder(
@@ -102,9 +134,15 @@ class Diagnosis:
             gradients=settings.gradients,
         )
 
-    def _add_findings(self, report: RankReport, recorder: FrameRecorder, loss: Tensor | None) -> None:
-        loss_allowed = NamePatterns(self.settings.allow_inf).match("loss")
-        report.clean = not (recorder.found_bad_values or has_bad_values(loss, allow_inf=loss_allowed))
+    def _is_bad(self, loss: Tensor | None) -> bool:
+        return has_bad_values(loss, allow_inf=NamePatterns(self.settings.allow_inf).match("loss"))
+
+    def _add_findings(self, report: RankReport, attempt: _Attempt, record: StepRecord) -> None:
+        recorder = attempt.recorder
+        loss = attempt.loss if attempt.error is None else record.loss
+        report.clean = not (recorder.found_bad_values or self._is_bad(loss))
+        if isinstance(attempt.error, UnansweredCollectiveError) and not recorder.found_bad_values:
+            report.clean = None
         report.frames = list(recorder.frames)
         report.producer, report.propagators = recorder.producer, recorder.propagators
         if report.producer is not None:
@@ -115,13 +153,14 @@ class Diagnosis:
             bad = next(i for i, f in enumerate(frames) if f.module == report.backward_producer.module)
             report.backward_frames = frames[max(0, bad + 1 - self.settings.max_frames_to_save) : bad + 1]
 
-    def _remedy(self, report: RankReport, record: StepRecord) -> Remedy:
+    def _remedy(self, report: RankReport, record: StepRecord, attempt: _Attempt) -> Remedy:
         first = report.producer or report.backward_producer
         if first is None:
             return Remedy()
         found: Remedy | None = None
-        may_help = first.low_precision and first.kind not in ("weight", "batch")
-        if may_help and not communicates_in_forward(self.module, self.communicator.world_size):
+        if first.low_precision and first.kind not in ("weight", "batch"):
+            if not attempt.alone:  # each rank tries as often as it needs, which must not send anything
+                return Remedy((first.module,) if first.module else ())
             try:
                 found = search(self.module, first, lambda: self._producer_now(record))
             except Exception as error:  # a module may not accept float32; then there is no such remedy
@@ -130,8 +169,7 @@ class Diagnosis:
 
     def _producer_now(self, record: StepRecord) -> Producer | None:
         recorder = self._recorder()
-        # How often a rank does this is its own affair, so the step must not communicate.
-        loss = replay(self.trainer, self.module, record, recorder, all_ranks=False)
+        loss = replay(self.trainer, self.module, record, recorder, answer_collectives=True).loss
         if recorder.producer is not None:
             return recorder.producer
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None

@@ -22,7 +22,7 @@ from lightning_lockstep.steps.isolated import isolated, run_forward_backward
 from lightning_lockstep.steps.random_state import RandomState
 from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, Snapshot
 
-__all__ = ["StepRecord", "replay"]
+__all__ = ["Replayed", "StepRecord", "replay"]
 
 
 @dataclass
@@ -60,9 +60,27 @@ class StepRecord:
     notes: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """How a replay ended.
+
+    Attributes:
+        loss: The loss as it goes into the backward, detached; ``None`` if there was none.
+        answered: Collectives of the step that were answered on this rank alone.
+    """
+
+    loss: Tensor | None
+    answered: int
+
+
 def replay(
-    trainer: Trainer, module: LightningModule, record: StepRecord, recorder: FrameRecorder, *, all_ranks: bool
-) -> Tensor | None:
+    trainer: Trainer,
+    module: LightningModule,
+    record: StepRecord,
+    recorder: FrameRecorder,
+    *,
+    answer_collectives: bool,
+) -> Replayed:
     """Run the recorded step again under a recorder, and leave no trace of it.
 
     Gradients, buffers, random states, plain attributes of modules (metric states among them) and
@@ -74,13 +92,13 @@ def replay(
         module: Its LightningModule, not wrapped.
         record: The step.
         recorder: Records the frames.
-        all_ranks: Whether every rank replays its step now. Otherwise collectives of the step are answered on
-            this rank.
+        answer_collectives: Whether collectives of the step are answered on this rank. Otherwise they are real,
+            and every rank must replay its step now.
 
-    Returns:
-        The loss as it goes into the backward, detached; ``None`` if there was none.
+    Raises:
+        UnansweredCollectiveError: The step needs what only another rank has.
 
-    Ranks: nothing is sent, unless every rank replays and the step itself communicates.
+    Ranks: nothing is sent while collectives are answered; otherwise what the step itself sends.
     """
     losses: list[Tensor] = []
 
@@ -99,7 +117,7 @@ def replay(
         stack.enter_context(Snapshot(now, BufferCopies(module), ModuleAttributes(module), Gradients(module)))
         record.random.restore()
         record.buffers.restore()
-        stack.enter_context(isolated(trainer, module, answer_collectives=not all_ranks))
+        answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(recorder.recording())
         recorder.check_batch(record.args[0] if record.args else None)
@@ -111,7 +129,7 @@ def replay(
             around_backward=backward,
         )
         recorder.finish()
-    return losses[-1] if losses else None
+    return Replayed(losses[-1] if losses else None, answers.count)
 
 
 def _uncompiled() -> Any:

@@ -9,7 +9,7 @@ from lightning_lockstep._lightning.internals import averages_models, is_compiled
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.capabilities import missing_capabilities
 
-__all__ = ["communicates_in_forward", "refuse_compiled", "refuse_strategy"]
+__all__ = ["refuse_compiled", "refuse_strategy"]
 
 
 def refuse_strategy(trainer: Trainer) -> None:
@@ -56,13 +56,3 @@ def refuse_compiled(root: nn.Module) -> None:
             " hooks do not fire reliably inside compiled code. Use mode='replay', which replays a failing batch"
             " uncompiled, or leave torch.compile out to find the overflow."
         )
-
-
-def communicates_in_forward(module: nn.Module, world_size: int) -> bool:
-    """Return whether the model's forward communicates between ranks, so that no rank can run it alone.
-
-    Args:
-        module: The model.
-        world_size: Number of ranks.
-    """
-    return world_size > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())

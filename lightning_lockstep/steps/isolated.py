@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import MethodType
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_lockstep._lightning import (
     DummyLogger,
@@ -27,23 +25,33 @@ from lightning_lockstep._lightning import (
     _ManualOptimization,
 )
 from lightning_lockstep._lightning.internals import closure_parts, no_model_averaging, optimizer_step_hooks
+from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
+from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.steps.patching import replaced
 
 __all__ = ["isolated", "on_plain_module", "run_forward_backward", "run_step"]
 
 
 @contextmanager
-def isolated(trainer: Trainer, module: LightningModule, *, answer_collectives: bool = True) -> Iterator[None]:
+def isolated(
+    trainer: Trainer, module: LightningModule, *, answer_collectives: bool = True
+) -> Iterator[LocalAnswers]:
     """Keep steps of the body from callbacks, loggers, the profiler and other ranks.
 
     The strategy steps on the module itself and not on its distributed wrapper, so no gradient is reduced.
-    ``self.log`` does nothing. What the strategy or a SyncBatchNorm would send is answered on the spot, with
-    tensors of the size of the real answer.
+    ``self.log`` does nothing. Collectives of the strategy and of ``torch.distributed`` are answered on the spot, as
+    if every rank held what this rank holds; see :func:`~lightning_lockstep.distributed.local_collectives`.
 
     Args:
         trainer: The Trainer, in a loop.
         module: Its LightningModule, not wrapped.
         answer_collectives: Whether this rank is alone; where every rank runs the body, collectives may be real.
+
+    Yields:
+        What was answered.
+
+    Raises:
+        UnansweredCollectiveError: The body needs what only another rank has.
     """
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out
     callbacks, loggers, profiler = run.callbacks, run.loggers, run.profiler
@@ -55,12 +63,14 @@ def isolated(trainer: Trainer, module: LightningModule, *, answer_collectives: b
         stack.enter_context(replaced(strategy, **no_model_averaging(strategy)))
         for optimizer, hooks in optimizer_step_hooks(strategy):
             stack.enter_context(replaced(optimizer, **hooks))
+        answers = LocalAnswers()
         if answer_collectives:
-            stack.enter_context(_answered_collectives(strategy, module, trainer.world_size))
+            stack.enter_context(replaced(strategy, **_local_answers(trainer.world_size)))
+            answers = stack.enter_context(local_collectives())
         run.callbacks, run.loggers = [], [DummyLogger()] if loggers else []
         run.profiler = PassThroughProfiler()
         try:
-            yield
+            yield answers
         finally:
             run.callbacks, run.loggers, run.profiler = callbacks, loggers, profiler
 
@@ -179,27 +189,27 @@ class _Stopped(Exception):  # noqa: N818  (a signal, no error)
     """Ends a step at the optimizer step that was asked for, or where there is nothing to run backward."""
 
 
-@contextmanager
-def _answered_collectives(strategy: Strategy, module: nn.Module, world_size: int) -> Iterator[None]:
+def _local_answers(world_size: int) -> dict[str, Callable[..., Any]]:
+    """Return the methods of a strategy that must not reach other ranks, nor ``torch.distributed``."""
+
     def gathered(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor.expand(world_size, *tensor.shape).clone() if world_size > 1 else tensor
 
-    def unchanged(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return value
-
-    answers: dict[str, Any] = {
+    if process_group_exists():
+        # The others are made of operations on tensors, which are answered; this one receives objects.
+        return {"broadcast": _unchanged}
+    return {
         "all_gather": gathered,
-        "reduce": unchanged,
-        "broadcast": unchanged,
-        "reduce_boolean_decision": unchanged,
+        "reduce": _unchanged,
+        "broadcast": _unchanged,
+        "reduce_boolean_decision": _unchanged,
         "barrier": _nothing,
     }
-    with ExitStack() as stack:
-        stack.enter_context(replaced(strategy, **answers))
-        for part in module.modules():
-            if isinstance(part, nn.SyncBatchNorm):
-                stack.enter_context(replaced(part, forward=MethodType(_BatchNorm.forward, part)))
-        yield
+
+
+def _unchanged(value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what was given."""
+    return value
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

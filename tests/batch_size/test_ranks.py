@@ -11,12 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep.batch_size.memory.out_of_memory import release_memory
 from lightning_lockstep.errors import BatchSizeError
-from tests.batch_size.models import Walled, trainer
+from tests.batch_size.models import FULL, Walled, trainer
 from tests.batch_size.same_run import strategy_for
 from tests.helpers import run_ranks, world_size
 
@@ -57,6 +58,56 @@ def test_all_ranks_find_the_same_size_whoever_runs_out_and_wherever(world_size, 
     assert all(len(each) == 3 for each in errors)
     assert all(each[1:] == errors[0][1:] for each in errors)
     assert all("1 does not fit" in each[0] and "batch norm" in each[2] for each in errors)
+
+
+class Gathering(Walled):
+    """Gathers rows in its step; ``how``. On the last rank memory runs out before it comes to that."""
+
+    def __init__(self, wall: int, how: str, on_rank: int) -> None:
+        super().__init__(wall, on_rank=on_rank)
+        self.how = how
+
+    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.how == "lightning":
+            return self.all_gather(rows, sync_grads=True).flatten(0, 1)
+        if self.how == "message":
+            other = 1 - self.global_rank
+            dist.send(rows.detach(), other) if other else dist.recv(torch.empty_like(rows), other)
+        whole = rows.new_empty(2 * len(rows), rows.shape[1])
+        dist.all_gather_into_tensor(whole, rows.detach())
+        return whole
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (inputs,) = batch
+        if self.full(len(inputs)):
+            raise RuntimeError(FULL)
+        rows = self.middle(self.first(inputs))
+        self.log("loss", rows.mean())
+        return (rows @ self.gathered(rows).T).square().mean() + 0 * self.last(rows).mean()
+
+
+def searches_that_gather(folder: str) -> list[Any]:
+    from lightning_lockstep import AutoBatchSize
+
+    found: list[Any] = []
+    for how in ("lightning", "in place", "message"):
+        module, callback = Gathering(300, how, on_rank=1), AutoBatchSize("binsearch", margin=0)
+        module.norm = nn.Identity()
+        try:
+            trainer(folder, callback, devices=2, strategy=strategy_for(2)).fit(module)
+            found.append((module.batch_size, module.sizes))
+        except BatchSizeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_step_that_gathers_is_tried_on_each_rank_alone(tmp_path):
+    both = run_ranks(2, searches_that_gather, str(tmp_path), backend=None, timeout=120)
+    for *sizes, refused in both:
+        for size, run in sizes:
+            assert 294 <= size <= 300 and run == [size] * 2
+        assert re.search("(send|recv) cannot be answered in a step that runs on one rank alone", refused)
+        assert "Give the batch size yourself" in refused
 
 
 class Big(pl.LightningModule):
