@@ -233,6 +233,34 @@ def test_a_sub_group_counts_its_own_ranks() -> None:
     assert run_ranks(3, sub_group, timeout=60)[2] == (2.0, 3.0)
 
 
+def compiled() -> Any:
+    """Count what a compiled step is compiled to, and what it gives with answers and without."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def step(tensor: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(tensor, "sum", dist.group.WORLD) * 2
+
+    alone = [step(four()).tolist()]
+    with local_collectives() as local:
+        if dist.get_rank() == 1:
+            alone.append(step(four()).tolist())
+    dist.barrier()
+    return alone, local.count, step(four()).tolist(), len(graphs)
+
+
+@pytest.mark.slow
+def test_compiled_code_is_answered_and_not_compiled_again() -> None:
+    four_times = (4 * four()).tolist()
+    zero, one = run_ranks(2, compiled, timeout=120)
+    assert zero == ([four_times], 0, four_times, 1)
+    assert one == ([four_times] * 2, 1, four_times, 1)
+
+
 def test_without_a_process_group_nothing_is_done() -> None:
     with local_collectives() as local:
         assert local.count == 0
