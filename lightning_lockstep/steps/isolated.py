@@ -40,7 +40,7 @@ def isolated(
 
     The strategy steps on the module itself and not on its distributed wrapper, so no gradient is reduced.
     ``self.log`` does nothing. Collectives of the strategy and of ``torch.distributed`` are answered on the spot, as
-    if every rank held what this rank holds; see :func:`~lightning_lockstep.distributed.local_collectives`.
+    if every rank held what this rank holds; see :mod:`lightning_lockstep.distributed.local_collectives`.
 
     Args:
         trainer: The Trainer, in a loop.
@@ -190,7 +190,7 @@ class _Stopped(Exception):  # noqa: N818  (a signal, no error)
 
 
 def _local_answers(world_size: int) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a strategy that must not reach other ranks, nor ``torch.distributed``."""
+    """Return what replaces methods of a strategy whose messages are not answered further down."""
 
     def gathered(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor.expand(world_size, *tensor.shape).clone() if world_size > 1 else tensor
