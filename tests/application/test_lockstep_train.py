@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.helpers import ScriptOutcome, run_script
 
@@ -26,6 +29,23 @@ def column(run: Path, name: str) -> list[float]:
 def summary(run: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return loaded
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a private mount of /dev/shm needs root")
+def test_one_rank_needs_no_shared_memory(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "lightning_lockstep.train", *QUICK, "trainer.max_steps=1", "test=false")
+    read_only = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o ro none /dev/shm && exec "$@"',
+        "sh",
+        *command,
+    ]
+    outcome = run_script(read_only, cwd=tmp_path, timeout=180)
+    assert outcome.returncode == 0, outcome.output
+    assert "run finished" in outcome.stdout
 
 
 def test_two_ranks_learn_the_digits_like_one_and_resume(tmp_path: Path) -> None:

@@ -44,17 +44,23 @@ def why_not() -> str | None:
 class Cluster:
     """Two hosts, ``10.77.<n>.1`` (alpha) and ``10.77.<n>.2`` (beta). Use it as a context manager.
 
+    Args:
+        ipv6: They have IPv6 alone, ``fd77:<n>::1`` and ``fd77:<n>::2``, and no sshd.
+
     Attributes:
         folder: Private folder with the keys and the logs of both.
         addresses: Their addresses.
+        cables: Names of the network interfaces at the two ends of their cable.
         ssh_args: What ssh needs to get from one to the other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ipv6: bool = False) -> None:
         number = os.getpid() % 250
-        self.addresses = (f"10.77.{number}.1", f"10.77.{number}.2")
+        self._ipv6 = ipv6
+        network = f"fd77:{number}::" if ipv6 else f"10.77.{number}."
+        self.addresses = (f"{network}1", f"{network}2")
         self._spaces = tuple(f"lockstep-{os.getpid()}-{name}" for name in ("alpha", "beta"))
-        self._cables = (f"lka{os.getpid()}", f"lkb{os.getpid()}")
+        self.cables = (f"lka{os.getpid()}", f"lkb{os.getpid()}")
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-cluster-"))
         key, known = self.folder / "key", "/dev/null"
         self.ssh_args = [
@@ -115,13 +121,13 @@ class Cluster:
     def cut(self) -> None:
         """Cut the cable: nothing arrives any more, and nobody is told."""
         subprocess.run(
-            ["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self._cables[0], "down"], check=True
+            ["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self.cables[0], "down"], check=True
         )
 
     def mend(self) -> None:
         """Mend the cable."""
         subprocess.run(
-            ["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self._cables[0], "up"], check=True
+            ["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self.cables[0], "up"], check=True
         )
 
     def stop_sshd(self) -> None:
@@ -186,11 +192,16 @@ class Cluster:
         for space in self._spaces:
             ip("netns", "add", space)
             ip("-n", space, "link", "set", "lo", "up")
-        ip("link", "add", self._cables[0], "type", "veth", "peer", "name", self._cables[1])
-        for space, cable, address in zip(self._spaces, self._cables, self.addresses, strict=True):
+        ip("link", "add", self.cables[0], "type", "veth", "peer", "name", self.cables[1])
+        for space, cable, address in zip(self._spaces, self.cables, self.addresses, strict=True):
             ip("link", "set", cable, "netns", space)
-            ip("-n", space, "address", "add", f"{address}/24", "dev", cable)
             ip("-n", space, "link", "set", cable, "up")
+            prefix = ["64", "nodad"] if self._ipv6 else ["24"]
+            ip("-n", space, "address", "add", f"{address}/{prefix[0]}", *prefix[1:], "dev", cable)
+            if self._ipv6:
+                ip("-n", space, "address", "delete", "127.0.0.1/8", "dev", "lo")
+        if self._ipv6:
+            return
         for host in (0, 1):
             self.start_sshd(host)
         deadline = time.monotonic() + 15

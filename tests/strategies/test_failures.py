@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ScriptOutcome, reserve_port, run_script, start_script
+from tests.helpers.cluster import Cluster, why_not
 
 SCRIPT = Path(__file__).with_name("fit_script.py")
 LIMIT = 120.0  # only so that a hang ends the test
@@ -164,6 +166,29 @@ def test_under_torchrun_the_summary_has_the_traceback() -> None:
     end = last_lines(outcome.stderr, 3)
     assert "ValueError: boom in training_step" in end
     assert re.search(r"rank +: 1 ", outcome.stderr)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_two_hosts_that_have_ipv6_alone() -> None:
+    with Cluster(ipv6=True) as hosts:
+        nodes = [
+            hosts.start(
+                node,
+                [sys.executable, str(SCRIPT), "nodes"],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(sys.path),
+                    "MASTER_ADDR": hosts.addresses[0],
+                    "MASTER_PORT": "29500",
+                    "NODE_RANK": str(node),
+                    "GLOO_SOCKET_IFNAME": hosts.cables[node],
+                },
+            )
+            for node in (0, 1)
+        ]
+        outputs = [node.communicate(timeout=LIMIT)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert all(f"rank {rank} fitted" in output for rank, output in enumerate(outputs)), outputs
 
 
 def test_two_nodes_started_by_hand() -> None:
