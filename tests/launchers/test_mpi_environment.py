@@ -13,7 +13,7 @@ from lightning_lockstep.distributed.mpi.rendezvous import RankIdentity, identity
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.mpi_environment import MPIEnvironment, MPIRank, find_mpi_rank
 from lightning_lockstep.launchers.mpirun.command import MPIRunSettings
-from lightning_lockstep.launchers.mpirun.hosts import Host, HostReport, hosts_fault, read_hostfile
+from lightning_lockstep.launchers.mpirun.hosts import Host, HostReport, hosts_fault, hosts_for, read_hostfile
 from lightning_lockstep.strategies.mpi import LockstepMPIStrategy
 
 OPEN_MPI = {
@@ -89,6 +89,13 @@ def test_hostfiles_of_both_kinds(tmp_path: Path) -> None:
     assert read_hostfile(file) == [Host("node1", 4), Host("node2", 2), Host("node3", None)]
     with pytest.raises(ConfigurationError, match="there is no such file"):
         MPIRunSettings(hostfile=tmp_path / "none")
+
+
+def test_a_name_that_ssh_would_take_for_an_option_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("node1 slots=2\nuser@node2 slots=2\n-oProxyCommand=touch slots=2\n")
+    with pytest.raises(LaunchError, match=r"name or address of a host: '-oProxyCommand=touch'\. Expected"):
+        hosts_for(MPIRunSettings(hostfile=file), num_processes=2, num_nodes=1)
 
 
 def test_the_table_of_hosts_says_what_to_do() -> None:

@@ -33,6 +33,8 @@ __all__ = ["Host", "HostReport", "check_hosts", "hosts_fault", "hosts_for", "rea
 _CONNECT = 6  # longest wait for ssh to connect [s]
 _ANSWER = 40  # longest wait for Python to answer there [s]
 _MPIRUN = 40  # longest wait for `mpirun hostname` [s]
+# ssh and mpirun would take a name that begins with a dash for an option.
+_NAME = re.compile(r"[\w\[][\w.:@%\[\]-]*")
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "mpi4py")
 
 
@@ -88,7 +90,8 @@ def hosts_for(settings: MPIRunSettings, *, num_processes: int, num_nodes: int) -
         num_nodes: Number of nodes.
 
     Raises:
-        LaunchError: There are fewer hosts or slots than the Trainer wants.
+        LaunchError: There are fewer hosts or slots than the Trainer wants, or something else where a host's name
+            should be.
     """
     if settings.hostfile is None:
         if num_nodes > 1:
@@ -97,7 +100,13 @@ def hosts_for(settings: MPIRunSettings, *, num_processes: int, num_nodes: int) -
                 f" of {num_processes} slots each, or ranks that are started by mpirun or srun."
             )
         return []
-    hosts = read_hostfile(Path(settings.hostfile))[:num_nodes]
+    hosts = read_hostfile(Path(settings.hostfile))
+    if wrong := [host.name for host in hosts if not _NAME.fullmatch(host.name)]:
+        raise LaunchError(
+            f"hostfile={str(settings.hostfile)!r} has lines that do not begin with the name or address of a host:"
+            f" {', '.join(map(repr, wrong))}. Expected lines such as 'node1 slots=4' (Open MPI) or 'node1:4' (MPICH)."
+        )
+    hosts = hosts[:num_nodes]
     if len(hosts) < num_nodes or any(host.slots is not None and host.slots < num_processes for host in hosts):
         rows = [(host.name, "not given" if host.slots is None else host.slots) for host in hosts]
         raise LaunchError(
@@ -209,7 +218,17 @@ def _ask(host: str, ssh_args: Sequence[str]) -> HostReport:
     probe = _PROBE.format(names=_PACKAGES, from_folder=from_folder)
     python = f"PYTHONPATH={shlex.quote(path)} {shlex.quote(sys.executable)} -c {shlex.quote(probe)}"
     remote = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; {python}"
-    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}", *ssh_args, host, remote]
+    command = [
+        "ssh",
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        f"ConnectTimeout={_CONNECT}",
+        *ssh_args,
+        "--",
+        host,
+        remote,
+    ]
     try:
         answer = subprocess.run(
             command,
