@@ -1,0 +1,132 @@
+"""What mpirun prints, passed on: with the ranks' own lines of dashes, and where it cannot be written."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from lightning_lockstep.launchers.mpirun import sink
+from lightning_lockstep.launchers.mpirun.output import OutputRelay
+
+DASHES = "-" * 74  # as many as Open MPI prints
+LIMIT = 60.0  # only so that a hang ends the test
+
+
+def relay(program: str, out: TextIO | None, err: TextIO | None) -> None:
+    """Relay what ``program`` prints in the place of mpirun."""
+    command = [sys.executable, "-I", "-c", f"import sys, time\n{program}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        passing = OutputRelay((process.stdout, out), (process.stderr, err))
+        process.wait(LIMIT)
+        passing.finish()
+
+
+def test_lines_of_dashes_of_a_rank_pass_at_once() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    lines = [f"[1,0]<std%s>: {DASHES}", "[1,0]<std%s>: mine", f"[1,1]<std%s>: {'-' * 50}"]
+    program = f"""
+for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+    stream.write({chr(10).join(lines)!r}.replace("%s", name))
+"""
+    relay(program, out, err)
+    assert out.getvalue() == err.getvalue() == f"[rank 0] {DASHES}\n[rank 0] mine\n[rank 1] {'-' * 50}"
+
+
+def test_a_line_that_may_begin_a_remark_is_not_held_back_for_long() -> None:
+    """It passes while mpirun still runs, though nothing follows it."""
+    reader, writer = os.pipe()
+    with ExitStack() as files:
+        err = files.enter_context(os.fdopen(writer, "w"))
+        shown = files.enter_context(os.fdopen(reader))
+        command = [sys.executable, "-I", "-c", f"print('[1,0]<stderr>: {DASHES}', flush=True); input()"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = files.enter_context(subprocess.Popen(command, **pipes))  # type: ignore[call-overload]
+        passing = OutputRelay((process.stderr, None), (process.stdout, err))
+        assert shown.readline() == f"[rank 0] {DASHES}\n"
+        process.communicate(b"\n", timeout=LIMIT)
+        passing.finish()
+
+
+def test_remarks_of_mpirun_about_a_forced_end_are_left_out() -> None:
+    err = io.StringIO()
+    program = f"""
+sys.stderr.write('''[1,0]<stderr>: ValueError: the report
+[1,0]<stderr>: {DASHES}
+[1,0]<stderr>: MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD
+[1,0]<stderr>:   Proc: [[19281,1],0]
+[1,0]<stderr>: {DASHES}
+[1,1]<stderr>: goes on
+{DASHES}
+prterun has exited due to process rank 0 with PID 0 on node vm calling
+"abort". This may have caused other processes in the application to be
+{DASHES}
+{DASHES}
+prterun noticed that process rank 1 with PID 7 on node vm exited on
+signal 9 (Killed).
+{DASHES}
+''')
+"""
+    relay(program, None, err)
+    assert err.getvalue().splitlines() == [
+        "[rank 0] ValueError: the report",
+        "[rank 1] goes on",
+        DASHES,
+        "prterun noticed that process rank 1 with PID 7 on node vm exited on",
+        "signal 9 (Killed).",
+        DASHES,
+    ]
+
+
+@contextmanager
+def closed_pipe() -> Iterator[TextIO]:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        yield stream
+
+
+@contextmanager
+def full_pipe() -> Iterator[TextIO]:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with os.fdopen(reader), os.fdopen(writer, "w") as stream:
+        with pytest.raises(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 4096)
+        os.set_blocking(writer, True)
+        yield stream
+
+
+@contextmanager
+def full_disk() -> Iterator[TextIO]:
+    with Path("/dev/full").open("w") as stream:
+        yield stream
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [(closed_pipe, "Broken pipe"), (full_disk, "No space left"), (full_pipe, "full and nobody reads it")],
+)
+def test_output_that_cannot_be_written_is_said_once_and_holds_nobody_up(
+    place: object, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink, "PATIENCE", 0.2)
+    err = io.StringIO()
+    # More than the pipe of a rank takes; in a full one it fits, since only an end lets ranks go on there.
+    lines = 100 if place is full_pipe else 5000
+    with place() as out:  # type: ignore[operator]
+        began = time.monotonic()
+        relay(f"for i in range({lines}): print('[1,0]<stdout>: line', i)", out, err)
+    assert time.monotonic() - began < LIMIT
+    [said] = err.getvalue().splitlines()
+    assert said.startswith("lightning-lockstep: standard output cannot be written to (") and why in said
