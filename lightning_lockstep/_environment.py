@@ -25,6 +25,8 @@ JOB_TOKEN = "LOCKSTEP_JOB_TOKEN"
 LAUNCHER_PID = "LOCKSTEP_RANK_LAUNCHER_PID"
 #: Set by our mpirun launcher in each rank of its host: the folder in which a rank notes how it ended.
 ENDED_FOLDER = "LOCKSTEP_RANK_ENDED_FOLDER"
+#: Set by our mpirun launcher for ranks on several hosts: the configuration of the Hydra job. Gone once a rank has it.
+RANK_CONFIG = "LOCKSTEP_RANK_CONFIG"
 
 
 def log_level() -> str | None:

@@ -29,8 +29,8 @@ __all__ = ["current_hydra_config", "freeze", "hydra_child_command", "for_other_r
 # Hydra announces the option as experimental on every use; matched from the start of its message.
 _QUIET = ("-W", "ignore:Experimental rerun CLI option:UserWarning")
 
-# The last configuration written and its file: all children of one job share it.
-_written: tuple[DictConfig, str] | None = None
+# The last configuration written, its path and its descriptor: all children of one job share it.
+_written: tuple[DictConfig, str, int] | None = None
 
 
 def current_hydra_config() -> DictConfig | None:
@@ -148,7 +148,7 @@ def hydra_child_command() -> tuple[list[str], str | None] | None:
 
     Returns:
         The command and the folder to start it in; `None` outside of a Hydra job. The configuration travels
-        in a private file, which is removed when this process exits.
+        in a file that only processes of this user can read, and which is gone when this process is.
 
     Raises:
         LaunchError: The program was not started from a file or a module, so it cannot be started again.
@@ -184,13 +184,23 @@ def _this_program(config: DictConfig) -> tuple[list[str], str | None]:
 
 def _config_file(config: DictConfig) -> str:
     global _written
-    if _written is None or _written[0] is not config:
-        handle, path = tempfile.mkstemp(prefix="lockstep-config-", suffix=".pickle")
-        with os.fdopen(handle, "wb") as file:
-            pickle.dump(for_other_ranks(freeze(config)), file)
+    if _written is not None and _written[0] is config:
+        return _written[1]
+    if _written is not None:
+        os.close(_written[2])
+    content = pickle.dumps(for_other_ranks(freeze(config)))
+    handle, path = tempfile.mkstemp(prefix="lockstep-config-", suffix=".pickle")
+    nameless = Path(f"/proc/{os.getpid()}/fd/{handle}")
+    if nameless.exists():
+        # Open for as long as this process lives, it needs no name: however that ends, nothing is left of it.
+        Path(path).unlink()
+        path = str(nameless)
+    else:
         at_exit(_remove, path, os.getpid())
-        _written = (config, path)
-    return _written[1]
+    with os.fdopen(handle, "wb", closefd=False) as file:
+        file.write(content)
+    _written = (config, path, handle)
+    return path
 
 
 def _remove(path: str, owner: int) -> None:

@@ -6,8 +6,13 @@ the others the grace period, and raises one error with the first failing rank's 
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,11 +38,15 @@ from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.distributed.side_channel.job_token import token_for_children
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
+from lightning_lockstep.launchers.forwarding import SignalForwarding
 
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 
 __all__ = ["SpawnedLauncher"]
+
+_PERIOD = 1.0  # how often the parent looks whether its ranks end in time after a signal [s]
+_CTRL_C = 2.0  # how long ranks that a terminal's Ctrl-C has reached may take before they get it from here [s]
 
 
 class SpawnedLauncher(_MultiProcessingLauncher):
@@ -110,10 +119,22 @@ class SpawnedLauncher(_MultiProcessingLauncher):
     def _join(self, context: Any, folder: Path) -> None:
         grace = self._supervisor.settings.grace_period
         try:
-            while not context.join(grace_period=grace / 2):
-                pass
+            with SignalForwarding(self.kill, functools.partial(self.kill, signal.SIGKILL)) as signals:
+                while not context.join(timeout=_PERIOD, grace_period=grace / 2):
+                    signals.check()
+        except KeyboardInterrupt:
+            self._end_interrupted(grace)
+            raise
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise self._first_failure(error, context, folder) from None
+
+    def _end_interrupted(self, grace: float) -> None:
+        """End the ranks after Ctrl-C: the terminal's has reached them, one that was sent to this process has not."""
+        for patience, number in ((_CTRL_C, signal.SIGINT), (grace, signal.SIGKILL)):
+            deadline = time.monotonic() + patience
+            for process in self.procs:
+                process.join(max(0.0, deadline - time.monotonic()))
+            self.kill(number)
 
     def _first_failure(
         self, error: mp.ProcessRaisedException | mp.ProcessExitedException, context: Any, folder: Path
@@ -140,6 +161,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
     ) -> None:
         """Run in a started rank: as Lightning does, under the supervisor."""
         args, kwargs, answers, snapshot = rest
+        threading.Thread(target=_end_with_parent, name="lockstep-parent", daemon=True).start()
         os.environ.update(token)
         self._supervisor.attach(trainer)
         keep_notes_in(Path(folder))
@@ -155,3 +177,11 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         except Preempted as preempted:
             # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
             note_agreed_exit(preempted)
+
+
+def _end_with_parent() -> None:
+    """End this rank when the process that has started it is gone; that waits for its ranks otherwise."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    end_now(1, "\nlightning-lockstep: the process that started the ranks is gone; so this rank ends.\n")

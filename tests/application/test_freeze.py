@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from lightning_lockstep.launchers.hydra_rerun import (
     hydra_child_command,
     without_hydra,
 )
+from lightning_lockstep.launchers.mpirun.config_variable import config_for_all_hosts
 
 
 @dataclass
@@ -51,6 +55,8 @@ def job() -> Any:
     HydraConfig.instance().set_config(config)
     yield config
     HydraConfig.instance().cfg = None
+    if hydra_rerun._written is not None:
+        os.close(hydra_rerun._written[2])
     hydra_rerun._written = None
 
 
@@ -121,7 +127,6 @@ def test_outside_of_a_hydra_job_there_is_no_command() -> None:
     assert hydra_child_command() is None
 
 
-@pytest.mark.allow_leaks("files")
 def test_the_command_reruns_this_program_on_a_private_file(
     job: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +144,33 @@ def test_the_command_reruns_this_program_on_a_private_file(
     file = Path(command[-1])
     assert file.stat().st_mode & 0o077 == 0, "nobody else may read or write it"
     assert pickle.loads(file.read_bytes()).hydra.output_subdir is None
-    file.unlink()
+    read = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')).hydra.job.name)"
+    by_child = subprocess.run([sys.executable, "-c", read, file], capture_output=True, text=True, check=True)
+    assert by_child.stdout == "train\n"
+    if Path("/proc/self/fd").exists():
+        assert not list(Path(tempfile.gettempdir()).glob("lockstep-config-*")), "no end can leave it behind"
+
+
+def test_ranks_on_other_hosts_get_the_configuration_without_a_file(tmp_path: Path) -> None:
+    config = tmp_path / "config.pickle"
+    config.write_bytes(b"x" * 500_000)
+    show = (
+        "import os, sys; print(sys.argv[1:-1], open(sys.argv[-1]).read() == 'x' * 500_000, len(os.environ))"
+    )
+    program = [sys.executable, "-c", show, "a=1", "--experimental-rerun", str(config)]
+    command, variables = config_for_all_hosts(program)
+    assert str(config) not in command
+    run = {"env": {**os.environ, **variables}, "capture_output": True, "text": True, "check": True}
+    given = subprocess.run(command, **run).stdout  # type: ignore[call-overload]
+    assert given == f"['a=1', '--experimental-rerun'] True {len(os.environ)}\n", "and the variable is gone"
+    assert config_for_all_hosts(program[:4]) == (program[:4], {})
+
+
+def test_a_configuration_that_no_variable_can_hold_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "config.pickle"
+    config.write_bytes(os.urandom(100_000))
+    with pytest.raises(LaunchError, match="expected at most 120,000"):
+        config_for_all_hosts(["python", "program.py", "--experimental-rerun", str(config)])
 
 
 def test_a_program_without_a_file_cannot_be_started_again(

@@ -16,7 +16,8 @@ import pytest
 from lightning_lockstep.launchers.mpirun.watch import MPIRunWatch, ranks_under
 
 MPIRUN = """
-    import os, subprocess, sys, time
+    import os, signal, subprocess, sys, time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank, stays = sys.argv[1:3]
     ranks = [
         subprocess.Popen([sys.executable, "-c", rank], env={**os.environ, "OMPI_COMM_WORLD_RANK": str(i)})

@@ -1,6 +1,8 @@
 """A user's script: two ranks fit a small network; a fault is provoked at step 5 if asked for.
 
 python fit_script.py FAULT START_METHOD
+
+``endless`` trains until it is stopped; the start method ``mpi`` is the strategy's own mpirun.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ class Net(L.LightningModule):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor | None:
         if batch_idx == 5:
             provoke(self.global_rank)
+        if FAULT == "endless":
+            time.sleep(0.02)
+        if FAULT == "chatty":
+            print("a line of output\n" * 5000, flush=True)
         inputs, targets = batch
         return torch.nn.functional.cross_entropy(self.layer(inputs), targets)
 
@@ -63,6 +69,8 @@ def provoke(rank: int) -> None:
     if kind == "wait":
         print("waiting", flush=True)
         time.sleep(300)
+    if kind == "endless":
+        print("-" * 60 + f"\nrank {rank} trains", flush=True)
     if where != str(rank):
         return
     if kind == "flood":
@@ -106,15 +114,21 @@ def main() -> None:
         raise RuntimeError("boom before the ranks met")
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(320, 8), torch.randint(0, 4, (320,)))
-    strategy = lightning_lockstep.LockstepDDPStrategy(start_method=START, grace_period=8.0)
+    strategy: lightning_lockstep.LockstepDDPStrategy
+    if START == "mpi":
+        strategy = lightning_lockstep.LockstepMPIStrategy(grace_period=8.0)
+    else:
+        strategy = lightning_lockstep.LockstepDDPStrategy(start_method=START, grace_period=8.0)
+    callbacks = [lightning_lockstep.StopTogether(dirpath="stopped")] if FAULT == "endless" else []
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1 if FAULT == "nodes" else 2,
         num_nodes=2 if FAULT == "nodes" else 1,
         strategy=strategy,
-        max_epochs=1,
+        max_epochs=-1 if FAULT == "endless" else 1,
         enable_model_summary=False,
+        callbacks=callbacks,
         **options,
     )
     net = Net()

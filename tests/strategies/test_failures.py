@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ScriptOutcome, reserve_port, run_script, start_script
+from tests.distributed.mpi.launch import mpi_environ, why_no
+from tests.helpers import Script, ScriptOutcome, reserve_port, run_script, start_script
 from tests.helpers.cluster import Cluster, why_not
 
 SCRIPT = Path(__file__).with_name("fit_script.py")
+# A rank's line of dashes is shown before what the rank prints next, not held back for a remark of mpirun's.
+DASHES_PASS = r"\[rank 0\] -{60}\n(?:\[rank 1\].*\n)*\[rank 0\] rank 0 trains"
 LIMIT = 120.0  # only so that a hang ends the test
 
 
@@ -140,6 +143,54 @@ def test_ctrl_c_ends_all_ranks_once() -> None:
     assert outcome.leftovers == ()
     assert outcome.returncode == 130
     assert outcome.stderr.count("attempting graceful shutdown") == 1
+
+
+def endless(method: str, folder: Path) -> Script:
+    if method == "mpi" and (reason := why_no("open_mpi")):
+        pytest.skip(reason)
+    env = mpi_environ() if method == "mpi" else None
+    return start_script([str(SCRIPT), "endless", method], env=env, cwd=folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [
+        ("mpi", signal.SIGTERM),
+        ("mpi", signal.SIGUSR1),
+        ("spawn", signal.SIGTERM),
+        ("fork", signal.SIGUSR1),
+        ("popen", signal.SIGTERM),
+    ],
+)
+def test_a_signal_to_the_started_process_stops_all_ranks_with_a_checkpoint(
+    method: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    with endless(method, tmp_path) as script:
+        script.wait_for(DASHES_PASS if method == "mpi" else "trains", timeout=LIMIT)
+        script.send_signal(number)
+        outcome = script.finish(LIMIT)
+    assert outcome.returncode == 75, outcome.output
+    assert f"received {number.name}" in outcome.stderr and outcome.leftovers == ()
+    assert (tmp_path / "stopped" / "preempted.ckpt").exists()
+
+
+@pytest.mark.parametrize("method", ["mpi", "spawn", "fork", "popen"])
+def test_ranks_end_when_the_started_process_is_killed(method: str, tmp_path: Path) -> None:
+    with endless(method, tmp_path) as script:
+        script.wait_for("trains", timeout=LIMIT)
+        script.send_signal(signal.SIGKILL)
+        outcome = script.finish(LIMIT, settle=30)
+    assert outcome.leftovers == (), outcome.output
+
+
+def test_output_that_nobody_reads_does_not_hold_mpirun_up() -> None:
+    if reason := why_no("open_mpi"):
+        pytest.skip(reason)
+    pipeline = f"{sys.executable} {SCRIPT} chatty mpi | head -1; exit ${{PIPESTATUS[0]}}"
+    outcome = run_script(["bash", "-c", pipeline], env=mpi_environ(), timeout=LIMIT)
+    assert outcome.returncode == 0 and not outcome.timed_out, outcome.output
+    assert outcome.leftovers == ()
+    assert outcome.stderr.count("standard output cannot be written to ([Errno 32] Broken pipe)") == 1
 
 
 @pytest.mark.parametrize(("method", "fault"), [("spawn", "raise@1"), ("fork", "kill@1")])

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_lockstep._environment import JOB_TOKEN
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 
 __all__ = ["MPIRun", "MPIRunSettings", "find_mpirun", "hostname_command", "mpirun_environ", "mpirun_command"]
@@ -87,7 +86,12 @@ def find_mpirun(settings: MPIRunSettings) -> MPIRun | None:
 
 
 def mpirun_command(
-    mpirun: MPIRun, settings: MPIRunSettings, *, num_processes: int, num_nodes: int
+    mpirun: MPIRun,
+    settings: MPIRunSettings,
+    *,
+    num_processes: int,
+    num_nodes: int,
+    variables: Sequence[str] = (),
 ) -> list[str]:
     """Return the command that starts the ranks, up to the program.
 
@@ -96,6 +100,7 @@ def mpirun_command(
         settings: What the user has set; without a hostfile all ranks run on this host.
         num_processes: Number of ranks per node.
         num_nodes: Number of nodes.
+        variables: Names of environment variables that ranks on other hosts get beside the usual ones.
     """
     size = str(num_processes * num_nodes)
     if mpirun.kind == "hydra":
@@ -111,7 +116,7 @@ def mpirun_command(
             command += ["--prtemca", f"oob_tcp_keepalive_{name}", str(value)]
         command += _ssh(settings.ssh_args)
         # By name only: the values are not for the process table.
-        for name in sorted({JOB_TOKEN, *(name for name in os.environ if name.startswith(_PASSED_ON))}):
+        for name in sorted({*variables, *(name for name in os.environ if name.startswith(_PASSED_ON))}):
             command += ["-x", name]
     else:
         command += ["--map-by", f"{mapping}:OVERSUBSCRIBE"]

@@ -6,18 +6,14 @@ The process in which the user makes the Trainer becomes the parent: no rank itse
 
 from __future__ import annotations
 
-import functools
-import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lightning_lockstep._environment import ENDED_FOLDER
 from lightning_lockstep._lightning import _SubprocessScriptLauncher
-from lightning_lockstep.distributed.failure.process_exit import at_exit, end_after_exit_functions
+from lightning_lockstep.distributed.failure.process_exit import end_after_exit_functions, flush_everything
 from lightning_lockstep.distributed.side_channel.job_token import token_for_children
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 from lightning_lockstep.launchers.mpirun.command import (
@@ -26,12 +22,19 @@ from lightning_lockstep.launchers.mpirun.command import (
     mpirun_command,
     mpirun_environ,
 )
+from lightning_lockstep.launchers.mpirun.config_variable import config_for_all_hosts
 from lightning_lockstep.launchers.mpirun.hosts import check_hosts, hosts_for
 from lightning_lockstep.launchers.mpirun.output import OutputRelay
 from lightning_lockstep.launchers.mpirun.watch import MPIRunWatch
 from lightning_lockstep.launchers.subprocess_script import current_job, rank_command
 
 __all__ = ["MPIRunLauncher", "ran_under_mpirun"]
+
+# Linux ends mpirun, and mpirun the ranks of all hosts, when this process is gone.
+_WITH_THIS_PROCESS = (
+    *(sys.executable, "-I", "-S", "-c"),
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])",
+)
 
 # How long mpirun may take to end all other ranks, beyond the grace period in which they end by themselves [s].
 _PATIENCE = 10.0
@@ -93,9 +96,12 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
             check_hosts(hosts, self.mpirun, self.settings)
         self._check_can_spawn_children()
         program, folder = rank_command()
+        environ = token_for_children()
         if hosts:
-            program = _visible_on_all_hosts(program)
-        code = self._run([*mpirun_command(self.mpirun, self.settings, **size), *program], folder)
+            program, config = config_for_all_hosts(program)
+            environ |= config
+        command = mpirun_command(self.mpirun, self.settings, variables=list(environ), **size)
+        code = self._run([*command, *program], folder, environ)
         if job is not None and code == 0:
             MPIRunLauncher._done = job
             return None
@@ -107,42 +113,25 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
             if process.poll() is None:
                 process.send_signal(signum)
 
-    def _run(self, command: list[str], folder: str | None) -> int:
+    def _run(self, command: list[str], folder: str | None, environ: dict[str, str]) -> int:
         watch = MPIRunWatch(self.num_processes, self.settings.grace_period + _PATIENCE)
+        flush_everything()  # what this process has printed comes first
         process = subprocess.Popen(
-            command,
-            env=mpirun_environ(self.settings)
-            | token_for_children()
-            | {ENDED_FOLDER: str(watch.ended_folder)},
+            [*_WITH_THIS_PROCESS, *command] if sys.platform == "linux" else command,
+            env={**mpirun_environ(self.settings), **environ, ENDED_FOLDER: str(watch.ended_folder)},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         self.procs = [process]
         assert process.stdout is not None and process.stderr is not None
         relay = OutputRelay((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-        previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        try:
-            code = watch.wait(process)
-        finally:
-            signal.signal(signal.SIGTERM, previous)
+        code = watch.wait(process, relay.expect_end)
         relay.finish()
         if relay.host_lost:
-            sys.stderr.write(_HOST_LOST)
+            relay.say(_HOST_LOST)
             return code or 1  # Open MPI 5 calls this a success
         if watch.overdue:
-            sys.stderr.write(_OVERDUE.format(watch.patience))
+            relay.say(_OVERDUE.format(watch.patience))
         return code
-
-
-def _visible_on_all_hosts(program: list[str]) -> list[str]:
-    """Put the configuration of a Hydra job into its run folder: hosts share that, but not /tmp."""
-    if "--experimental-rerun" not in program:
-        return program
-    from hydra.core.hydra_config import HydraConfig
-
-    at = program.index("--experimental-rerun") + 1
-    copy = Path(HydraConfig.get().runtime.output_dir, ".ranks.pickle")
-    shutil.copy(program[at], copy)
-    at_exit(functools.partial(copy.unlink, missing_ok=True))
-    return [*program[:at], str(copy), *program[at + 1 :]]

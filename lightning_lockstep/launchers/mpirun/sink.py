@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import select
 import time
@@ -35,8 +36,8 @@ class Sink:
         self._ending: float | None = None
         self._descriptor: int | None = None
         self.moved = 0.0
-        if target is not None:
-            with suppress(OSError, ValueError):  # a notebook's or a test's has none
+        if isinstance(target, io.TextIOWrapper):  # not what a program has put in its place
+            with suppress(OSError, ValueError):
                 self._descriptor = target.fileno()
 
     def write(self, text: str) -> None:
