@@ -168,9 +168,11 @@ class _Application:
         hydra_internals.HydraConfig.instance().set_config(config)
         subdir = config.hydra.output_subdir
         if subdir is not None:
-            # Resolved values may be secrets (`${oc.env:TOKEN}`): for this user's eyes only.
+            # Resolved values may be secrets (`${oc.env:TOKEN}`): for this user's eyes only, in a new file, since
+            # one that is there already may be open elsewhere.
             path = Path(config.hydra.runtime.output_dir, subdir, "frozen.yaml")
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            path.unlink(missing_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 OmegaConf.save(without_hydra(config), file)
         return config
 

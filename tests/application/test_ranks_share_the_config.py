@@ -15,6 +15,7 @@ from tests.helpers.patience import patience
 
 ECHO = Path(__file__).parent / "apps" / "echo.py"
 TRICKY = "text='it''s, [a] \"list\": {not} a=b $1 é'".replace("''", "\\'")
+SECRET = "not for everybody"
 TRICKY_VALUE = 'it\'s, [a] "list": {not} a=b $1 é'
 
 
@@ -41,13 +42,18 @@ def logs(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("program", ["lockstep", "hydra"])
 def test_ranks_that_the_strategy_starts(program: str, tmp_path: Path) -> None:
-    env = {"ECHO_TO": str(tmp_path), "ECHO_FIT": "1", "ECHO_MAIN": program}
+    env = {"ECHO_TO": str(tmp_path), "ECHO_FIT": "1", "ECHO_MAIN": program, "ECHO_SECRET": SECRET}
     outcome = run_script([str(ECHO), TRICKY], env=env, cwd=tmp_path, timeout=120)
     assert outcome.returncode == 0, outcome.output
     assert not outcome.leftovers
     [[first, second]] = echoed(tmp_path)
     assert first["text"] == first["copy"] == TRICKY_VALUE
     assert first["numbers"] == [1, 2.5, "3"]
+    assert first["secret"] == second["secret"] == SECRET
+    with_secret = {path for path in tmp_path.rglob("*.*") if path.is_file() and SECRET in path.read_text()}
+    of_hydra = {path for path in with_secret if not path.name.startswith("rank")}
+    assert {path.name for path in of_hydra} == ({"frozen.yaml"} if program == "lockstep" else set())
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in of_hydra), "for this user only"
     if program == "hydra":
         # Hydra gives rank 0's function a copy of its own, in which the clock is read again.
         first.pop("stamp"), second.pop("stamp")
