@@ -1,6 +1,7 @@
 """A small fit with checkpoints, early stopping and precision; writes down what came of it."""
 
 import argparse
+import hashlib
 import json
 import os
 import time
@@ -86,6 +87,7 @@ def main():
         "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
         "weights": model.layers[0].weight.double().sum().item(),
         "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "token": hashlib.sha256(os.environ.get("LOCKSTEP_JOB_TOKEN", "none").encode()).hexdigest(),
         "threads": torch.get_num_threads(),
         "best": os.path.basename(trainer.checkpoint_callback.best_model_path),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -137,6 +138,8 @@ def test_two_hosts_fit(cluster: Cluster, tmp_path: Path) -> None:
     assert [one["node"] for one in found] == [0, 0, 1, 1]
     assert len({one["weights"] for one in found}) == 1
     assert "alpha" in output and "beta" in output
+    [token] = {one["token"] for one in found}
+    assert token != hashlib.sha256(b"none").hexdigest(), "one secret of the job, on both hosts"
 
 
 def test_every_operation_between_two_hosts_gives_what_gloo_gives(cluster: Cluster, tmp_path: Path) -> None:
