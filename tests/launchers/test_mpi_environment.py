@@ -87,6 +87,8 @@ def test_hostfiles_of_both_kinds(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# comment\nnode1 slots=4\nnode2:2\n\nnode3\n")
     assert read_hostfile(file) == [Host("node1", 4), Host("node2", 2), Host("node3", None)]
+    file.write_text("fd77::1 slots=4\n[fd77::2]:2\n[fd77::3]\nfd77::4\n")
+    assert read_hostfile(file) == [Host("fd77::1", 4), Host("fd77::2", 2), Host("fd77::3"), Host("fd77::4")]
     with pytest.raises(ConfigurationError, match="there is no such file"):
         MPIRunSettings(hostfile=tmp_path / "none")
 

@@ -75,10 +75,19 @@ def read_hostfile(path: Path) -> list[Host]:
         words = line.split("#")[0].split()
         if not words:
             continue
-        name, _, count = words[0].partition(":")
+        name, count = _name_and_count(words[0])
         slots = re.search(r"\bslots\s*=\s*(\d+)", line)
         hosts.append(Host(name, int(slots[1]) if slots else int(count) if count.isdigit() else None))
     return hosts
+
+
+def _name_and_count(word: str) -> tuple[str, str]:
+    """Part ``host:slots``; an address of IPv6 has colons of its own, and is followed by slots only in brackets."""
+    if word.startswith("["):
+        name, _, rest = word[1:].partition("]")
+        return name, rest.removeprefix(":")
+    name, _, count = word.partition(":")
+    return (word, "") if ":" in count else (name, count)
 
 
 def hosts_for(settings: MPIRunSettings, *, num_processes: int, num_nodes: int) -> list[Host]:
