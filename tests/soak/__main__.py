@@ -1,0 +1,88 @@
+"""The command line; see the docstring of the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.helpers.children import save_imports
+from tests.soak.outcome import differences
+from tests.soak.plan import FAULTS, LAUNCHES, Plan, draw
+from tests.soak.rules import expect
+from tests.soak.run import LIMIT, launches_here, perform
+from tests.soak.table import Result, stock_table, table
+
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> int:
+    """Do the runs that the command line asks for; the exit code is 1 if one is not as expected."""
+    given = _arguments()
+    save_imports()
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # in the background of a shell; runs would inherit that
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ranks find this source tree, whatever is installed.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
+    plans = list(_plans(given))
+    with ThreadPoolExecutor(given.jobs) as pool:
+        results = list(pool.map(lambda plan: _run(plan, given), plans))
+    print(f"\n{stock_table(results) if given.stock else table(results)}")
+    bad = [result for result in results if result.verdict == "not as expected"]
+    return 0 if given.stock or not bad else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak", description="Random runs, each with one fault."
+    )
+    parser.add_argument("--runs", type=int, default=200, help="number of runs (default: 200)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first run; the others follow it")
+    parser.add_argument("--run", type=int, metavar="SEED", help="this one run alone, with what it printed")
+    parser.add_argument("--fault", choices=FAULTS, help="only the runs with this fault")
+    parser.add_argument("--launch", choices=LAUNCHES, help="only the runs whose ranks are started this way")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument(
+        "--keep", type=Path, default=Path("outputs/soak"), help="folder for output of failures"
+    )
+    parser.add_argument("--stock", action="store_true", help="Lightning's own ddp: print what happens")
+    return parser.parse_args()
+
+
+def _plans(given: argparse.Namespace) -> Iterator[Plan]:
+    why_not = launches_here()
+    here = tuple(launch for launch in LAUNCHES if why_not[launch] is None)
+    for launch, reason in why_not.items():
+        if reason is not None:
+            print(f"no runs with {launch}: {reason}", flush=True)
+    seeds = [given.run] if given.run is not None else range(given.seed, given.seed + given.runs)
+    for seed in seeds:
+        plan = draw(seed, stock=given.stock, launches=here)
+        applies = not (given.stock and plan.fault == "stranger")  # it has no side channel
+        if applies and given.fault in (None, plan.fault) and given.launch in (None, plan.launch):
+            yield plan
+
+
+def _run(plan: Plan, given: argparse.Namespace) -> Result:
+    seen = perform(plan, 30.0 if plan.stock else LIMIT)
+    result = Result(plan, seen, [] if plan.stock else differences(expect(plan), seen))
+    output = f"--- stdout\n{seen.script.stdout}\n--- stderr\n{seen.script.stderr}"
+    lines = [f"{plan.seed}: {plan}: {seen.seconds:.1f} s: {result.verdict if not plan.stock else 'done'}"]
+    lines += [f"    {difference}" for difference in result.differences]
+    if result.differences:
+        given.keep.mkdir(parents=True, exist_ok=True)
+        kept = given.keep / f"{plan.seed}.txt"
+        kept.write_text("\n".join([*lines, output]))
+        lines.append(f"    again: python -m tests.soak --run {plan.seed}    output: {kept}")
+    print("\n".join([*lines, output] if given.run is not None else lines), flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Which runs there are, and which one a seed stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+#: How the ranks are started: by the program (``popen``, ``spawn``, ``fork``, and ``mpirun``, where the program runs
+#: Open MPI's mpirun), or by a launcher that the user calls (``torchrun``, Open MPI's mpirun, MPICH's mpiexec).
+LAUNCHES = ("popen", "spawn", "fork", "torchrun", "mpirun", "open_mpi", "mpich")
+OF_USER = ("open_mpi", "mpich")
+WITH_MPI = ("mpirun", *OF_USER)
+#: Under these the process that the user starts is no rank, and makes the Trainer.
+MULTIPROCESSING = ("spawn", "fork")
+
+CALLBACKS = ("overflow", "stop", "early", "logging")
+
+FAULTS = {
+    "none": "nothing happens",
+    "raise": "one rank raises in training_step",
+    "raise_all": "every rank raises in training_step",
+    "ours": "one rank raises an error of this package",
+    "exit": "one rank calls sys.exit(3)",
+    "kill": "one rank is killed (SIGKILL)",
+    "stop": "one rank is stopped for good (SIGSTOP)",
+    "stop_short": "one rank is stopped for a second",
+    "memory": "one rank's address space is limited, and its next allocation fails",
+    "nan": "the loss of one rank is nan",
+    "slow": "one rank sleeps for longer than the silence limit",
+    "holds_gil": "one rank holds the GIL for longer than the silence limit",
+    "uneven": "the last rank has fewer batches",
+    "disk": "the file of the logger is on a full disk",
+    "folder": "the folder of the checkpoints cannot be made",
+    "stdout": "nobody reads stdout any more, and rank 0 prints",
+    "stderr": "nobody reads stderr any more",
+    "stderr_raise": "nobody reads stderr any more, and one rank raises",
+    "stranger": "strangers write to the side channel of every rank",
+    "term_rank": "SIGTERM to one rank",
+    "usr1_rank": "SIGUSR1 to one rank",
+    "term_parent": "SIGTERM to the process that the user started",
+    "usr1_parent": "SIGUSR1 to the process that the user started",
+    "ctrl_c": "Ctrl-C",
+    "ctrl_c_twice": "Ctrl-C, and again 0.3 s later",
+    "second_fit": "every rank raises, the program catches it and fits again",
+}
+#: Faults that are the last rank's or rank 0's by what they are.
+_ON_RANK_0 = ("disk", "folder", "stdout")
+# What a launcher of the user's does with its own streams and signals is its own affair.
+_NOT_WITH = {
+    "stdout": OF_USER,
+    "stderr": OF_USER,
+    "stderr_raise": OF_USER,
+    "term_parent": OF_USER,
+    "usr1_parent": ("torchrun", *OF_USER),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        seed: What it was drawn from.
+        launch: How the ranks are started.
+        ranks: Their number.
+        callbacks: Which callbacks the Trainer has.
+        fault: What happens.
+        target: The rank to which it happens, where it happens to one.
+        uneven_inputs: What the strategy does about ranks with different numbers of batches.
+        stock: Whether Lightning's own strategy is used.
+    """
+
+    seed: int
+    launch: str
+    ranks: int
+    callbacks: tuple[str, ...]
+    fault: str
+    target: int
+    uneven_inputs: str = "error"
+    stock: bool = False
+
+    def __str__(self) -> str:
+        where = f" rank {self.target} of {self.ranks}"
+        return f"{self.fault}{where}, {self.launch}, callbacks {'+'.join(self.callbacks) or 'none'}"
+
+    def write(self, path: Path) -> None:
+        """Leave it where the program reads it."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+
+def draw(seed: int, *, stock: bool = False, launches: tuple[str, ...] = LAUNCHES) -> Plan:
+    """Return the run that a seed stands for.
+
+    Consecutive seeds go through all faults, in a new random order each time; the rest is drawn freely.
+
+    Args:
+        seed: Any integer.
+        stock: Draw a run of Lightning's own ``ddp``, which has neither MPI nor our callbacks.
+        launches: Ways of starting ranks that this machine has.
+    """
+    cycle, position = divmod(seed, len(FAULTS))
+    fault = random.Random(f"faults {cycle}").sample(sorted(FAULTS), len(FAULTS))[position]
+    draws = random.Random(seed)
+    possible = [
+        launch
+        for launch in LAUNCHES
+        if launch not in _NOT_WITH.get(fault, ()) and not (stock and launch in WITH_MPI)
+    ]
+    launch = draws.choice(possible)
+    if launch not in launches:
+        launch = draws.choice([one for one in possible if one in launches])
+    ranks = 3 if launch in ("popen", "fork") and draws.random() < 0.2 else 2
+    callbacks = draws.choice(((), *((name,) for name in CALLBACKS), CALLBACKS))
+    target = 0 if fault in _ON_RANK_0 else ranks - 1 if fault == "uneven" else draws.randrange(ranks)
+    policy = draws.choice(("error", "truncate", "join"))
+    return Plan(seed, launch, ranks, () if stock else callbacks, fault, target, policy, stock)

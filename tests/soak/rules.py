@@ -1,0 +1,202 @@
+"""What must come of a run, decided from its plan alone; the pages in docs/ promise it.
+
+Each fault has one row: the error of the rank it happens to, the exit code of the job, and the last line printed. What
+differs by the way the ranks are started, or by the callbacks, stands below the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Mapping
+
+from tests.soak.plan import MULTIPROCESSING, OF_USER, Plan
+
+__all__ = ["Expected", "expect", "known"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What must come of a run.
+
+    Attributes:
+        codes: Exit codes of the process that the user starts, any of which is right; negative: of a signal.
+        raised: By rank (or ``parent``), the types of errors that may end its program; "": none, it was ended.
+        done: The ranks (or ``parent``) that come to the end of the program.
+        printed: Patterns that the output has.
+        report: How the line begins that names the error.
+        times: How often at most such a line is printed; at least once. 0: it does not matter.
+        last: Pattern of the last line on stderr, or "".
+        silent: Whether no traceback may be printed.
+        checkpoint: Pattern of a checkpoint that must be there, or "".
+        seconds: Longest time from the fault to the end [s].
+    """
+
+    codes: tuple[int, ...]
+    raised: Mapping[str, tuple[str, ...]]
+    done: frozenset[str] = frozenset()
+    printed: tuple[str, ...] = ()
+    report: str = ""
+    times: int = 0
+    last: str = ""
+    silent: bool = False
+    checkpoint: str = r"step=4\.ckpt"
+    seconds: float = 25.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    """How a job ends in which something fails.
+
+    Attributes:
+        error: Type of the error that ends the rank to which it happens; "": it ends without one.
+        code: Exit code of the job.
+        last: How the last line printed begins.
+        alike: Whether all ranks raise that error.
+    """
+
+    error: str
+    code: int
+    last: str
+    alike: bool = False
+
+
+_BOOM = "ValueError: boom in training_step"
+_UNREPORTED = "Its process or host ended without reporting an error"
+
+_FAILURES = {
+    "raise": _Failure("ValueError", 1, _BOOM),
+    "raise_all": _Failure("ValueError", 1, _BOOM, alike=True),
+    "ours": _Failure("BatchSizeError", 1, r"(lightning_lockstep\.errors\.)?BatchSizeError: nothing fits"),
+    "exit": _Failure("SystemExit", 3, "SystemExit: 3"),
+    "kill": _Failure("", 128 + signal.SIGKILL, "SIGKILL is sent by the operating system"),
+    "stop": _Failure("", 1, _UNREPORTED),
+    "memory": _Failure("RuntimeError", 1, r"RuntimeError: .*DefaultCPUAllocator"),
+    "nan": _Failure("OverflowDetectedError", 1, "", alike=True),
+    "uneven": _Failure("ConfigurationError", 1, "", alike=True),
+    "disk": _Failure("OSError", 1, r"OSError: \[Errno 28\]"),
+    "folder": _Failure("NotADirectoryError", 1, r"NotADirectoryError: \[Errno 20\]"),
+    "stdout": _Failure("BrokenPipeError", 1, r"BrokenPipeError: \[Errno 32\]"),
+    "stderr_raise": _Failure("ValueError", 1, ""),
+    "term_rank": _Failure("SIGTERMException", 128 + signal.SIGTERM, ""),
+    "usr1_rank": _Failure("", 128 + signal.SIGUSR1, "The other ranks were stopped"),
+    "term_parent": _Failure("SIGTERMException", 128 + signal.SIGTERM, ""),
+    "usr1_parent": _Failure("", 128 + signal.SIGUSR1, ""),
+}
+# What is printed of an error that has more than one line, or of one that all ranks raise.
+_PRINTED = {
+    "nan": ("OverflowDetectedError",),
+    "uneven": ("ConfigurationError: The ranks have different numbers of training batches",),
+    "stop": ("does not run: it was stopped",),
+    "kill": ("killed by SIGKILL|nobody listens",),
+    "usr1_rank": ("killed by SIGUSR1|nobody listens",),
+    "term_rank": ("SIGTERMException",),
+    "memory": ("DefaultCPUAllocator: can't allocate memory",),
+}
+_PREEMPTED = 75
+_INTERRUPTED = 130
+
+
+def expect(plan: Plan) -> Expected:
+    """Return what must come of a run."""
+    fault = plan.fault
+    if fault in ("ctrl_c", "ctrl_c_twice"):
+        return _interrupted(plan)
+    if "stop" in plan.callbacks and fault in ("term_rank", "usr1_rank", "term_parent", "usr1_parent"):
+        return _preempted(plan)
+    if fault not in _FAILURES or _does_not_hurt(plan):
+        return _fitted(plan)
+    return _failed(plan, _FAILURES[fault])
+
+
+def _does_not_hurt(plan: Plan) -> bool:
+    if plan.fault == "nan":
+        return "overflow" not in plan.callbacks
+    return plan.fault == "uneven" and plan.uneven_inputs != "error"
+
+
+def _fitted(plan: Plan) -> Expected:
+    return Expected((0,), dict.fromkeys(_programs(plan), ("",)), done=_programs(plan))
+
+
+def _preempted(plan: Plan) -> Expected:
+    return Expected(
+        _codes(plan, _PREEMPTED),
+        dict.fromkeys(_programs(plan), ("Preempted",)),
+        printed=("All ranks end here with exit code 75",),
+        silent=plan.launch != "torchrun",
+        checkpoint=r"preempted\.ckpt",
+    )
+
+
+def _interrupted(plan: Plan) -> Expected:
+    # torchrun and mpirun end the ranks themselves, with a signal of their own.
+    own = plan.launch in ("torchrun", *OF_USER)
+    return Expected(
+        _codes(plan, _INTERRUPTED),
+        {} if own else dict.fromkeys(_programs(plan), ("KeyboardInterrupt", "SystemExit", "")),
+        silent=not own,
+    )
+
+
+def _failed(plan: Plan, failure: _Failure) -> Expected:
+    hidden = plan.fault == "stderr_raise"
+    report = "" if hidden or plan.fault == "stop" else failure.last
+    labelled = f"(\\[rank \\d+\\] )?{failure.last}" if failure.last else ""
+    return Expected(
+        _codes(plan, failure.code),
+        _raised(plan, failure),
+        printed=_PRINTED.get(plan.fault, ()) + _headline(plan, failure),
+        report=report,
+        # torchrun's own summary has the report once more, for each rank that left it.
+        times=0 if not report else 1 + plan.ranks if plan.launch == "torchrun" else 1,
+        last="" if plan.launch in ("torchrun", *OF_USER) else labelled,
+        checkpoint="" if plan.fault in ("folder", "uneven", "stdout", "disk") else r"step=4\.ckpt",
+        seconds=40.0 if plan.fault == "stop" else 25.0,
+    )
+
+
+def _headline(plan: Plan, failure: _Failure) -> tuple[str, ...]:
+    """What a rank raises and prints itself needs no headline; nor do errors that all ranks raise."""
+    prints_itself = plan.target == 0 and failure.error and plan.launch not in MULTIPROCESSING
+    if failure.alike or prints_itself or plan.fault in ("stderr_raise", "term_parent", "usr1_parent"):
+        return ()
+    return (f"rank {plan.target} of {plan.ranks} \\(host ",)
+
+
+def _raised(plan: Plan, failure: _Failure) -> Mapping[str, tuple[str, ...]]:
+    if plan.launch in MULTIPROCESSING:
+        # What all ranks raise before or without a failure record comes as torch's error, with their traceback.
+        return {
+            "parent": ("RankFailedError", "ProcessRaisedException") if failure.alike else ("RankFailedError",)
+        }
+    own, others = (failure.error,), ("RankFailedError", "")
+    return {str(rank): own if failure.alike or rank == plan.target else others for rank in range(plan.ranks)}
+
+
+def _programs(plan: Plan) -> frozenset[str]:
+    """Whose program comes to an end that can be seen: the ranks', or that of the parent that started them."""
+    if plan.launch in MULTIPROCESSING:
+        return frozenset({"parent"})
+    return frozenset(map(str, range(plan.ranks)))
+
+
+def _codes(plan: Plan, code: int) -> tuple[int, ...]:
+    """Return which exit codes the first process may have where the job ends with ``code``."""
+    if plan.launch == "torchrun":
+        return (1,)
+    if plan.launch in OF_USER:
+        return tuple(range(1, 256))  # mpirun's own choice
+    ended_by_signal = plan.fault in ("kill", "usr1_rank", "usr1_parent") and plan.launch == "popen"
+    if ended_by_signal and code > 128 and (plan.target == 0 or plan.fault == "usr1_parent"):
+        return (128 - code,)  # the first process is the rank that the signal ended
+    return (code,)
+
+
+#: What is known not to be as it must, by fault and way of starting ranks, and why.
+_KNOWN: dict[tuple[str, str], str] = {}
+
+
+def known(plan: Plan) -> str | None:
+    """Return why this run may not end as it must, where that is known; it then counts apart."""
+    return _KNOWN.get((plan.fault, plan.launch))

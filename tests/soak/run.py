@@ -1,0 +1,82 @@
+"""Starts one run, lets its fault happen and notes what came of it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
+from tests.helpers import start_script
+from tests.soak.outcome import Observed, observe, shared_memory
+from tests.soak.outside import act
+from tests.soak.plan import LAUNCHES, OF_USER, WITH_MPI, Plan
+
+__all__ = ["LIMIT", "launches_here", "perform"]
+
+PROGRAM = Path(__file__).with_name("program.py")
+#: A run that takes longer hangs, and is killed [s].
+LIMIT = 60.0
+
+
+def launches_here() -> dict[str, str | None]:
+    """Return for every way of starting ranks why this machine does not have it, or ``None``."""
+    kinds = {"mpirun": "open_mpi", "open_mpi": "open_mpi", "mpich": "mpich"}
+    return {launch: why_no(kinds[launch]) if launch in kinds else None for launch in LAUNCHES}
+
+
+def perform(plan: Plan, limit: float = LIMIT) -> Observed:
+    """Do one run in a folder of its own, and return what came of it; nothing of it is left afterwards.
+
+    Args:
+        plan: The run.
+        limit: Seconds after which it is killed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    try:
+        _prepare(plan, folder)
+        memory_before, started = shared_memory(), time.time()
+        with start_script(
+            _command(plan, folder), env=_environment(plan, folder), cwd=folder / "cwd"
+        ) as script:
+            trouble = ""
+            try:
+                act(plan, script, folder)
+            except AssertionError as error:
+                trouble = str(error)
+            outcome = script.finish(limit)
+        return observe(folder, outcome, started, memory_before, trouble)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepare(plan: Plan, folder: Path) -> None:
+    for name in ("cwd", "notes", "tmp", "full"):
+        (folder / name).mkdir()
+    (folder / "full" / "metrics.csv").symlink_to("/dev/full")
+    (folder / "file").touch()
+    plan.write(folder / "plan.json")
+
+
+def _command(plan: Plan, folder: Path) -> list[str]:
+    program = [str(PROGRAM), str(folder)]
+    if plan.launch in OF_USER:
+        return [*mpi_command(plan.launch, plan.ranks), *program]
+    if plan.launch == "torchrun":
+        # What torchrun does with a rank that it cannot end lasts 30 s otherwise.
+        options = ["--standalone", "--nproc-per-node", str(plan.ranks), "--shutdown-timeout", "3"]
+        return [sys.executable, "-m", "torch.distributed.run", *options, *program]
+    return [sys.executable, *program]
+
+
+def _environment(plan: Plan, folder: Path) -> dict[str, str]:
+    own = {"TMPDIR": str(folder / "tmp")}
+    if plan.launch not in WITH_MPI:
+        return own
+    of_mpi = mpi_environ()
+    if plan.launch == "mpirun":
+        # The program finds the package without this, and is forked where it needs no path of its own.
+        of_mpi = {name: value for name, value in of_mpi.items() if name.startswith("OMPI_")}
+    return {**of_mpi, **own}
