@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,7 +94,11 @@ class SpawnedLauncher(_MultiProcessingLauncher):
                 join=False,
             )
             self.procs = context.processes
-            self._join(context, Path(folder))
+            try:
+                self._join(context, Path(folder))
+            finally:
+                for file in context.error_files:  # torch leaves them behind
+                    Path(file).unlink(missing_ok=True)
             preempted = agreed_exit(Path(folder))
             if preempted is not None:
                 raise preempted
@@ -102,6 +107,9 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             return output
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
         self._recover_results_in_main_process(output, trainer)
+        if output.weights_path is not None:  # Lightning removes the file of the weights, not its folder
+            with suppress(OSError):
+                Path(output.weights_path).parent.rmdir()
         return output.trainer_results
 
     def _check(self, trainer: Any) -> None:
@@ -145,15 +153,16 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         if noted is not None:
             record = noted
         elif isinstance(error, mp.ProcessExitedException):
-            kind, summary, _ = describe_exit(process.exitcode or 0)
+            kind, summary, code = describe_exit(process.exitcode or 0)
             world = self._strategy.num_processes * self._strategy.num_nodes
-            record = FailureRecord(error.error_index, world, os.uname().nodename, process.pid, kind, summary)
+            host = os.uname().nodename
+            record = FailureRecord(error.error_index, world, host, process.pid, kind, summary, exit_code=code)
         else:
             return error  # raised before the ranks had met: its text has the rank's traceback
         if record.kind == "interrupt":
             return KeyboardInterrupt()
         failed = RankFailedError(record.report(), record)
-        show_plainly(failed)
+        show_plainly(failed, record.exit_code)
         return failed
 
     def _in_rank(

@@ -131,13 +131,17 @@ def test_a_failed_process_runs_its_exit_functions_and_keeps_its_code() -> None:
 
 def test_nothing_at_its_exit_holds_a_failed_process() -> None:
     code = """
-        import threading, time
+        import sys, threading, time
+        process_exit.on_uncaught(lambda: None)
+        usual = sys.excepthook
+        sys.excepthook = lambda *args: usual(*args)  # another library's: ours stands in front of it and behind it
         threading.Thread(target=time.sleep, args=(600,)).start()
         process_exit.end_within(0.5, 5)
         raise ValueError("boom")
     """
     returncode, _, err = end(code)
     assert returncode == 5
+    assert err.count("ValueError: boom") == 1
     assert err.index("ValueError: boom") < err.index("ended by force")
 
 
@@ -163,6 +167,19 @@ def test_what_is_printed_of_an_exception(before: str, printed: str) -> None:
     assert returncode == 1
     assert err.strip().endswith(printed) and bool(err.strip()) is bool(printed)
     assert out.splitlines()[:1] == ([] if before else ["uncaught"])
+
+
+@pytest.mark.parametrize(("catch", "code"), [(False, 137), (True, 0)])
+def test_a_failure_that_nobody_catches_brings_its_exit_code(catch: bool, code: int) -> None:
+    body = """
+        error = ValueError("boom")
+        process_exit.show_plainly(error, 137)
+        try:
+            raise error
+        except KeyError if not {catch} else ValueError:
+            pass
+    """
+    assert end(body.format(catch=catch))[0] == code
 
 
 RECORD = """record.FailureRecord(1, 2, "node7", 12, "exception", "ValueError: boom", exit_code=3)"""

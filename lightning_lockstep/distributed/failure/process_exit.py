@@ -266,12 +266,16 @@ def keep_quiet(error: BaseException) -> None:
     _print_instead(error, "")
 
 
-def show_plainly(error: RankFailedError) -> None:
+def show_plainly(error: RankFailedError, exit_code: int | None = None) -> None:
     """Have Python print the report alone when ``error`` ends this process, without this rank's own stack.
 
     Torch's hook would put this rank's number in front of every line of the other one's traceback.
+
+    Args:
+        error: The error.
+        exit_code: Exit code of this process if nobody catches ``error``; by default Python's, 1.
     """
-    _print_instead(error, f"\nlightning-lockstep: {error}\n")
+    _print_instead(error, f"\nlightning-lockstep: {error}\n", exit_code)
 
 
 def print_also(error: BaseException, text: str) -> None:
@@ -294,7 +298,7 @@ def end_within(seconds: float, exit_code: int) -> None:
         time.sleep(seconds)
         end_now(exit_code, "\nlightning-lockstep: ended by force; what runs at its exit took too long.\n")
 
-    on_uncaught(threading.Thread(target=count_down, name="lockstep-end", daemon=True).start)
+    on_uncaught(lambda: threading.Thread(target=count_down, name="lockstep-end", daemon=True).start())
 
 
 def on_uncaught(function: Callable[[], None]) -> None:
@@ -311,8 +315,8 @@ def on_uncaught(function: Callable[[], None]) -> None:
 _after_uncaught: list[Callable[[], None]] = []
 
 
-def _print_instead(error: BaseException, text: str) -> None:
-    error.__lockstep_text__ = text  # type: ignore[attr-defined]
+def _print_instead(error: BaseException, text: str, exit_code: int | None = None) -> None:
+    error.__lockstep_text__ = text, exit_code  # type: ignore[attr-defined]
     _install_hook()
 
 
@@ -325,7 +329,10 @@ def _install_hook() -> None:
     def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         instead = getattr(value, "__lockstep_text__", None)
         if instead is not None:
-            _say_last(instead)
+            text, exit_code = instead
+            if exit_code is not None:
+                leave_without_waiting(exit_code)
+            _say_last(text)
             return
         try:
             usual(kind, value, trace)

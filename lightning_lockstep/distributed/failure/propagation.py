@@ -51,6 +51,8 @@ _FAILED, _CONFIRMED, _FIRST = "failure", "failure/confirmed", "failure/first"
 _COMMON, _ARMED = "failure/common", "failure/armed"
 # How long the process that started a rank may take to say how it ended [s].
 _BETTER_REPORT = 2.0
+# How much longer than the grace period, in which it waits for the ranks it has started, a rank may take to exit [s].
+_CHILDREN_END = 2.0
 # How long a report that is being written holds a forced end [s].
 _REPORT_LIMIT = 60.0
 
@@ -180,7 +182,7 @@ class FailurePropagation:
             leave_without_waiting(self.record.exit_code)
         if not self.prints_report and self._confirmed.is_set():
             keep_quiet(error)
-        end_within(self.grace_period, self.record.exit_code)
+        end_within(self.grace_period + _CHILDREN_END, self.record.exit_code)
         return error
 
     def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
