@@ -61,6 +61,10 @@ def test_a_sigkill_comes_with_the_usual_reasons() -> None:
         (RuntimeError("[.../gloo/transport/tcp/pair.cc:537] Connection closed by peer"), True),
         (RuntimeError("NCCL communicator was aborted"), True),
         (ConnectionResetError("reset"), True),
+        (
+            RuntimeError("Got the following error when running the callback: RankFailedError: rank 1 of 2"),
+            True,
+        ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("gloo"), False),
     ],

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.helpers.children import save_imports
 from tests.soak.outcome import differences
 from tests.soak.plan import FAULTS, LAUNCHES, Plan, draw
-from tests.soak.rules import expect
+from tests.soak.rules import expect, known
 from tests.soak.run import LIMIT, launches_here, perform
 from tests.soak.table import Result, stock_table, table
 
@@ -72,9 +72,13 @@ def _plans(given: argparse.Namespace) -> Iterator[Plan]:
 def _run(plan: Plan, given: argparse.Namespace) -> Result:
     seen = perform(plan, 30.0 if plan.stock else LIMIT)
     result = Result(plan, seen, [] if plan.stock else differences(expect(plan), seen))
-    output = f"--- stdout\n{seen.script.stdout}\n--- stderr\n{seen.script.stderr}"
+    parts = {"stdout": seen.script.stdout, "stderr": seen.script.stderr}
+    parts |= {f"rank {rank}: what ended its fit": error for rank, error in seen.errors.items()}
+    output = "\n".join(f"--- {title}\n{text}" for title, text in parts.items())
     lines = [f"{plan.seed}: {plan}: {seen.seconds:.1f} s: {result.verdict if not plan.stock else 'done'}"]
-    lines += [f"    {difference}" for difference in result.differences]
+    for difference in result.differences:
+        reason = known(plan, difference)
+        lines.append(f"    {difference}{f' (known: {reason})' if reason else ''}")
     if result.differences:
         given.keep.mkdir(parents=True, exist_ok=True)
         kept = given.keep / f"{plan.seed}.txt"

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import time
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from tests.helpers import ScriptOutcome
+from tests.helpers import Script, ScriptOutcome
+from tests.helpers.patience import patience
 from tests.soak.rules import Expected
 
-__all__ = ["Observed", "differences", "observe", "shared_memory"]
+__all__ = ["MemoryWatch", "Observed", "differences", "observe"]
 
 _SHARED_MEMORY = Path("/dev/shm")
-_TAG = re.compile(r"^\[(?:rank ?|\d+,)?(\d+)\](?:<\w+>)?:? ?")
+_TAGS = re.compile(r"^(?:\[(?:rank ?)?\d+\]:? ?)+")  # of torch, of mpirun's launcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,30 +29,54 @@ class Observed:
         script: How the process ended that the user started, what was printed, which processes were left.
         raised: By rank (or ``parent``), the type of the error that reached the program's end.
         done: The ranks (or ``parent``) that came to the end of the program.
-        seconds: From the fault to the end of the first process [s].
+        reached: Whether a rank came as far as the fault.
+        seconds: From the fault to the end of the first process; of the whole run, if no rank came as far [s].
         checkpoints: By name, ``None`` or why it cannot be read.
         files: What was left in the folder for temporary files and in shared memory.
         trouble: Why the fault could not happen.
+        errors: By rank, the traceback of what ended its fit.
     """
 
     script: ScriptOutcome
     raised: Mapping[str, str]
     done: frozenset[str]
+    reached: bool
     seconds: float
     checkpoints: Mapping[str, str | None]
     files: tuple[str, ...]
     trouble: str = ""
+    errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def shared_memory() -> frozenset[str]:
-    """Return the names in shared memory."""
-    with contextlib.suppress(OSError):
-        return frozenset(entry.name for entry in _SHARED_MEMORY.iterdir())
-    return frozenset()
+class MemoryWatch:
+    """Notes which names in shared memory the processes of a run use; others on this host use names of their own.
+
+    Args:
+        script: The run.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._script, self._names = script, set[str]()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="soak-memory", daemon=True)
+        self._thread.start()
+
+    def end(self) -> list[str]:
+        """End the watch, and return what is left of those names."""
+        self._ended.set()
+        self._thread.join()
+        return sorted(str(_SHARED_MEMORY / name) for name in self._names if (_SHARED_MEMORY / name).exists())
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.2):
+            for pid in (self._script.process.pid, *(process.pid for process in self._script.descendants())):
+                with contextlib.suppress(OSError):
+                    maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+                    self._names.update(re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE))
 
 
 def observe(
-    folder: Path, script: ScriptOutcome, started: float, memory_before: frozenset[str], trouble: str
+    folder: Path, script: ScriptOutcome, started: float, memory: Sequence[str], trouble: str
 ) -> Observed:
     """Return what came of a run.
 
@@ -59,17 +84,18 @@ def observe(
         folder: Its folder.
         script: How it ended.
         started: When, in seconds since the epoch.
-        memory_before: Names in shared memory before it.
+        memory: What it left in shared memory.
         trouble: Why the fault could not happen, if so.
     """
     notes = folder / "notes"
     raised = {file.stem: file.read_text() for file in notes.glob("*.raised")}
     done = frozenset(file.stem for file in notes.glob("*.done"))
     reached = [file.stat().st_mtime for file in (folder / "go", *notes.glob("*.at")) if file.exists()]
-    seconds = started + script.seconds - max(reached) if reached else script.seconds
+    seconds = started + script.seconds - max(reached, default=started)
     checkpoints = {file.name: _why_unreadable(file) for file in (folder / "checkpoints").glob("*.ckpt")}
-    files = (*_left_in(folder / "tmp"), *_left_in_memory(memory_before))
-    return Observed(script, raised, done, seconds, checkpoints, files, trouble)
+    files = (*_left_in(folder / "tmp"), *memory)
+    errors = {file.stem: file.read_text() for file in notes.glob("*.error")}
+    return Observed(script, raised, done, bool(reached), seconds, checkpoints, files, trouble, errors)
 
 
 def _why_unreadable(file: Path) -> str | None:
@@ -87,24 +113,6 @@ def _left_in(folder: Path) -> Iterator[str]:
         yield str(entry.relative_to(folder))
 
 
-def _left_in_memory(before: frozenset[str]) -> list[str]:
-    """Return what is new in shared memory and used by no process; of another run it is in use, or soon gone."""
-    deadline = time.monotonic() + 2.0
-    while new := shared_memory() - before - _mapped():
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.2)
-    return [f"/dev/shm/{name}" for name in sorted(new)]
-
-
-def _mapped() -> frozenset[str]:
-    found: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            found.update(re.findall(r"/dev/shm/(\S+)", maps.read_text(errors="replace")))
-    return frozenset(found)
-
-
 def differences(expected: Expected, seen: Observed) -> list[str]:
     """Return in words what came of a run and should not have, or should have and did not."""
     script = seen.script
@@ -113,7 +121,7 @@ def differences(expected: Expected, seen: Observed) -> list[str]:
         return [*found, f"it did not end: killed after {script.seconds:.0f} s"]
     if script.returncode not in expected.codes:
         found.append(f"exit code {script.returncode}, expected {_either(expected.codes)}")
-    if not seen.trouble and seen.seconds > expected.seconds:
+    if seen.reached and seen.seconds > patience(expected.seconds):
         found.append(
             f"it ended {seen.seconds:.0f} s after the fault, expected {expected.seconds:.0f} s at most"
         )
@@ -122,7 +130,8 @@ def differences(expected: Expected, seen: Observed) -> list[str]:
     if expected.checkpoint and not any(re.search(expected.checkpoint, name) for name in seen.checkpoints):
         found.append(f"no checkpoint {expected.checkpoint!r}: there are {sorted(seen.checkpoints)}")
     found += [f"left running: {process}" for process in script.leftovers]
-    found += [f"left behind: {name}" for name in seen.files]
+    may_leave = re.compile(expected.may_leave or "(?!)")
+    found += [f"left behind: {name}" for name in seen.files if not may_leave.search(name)]
     return found
 
 
@@ -140,19 +149,23 @@ def _program_differences(expected: Expected, seen: Observed) -> list[str]:
 
 def _text_differences(expected: Expected, script: ScriptOutcome) -> list[str]:
     found = [f"not printed: {text!r}" for text in expected.printed if not re.search(text, script.output)]
-    lines = [_TAG.sub("", line) for line in script.output.splitlines() if line.strip()]
+    lines = _lines(script.output)
     if expected.report and expected.times:
         times = sum(bool(re.match(expected.report, line)) for line in lines)
         if not 1 <= times <= expected.times:
             found.append(
                 f"{expected.report!r} begins {times} lines, expected {_either(range(1, expected.times + 1))}"
             )
-    last = [line for line in script.stderr.splitlines() if line.strip()][-1:]
-    if expected.last and not re.search(expected.last, "".join(last)):
-        found.append(f"the last line is {''.join(last)!r}, expected {expected.last!r}")
+    last = "".join(_lines(script.stderr)[-1:])
+    if expected.last and not re.match(expected.last, last):
+        found.append(f"the last line is {last!r}, expected {expected.last!r}")
     if expected.silent and "Traceback" in script.output:
         found.append("a traceback is printed, expected none")
     return found
+
+
+def _lines(text: str) -> list[str]:
+    return [_TAGS.sub("", line) for line in text.splitlines() if _TAGS.sub("", line).strip()]
 
 
 def _either(allowed: object) -> str:

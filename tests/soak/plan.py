@@ -45,8 +45,8 @@ FAULTS = {
     "ctrl_c_twice": "Ctrl-C, and again 0.3 s later",
     "second_fit": "every rank raises, the program catches it and fits again",
 }
-#: Faults that are the last rank's or rank 0's by what they are.
-_ON_RANK_0 = ("disk", "folder", "stdout")
+# Where the process that the user started is a rank, it is rank 0.
+_ON_RANK_0 = ("disk", "folder", "stdout", "term_parent", "usr1_parent")
 # What a launcher of the user's does with its own streams and signals is its own affair.
 _NOT_WITH = {
     "stdout": OF_USER,

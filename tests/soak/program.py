@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,6 @@ class Net(L.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         time.sleep(STEP)
-        if FAULT == "stdout" and self.global_rank == 0:
-            print(f"step {batch_idx}", flush=True)
         inputs, targets = batch
         loss = torch.nn.functional.cross_entropy(self.layer(inputs), targets)
         if FAULT in GOES_ON and self.global_step > AT:
@@ -132,6 +131,7 @@ def kill() -> None:
 
 EVERYWHERE = {"raise_all": raise_error, "second_fit": prune}
 ON_TARGET = {
+    "stdout": lambda: print("a line", flush=True),
     "raise": raise_error,
     "stderr_raise": raise_error,
     "ours": raise_ours,
@@ -173,6 +173,15 @@ def wait_for(name: str) -> None:
         time.sleep(0.02)
 
 
+class NoteErrors(Callback):
+    """Notes what ended the fit of a rank, before anything becomes of it."""
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        note(f"{trainer.global_rank}.error", "".join(traceback.format_exception(exception)))
+
+
 # ------------------------------------------------------------------ the run
 
 
@@ -185,7 +194,7 @@ def callbacks() -> list[Callback]:
     }
     folder = FOLDER / ("file/below" if FAULT == "folder" else "checkpoints")
     checkpoint = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
-    return [checkpoint, *(made[name]() for name in PLAN["callbacks"])]
+    return [NoteErrors(), checkpoint, *(made[name]() for name in PLAN["callbacks"])]
 
 
 def strategy() -> Any:

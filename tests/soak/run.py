@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import start_script
-from tests.soak.outcome import Observed, observe, shared_memory
+from tests.soak.outcome import MemoryWatch, Observed, observe
 from tests.soak.outside import act
 from tests.soak.plan import LAUNCHES, OF_USER, WITH_MPI, Plan
 
@@ -37,17 +37,17 @@ def perform(plan: Plan, limit: float = LIMIT) -> Observed:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     try:
         _prepare(plan, folder)
-        memory_before, started = shared_memory(), time.time()
+        started = time.time()
         with start_script(
             _command(plan, folder), env=_environment(plan, folder), cwd=folder / "cwd"
         ) as script:
-            trouble = ""
+            memory, trouble = MemoryWatch(script), ""
             try:
                 act(plan, script, folder)
             except AssertionError as error:
                 trouble = str(error)
             outcome = script.finish(limit)
-        return observe(folder, outcome, started, memory_before, trouble)
+        return observe(folder, outcome, started, memory.end(), trouble)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -25,7 +25,8 @@ class Result(NamedTuple):
         """``as expected``, ``known`` (another, for a known reason), or ``not as expected``."""
         if not self.differences:
             return "as expected"
-        return "known" if known(self.plan) else "not as expected"
+        all_known = all(known(self.plan, difference) for difference in self.differences)
+        return "known" if all_known else "not as expected"
 
 
 def table(results: Sequence[Result]) -> str:

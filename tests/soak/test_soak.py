@@ -57,6 +57,7 @@ GOOD = Observed(
     ScriptOutcome(1, "", REPORT, 5.0, False, ()),
     {"0": "RankFailedError", "1": "ValueError"},
     frozenset(),
+    True,
     2.0,
     {"epoch=0-step=4.ckpt": None},
     (),
