@@ -145,19 +145,20 @@ def _preempted(plan: Plan) -> Expected:
 def _interrupted(plan: Plan) -> Expected:
     # torchrun and mpirun end the ranks themselves, with a signal of their own.
     own = plan.launch in ("torchrun", *OF_USER)
+    by_signal = own or plan.launch == "mpirun"
     return Expected(
         _codes(plan, _INTERRUPTED),
-        {} if own else dict.fromkeys(_programs(plan), ("KeyboardInterrupt", "SystemExit", "")),
+        {} if by_signal else dict.fromkeys(_programs(plan), ("KeyboardInterrupt", "SystemExit", "")),
         silent=not own and (plan.fault == "ctrl_c" or plan.launch == "mpirun"),
     )
 
 
 def _failed(plan: Plan, failure: _Failure) -> Expected:
     by_mpirun = plan.launch in WITH_MPI and plan.fault in ("kill", "usr1_rank", "usr1_parent")
-    report = "" if by_mpirun or plan.fault in ("stderr_raise", "stop") else failure.last
-    # torchrun's own summary has the report once more, for each rank that left it; a logger that cannot write its file
-    # fails again when Lightning closes it, and both errors are in one traceback.
-    times = 1 + plan.ranks if plan.launch == "torchrun" else 2 if plan.fault == "disk" else 1
+    # A logger that cannot write its file fails again whenever Lightning closes it: one traceback has all these errors.
+    report = failure.last if failure.error and plan.fault != "disk" else ""
+    # torchrun's own summary has the report once more, for each rank that left it.
+    times = 1 + plan.ranks if plan.launch == "torchrun" else 1
     at_the_end = not by_mpirun and plan.launch not in ("torchrun", *OF_USER)
     return Expected(
         _codes(plan, failure.code),
@@ -167,7 +168,8 @@ def _failed(plan: Plan, failure: _Failure) -> Expected:
         times=times if report else 0,
         last=failure.last if at_the_end else "",
         checkpoint="" if plan.fault in ("folder", "uneven", "disk") else r"step=4\.ckpt",
-        seconds=40.0 if plan.fault == "stop" else 25.0,
+        # torchrun gives a stopped rank 30 s to end.
+        seconds=25.0 if plan.fault != "stop" else 70.0 if plan.launch == "torchrun" else 40.0,
     )
 
 
@@ -211,12 +213,16 @@ def _codes(plan: Plan, code: int) -> tuple[int, ...]:
 
 
 _SILENT = "Python prints nothing of a SystemExit, and rank 0 nothing of its own error"
+_SESSION = "a second Ctrl-C kills Open MPI's daemon, which leaves its session folder and shared memory"
+_STDERR = "Python ends a process with 120 if nobody reads its stderr, which counts as a failure of a rank"
 _CHANGING = "signals to a parent that is no rank, and its closed stdout, are being changed"
 
 #: What is known not to be as it must: faults, ways of starting ranks, a pattern of the difference ("": all), and why.
 _KNOWN = (
     (("term_parent", "usr1_parent"), ("mpirun", *MULTIPROCESSING), "", _CHANGING),
     (("stdout",), ("mpirun",), "", _CHANGING),
+    (("ctrl_c_twice",), ("mpirun",), "left behind: (ompi|prte|/dev/shm/sm_segment)", _SESSION),
+    (("stderr",), ("popen", *MULTIPROCESSING), "", _STDERR),
     (("exit", "term_rank"), ("popen", "torchrun", *WITH_MPI), "SystemExit: 3|SIGTERMException'$", _SILENT),
 )
 

@@ -167,7 +167,7 @@ class FailurePropagation:
         if isinstance(error, LockstepError):
             return self._raised_in_common(error)
         if is_broken_collective(error):
-            self._known.wait(self.grace_period / 3)
+            self._wait_for_cause()
         if self.record is None:
             self._announce(self._describe(error))
         assert self.record is not None
@@ -192,6 +192,12 @@ class FailurePropagation:
         elif self._describe(error).summary != record.summary:
             print_also(error, f"\nlightning-lockstep: {record.report()}\n")
         return error
+
+    def _wait_for_cause(self) -> None:
+        """Wait for the message of the failure that broke a collective here."""
+        self._known.wait(self.grace_period / 3)
+        if self.record is None and self._posted:  # an error of ours, raised on one rank alone after all
+            self._announce(next(iter(self._posted.values())))
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
         """Inform all ranks that a rank started by this one has ended badly.
