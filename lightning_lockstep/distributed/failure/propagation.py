@@ -356,6 +356,7 @@ class FailurePropagation:
             return  # the program has caught it and goes on
         if record.kind == "interrupt" and self._interrupted_here:
             return  # Ctrl-C came here too, and the program has handled it
+        note_failure(record)
         if self.on_force is not None:
             self.on_force()
         end_now(record.exit_code, f"\nlightning-lockstep: {record.report()}\n" if self.prints_report else "")
