@@ -40,6 +40,7 @@ __all__ = [
     "keep_quiet",
     "leave_without_waiting",
     "leaving",
+    "leaving_code",
     "on_flush",
     "on_uncaught",
     "print_also",
@@ -186,6 +187,7 @@ def end_after_exit_functions(exit_code: int) -> NoReturn:
 
 
 _leaving: Callable[[], None] | None = None
+_leaving_code: int | None = None
 
 
 def leaving() -> bool:
@@ -193,9 +195,14 @@ def leaving() -> bool:
     return _leaving is not None
 
 
+def leaving_code() -> int | None:
+    """Return the exit code with which this process is about to end because of a failure, or ``None``."""
+    return _leaving_code
+
+
 def leave_without_waiting(exit_code: int) -> None:
     """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
-    global _leaving
+    global _leaving, _leaving_code
     if _leaving is not None:
         return
 
@@ -204,16 +211,16 @@ def leave_without_waiting(exit_code: int) -> None:
         atexit.unregister(_destroy_dist_connection)
         end_after_exit_functions(exit_code)  # of these functions, those registered before this one
 
-    _leaving = leave
+    _leaving, _leaving_code = leave, exit_code
     at_exit(leave)
 
 
 def stay() -> None:
     """Take :func:`leave_without_waiting` back: the program has caught the failure and goes on."""
-    global _leaving
+    global _leaving, _leaving_code
     if _leaving is not None:
         atexit.unregister(_leaving)
-        _leaving = None
+        _leaving = _leaving_code = None
 
 
 _writing: list[object] = []

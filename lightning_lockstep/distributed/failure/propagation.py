@@ -49,7 +49,7 @@ __all__ = ["FailurePropagation", "propagation_on"]
 
 _FAILED, _CONFIRMED, _FIRST = "failure", "failure/confirmed", "failure/first"
 _COMMON, _ARMED = "failure/common", "failure/armed"
-# How long the process that started a rank may take to say how it ended [s].
+# How long the process that started a rank may take to say how it ended, but a quarter of the grace period at most [s].
 _BETTER_REPORT = 2.0
 # How much longer than the grace period, in which it waits for the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 2.0
@@ -310,7 +310,7 @@ class FailurePropagation:
     def _peer_lost(self, rank: int, reason: str) -> None:
         record = self._of_peer(rank, f"its process has ended without reporting an error ({reason})")
         # Whoever started that rank knows its signal or exit code; of rank 0 that is often nobody of ours.
-        self._announce_later(record, _BETTER_REPORT if rank != 0 else 0.0)
+        self._announce_later(record, min(_BETTER_REPORT, self.grace_period / 4) if rank != 0 else 0.0)
 
     def _peer_silent(self, rank: int, seconds: float, reason: str) -> None:
         self._announce_later(self._of_peer(rank, f"no heartbeat for {seconds:.0f} s: {reason}"), 0.0)

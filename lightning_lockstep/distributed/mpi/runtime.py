@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from lightning_lockstep.distributed.failure.process_exit import (
     at_exit,
     flush_everything,
-    leaving,
+    leaving_code,
     on_uncaught,
 )
 from lightning_lockstep.distributed.mpi.progress import ProgressThread, set_listener
@@ -206,8 +206,8 @@ _delay = 0.0
 def _at_exit() -> None:
     if _runtime is None:
         return
-    if leaving() and _runtime.failed is None:
-        _runtime.failed = 1
+    if _runtime.failed is None:
+        _runtime.failed = leaving_code()
     if _runtime.failed is not None:
         flush_everything()
         time.sleep(_delay)  # mpirun ends this process meanwhile, once the rank that reports has exited
