@@ -58,6 +58,13 @@ ALLOWED = {
     # numpy, tqdm
     "_rand": "numpy.random.mtrand",
     "_instances": "tqdm",
+    "_C": "torch",
+    "_distributed_c10d": "torch._C",
+    "_create_work_from_future": "torch._C._distributed_c10d",
+    "_dispatch_has_kernel_for_dispatch_key": "torch._C",
+    "_scoped_library": "torch.library",
+    "_schema": "an operator of torch",
+    "_world": "torch.distributed",
     # Hydra and OmegaConf
     "_target_": "a key of a config",
     "_get_node": "Container",
