@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lightning_lockstep.distributed import (
     current_communicator,
     shut_down,
 )
+from lightning_lockstep.distributed.side_channel import peer_watch
 from lightning_lockstep.distributed.side_channel.job_token import channel_keys
 from tests.helpers import run_ranks, run_ranks_raw
 
@@ -315,3 +317,21 @@ def test_one_process_hears_itself() -> None:
     assert channel.claim("key", "second") == "first"
     assert channel.flush()
     channel.close()
+
+
+def test_a_peer_that_is_being_killed_and_still_answers_is_asked_again_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, gone = 0.0, list[int]()
+    monkeypatch.setattr(peer_watch, "time", SimpleNamespace(monotonic=lambda: now))
+    watch = peer_watch.PeerWatch(
+        lambda: 60.0, on_gone=lambda rank, _: gone.append(rank), on_silent=lambda *_: None
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        watch.add(1, *listener.getsockname())
+        watch.disconnected(1)
+        watch.look()
+    for _ in range(3):
+        now += 0.11
+        watch.look()
+    assert gone == [1]

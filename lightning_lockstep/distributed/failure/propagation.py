@@ -90,7 +90,7 @@ class FailurePropagation:
         self._common_here = 0
         self._posted: dict[int, FailureRecord] = {}
         self._armed = 0
-        self._raised_here = self._interrupted_here = False
+        self._raised_here = self._interrupted_here = self._peer_is_lost = False
         self._remove = [
             channel.on(_FAILED, lambda message: self._take(FailureRecord.from_json(message.body))),
             channel.on(_CONFIRMED, lambda message: self._confirmed.set()),
@@ -196,6 +196,8 @@ class FailurePropagation:
     def _wait_for_cause(self) -> None:
         """Wait for the message of the failure that broke a collective here."""
         self._known.wait(self.grace_period / 3)
+        if self._peer_is_lost:
+            self._known.wait(_BETTER_REPORT)
         if self.record is None and self._posted:  # an error of ours, raised on one rank alone after all
             self._announce(next(iter(self._posted.values())))
 
@@ -308,6 +310,7 @@ class FailurePropagation:
             ).start()
 
     def _peer_lost(self, rank: int, reason: str) -> None:
+        self._peer_is_lost = True
         record = self._of_peer(rank, f"its process has ended without reporting an error ({reason})")
         # Whoever started that rank knows its signal or exit code; of rank 0 that is often nobody of ours.
         self._announce_later(record, min(_BETTER_REPORT, self.grace_period / 4) if rank != 0 else 0.0)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 __all__ = ["PeerWatch"]
 
 # How often a peer that does not answer is asked, and how long one question takes at most [s]; a peer that is there, or
-# whose host is gone, is asked less often.
+# whose host is gone, is asked less often once that has lasted.
 _ASK_EVERY, _ASK_FOR, _ASK_AGAIN = 0.1, 0.3, 1.0
 # So often in a row a connection is refused before that counts: a full queue of the listener refuses, too.
 _REFUSALS = 2
@@ -103,8 +103,9 @@ class PeerWatch:
             state = f"its host does not answer ({error.strerror or error})"
         else:
             state = "its process is there and does not run: it was stopped, or its host has no memory left"
-        suspect.refused, suspect.ask_at = 0, time.monotonic() + _ASK_AGAIN
-        seconds = time.monotonic() - suspect.since
+        suspect.refused, seconds = 0, time.monotonic() - suspect.since
+        if seconds > _ASK_AGAIN:  # a process that is being killed still answers for a moment
+            suspect.ask_at = time.monotonic() + _ASK_AGAIN
         if seconds > self._silence_limit() and not suspect.reported:
             suspect.reported = True
             self._on_silent(rank, seconds, state)
