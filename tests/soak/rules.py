@@ -188,6 +188,8 @@ def _raised(plan: Plan, failure: _Failure) -> Mapping[str, tuple[str, ...]]:
             "parent": ("RankFailedError", "ProcessRaisedException") if failure.alike else ("RankFailedError",)
         }
     own, others = (failure.error,), ("RankFailedError", "")
+    if plan.launch in WITH_MPI:  # a rank that has printed the report ends the others by MPI_Abort
+        own = (failure.error, "")
     if plan.fault in ("term_parent", "usr1_parent") and plan.launch != "popen":
         own = others = (failure.error, *others)  # every rank gets the signal
     return {str(rank): own if failure.alike or rank == plan.target else others for rank in range(plan.ranks)}
@@ -215,6 +217,8 @@ def _codes(plan: Plan, code: int) -> tuple[int, ...]:
 _SILENT = "Python prints nothing of a SystemExit, and rank 0 nothing of its own error"
 _SESSION = "a second Ctrl-C kills Open MPI's daemon, which leaves its session folder and shared memory"
 _STDERR = "Python ends a process with 120 if nobody reads its stderr, which counts as a failure of a rank"
+_MEMORY = "libzmq ends a process that has no memory left for a new connection"
+_EXIT_1 = "Lightning ends the parent of spawned ranks with 1 after Ctrl-C"
 _CHANGING = "signals to a parent that is no rank, and its closed stdout, are being changed"
 
 #: What is known not to be as it must: faults, ways of starting ranks, a pattern of the difference ("": all), and why.
@@ -222,6 +226,8 @@ _KNOWN = (
     (("term_parent", "usr1_parent"), ("mpirun", *MULTIPROCESSING), "", _CHANGING),
     (("stdout",), ("mpirun",), "", _CHANGING),
     (("ctrl_c_twice",), ("mpirun",), "left behind: (ompi|prte|/dev/shm/sm_segment)", _SESSION),
+    (("ctrl_c", "ctrl_c_twice"), MULTIPROCESSING, "exit code 1,", _EXIT_1),
+    (("memory",), ("popen", "torchrun"), ": no error, expected RuntimeError", _MEMORY),
     (("stderr",), ("popen", *MULTIPROCESSING), "", _STDERR),
     (("exit", "term_rank"), ("popen", "torchrun", *WITH_MPI), "SystemExit: 3|SIGTERMException'$", _SILENT),
 )
