@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning_lockstep.distributed import (
 )
 from lightning_lockstep.distributed.process_group import current_group
 from lightning_lockstep.distributed.side_channel.opening import open_side_channel, side_channel_if_open
+from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from tests.helpers import run_ranks, run_ranks_raw
 
@@ -123,3 +125,24 @@ def groups_of_torch() -> list[bool]:
 
 def test_a_process_group_made_anew_is_another_group() -> None:
     assert run_ranks(1, groups_of_torch, backend=None) == [[True, False, False, True, False]]
+
+
+def late_rank_0(limit: float) -> str:
+    """Rank 0 comes 2 s late to the side channel of a group whose ranks wait for each other for ``limit``."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=limit))
+    if dist.get_rank() == 0:
+        time.sleep(2.0)
+    try:
+        return type(open_side_channel()).__name__
+    except LaunchError as error:
+        return str(error)
+    finally:
+        shut_down()
+
+
+def test_the_ranks_wait_for_the_side_channel_as_long_as_the_group_waits() -> None:
+    patient = run_ranks(2, late_rank_0, 60.0, backend=None)
+    assert patient == ["ZeroMQSideChannel", "ZeroMQSideChannel"]
+    hasty = run_ranks(2, late_rank_0, 1.0, backend=None)
+    assert hasty[0] == "ZeroMQSideChannel"
+    assert hasty[1].startswith("Rank 1 of 2 waited up to 1 s for rank 0 to open the side channel.")
