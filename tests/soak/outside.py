@@ -115,23 +115,22 @@ def _strangers(plan: Plan, script: Script, places: list[Place]) -> None:
         "summary": "forged failure",
     }
     forged = [b"post", json.dumps(["failure", json.dumps(record)]).encode()]
-    context = zmq.Context()
-    for place in places:
-        for with_key in (False, True):
-            client = context.socket(zmq.DEALER)
-            client.linger = 0
-            client.identity = b"1"
-            if with_key:
-                client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
-                client.curve_serverkey = zmq.curve_keypair()[0]
-            client.connect(place.address)
-            for _ in range(3):
-                client.send_multipart(forged, zmq.DONTWAIT)
-        host, port = place.address.removeprefix("tcp://").rsplit(":", 1)
-        with socket.create_connection((host, int(port)), timeout=5) as plain:
-            plain.sendall(os.urandom(4096))
-    time.sleep(0.5)
-    context.destroy(0)
+    with contextlib.ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        for place in places:
+            for with_key in (False, True):
+                client = stack.enter_context(context.socket(zmq.DEALER))
+                client.linger, client.identity = 0, b"1"
+                if with_key:
+                    client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+                    client.curve_serverkey = zmq.curve_keypair()[0]
+                client.connect(place.address)
+                for _ in range(3):
+                    client.send_multipart(forged, zmq.DONTWAIT)
+            host, port = place.address.removeprefix("tcp://").rsplit(":", 1)
+            with socket.create_connection((host, int(port)), timeout=5) as plain:
+                plain.sendall(os.urandom(4096))
+        time.sleep(0.5)
 
 
 OUTSIDE: dict[str, Act] = {

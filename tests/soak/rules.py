@@ -103,8 +103,10 @@ _INTERRUPTED = 130
 
 def expect(plan: Plan) -> Expected:
     """Return what must come of a run."""
-    # MPICH leaves its shared memory when a rank is killed or calls MPI_Abort, as bare mpi4py programs show.
-    return dataclasses.replace(_expected(plan), may_leave="mpich_shm_" if plan.launch == "mpich" else "")
+    # torch keeps the cache of its compiler; MPICH leaves its shared memory when a rank is killed or calls MPI_Abort, as
+    # bare mpi4py programs show.
+    may_leave = "torchinductor_|mpich_shm_" if plan.launch == "mpich" else "torchinductor_"
+    return dataclasses.replace(_expected(plan), may_leave=may_leave)
 
 
 def _expected(plan: Plan) -> Expected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 import tempfile
@@ -16,6 +17,9 @@ from tests.soak.plan import LAUNCHES, OF_USER, WITH_MPI, Plan
 
 __all__ = ["LIMIT", "launches_here", "perform"]
 
+# In tables, since the tests that call such a function by name are put one after the other; most runs are not under MPI.
+_MPI_COMMANDS = {launch: functools.partial(mpi_command, launch) for launch in OF_USER}
+_MPI_ENVIRON = dict.fromkeys(WITH_MPI, mpi_environ)
 PROGRAM = Path(__file__).with_name("program.py")
 #: A run that takes longer hangs, and is killed [s].
 LIMIT = 100.0
@@ -62,8 +66,8 @@ def _prepare(plan: Plan, folder: Path) -> None:
 
 def _command(plan: Plan, folder: Path) -> list[str]:
     program = [str(PROGRAM), str(folder)]
-    if plan.launch in OF_USER:
-        return [*mpi_command(plan.launch, plan.ranks), *program]
+    if plan.launch in _MPI_COMMANDS:
+        return [*_MPI_COMMANDS[plan.launch](plan.ranks), *program]
     if plan.launch == "torchrun":
         # What torchrun does with a rank that it cannot end lasts 30 s otherwise.
         options = ["--standalone", "--nproc-per-node", str(plan.ranks), "--shutdown-timeout", "3"]
@@ -73,9 +77,9 @@ def _command(plan: Plan, folder: Path) -> list[str]:
 
 def _environment(plan: Plan, folder: Path) -> dict[str, str]:
     own = {"TMPDIR": str(folder / "tmp")}
-    if plan.launch not in WITH_MPI:
+    if plan.launch not in _MPI_ENVIRON:
         return own
-    of_mpi = mpi_environ()
+    of_mpi = _MPI_ENVIRON[plan.launch]()
     if plan.launch == "mpirun":
         # The program finds the package without this, and is forked where it needs no path of its own.
         of_mpi = {name: value for name, value in of_mpi.items() if name.startswith("OMPI_")}

@@ -13,7 +13,7 @@ from tests.soak.rules import expect
 from tests.soak.run import launches_here, perform
 
 # Chosen so that faults, callbacks and launchers are spread and most ranks are forks, which start fast.
-SEEDS = (2, 7, 13, 16, 36, 40, 52, 55, 60, 66, 71, 73, 80, 82, 98, 109)
+SEEDS = (7, 13, 16, 36, 40, 52, 55, 60, 66, 71, 72, 73, 80, 98, 109, 187)
 MPI_SEEDS = (0, 29, 62, 103)
 
 
@@ -84,7 +84,7 @@ def test_a_run_that_ends_as_it_must_differs_in_nothing() -> None:
             "0: RuntimeError, expected RankFailedError",
         ),
         ({}, {"done": frozenset("0")}, "0 came to the end of the program"),
-        ({}, {"seconds": 26.0}, "it ended 26 s after the fault"),
+        ({}, {"seconds": 999.0}, "it ended 999 s after the fault"),
         ({}, {"checkpoints": {"epoch=0-step=4.ckpt": "EOFError: "}}, "cannot be read: EOFError"),
         ({}, {"checkpoints": {}}, "no checkpoint"),
         ({}, {"files": ("/dev/shm/x",)}, "left behind: /dev/shm/x"),
