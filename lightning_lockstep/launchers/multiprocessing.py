@@ -33,7 +33,12 @@ from lightning_lockstep.distributed.failure.exit_note import (
     keep_notes_in,
     note_agreed_exit,
 )
-from lightning_lockstep.distributed.failure.process_exit import end_now, show_plainly
+from lightning_lockstep.distributed.failure.process_exit import (
+    end_now,
+    leave_without_waiting,
+    show_plainly,
+    stay,
+)
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
 from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.distributed.side_channel.job_token import token_for_children
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["SpawnedLauncher"]
 
 _PERIOD = 1.0  # how often the parent looks whether its ranks end in time after a signal [s]
+_INTERRUPTED = 130  # exit code after Ctrl-C, where Lightning's own would be 1
 _CTRL_C = 2.0  # how long ranks that a terminal's Ctrl-C has reached may take before they get it from here [s]
 
 
@@ -80,6 +86,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         Ranks: the parent process, which is no rank.
         """
         self._check(trainer)
+        stay()  # an earlier launch may have been interrupted, and the program goes on
         environment = self._strategy.cluster_environment
         if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
             environment.adopt_port(free_port())
@@ -138,6 +145,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
 
     def _end_interrupted(self, grace: float) -> None:
         """End the ranks after Ctrl-C: the terminal's has reached them, one that was sent to this process has not."""
+        leave_without_waiting(_INTERRUPTED)
         for patience, number in ((_CTRL_C, signal.SIGINT), (grace, signal.SIGKILL)):
             deadline = time.monotonic() + patience
             for process in self.procs:
@@ -160,6 +168,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         else:
             return error  # raised before the ranks had met: its text has the rank's traceback
         if record.kind == "interrupt":
+            leave_without_waiting(_INTERRUPTED)
             return KeyboardInterrupt()
         failed = RankFailedError(record.report(), record)
         show_plainly(failed, record.exit_code)
@@ -182,7 +191,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             self._wrapping_function(process_idx, trainer, supervised, args, kwargs, answers, snapshot)
         except KeyboardInterrupt:
             # Torch's wrapper would turn this into a success, and the parent would wait for an answer.
-            end_now(130)
+            end_now(_INTERRUPTED)
         except Preempted as preempted:
             # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
             note_agreed_exit(preempted)
