@@ -12,7 +12,7 @@ from tests.soak.plan import FAULTS, WITH_MPI, Plan, draw
 from tests.soak.rules import expect
 from tests.soak.run import launches_here, perform
 
-# Chosen so that faults, callbacks and launchers are spread and most ranks are forks, which start fast. Without the fault
+# Chosen so that faults, callbacks and launchers are spread and most ranks are forks, which start fast. Not the fault
 # `memory`: libzmq aborts the process when it gets none itself, so how such a run ends is a matter of chance.
 SEEDS = (7, 13, 36, 40, 52, 55, 60, 66, 71, 72, 73, 80, 98, 109, 173, 187)
 MPI_SEEDS = (0, 29, 62, 103)
