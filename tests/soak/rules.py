@@ -220,15 +220,10 @@ _SILENT = "Python prints nothing of a SystemExit, and rank 0 nothing of its own 
 _SESSION = "a second Ctrl-C kills Open MPI's daemon, which leaves its session folder and shared memory"
 _STDERR = "Python ends a process with 120 if nobody reads its stderr, which counts as a failure of a rank"
 _MEMORY = "libzmq ends a process that has no memory left for a new connection"
-_EXIT_1 = "Lightning ends the parent of spawned ranks with 1 after Ctrl-C"
-_CHANGING = "signals to a parent that is no rank, and its closed stdout, are being changed"
 
 #: What is known not to be as it must: faults, ways of starting ranks, a pattern of the difference ("": all), and why.
 _KNOWN = (
-    (("term_parent", "usr1_parent"), ("mpirun", *MULTIPROCESSING), "", _CHANGING),
-    (("stdout",), ("mpirun",), "", _CHANGING),
     (("ctrl_c_twice",), ("mpirun",), "left behind: (ompi|prte|/dev/shm/sm_segment)", _SESSION),
-    (("ctrl_c", "ctrl_c_twice"), MULTIPROCESSING, "exit code 1,", _EXIT_1),
     (("memory",), ("popen", "torchrun"), ": no error, expected RuntimeError", _MEMORY),
     (("stderr",), ("popen", *MULTIPROCESSING), "", _STDERR),
     (("exit", "term_rank"), ("popen", "torchrun", *WITH_MPI), "SystemExit: 3|SIGTERMException'$", _SILENT),
