@@ -33,13 +33,9 @@ from lightning_lockstep.distributed.failure.exit_note import (
     keep_notes_in,
     note_agreed_exit,
 )
-from lightning_lockstep.distributed.failure.process_exit import (
-    end_now,
-    leave_without_waiting,
-    show_plainly,
-    stay,
-)
+from lightning_lockstep.distributed.failure.process_exit import end_now, leave_without_waiting, stay
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
+from lightning_lockstep.distributed.failure.uncaught import show_plainly
 from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.distributed.side_channel.job_token import token_for_children
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
@@ -182,6 +178,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         threading.Thread(target=_end_with_parent, name="lockstep-parent", daemon=True).start()
         os.environ.update(token)
         self._supervisor.attach(trainer)
+        self._supervisor.parent_prints = True
         keep_notes_in(Path(folder))
 
         def supervised(*a: Any, **k: Any) -> Any:

@@ -71,6 +71,7 @@ class RankSupervisor:
         threads: CPU threads of this rank; 0 until the launch.
         cores: Numbers of the cores it may use.
         on_force: Called before this process is ended by force; a launcher ends its children here.
+        parent_prints: Whether the process that started this rank, and is no rank, prints what has failed.
     """
 
     def __init__(self, settings: SupervisorSettings) -> None:
@@ -79,6 +80,7 @@ class RankSupervisor:
         self.threads = 0
         self.cores: tuple[int, ...] = ()
         self.on_force: Callable[[], None] | None = None
+        self.parent_prints = False
         self._trainer: Callable[[], Any] = _no_trainer
 
     def attach(self, trainer: Any) -> None:
@@ -123,6 +125,7 @@ class RankSupervisor:
             self.propagation.arm()
             self.propagation.grace_period = self.settings.grace_period
             self.propagation.prints_report = prints_report
+            self.propagation.parent_prints = self.parent_prints
             self.propagation.where = self._where
             self.propagation.on_force = self.on_force
         return communicator

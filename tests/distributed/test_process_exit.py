@@ -15,7 +15,11 @@ from lightning_lockstep.distributed.failure.exit_note import agreed_exit, first_
 from tests.helpers import run_script
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
-THE_ONE = "distributed/failure/process_exit.py"
+# The end of a process, and what is printed of an exception that ends it.
+THE_ONES = {
+    "distributed/failure/process_exit.py": {"os._exit", "atexit.register"},
+    "distributed/failure/uncaught.py": {"sys.excepthook ="},
+}
 
 
 def ways_to_end(source: str) -> list[str]:
@@ -34,13 +38,14 @@ def ways_to_end(source: str) -> list[str]:
     return found
 
 
-def test_one_module_decides_how_a_process_ends() -> None:
+def test_two_modules_decide_how_a_process_ends() -> None:
     elsewhere = {
         str(path.relative_to(PACKAGE)): found
         for path in sorted(PACKAGE.rglob("*.py"))
         if (found := ways_to_end(path.read_text()))
     }
-    assert set(elsewhere.pop(THE_ONE)) >= {"os._exit", "sys.excepthook =", "atexit.register"}
+    for file, ways in THE_ONES.items():
+        assert set(elsewhere.pop(file)) >= ways
     assert elsewhere == {}
 
 
@@ -60,7 +65,7 @@ def test_every_way_is_seen(source: str, found: list[str]) -> None:
 
 
 def end(code: str, **env: str) -> tuple[int | None, str, str]:
-    header = "from lightning_lockstep.distributed.failure import exit_note, process_exit, record\n"
+    header = "from lightning_lockstep.distributed.failure import exit_note, process_exit, record, uncaught\n"
     outcome = run_script(
         [sys.executable, "-c", header + textwrap.dedent(code)], env={**os.environ, **env}, timeout=120
     )
@@ -112,7 +117,7 @@ def test_a_failed_process_whose_traceback_cannot_be_written_ends_in_time() -> No
         reader, writer = os.pipe()
         os.close(reader)
         os.dup2(writer, 2)
-        process_exit.end_within(0.3, 7)
+        uncaught.end_within(0.3, 7)
         threading.Thread(target=threading.Event().wait).start()  # no daemon: it would hold the process
         raise ValueError("lost")
     """
@@ -129,14 +134,23 @@ def test_a_failed_process_runs_its_exit_functions_and_keeps_its_code() -> None:
     assert end(code)[:2] == (5, "tracker closed\n")
 
 
+def test_a_process_says_why_it_ends_where_python_would_print_nothing() -> None:
+    code = """
+        process_exit.at_exit(print, "tracker closed")
+        process_exit.leave_without_waiting(5, "the report\\n")
+        raise SystemExit(1)
+    """
+    assert end(code) == (5, "tracker closed\n", "the report\n")
+
+
 def test_nothing_at_its_exit_holds_a_failed_process() -> None:
     code = """
         import sys, threading, time
-        process_exit.on_uncaught(lambda: None)
+        uncaught.on_uncaught(lambda: None)
         usual = sys.excepthook
         sys.excepthook = lambda *args: usual(*args)  # another library's: ours stands in front of it and behind it
         threading.Thread(target=time.sleep, args=(600,)).start()
-        process_exit.end_within(0.5, 5)
+        uncaught.end_within(0.5, 5)
         raise ValueError("boom")
     """
     returncode, _, err = end(code)
@@ -149,14 +163,14 @@ def test_nothing_at_its_exit_holds_a_failed_process() -> None:
     ("before", "printed"),
     [
         ("", "ValueError: boom"),
-        ("process_exit.keep_quiet(error)", ""),
-        ("process_exit.show_plainly(error)", "lightning-lockstep: boom"),
+        ("uncaught.keep_quiet(error)", ""),
+        ("uncaught.show_plainly(error)", "lightning-lockstep: boom"),
     ],
 )
 def test_what_is_printed_of_an_exception(before: str, printed: str) -> None:
     code = f"""
         import sys
-        process_exit.on_uncaught(lambda: print("uncaught"))
+        uncaught.on_uncaught(lambda: print("uncaught"))
         error = ValueError("boom")
         usual = sys.excepthook
         sys.excepthook = lambda *args: usual(*args)  # another library's, in front of ours
@@ -173,7 +187,7 @@ def test_what_is_printed_of_an_exception(before: str, printed: str) -> None:
 def test_a_failure_that_nobody_catches_brings_its_exit_code(catch: bool, code: int) -> None:
     body = """
         error = ValueError("boom")
-        process_exit.show_plainly(error, 137)
+        uncaught.show_plainly(error, 137)
         try:
             raise error
         except KeyError if not {catch} else ValueError:

@@ -66,6 +66,8 @@ class _Failure:
 
 _BOOM = "ValueError: boom in training_step"
 _UNREPORTED = "Its process or host ended without reporting an error"
+# What a rank 0 says of the others that the user has stopped and continued after they had given it up.
+_GIVEN_UP = "It ended without a report; what it printed itself is above"
 
 _FAILURES = {
     "raise": _Failure("ValueError", 1, _BOOM),
@@ -73,7 +75,7 @@ _FAILURES = {
     "ours": _Failure("BatchSizeError", 1, r"(lightning_lockstep\.errors\.)?BatchSizeError: nothing fits"),
     "exit": _Failure("SystemExit", 3, "SystemExit: 3"),
     "kill": _Failure("", 128 + signal.SIGKILL, f"SIGKILL is sent by the operating system|{_UNREPORTED}"),
-    "stop": _Failure("", 1, _UNREPORTED),
+    "stop": _Failure("", 1, f"{_UNREPORTED}|{_GIVEN_UP}"),
     "memory": _Failure("RuntimeError", 1, r"RuntimeError: .*DefaultCPUAllocator"),
     "nan": _Failure("OverflowDetectedError", 1, "", alike=True),
     "uneven": _Failure("ConfigurationError", 1, "", alike=True),
@@ -192,6 +194,11 @@ def _raised(plan: Plan, failure: _Failure) -> Mapping[str, tuple[str, ...]]:
     own, others = (failure.error,), ("RankFailedError", "")
     if plan.launch in WITH_MPI:  # a rank that has printed the report ends the others by MPI_Abort
         own = (failure.error, "")
+    if plan.fault == "stop" and plan.target == 0:
+        own = (
+            "",
+            "RankFailedError",
+        )  # where it is the first process, it is continued once the others have gone
     if plan.fault in ("term_parent", "usr1_parent") and plan.launch != "popen":
         own = others = (failure.error, *others)  # every rank gets the signal
     return {str(rank): own if failure.alike or rank == plan.target else others for rank in range(plan.ranks)}
@@ -216,17 +223,13 @@ def _codes(plan: Plan, code: int) -> tuple[int, ...]:
     return (code,)
 
 
-_SILENT = "Python prints nothing of a SystemExit, and rank 0 nothing of its own error"
 _SESSION = "a second Ctrl-C kills Open MPI's daemon, which leaves its session folder and shared memory"
-_STDERR = "Python ends a process with 120 if nobody reads its stderr, which counts as a failure of a rank"
 _MEMORY = "libzmq ends a process that has no memory left for a new connection"
 
 #: What is known not to be as it must: faults, ways of starting ranks, a pattern of the difference ("": all), and why.
 _KNOWN = (
     (("ctrl_c_twice",), ("mpirun",), "left behind: (ompi|prte|/dev/shm/sm_segment)", _SESSION),
     (("memory",), ("popen", "torchrun"), ": no error, expected RuntimeError", _MEMORY),
-    (("stderr",), ("popen", *MULTIPROCESSING), "", _STDERR),
-    (("exit", "term_rank"), ("popen", "torchrun", *WITH_MPI), "SystemExit: 3|SIGTERMException'$", _SILENT),
 )
 
 

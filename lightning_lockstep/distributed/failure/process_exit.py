@@ -1,6 +1,7 @@
 """How a process ends: what runs and is written out before, what is printed, and what is not waited for.
 
-Nothing else in the package calls ``os._exit``, replaces ``sys.excepthook`` or registers with :mod:`atexit`.
+Nothing else in the package calls ``os._exit`` or registers with :mod:`atexit`. What is printed of an exception that
+nobody catches is decided in :mod:`~lightning_lockstep.distributed.failure.uncaught`.
 
 ====================================== ======================================================================
 an orderly end                         functions given to :func:`at_exit` and :func:`at_process_end` run
@@ -26,29 +27,25 @@ from typing import Any, NoReturn
 
 from lightning_lockstep._console import say
 from lightning_lockstep._lightning import _destroy_dist_connection
-from lightning_lockstep.errors import RankFailedError
 
 __all__ = [
     "at_exit",
     "at_process_end",
     "end_after_exit_functions",
     "end_now",
-    "end_within",
     "expect_exit",
     "expected_exit",
     "flush_everything",
-    "keep_quiet",
     "leave_without_waiting",
     "leaving",
     "leaving_code",
     "on_flush",
-    "on_uncaught",
-    "print_also",
     "printed_a_line",
     "run_flushers",
-    "show_plainly",
+    "say_last",
     "stay",
     "wait_for_reports",
+    "was_last",
     "writing_report",
 ]
 
@@ -146,16 +143,18 @@ def end_now(exit_code: int, message: str = "") -> NoReturn:
 
 def _print_last(message: str) -> None:
     flush_everything()
-    _say_last(message)
+    say_last(message)
 
 
-def _say_last(text: str) -> None:
+def say_last(text: str) -> None:
+    """Print the report of a failure to standard error; its first line comes again if others are printed after it."""
     if text:
         say(text)
-        _was_last(text)
+        was_last(text)
 
 
-def _was_last(text: str) -> None:
+def was_last(text: str) -> None:
+    """Note that the report of a failure was printed, which begins with ``text``."""
     global _last_said, _said_since
     _last_said, _said_since = text, False
 
@@ -200,8 +199,13 @@ def leaving_code() -> int | None:
     return _leaving_code
 
 
-def leave_without_waiting(exit_code: int) -> None:
-    """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
+def leave_without_waiting(exit_code: int, message: str = "") -> None:
+    """Have this process, once Python begins to exit, end without the destructors that wait for dead peers.
+
+    Args:
+        exit_code: Its exit code.
+        message: Printed to standard error before what is registered for the exit runs.
+    """
     global _leaving, _leaving_code
     if _leaving is not None:
         return
@@ -209,6 +213,7 @@ def leave_without_waiting(exit_code: int) -> None:
     def leave() -> None:
         atexit.unregister(leave)
         atexit.unregister(_destroy_dist_connection)
+        say_last(message)
         end_after_exit_functions(exit_code)  # of these functions, those registered before this one
 
     _leaving, _leaving_code = leave, exit_code
@@ -263,91 +268,3 @@ def expect_exit(exit_code: int) -> None:
 def expected_exit() -> int | None:
     """Return the exit code with which all ranks have agreed to end, or ``None``."""
     return _expected_exit
-
-
-# ------------------------------------------------------------------ what is printed of an exception
-
-
-def keep_quiet(error: BaseException) -> None:
-    """Keep Python from printing ``error`` when it ends this process: another rank prints the report."""
-    _print_instead(error, "")
-
-
-def show_plainly(error: RankFailedError, exit_code: int | None = None) -> None:
-    """Have Python print the report alone when ``error`` ends this process, without this rank's own stack.
-
-    Torch's hook would put this rank's number in front of every line of the other one's traceback.
-
-    Args:
-        error: The error.
-        exit_code: Exit code of this process if nobody catches ``error``; by default Python's, 1.
-    """
-    _print_instead(error, f"\nlightning-lockstep: {error}\n", exit_code)
-
-
-def print_also(error: BaseException, text: str) -> None:
-    """Have Python print ``text`` after ``error`` when it ends this process: what another rank raised."""
-    error.__lockstep_more__ = text  # type: ignore[attr-defined]
-    _install_hook()
-
-
-def end_within(seconds: float, exit_code: int) -> None:
-    """Once Python has printed an exception that nobody caught, end this process by force after a while.
-
-    A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it for ever.
-
-    Args:
-        seconds: How long it may take to end by itself [s].
-        exit_code: Its exit code then.
-    """
-
-    def count_down() -> None:
-        time.sleep(seconds)
-        end_now(exit_code, "\nlightning-lockstep: ended by force; what runs at its exit took too long.\n")
-
-    on_uncaught(lambda: threading.Thread(target=count_down, name="lockstep-end", daemon=True).start())
-
-
-def on_uncaught(function: Callable[[], None]) -> None:
-    """Have ``function`` called after Python has printed an exception that nobody caught.
-
-    Args:
-        function: Called once or twice; not for an exception whose printing :func:`keep_quiet` or
-            :func:`show_plainly` has replaced.
-    """
-    _after_uncaught.append(function)
-    _install_hook()
-
-
-_after_uncaught: list[Callable[[], None]] = []
-
-
-def _print_instead(error: BaseException, text: str, exit_code: int | None = None) -> None:
-    error.__lockstep_text__ = text, exit_code  # type: ignore[attr-defined]
-    _install_hook()
-
-
-def _install_hook() -> None:
-    """Put our hook in front, again where another library has put its own there meanwhile."""
-    usual = sys.excepthook
-    if getattr(usual, "__lockstep__", False):
-        return
-
-    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        instead = getattr(value, "__lockstep_text__", None)
-        if instead is not None:
-            text, exit_code = instead
-            if exit_code is not None:
-                leave_without_waiting(exit_code)
-            _say_last(text)
-            return
-        try:
-            usual(kind, value, trace)
-            _was_last(f"lightning-lockstep: this rank failed: {kind.__name__}: {value}")
-            _say_last(getattr(value, "__lockstep_more__", ""))
-        finally:
-            for function in _after_uncaught:
-                function()
-
-    hook.__lockstep__ = True  # type: ignore[attr-defined]
-    sys.excepthook = hook

@@ -23,15 +23,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_lockstep.distributed.failure.common_errors import REPORT_LIMIT, CommonErrors
 from lightning_lockstep.distributed.failure.exit_note import forget_failure, note_failure
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
-    end_within,
     expected_exit,
-    keep_quiet,
     leave_without_waiting,
-    print_also,
-    show_plainly,
     stay,
     wait_for_reports,
 )
@@ -42,19 +39,18 @@ from lightning_lockstep.distributed.failure.record import (
     is_alike,
     is_broken_collective,
 )
+from lightning_lockstep.distributed.failure.uncaught import end_within, keep_quiet, print_also, show_plainly
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
 
 __all__ = ["FailurePropagation", "propagation_on"]
 
 _FAILED, _CONFIRMED, _FIRST = "failure", "failure/confirmed", "failure/first"
-_COMMON, _ARMED = "failure/common", "failure/armed"
+_ARMED = "failure/armed"
 # How long the process that started a rank may take to say how it ended, but a quarter of the grace period at most [s].
 _BETTER_REPORT = 2.0
 # How much longer than the grace period, in which it waits for the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 2.0
-# How long a report that is being written holds a forced end [s].
-_REPORT_LIMIT = 60.0
 
 
 class FailurePropagation:
@@ -66,6 +62,9 @@ class FailurePropagation:
         where: Returns what this rank is doing, for the record; called on failure only.
         prints_report: Whether this rank prints the report of another rank's failure; by default rank 0 does.
         on_force: Called before this process ends itself by force, to end its child ranks first.
+
+    Attributes:
+        parent_prints: Whether the process that started this rank, and is no rank, prints the report.
 
     Ranks: one object on every rank. Nothing is sent until a rank fails.
     """
@@ -81,20 +80,24 @@ class FailurePropagation:
     ) -> None:
         self.channel, self.grace_period, self.where = channel, grace_period, where
         self.prints_report = channel.rank == 0 if prints_report is None else prints_report
+        self.parent_prints = False
         self.on_force = on_force
         self.record: FailureRecord | None = None
         self._known = threading.Event()
         self._confirmed = threading.Event()
         self._lock = threading.Lock()
-        # How often this rank has raised an error that all ranks raise alike, and what others have said of theirs.
-        self._common_here = 0
-        self._posted: dict[int, FailureRecord] = {}
+        self._common = CommonErrors(
+            channel,
+            patience=lambda: self.grace_period / 2,
+            posted=self._confirm,
+            alone=lambda record: self._take(record),
+        )
         self._armed = 0
         self._raised_here = self._interrupted_here = self._peer_is_lost = False
         self._remove = [
             channel.on(_FAILED, lambda message: self._take(FailureRecord.from_json(message.body))),
             channel.on(_CONFIRMED, lambda message: self._confirmed.set()),
-            channel.on(_COMMON, self._take_common),
+            self._common.remove,
             channel.on(_ARMED, self._take_armed),
         ]
         channel.watch_peers(on_lost=self._peer_lost, on_silent=self._peer_silent)
@@ -120,8 +123,7 @@ class FailurePropagation:
         with self._lock:
             self._armed += 1
             self.record = None
-            self._common_here = 0
-            self._posted.clear()
+            self._common.forget()
             self._known.clear()
             self._confirmed.clear()
             self._raised_here = self._interrupted_here = False
@@ -179,7 +181,10 @@ class FailurePropagation:
             note_failure(self.record)
             return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
         if self._confirmed.is_set() or self.prints_report:
-            leave_without_waiting(self.record.exit_code)
+            # Python itself prints nothing of a SystemExit.
+            says = isinstance(error, SystemExit) and self.prints_report and not self.parent_prints
+            report = f"\nlightning-lockstep: {self.record.report()}\n" if says else ""
+            leave_without_waiting(self.record.exit_code, report)
         if not self.prints_report and self._confirmed.is_set():
             keep_quiet(error)
         end_within(self.grace_period + _CHILDREN_END, self.record.exit_code)
@@ -198,8 +203,8 @@ class FailurePropagation:
         self._known.wait(self.grace_period / 3)
         if self._peer_is_lost:
             self._known.wait(_BETTER_REPORT)
-        if self.record is None and self._posted:  # an error of ours, raised on one rank alone after all
-            self._announce(next(iter(self._posted.values())))
+        if self.record is None and (alone := self._common.any()) is not None:
+            self._announce(alone)
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
         """Inform all ranks that a rank started by this one has ended badly.
@@ -211,10 +216,10 @@ class FailurePropagation:
 
         Ranks: the rank that started it, from its watching thread.
         """
-        posted = self._posted.get(rank)
-        if posted is not None:  # it has said itself why
-            if not self._common_here:
-                self._announce(posted)
+        said = self._common.of(rank)
+        if said is not None:
+            if not self._common.raised_here:
+                self._announce(said)
             return
         kind, summary, code = describe_exit(returncode)
         host = socket.gethostname()
@@ -231,8 +236,7 @@ class FailurePropagation:
         Should this one be raised on one rank alone after all, the others take it for a failure after half the
         grace period, or when this rank exits. Rank 0 confirms either way that it prints what is to be printed.
         """
-        self._common_here += 1
-        self.channel.post(_COMMON, self._describe(error).to_json())
+        self._common.post(self._describe(error))
         if not self.prints_report:
             if self._confirmed.wait(self.grace_period / 3):
                 keep_quiet(error)
@@ -240,25 +244,15 @@ class FailurePropagation:
             self.channel.flush(1.0)
         return error
 
-    def _take_common(self, message: Message) -> None:
-        record = FailureRecord.from_json(message.body)
-        self._posted[message.sender] = record
-        if self.channel.rank == 0:
-            self.channel.post(_CONFIRMED, to=message.sender)
-        armed = self._armed
-
-        def wait_for_own() -> None:
-            time.sleep(self.grace_period / 2)
-            wait_for_reports(_REPORT_LIMIT)
-            if self._armed == armed and not self._common_here and message.sender in self._posted:
-                self._take(record)
-
-        threading.Thread(target=wait_for_own, name="lockstep-common", daemon=True).start()
+    def _confirm(self, rank: int) -> None:
+        """Let a rank know that rank 0 prints what is to be printed, and knows of its failure."""
+        if self.channel.rank == 0 and rank != 0:
+            self.channel.post(_CONFIRMED, to=rank)
 
     def _take_armed(self, message: Message) -> None:
         """A rank has caught its failure and goes on."""
         with self._lock:
-            self._posted.pop(message.sender, None)
+            self._common.forget(message.sender)
             known = self.record is not None and self.record.rank == message.sender
             if known and not self._raised_here:
                 self.record = None
@@ -302,8 +296,7 @@ class FailurePropagation:
                 return
             self.record = self.record or record
             self._known.set()
-        if self.channel.rank == 0 and record.rank != 0:
-            self.channel.post(_CONFIRMED, to=record.rank)
+        self._confirm(record.rank)
         if record.rank != self.channel.rank:
             threading.Thread(
                 target=self._count_down, args=(record,), name="lockstep-grace", daemon=True
@@ -327,15 +320,16 @@ class FailurePropagation:
 
         def announce() -> None:
             time.sleep(seconds)
-            if self.record is not None:
+            said = self._common.of(record.rank)
+            if self.record is not None or (said is not None and self._common.raised_here):
                 return
             if record.rank != 0:
-                self._announce(record)
+                self._announce(said or record)
                 return
-            # With rank 0 the one that prints is gone.
-            speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
-            self.prints_report = self.prints_report or speaks
-            self._take(record)
+            if said is None:  # with rank 0 the one that prints is gone
+                speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+                self.prints_report = self.prints_report or speaks
+            self._take(said or record)
 
         threading.Thread(target=announce, name="lockstep-lost", daemon=True).start()
 
@@ -354,7 +348,7 @@ class FailurePropagation:
     def _count_down(self, record: FailureRecord) -> None:
         armed = self._armed
         time.sleep(self.grace_period * 0.9)
-        wait_for_reports(_REPORT_LIMIT)
+        wait_for_reports(REPORT_LIMIT)
         if self.record is not record or self._armed != armed:
             return  # the program has caught it and goes on
         if record.kind == "interrupt" and self._interrupted_here:
@@ -362,7 +356,8 @@ class FailurePropagation:
         note_failure(record)
         if self.on_force is not None:
             self.on_force()
-        end_now(record.exit_code, f"\nlightning-lockstep: {record.report()}\n" if self.prints_report else "")
+        prints = self.prints_report and not self.parent_prints
+        end_now(record.exit_code, f"\nlightning-lockstep: {record.report()}\n" if prints else "")
 
 
 _propagations: weakref.WeakKeyDictionary[SideChannel, FailurePropagation] = weakref.WeakKeyDictionary()

@@ -17,12 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from lightning_lockstep.distributed.failure.process_exit import (
-    at_exit,
-    flush_everything,
-    leaving_code,
-    on_uncaught,
-)
+from lightning_lockstep.distributed.failure.process_exit import at_exit, flush_everything, leaving_code
+from lightning_lockstep.distributed.failure.uncaught import on_uncaught
 from lightning_lockstep.distributed.mpi.progress import ProgressThread, set_listener
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 

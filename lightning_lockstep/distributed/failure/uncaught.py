@@ -1,0 +1,108 @@
+"""What is printed of an exception that ends this process because nobody caught it.
+
+Nothing else in the package replaces ``sys.excepthook``. An exception says itself, by attributes that these functions
+set, what is printed instead of it or after it; all others are printed as usual.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_lockstep.distributed.failure.process_exit import (
+    end_now,
+    leave_without_waiting,
+    say_last,
+    was_last,
+)
+from lightning_lockstep.errors import RankFailedError
+
+__all__ = ["end_within", "keep_quiet", "on_uncaught", "print_also", "show_plainly"]
+
+
+def keep_quiet(error: BaseException) -> None:
+    """Keep Python from printing ``error`` when it ends this process: another rank prints the report."""
+    _print_instead(error, "")
+
+
+def show_plainly(error: RankFailedError, exit_code: int | None = None) -> None:
+    """Have Python print the report alone when ``error`` ends this process, without this rank's own stack.
+
+    Torch's hook would put this rank's number in front of every line of the other one's traceback.
+
+    Args:
+        error: The error.
+        exit_code: Exit code of this process if nobody catches ``error``; by default Python's, 1.
+    """
+    _print_instead(error, f"\nlightning-lockstep: {error}\n", exit_code)
+
+
+def print_also(error: BaseException, text: str) -> None:
+    """Have Python print ``text`` after ``error`` when it ends this process: what another rank raised."""
+    error.__lockstep_more__ = text  # type: ignore[attr-defined]
+    _install_hook()
+
+
+def end_within(seconds: float, exit_code: int) -> None:
+    """Once Python has printed an exception that nobody caught, end this process by force after a while.
+
+    A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it for ever.
+
+    Args:
+        seconds: How long it may take to end by itself [s].
+        exit_code: Its exit code then.
+    """
+
+    def count_down() -> None:
+        time.sleep(seconds)
+        end_now(exit_code, "\nlightning-lockstep: ended by force; what runs at its exit took too long.\n")
+
+    on_uncaught(lambda: threading.Thread(target=count_down, name="lockstep-end", daemon=True).start())
+
+
+def on_uncaught(function: Callable[[], None]) -> None:
+    """Have ``function`` called after Python has printed an exception that nobody caught.
+
+    Args:
+        function: Called once or twice; not for an exception whose printing :func:`keep_quiet` or
+            :func:`show_plainly` has replaced.
+    """
+    _after_uncaught.append(function)
+    _install_hook()
+
+
+_after_uncaught: list[Callable[[], None]] = []
+
+
+def _print_instead(error: BaseException, text: str, exit_code: int | None = None) -> None:
+    error.__lockstep_text__ = text, exit_code  # type: ignore[attr-defined]
+    _install_hook()
+
+
+def _install_hook() -> None:
+    """Put our hook in front, again where another library has put its own there meanwhile."""
+    usual = sys.excepthook
+    if getattr(usual, "__lockstep__", False):
+        return
+
+    def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        instead = getattr(value, "__lockstep_text__", None)
+        if instead is not None:
+            text, exit_code = instead
+            if exit_code is not None:
+                leave_without_waiting(exit_code)
+            say_last(text)
+            return
+        try:
+            usual(kind, value, trace)
+            was_last(f"lightning-lockstep: this rank failed: {kind.__name__}: {value}")
+            say_last(getattr(value, "__lockstep_more__", ""))
+        finally:
+            for function in _after_uncaught:
+                function()
+
+    hook.__lockstep__ = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
