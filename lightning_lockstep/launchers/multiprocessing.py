@@ -33,7 +33,12 @@ from lightning_lockstep.distributed.failure.exit_note import (
     keep_notes_in,
     note_agreed_exit,
 )
-from lightning_lockstep.distributed.failure.process_exit import end_now, leave_without_waiting, stay
+from lightning_lockstep.distributed.failure.process_exit import (
+    drop_what_nobody_reads,
+    end_now,
+    leave_without_waiting,
+    stay,
+)
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
 from lightning_lockstep.distributed.failure.uncaught import show_plainly
 from lightning_lockstep.distributed.process_group import free_port
@@ -192,6 +197,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         except Preempted as preempted:
             # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
             note_agreed_exit(preempted)
+        drop_what_nobody_reads()
 
 
 def _end_with_parent() -> None:

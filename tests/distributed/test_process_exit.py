@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import sys
 import textwrap
 from pathlib import Path
@@ -64,10 +63,13 @@ def test_every_way_is_seen(source: str, found: list[str]) -> None:
     assert ways_to_end(source) == found
 
 
-def end(code: str, **env: str) -> tuple[int | None, str, str]:
+def end(code: str, *, fresh: bool = False, **env: str) -> tuple[int | None, str, str]:
     header = "from lightning_lockstep.distributed.failure import exit_note, process_exit, record, uncaught\n"
     outcome = run_script(
-        [sys.executable, "-c", header + textwrap.dedent(code)], env={**os.environ, **env}, timeout=120
+        [sys.executable, "-c", header + textwrap.dedent(code)],
+        env=env,
+        timeout=120,
+        fresh=fresh,
     )
     assert not outcome.timed_out
     return outcome.returncode, outcome.stdout, outcome.stderr
@@ -141,6 +143,23 @@ def test_a_process_says_why_it_ends_where_python_would_print_nothing() -> None:
         raise SystemExit(1)
     """
     assert end(code) == (5, "tracker closed\n", "the report\n")
+
+
+@pytest.mark.parametrize(("dropped", "code"), [(True, 0), (False, 120)])
+def test_a_stream_that_nobody_reads_is_no_failure(dropped: bool, code: int) -> None:
+    program = f"""
+        import os, sys
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 2)
+        try:
+            print("lost", file=sys.stderr)
+        except BrokenPipeError:
+            pass
+        if {dropped}:
+            process_exit.drop_what_nobody_reads()
+    """
+    assert end(program, fresh=True)[0] == code
 
 
 def test_nothing_at_its_exit_holds_a_failed_process() -> None:

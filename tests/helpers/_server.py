@@ -3,9 +3,10 @@
 Importing Lightning costs seconds of CPU a process; a fork from here costs milliseconds. It is safe because
 the fork happens before any thread, process group or CUDA context exists (``tests/helpers_tests`` holds it).
 Each job gets a *leader* of its own session, which forks the ranks, watches them, and ends them all when the
-time is up or the caller has gone.
+time is up or the caller has gone. A rank that a launcher starts as a fresh interpreter has itself forked here too
+(``child_site/fork_start.py``).
 
-Run by ``ranks.py`` as a script: ``python _server.py <socket> <tests folder>``; it ends when its standard
+Run by ``ranks.py`` as a script: ``python _server.py <socket> <tests folder> <child site>``; it ends when its standard
 input closes.
 """
 
@@ -15,9 +16,11 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import importlib
 import importlib.util
+import json
 import multiprocessing.process
 import os
 import pickle
@@ -56,7 +59,7 @@ def preload() -> None:
     # OpenBLAS starts its threads when numpy is imported, and those would not survive the fork.
     before = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    for name in ("torch.distributed", "lightning.pytorch", "pytest", "tests.helpers"):
+    for name in ("torch.distributed", "lightning.pytorch", "torch.utils.data", "pytest", "tests.helpers"):
         importlib.import_module(name)
 
     if before is None:
@@ -74,22 +77,27 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def serve(listener: socket.socket) -> Next | None:
+def serve(jobs: socket.socket, starts: socket.socket) -> Next | None:
     """Fork a leader for each connection; returns in the leader, or with None when the caller has gone."""
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [], 0.5)
+        ready, _, _ = select.select([jobs, starts, sys.stdin], [], [], 0.5)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if sys.stdin in ready:
             return None
-        if listener not in ready:
-            continue
-        client, _ = listener.accept()
-        if os.fork() == 0:
-            listener.close()
-            return lambda: lead(Connection(client.detach()))
-        client.close()
+        for listener in (jobs, starts):
+            if listener not in ready:
+                continue
+            client, _ = listener.accept()
+            if os.fork() == 0:
+                folder = Path(starts.getsockname()).parent
+                jobs.close()
+                starts.close()
+                if listener is jobs:
+                    return lambda client=client: lead(Connection(client.detach()))  # type: ignore[misc]
+                return lambda client=client: lead_start(client, folder)  # type: ignore[misc]
+            client.close()
 
 
 class Ranks:
@@ -200,18 +208,83 @@ def lead_script(conn: Connection, job: Any) -> Next | None:
     return None
 
 
+def lead_start(client: socket.socket, folder: Path) -> Next | None:
+    """Fork the rank that an interpreter stands for; tell that its process id, and how it ended."""
+    os.setsid()
+    die_with_parent()
+    content, files, _, _ = socket.recv_fds(client, 2**20, 250)
+    if not content:
+        return None
+    program = json.loads(content)
+    pid = os.fork()
+    if pid == 0:
+        client.close()
+        return lambda: run_start(program, files)
+    for file in files:
+        os.close(file)
+    note = folder / f"fork-{program['pid']}"
+    note.write_text(str(pid))
+    client.send(str(pid).encode())
+    ended = os.pidfd_open(pid)
+    ready, _, _ = select.select([ended, client], [], [])
+    if ended not in ready:  # the interpreter that stands for it was killed
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    note.unlink(missing_ok=True)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        client.send(str(os.waitstatus_to_exitcode(status)).encode())
+    return None
+
+
+def run_start(program: dict[str, Any], files: list[int]) -> None:
+    """Run a rank in this fork, with the open files of the interpreter that stands for it."""
+    os.setsid()
+    die_with_parent()
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, 300) for file in files]
+    for file in files:
+        os.close(file)
+    for number, file in zip(program["files"], high, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.setpriority(os.PRIO_PROCESS, 0, program["nice"])
+    os.sched_setaffinity(0, program["cores"])
+    stand_in, own, getppid = program["pid"], os.getpid(), os.getppid
+
+    def parent() -> int:
+        """The process that started the interpreter; children of this one have this one as theirs."""
+        if os.getpid() != own:
+            return getppid()
+        try:
+            return int(Path(f"/proc/{stand_in}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            return 1
+
+    os.getppid = parent
+    run_program(program["arguments"], program["environment"], program["cwd"])
+
+
 def run_script(job: Any) -> None:
     """Run a program in this fork as a fresh interpreter would."""
     os.setsid()
     die_with_parent()
     redirect(job.stdout, job.stderr)
+    run_program(job.arguments, job.environment, job.cwd)
+
+
+def run_program(arguments: list[str], environment: dict[str, str], cwd: str) -> None:
+    """Run what stands behind ``python``, as it would."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     paths_of_server = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    threads_of_server = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
-    os.environ.update(job.environment)
-    os.chdir(job.cwd)
-    multiprocessing.process.ORIGINAL_DIR = job.cwd  # type: ignore[attr-defined]
-    paths = list(filter(None, job.environment.get("PYTHONPATH", "").split(os.pathsep)))
+    os.environ.update(environment)
+    if environment.get("OMP_NUM_THREADS", threads_of_server) != threads_of_server:
+        import torch
+
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    os.chdir(cwd)
+    multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
+    paths = list(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
     sys.path[:] = [*paths, *(path for path in sys.path if path not in paths_of_server)]
     from tests.helpers._protocol import STACK_SIGNAL
 
@@ -219,10 +292,10 @@ def run_script(job: Any) -> None:
     random.seed()
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
-    first, *others = job.arguments
+    first, *others = arguments
     try:
         if first == "-m":
-            sys.path.insert(0, job.cwd)
+            sys.path.insert(0, cwd)
             sys.argv = ["-m", *others[1:]]
             runpy._run_module_as_main(others[0])  # type: ignore[attr-defined]
         elif first == "-c":
@@ -340,18 +413,25 @@ def main() -> None:
     """Serve until the caller closes our standard input."""
     sys.path.pop(0)  # this file's folder: its modules are reachable as tests.helpers only
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    socket_path, tests_folder = sys.argv[1:]
+    socket_path, tests_folder, child_site = sys.argv[1:]
     load_module("tests", Path(tests_folder) / "__init__.py", package=True)
+    fork_start = load_module("fork_start", Path(child_site) / "fork_start.py")
+    surroundings = fork_start.surroundings()
     preload()
     from tests.helpers._protocol import STACK_SIGNAL
 
     # Harmless in a rank that is asked for its stacks before it has registered the handler.
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+    starts = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    start_path = fork_start.socket_path(str(Path(socket_path).parent))
+    starts.bind(start_path)
+    starts.listen(64)
+    Path(f"{start_path}.surroundings").write_text(surroundings)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(socket_path + ".part")
     listener.listen()
     os.rename(socket_path + ".part", socket_path)
-    todo: Next | None = lambda: serve(listener)  # noqa: E731
+    todo: Next | None = lambda: serve(listener, starts)  # noqa: E731
     while todo is not None:
         todo = todo()
 

@@ -108,13 +108,13 @@ class LeakCheck:
         return ["torch.distributed is still initialised"] if leaked else []
 
     def _process_leaks(self) -> list[str]:
-        from tests.helpers.ranks import server_pid
+        from tests.helpers.ranks import server_pids
 
         children = psutil.Process().children()
         return [
             f"process {child.pid} is still there: {_command(child)}"
             for child in children
-            if child.pid not in self.processes and child.pid != server_pid() and not _is_tracker(child)
+            if child.pid not in self.processes and child.pid not in server_pids() and not _is_tracker(child)
         ]
 
     def _cwd_leaks(self) -> list[str]:

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers._protocol import Job, RankOutcome, ScriptJob
+from tests.helpers.children import CHILD_SITE
 from tests.helpers.patience import patience
 
 __all__ = ["RankError", "RankOutcome", "RankTimeoutError", "run_ranks", "run_ranks_raw"]
 
 _START_LIMIT = 120.0
-_server: subprocess.Popen[bytes] | None = None
+_servers: dict[str, subprocess.Popen[bytes]] = {}  # by their interpreter
 _folder: Path | None = None
 _starting = threading.Lock()
 
@@ -120,9 +121,22 @@ def run_ranks_raw(
     return outcomes
 
 
-def server_pid() -> int | None:
-    """The process that ranks are forked from, if it runs (the leak check leaves it alone)."""
-    return _server.pid if _server is not None else None
+def server_pids() -> set[int]:
+    """The processes that ranks are forked from (the leak check leaves them alone)."""
+    return {server.pid for server in _servers.values()}
+
+
+def forks_of_launched_ranks(executable: str = sys.executable) -> Path:
+    """Start the fork server of an interpreter, and return the folder for the variable that brings ranks to it."""
+    return _start_server(executable)
+
+
+def fork_of(pid: int) -> int | None:
+    """Return the process that an interpreter stands for, if it was started as a rank and runs as a fork."""
+    try:
+        return int((_folder / f"fork-{pid}").read_text()) if _folder is not None else None
+    except (OSError, ValueError):
+        return None
 
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -169,7 +183,7 @@ def _submit(job: Job) -> list[RankOutcome]:
         try:
             outcomes: list[RankOutcome] = conn.recv()
         except EOFError:
-            raise RuntimeError(f"the leader of the ranks died; see {_folder / 'server.log'}") from None
+            raise RuntimeError(f"the leader of the ranks died; see {_folder / 'socket.log'}") from None
         return outcomes
 
 
@@ -214,48 +228,52 @@ def _output(outcome: RankOutcome) -> list[tuple[str, str]]:
     return [("stdout", outcome.stdout), ("stderr", outcome.stderr)]
 
 
-def _start_server() -> Path:
+def _start_server(executable: str = sys.executable) -> Path:
     """Start the fork server on first use; returns its folder."""
     with _starting:  # tests call from several threads
-        return _started_server()
+        return _started_server(executable)
 
 
-def _started_server() -> Path:
-    global _server, _folder
-    if _server is not None and _server.poll() is None and _folder is not None:
+def _started_server(executable: str) -> Path:
+    global _folder
+    if _folder is None:
+        _folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks."))
+        atexit.register(stop_server)
+    running = _servers.get(executable)
+    if running is not None and running.poll() is None:
         return _folder
-    _folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks."))
+    name = "socket" if executable == sys.executable else f"socket{len(_servers)}"
     tests_folder = Path(__file__).resolve().parents[1]
     script = Path(__file__).with_name("_server.py")
-    with open(_folder / "server.log", "wb") as log:
-        _server = subprocess.Popen(
-            [sys.executable, str(script), str(_folder / "socket"), str(tests_folder)],
+    log_file = _folder / f"{name}.log"
+    with log_file.open("wb") as log:
+        _servers[executable] = server = subprocess.Popen(
+            [executable, str(script), str(_folder / name), str(tests_folder), str(CHILD_SITE)],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    atexit.register(stop_server)
     deadline = time.monotonic() + _START_LIMIT
-    while not (_folder / "socket").exists():
-        if _server.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError("the fork server did not start:\n" + (_folder / "server.log").read_text())
+    while not (_folder / name).exists():
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError("the fork server did not start:\n" + log_file.read_text())
         time.sleep(0.02)
     return _folder
 
 
 def stop_server() -> None:
-    """End the fork server and remove its folder; the next ``run_ranks`` starts a new one."""
-    global _server, _folder
-    if _server is not None:
-        assert _server.stdin is not None
-        _server.stdin.close()
+    """End the fork servers and remove their folder; the next ``run_ranks`` starts a new one."""
+    global _folder
+    for server in _servers.values():
+        assert server.stdin is not None
+        server.stdin.close()
         try:
-            _server.wait(10)
+            server.wait(10)
         except subprocess.TimeoutExpired:
-            _server.kill()
-            _server.wait()
-        _server = None
+            server.kill()
+            server.wait()
+    _servers.clear()
     if _folder is not None:
         shutil.rmtree(_folder, ignore_errors=True)
         _folder = None

@@ -21,11 +21,12 @@ import psutil
 
 from tests.helpers._protocol import ScriptJob
 from tests.helpers.patience import patience
-from tests.helpers.ranks import submit_script
+from tests.helpers.ranks import fork_of, forks_of_launched_ranks, submit_script
 
 # Inherited by everything the script starts, also by processes that leave its session (torchrun's do). Python
 # processes that have it write whole lines (child_site/sitecustomize.py).
 _MARK = "LOCKSTEP_TEST_SCRIPT"
+_FORKS = "LOCKSTEP_TEST_FORKS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,9 @@ class Script:
         if command[0].endswith(".py"):
             command.insert(0, sys.executable)
         # Unbuffered, a printed line is two writes, and the lines of ranks that share a file meet.
-        merged = {**os.environ, "PYTHONUNBUFFERED": None, **(env or {}), _MARK: self._mark}
+        # Ranks that the script starts are forks, too.
+        forks = None if fresh else str(forks_of_launched_ranks())
+        merged = {**os.environ, "PYTHONUNBUFFERED": None, _FORKS: forks, **(env or {}), _MARK: self._mark}
         environment = {key: value for key, value in merged.items() if value is not None}
         self.process: ForkedProgram | subprocess.Popen[bytes]
         with open(self._path("stdout"), "wb") as out, open(self._path("stderr"), "wb") as err:
@@ -144,9 +147,14 @@ class Script:
 
     def _look(self) -> None:
         """Remember every descendant while its parent is alive: an orphan cannot be traced back later."""
-        with self._lock, contextlib.suppress(psutil.Error):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                self._seen.setdefault(process.pid, process)
+        todo = [self.process.pid]
+        while todo:
+            with self._lock, contextlib.suppress(psutil.Error):
+                for process in psutil.Process(todo.pop()).children(recursive=True):
+                    self._seen.setdefault(process.pid, process)
+                    if (fork := fork_of(process.pid)) is not None:
+                        self._seen.setdefault(fork, psutil.Process(fork))
+                        todo.append(fork)
 
     @property
     def stdout(self) -> str:
@@ -264,7 +272,8 @@ def start_script(
         args: The command; a first element that ends in ``.py`` runs under this interpreter.
         env: Variables on top of this process's own; None as a value removes one.
         cwd: Folder to run in; default: an empty one that is removed afterwards.
-        fresh: Start an interpreter, where a Python program would be forked from one that has imported Lightning.
+        fresh: Start an interpreter, where a Python program would be forked from one that has imported Lightning, and
+            so would be the ranks that it starts.
     """
     return Script(args, env=env, cwd=cwd, fresh=fresh)
 

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from lightning_lockstep._console import say
 from lightning_lockstep._lightning import _destroy_dist_connection
@@ -31,6 +31,7 @@ from lightning_lockstep._lightning import _destroy_dist_connection
 __all__ = [
     "at_exit",
     "at_process_end",
+    "drop_what_nobody_reads",
     "end_after_exit_functions",
     "end_now",
     "expect_exit",
@@ -117,6 +118,22 @@ def flush_everything() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+
+
+def drop_what_nobody_reads() -> None:
+    """Send what is left in a standard stream that nobody reads to nowhere: Python would exit with 120 because of it."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            _drop_if_unread(stream)
+
+
+def _drop_if_unread(stream: TextIO) -> None:
+    try:
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 # ------------------------------------------------------------------ the end itself

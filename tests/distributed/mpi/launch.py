@@ -16,6 +16,7 @@ from typing import Any
 import lightning_lockstep
 from tests.helpers import ScriptOutcome, run_script
 from tests.helpers.children import CHILD_SITE
+from tests.helpers.ranks import forks_of_launched_ranks
 
 __all__ = ["MPI_KINDS", "PACKAGE", "mpi_command", "mpi_environ", "run_program", "why_no"]
 
@@ -51,6 +52,7 @@ def mpi_command(kind: str, ranks: int) -> list[str]:
     """Return the command that starts ``ranks`` Pythons, up to the arguments of Python."""
     if kind == "mpich":
         prefix = _mpich_prefix()
+        forks_of_launched_ranks(str(prefix / "bin" / "python"))
         return [str(prefix / "bin" / "mpiexec.hydra"), "-n", str(ranks), str(prefix / "bin" / "python")]
     beside = Path(sys.prefix, "bin", "mpirun")
     mpirun = str(beside) if beside.exists() else "mpirun"

@@ -4,7 +4,7 @@ Lightning imports torchmetrics, which imports scipy, matplotlib and transformers
 the CPU time of ``import lightning``. They are hidden from torchmetrics alone, while it is imported; whoever
 imports them (scikit-learn its scipy, a test its transformers) finds them. torch's compiler, another third, waits
 until something is compiled (:mod:`lazy_dynamo`). ``LOCKSTEP_TESTS_SHOW_ALL=1`` in the environment of a process
-turns both off.
+turns both off. A rank runs as a fork of a process that has all that behind it, where it can (:mod:`fork_start`).
 
 Python imports ``sitecustomize`` at start-up where it finds one; ``tests/conftest.py`` puts this folder on
 PYTHONPATH.
@@ -35,7 +35,10 @@ class Finder(PathFinder):
     def find_spec(cls, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname in HIDDEN and torchmetrics_is_being_imported():
             return None
-        if fullname.startswith("torch._dynamo") and (spec := lazy_dynamo().spec_of(fullname)) is not None:
+        if (
+            fullname.startswith("torch._dynamo")
+            and (spec := beside("lazy_dynamo").spec_of(fullname)) is not None
+        ):
             return spec
         return super().find_spec(fullname, path, target)  # type: ignore[arg-type]
 
@@ -48,15 +51,15 @@ class Finder(PathFinder):
         return found
 
 
-def lazy_dynamo() -> Any:
+def beside(name: str) -> Any:
     """Return the module beside this one, whatever the path of the process."""
-    if "lazy_dynamo" not in sys.modules:
-        file = os.path.join(os.path.dirname(__file__), "lazy_dynamo.py")
-        spec = importlib.util.spec_from_file_location("lazy_dynamo", file)
+    if name not in sys.modules:
+        file = os.path.join(os.path.dirname(__file__), f"{name}.py")
+        spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
-        sys.modules["lazy_dynamo"] = module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    return sys.modules["lazy_dynamo"]
+    return sys.modules[name]
 
 
 def hide() -> None:
@@ -80,6 +83,8 @@ def write_whole_lines() -> None:
 
 
 if __name__ == "sitecustomize":
+    if "LOCKSTEP_TEST_FORKS" in os.environ:
+        beside("fork_start").hand_over()
     run_the_one_behind()
     hide()
     write_whole_lines()
