@@ -32,6 +32,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -260,6 +261,8 @@ def run_start(program: dict[str, Any], files: list[int]) -> None:
             return 1
 
     os.getppid = parent
+    for text in program["filters"]:
+        warnings._setoption(text)  # type: ignore[attr-defined]
     run_program(program["arguments"], program["environment"], program["cwd"])
 
 
@@ -424,6 +427,8 @@ def main() -> None:
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     starts = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     start_path = fork_start.socket_path(str(Path(socket_path).parent))
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(start_path)
     starts.bind(start_path)
     starts.listen(64)
     Path(f"{start_path}.surroundings").write_text(surroundings)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tests.distributed.mpi.launch import mpi_command
 from tests.helpers.patience import patience
+from tests.helpers.ranks import FORKS, server_command
 
 __all__ = ["Cluster", "why_not"]
 
@@ -67,7 +68,9 @@ class Cluster:
             *("-p", str(_SSH_PORT), "-i", str(key), "-o", "StrictHostKeyChecking=no"),
             *("-o", f"UserKnownHostsFile={known}", "-o", "LogLevel=ERROR"),
         ]
+        self._environment = {FORKS: str(self.folder)}
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._servers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Cluster:
         try:
@@ -81,8 +84,12 @@ class Cluster:
         self.close()
 
     def start(self, host: int, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
-        """Start a command on host 0 or 1, in a session of its own; its output is text through pipes."""
+        """Start a command on host 0 or 1, in a session of its own; its output is text through pipes.
+
+        Ranks below it are forks of a process on their host that has imported torch and Lightning already.
+        """
         inside = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c"]
+        options["env"] = {**(options.get("env") or os.environ), **self._environment}  # type: ignore[dict-item]
         named = f'hostname {("alpha", "beta")[host]}; exec "$@"'
         return subprocess.Popen(
             [*inside, named, "sh", *command],
@@ -92,6 +99,18 @@ class Cluster:
             start_new_session=True,
             **options,  # type: ignore[call-overload]
         )
+
+    def start_fork_servers(self) -> None:
+        """Start on each host what ranks are forked from."""
+        sockets = [self.folder / f"forks{host}" for host in (0, 1)]
+        self._servers = [
+            self.start(host, server_command(sys.executable, path), stdin=subprocess.PIPE)
+            for host, path in enumerate(sockets)
+        ]
+        deadline = time.monotonic() + patience(60)
+        while not all(path.exists() for path in sockets):
+            assert time.monotonic() < deadline, "the fork servers of the cluster did not start"
+            time.sleep(0.05)
 
     def run(
         self, host: int, command: Sequence[str], timeout: float = 60.0, **options: object
@@ -142,6 +161,7 @@ class Cluster:
             f"Port {_SSH_PORT}\nHostKey {self.folder / 'hostkey'}\nAuthorizedKeysFile"
             f" {self.folder / 'key.pub'}\n"
             "StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nUsePAM no\nAcceptEnv *\n"
+            f"SetEnv {FORKS}={self.folder}\n"
             f"PidFile {self.folder / f'sshd{host}.pid'}\nMaxStartups 100\n"
         )
         inside = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c"]
@@ -155,11 +175,12 @@ class Cluster:
             self._daemons.append(daemon)
 
     def pids_on(self, host: int) -> list[int]:
-        """Return the processes of a host but its ssh daemon."""
+        """Return the processes of a host but its ssh daemon and its fork server."""
         listed = subprocess.run(
             ["ip", "netns", "pids", self._spaces[host]], capture_output=True, text=True, check=True
         )
-        return [int(pid) for pid in listed.stdout.split() if int(pid) != self._daemons[host].pid]
+        own = [self._daemons[host].pid, *(server.pid for server in self._servers)]
+        return [pid for pid in map(int, listed.stdout.split()) if pid not in own]
 
     def kill(self, pids: Sequence[int]) -> None:
         """Kill processes of the cluster."""
@@ -177,6 +198,8 @@ class Cluster:
             self.kill([int(pid) for pid in listed.stdout.split()])
             if host < len(self._daemons):
                 self._daemons[host].wait(10)
+            if host < len(self._servers):
+                self._servers[host].communicate()
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -23,6 +23,8 @@ from tests.helpers.patience import patience
 __all__ = ["RankError", "RankOutcome", "RankTimeoutError", "run_ranks", "run_ranks_raw"]
 
 _START_LIMIT = 120.0
+#: The variable that brings ranks which a launcher starts to the fork servers; see child_site/fork_start.py.
+FORKS = "LOCKSTEP_TEST_FORKS"
 _servers: dict[str, subprocess.Popen[bytes]] = {}  # by their interpreter
 _folder: Path | None = None
 _starting = threading.Lock()
@@ -228,6 +230,12 @@ def _output(outcome: RankOutcome) -> list[tuple[str, str]]:
     return [("stdout", outcome.stdout), ("stderr", outcome.stderr)]
 
 
+def server_command(executable: str, path: Path) -> list[str]:
+    """Return what starts the fork server of an interpreter, which listens at ``path``."""
+    script = Path(__file__).with_name("_server.py")
+    return [executable, str(script), str(path), str(Path(__file__).resolve().parents[1]), str(CHILD_SITE)]
+
+
 def _start_server(executable: str = sys.executable) -> Path:
     """Start the fork server on first use; returns its folder."""
     with _starting:  # tests call from several threads
@@ -243,15 +251,15 @@ def _started_server(executable: str) -> Path:
     if running is not None and running.poll() is None:
         return _folder
     name = "socket" if executable == sys.executable else f"socket{len(_servers)}"
-    tests_folder = Path(__file__).resolve().parents[1]
-    script = Path(__file__).with_name("_server.py")
     log_file = _folder / f"{name}.log"
     with log_file.open("wb") as log:
         _servers[executable] = server = subprocess.Popen(
-            [executable, str(script), str(_folder / name), str(tests_folder), str(CHILD_SITE)],
+            server_command(executable, _folder / name),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
+            # Unbuffered, a line of a fork would be two writes.
+            env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},
             start_new_session=True,
         )
     deadline = time.monotonic() + _START_LIMIT

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,12 +22,11 @@ import psutil
 
 from tests.helpers._protocol import ScriptJob
 from tests.helpers.patience import patience
-from tests.helpers.ranks import fork_of, forks_of_launched_ranks, submit_script
+from tests.helpers.ranks import FORKS, fork_of, forks_of_launched_ranks, submit_script
 
 # Inherited by everything the script starts, also by processes that leave its session (torchrun's do). Python
 # processes that have it write whole lines (child_site/sitecustomize.py).
 _MARK = "LOCKSTEP_TEST_SCRIPT"
-_FORKS = "LOCKSTEP_TEST_FORKS"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +78,32 @@ class ForkedProgram:
         return self.returncode
 
 
-# What an interpreter or a library reads when it starts, which a fork has behind it.
+# What an interpreter or a library reads when it starts, which a fork has behind it, but for what the fork is given.
 _READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "TORCH", "LOCKSTEP_TESTS_SHOW_ALL")
+_GIVEN = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHELASTIC_")
 
 
 def _forkable(command: Sequence[str], env: Mapping[str, str | None]) -> bool:
     """Whether the command is a Python program on whose start nothing depends."""
-    changed = [key for key, value in env.items() if value != os.environ.get(key)]
+    changed = [
+        key for key, value in env.items() if value != os.environ.get(key) and not key.startswith(_GIVEN)
+    ]
     if command[0] != sys.executable or len(command) < 2 or any(k.startswith(_READ_AT_START) for k in changed):
         return False
-    return command[1] in ("-c", "-m") or command[1].endswith(".py")
+    return command[1] in ("-c", "-m") or not command[1].startswith("-")
+
+
+def _with_interpreter(command: list[str], path: str | None) -> list[str]:
+    """Put this interpreter in front of a Python program: one that ends in ``.py``, or a console script beside it."""
+    if command[0].endswith(".py"):
+        return [sys.executable, *command]
+    found = shutil.which(command[0], path=path)
+    if found is not None and Path(found).parent == Path(sys.executable).parent:
+        with open(found, "rb") as file:
+            first = file.readline().strip()
+        if first.startswith(f"#!{Path(sys.executable).parent}/python".encode()):
+            return [sys.executable, found, *command[1:]]
+    return command
 
 
 class Script:
@@ -110,14 +126,12 @@ class Script:
             # Not the caller's: `python -m` there would import the source tree, and files would stay there.
             cwd = Path(self._folder.name) / "cwd"
             cwd.mkdir()
-        command = [os.fspath(arg) for arg in args]
-        if command[0].endswith(".py"):
-            command.insert(0, sys.executable)
         # Unbuffered, a printed line is two writes, and the lines of ranks that share a file meet.
         # Ranks that the script starts are forks, too.
         forks = None if fresh else str(forks_of_launched_ranks())
-        merged = {**os.environ, "PYTHONUNBUFFERED": None, _FORKS: forks, **(env or {}), _MARK: self._mark}
+        merged = {**os.environ, "PYTHONUNBUFFERED": None, FORKS: forks, **(env or {}), _MARK: self._mark}
         environment = {key: value for key, value in merged.items() if value is not None}
+        command = _with_interpreter([os.fspath(arg) for arg in args], environment.get("PATH"))
         self.process: ForkedProgram | subprocess.Popen[bytes]
         with open(self._path("stdout"), "wb") as out, open(self._path("stderr"), "wb") as err:
             if not fresh and _forkable(command, env or {}):

@@ -188,10 +188,10 @@ def gradients(rank, size):
 
 def error_in_backward(rank, size):
     """A failing reduction reaches the caller of backward as an error, not as a hang."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=0.6))
     wrapped = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
     if rank == 1:
-        time.sleep(2)
+        time.sleep(1.2)
         return None
     return caught(lambda: wrapped(torch.ones(1, 4)).sum().backward())
 
@@ -285,17 +285,17 @@ def large_of_every_number(rank, size):
 def late_without_check(rank, size):
     """Nothing but the operation itself notices here that a rank does not arrive."""
     options = MPIBackendOptions(check=False)
-    group = dist.new_group(timeout=timedelta(seconds=0.5), pg_options=options)
+    group = dist.new_group(timeout=timedelta(seconds=0.3), pg_options=options)
     if rank == 1:
-        time.sleep(1.2)
+        time.sleep(0.8)
         return None
     return caught(dist.all_reduce, torch.ones(300_000), group=group)
 
 
 def too_late(rank, size):
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=0.6))
     if rank == 1:
-        time.sleep(2)
+        time.sleep(1.2)
         return None
     began = time.monotonic()
     first = caught(dist.all_reduce, torch.ones(2), group=group)
@@ -306,9 +306,9 @@ def too_late(rank, size):
 def impatient_wait(rank, size):
     group = dist.new_group()
     if rank == 1:
-        time.sleep(0.8)
+        time.sleep(0.5)
     work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
-    return caught(work.wait, timedelta(milliseconds=300)) if rank != 1 else None
+    return caught(work.wait, timedelta(milliseconds=200)) if rank != 1 else None
 
 
 ASKED = [

@@ -114,6 +114,7 @@ def cluster() -> Iterator[Cluster]:
     if reason:
         pytest.skip(reason)
     with Cluster() as made:
+        made.start_fork_servers()
         yield made
 
 

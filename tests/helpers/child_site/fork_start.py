@@ -23,23 +23,30 @@ FOLDER = "LOCKSTEP_TEST_FORKS"
 # A rank has one of these.
 _OF_RANKS = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # What an interpreter or a library reads when it starts, but for what the fork is given.
-_READ_AT_START = ("PYTHON", "LD_", "MKL_", "KMP_", "TORCH", "LOCKSTEP_TESTS_SHOW_ALL")
-_GIVEN = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_")
+_READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "TORCH", "LOCKSTEP_TESTS_SHOW_ALL")
+# (Without that level of logging a fork could print a warning more.)
+_GIVEN = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHELASTIC_", "TORCH_CPP_LOG_LEVEL")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 
 
 def socket_path(folder: str) -> str:
-    """Return where the fork server of this interpreter listens."""
-    return os.path.join(folder, f"start-{binascii.crc32(sys.executable.encode()):08x}")
+    """Return where the fork server of this interpreter on this host (or namespace of a test) listens."""
+    name = f"{os.path.realpath(sys.prefix)} {os.readlink('/proc/self/ns/net')}"
+    return os.path.join(folder, f"start-{binascii.crc32(name.encode()):08x}")
 
 
 def surroundings() -> str:
     """Return all that must be alike in a process and in the one that it would be forked from."""
     import resource
 
-    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "uts", "mnt", "ipc", "pid", "user")]
+    spaces = [
+        os.uname().nodename,
+        *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "ipc", "pid", "user")),
+    ]
     with open("/proc/self/cgroup") as file:
         group = file.read()
+    with open("/proc/self/mountinfo") as file:
+        mounts = sorted(line.split()[4] for line in file)
     names = sorted(name for name in vars(resource) if name.startswith("RLIMIT_"))
     limits = [resource.getrlimit(getattr(resource, name)) for name in names]
     read: dict[str, Any] = {
@@ -51,20 +58,22 @@ def surroundings() -> str:
     folders = read.pop("LD_LIBRARY_PATH", "").split(os.pathsep)
     own = os.path.realpath(f"{sys.prefix}/lib")
     read["LD_LIBRARY_PATH"] = [folder for folder in folders if folder and os.path.realpath(folder) != own]
-    return json.dumps([spaces, group, limits, read])
+    return json.dumps([spaces, group, mounts, limits, read])
 
 
-def _arguments() -> list[str] | None:
-    """Return what stands behind ``python``, if that is the program of a rank."""
-    arguments = sys.orig_argv[1:]
-    if arguments[:1] == ["-u"]:
-        del arguments[0]
+def _arguments() -> tuple[list[str], list[str]] | None:
+    """Return what stands behind ``python`` and its options, and its filters of warnings, for a rank's program."""
+    arguments, filters = sys.orig_argv[1:], []
+    while arguments and arguments[0] in ("-u", "-B", "-W"):
+        if arguments.pop(0) == "-W":
+            filters.append(arguments.pop(0))
     if not arguments:
         return None
     if arguments[0] == "-c":
-        return arguments if "--multiprocessing-fork" in arguments else None
+        return (arguments, filters) if "--multiprocessing-fork" in arguments else None
     is_rank = any(name in os.environ for name in _OF_RANKS)
-    return arguments if is_rank and (arguments[0] == "-m" or arguments[0].endswith(".py")) else None
+    is_program = arguments[0] == "-m" or os.path.isfile(arguments[0])
+    return (arguments, filters) if is_rank and is_program else None
 
 
 def _open_files() -> list[int]:
@@ -80,8 +89,8 @@ def _open_files() -> list[int]:
 
 def hand_over() -> None:
     """Run this process's program as a fork, and end as that ends; return if it is to run here."""
-    folder, arguments = os.environ.get(FOLDER), _arguments()
-    if not folder or arguments is None:
+    folder, started = os.environ.get(FOLDER), _arguments()
+    if not folder or started is None:
         return
     path = socket_path(folder)
     try:
@@ -95,7 +104,8 @@ def hand_over() -> None:
     try:
         server.connect(path)
         program = {
-            "arguments": arguments,
+            "arguments": started[0],
+            "filters": started[1],
             "environment": dict(os.environ),
             "cwd": os.getcwd(),
             "pid": os.getpid(),
