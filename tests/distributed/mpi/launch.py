@@ -80,6 +80,7 @@ def mpi_environ() -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # a rank that waits spins, and other tests run beside
     }
 
 

@@ -46,7 +46,10 @@ def surroundings() -> str:
     with open("/proc/self/cgroup") as file:
         group = file.read()
     with open("/proc/self/mountinfo") as file:
-        mounts = sorted(line.split()[4] for line in file)
+        # Named namespaces are mounts, too.
+        mounts = sorted(
+            {place for place in (line.split()[4] for line in file) if not place.startswith("/run/netns")}
+        )
     names = sorted(name for name in vars(resource) if name.startswith("RLIMIT_"))
     limits = [resource.getrlimit(getattr(resource, name)) for name in names]
     read: dict[str, Any] = {
