@@ -145,6 +145,15 @@ def test_a_process_says_why_it_ends_where_python_would_print_nothing() -> None:
     assert end(code) == (5, "tracker closed\n", "the report\n")
 
 
+def test_a_report_is_printed_once_however_the_process_ends() -> None:
+    code = """
+        process_exit.say_last("the report\\nof a failure\\n")
+        process_exit.printed_a_line()
+        process_exit.end_now(5, "the report\\nof a failure\\n")
+    """
+    assert end(code) == (5, "", "the report\nof a failure\n\nthe report\n")
+
+
 @pytest.mark.parametrize(("dropped", "code"), [(True, 0), (False, 120)])
 def test_a_stream_that_nobody_reads_is_no_failure(dropped: bool, code: int) -> None:
     program = f"""

@@ -161,11 +161,12 @@ def end_now(exit_code: int, message: str = "") -> NoReturn:
 def _print_last(message: str) -> None:
     flush_everything()
     say_last(message)
+    _repeat_headline()
 
 
 def say_last(text: str) -> None:
-    """Print the report of a failure to standard error; its first line comes again if others are printed after it."""
-    if text:
+    """Print the report of a failure to standard error, once; its first line comes again if others follow it."""
+    if text and text != _last_said:
         say(text)
         was_last(text)
 
@@ -174,6 +175,12 @@ def was_last(text: str) -> None:
     """Note that the report of a failure was printed, which begins with ``text``."""
     global _last_said, _said_since
     _last_said, _said_since = text, False
+
+
+def _repeat_headline() -> None:
+    """Let the last line name the failure where lines of other ranks that were under way came after its report."""
+    if _last_said and _said_since:
+        say("\n" + next(line for line in _last_said.splitlines() if line))
 
 
 def printed_a_line() -> None:
@@ -197,8 +204,7 @@ def end_after_exit_functions(exit_code: int) -> NoReturn:
     flush_everything()
     atexit._run_exitfuncs()
     flush_everything()
-    if _last_said and _said_since:  # lines of other ranks that were still under way
-        say("\n" + next(line for line in _last_said.splitlines() if line))
+    _repeat_headline()
     os._exit(exit_code)
 
 
@@ -240,6 +246,7 @@ def leave_without_waiting(exit_code: int, message: str = "") -> None:
 def stay() -> None:
     """Take :func:`leave_without_waiting` back: the program has caught the failure and goes on."""
     global _leaving, _leaving_code
+    was_last("")
     if _leaving is not None:
         atexit.unregister(_leaving)
         _leaving = _leaving_code = None
