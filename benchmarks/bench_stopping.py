@@ -191,7 +191,7 @@ def run(quick: bool) -> Report:
         (False, "that waits, as for a device: the cores are free"),
     ):
         env = {"OMP_NUM_THREADS": "1"}
-        results = run_ranks(2, in_rank, rounds, computes, backend=None, timeout=140, env=env)
+        results = run_ranks(2, in_rank, rounds, computes, backend=None, timeout=280, env=env)
         for what, take, title in (
             ("step", statistics.fmean, f"A step of 10 ms {step}"),
             ("hook", max, "Of that inside the hook, on the slower rank"),
