@@ -75,7 +75,7 @@ _FAILURES = {
     "ours": _Failure("BatchSizeError", 1, r"(lightning_lockstep\.errors\.)?BatchSizeError: nothing fits"),
     "exit": _Failure("SystemExit", 3, "SystemExit: 3"),
     "kill": _Failure("", 128 + signal.SIGKILL, f"SIGKILL is sent by the operating system|{_UNREPORTED}"),
-    "stop": _Failure("", 1, f"{_UNREPORTED}|{_GIVEN_UP}"),
+    "stop": _Failure("", 1, _UNREPORTED),
     "memory": _Failure("RuntimeError", 1, r"RuntimeError: .*DefaultCPUAllocator"),
     "nan": _Failure("OverflowDetectedError", 1, "", alike=True),
     "uneven": _Failure("ConfigurationError", 1, "", alike=True),
@@ -119,7 +119,15 @@ def _expected(plan: Plan) -> Expected:
         return _preempted(plan)
     if fault not in _FAILURES or _does_not_hurt(plan):
         return _fitted(plan)
-    return _failed(plan, _FAILURES[fault])
+    failure = _FAILURES[fault]
+    if _is_continued(plan):
+        failure = dataclasses.replace(failure, last=f"{_UNREPORTED}|{_GIVEN_UP}")
+    return _failed(plan, failure)
+
+
+def _is_continued(plan: Plan) -> bool:
+    """Whether the stopped rank is the first process, which its user continues once the others have gone."""
+    return plan.fault == "stop" and plan.launch == "popen" and plan.target == 0
 
 
 def _does_not_hurt(plan: Plan) -> bool:
@@ -196,11 +204,8 @@ def _raised(plan: Plan, failure: _Failure) -> Mapping[str, tuple[str, ...]]:
     own, others = (failure.error,), ("RankFailedError", "")
     if plan.launch in WITH_MPI:  # a rank that has printed the report ends the others by MPI_Abort
         own = (failure.error, "")
-    if plan.fault == "stop" and plan.target == 0:
-        own = (
-            "",
-            "RankFailedError",
-        )  # where it is the first process, it is continued once the others have gone
+    if _is_continued(plan):
+        own = ("", "RankFailedError")
     if plan.fault in ("term_parent", "usr1_parent") and plan.launch != "popen":
         own = others = (failure.error, *others)  # every rank gets the signal
     return {str(rank): own if failure.alike or rank == plan.target else others for rank in range(plan.ranks)}
