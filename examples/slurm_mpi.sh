@@ -5,7 +5,9 @@
 #SBATCH --ntasks-per-node=4      # ranks of a node; the same on every node
 #SBATCH --cpus-per-task=8        # CPU threads of a rank
 #SBATCH --time=02:00:00
-#SBATCH --signal=TERM@120        # ask to end two minutes early: all ranks stop after the same batch, with a checkpoint
+#SBATCH --signal=USR1@120        # two minutes early all ranks stop after the same batch, and the job is requeued
+#SBATCH --requeue
+#SBATCH --open-mode=append       # what the next attempt prints comes below
 
 set -euo pipefail
 
@@ -19,6 +21,6 @@ if [[ -n "${EBROOTOPENMPI:-}" ]]; then
 fi
 
 # pmix for Open MPI; pmi2 for MPICH, Intel MPI and MVAPICH. `srun --mpi=list` shows what yours has.
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-srun --mpi="${MPI_KIND:-pmix}" --cpu-bind=cores \
-    lockstep-train strategy=mpi data.global_batch_size=512 "$@"
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
+srun --mpi="${MPI_KIND:-pmix}" --cpu-bind=cores --kill-on-bad-exit \
+    lockstep-train strategy=mpi callbacks=stop_together ckpt_path=auto data.global_batch_size=512 "$@"

@@ -1,11 +1,12 @@
 """The only module that reads this package's environment variables.
 
-==================== ==================================================================
-``LOCKSTEP_LOG_LEVEL`` level name of the loggers that :func:`get_logger` makes
-``LOCKSTEP_DEBUG``     ``1`` verifies collectives between ranks before they run
-``LOCKSTEP_JOB_TOKEN`` secret that the ranks of a job share; our launchers set it, under ``srun`` and
-                       ``torchrun`` the job script may
-==================== ==================================================================
+=========================== ===========================================================
+``LOCKSTEP_LOG_LEVEL``      level name of the loggers that :func:`get_logger` makes
+``LOCKSTEP_DEBUG``          ``1`` verifies collectives between ranks before they run
+``LOCKSTEP_FULL_TRACEBACK`` ``1`` shows all frames of a traceback
+``LOCKSTEP_JOB_TOKEN``      secret that the ranks of a job share; our launchers set it, under
+                            ``srun`` and ``torchrun`` the job script may
+=========================== ===========================================================
 
 The variables that our launchers set for the ranks they start (``LOCKSTEP_RANK_*``) are private: a user
 neither sets nor reads them.
@@ -48,6 +49,11 @@ def log_level() -> str | None:
 def debug() -> bool:
     """Return whether ``LOCKSTEP_DEBUG`` asks for verified collectives."""
     return os.environ.get("LOCKSTEP_DEBUG", "0") not in ("", "0")
+
+
+def full_traceback() -> bool:
+    """Return whether ``LOCKSTEP_FULL_TRACEBACK`` asks for all frames of tracebacks."""
+    return os.environ.get("LOCKSTEP_FULL_TRACEBACK", "0") not in ("", "0")
 
 
 def job_token() -> str | None:

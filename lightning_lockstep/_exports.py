@@ -87,6 +87,15 @@ def lazy(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], 
     return load, lambda: sorted({*vars(sys.modules[package]), *names})
 
 
+def public(name: str) -> Any:
+    """Return what the package exports as ``name``, loaded now: for a room below the one that defines it.
+
+    Args:
+        name: As a configuration would name it.
+    """
+    return getattr(import_module(f"lightning_lockstep.{EXPORTS[name]}"), name)
+
+
 def keep_old_paths(room: str) -> None:
     """Let the old modules of one folder be imported, each with the names that `MOVED` has for it.
 

@@ -11,27 +11,26 @@ from lightning_lockstep._lightning import StrategyRegistry
 
 # registry name -> (module, class, fixed arguments, one line for Lightning's listing)
 _STRATEGIES: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "lockstep_ddp": ("strategies.ddp", "LockstepDDPStrategy", {}, "DDP that keeps all ranks in step"),
-    "lockstep_ddp_spawn": (
-        "strategies.ddp",
-        "LockstepDDPStrategy",
-        {"start_method": "spawn"},
-        "lockstep_ddp with spawned ranks",
-    ),
-    "lockstep_ddp_fork": (
-        "strategies.ddp",
-        "LockstepDDPStrategy",
-        {"start_method": "fork"},
-        "lockstep_ddp with forked ranks",
-    ),
-    "lockstep_ddp_notebook": (
-        "strategies.ddp",
-        "LockstepDDPStrategy",
-        {"start_method": "fork"},
-        "lockstep_ddp for notebooks",
-    ),
     "lockstep_mpi": ("strategies.mpi", "LockstepMPIStrategy", {}, "DDP over MPI, started by mpirun or srun"),
 }
+_START_METHODS = {
+    "": ("popen", "DDP that keeps all ranks in step"),
+    "_spawn": ("spawn", "lockstep_ddp with spawned ranks"),
+    "_fork": ("fork", "lockstep_ddp with forked ranks"),
+    "_notebook": ("fork", "lockstep_ddp for notebooks"),
+}
+for _suffix, (_method, _text) in _START_METHODS.items():
+    _name = f"lockstep_ddp{_suffix}"
+    _arguments: dict[str, Any] = {"start_method": _method}
+    _STRATEGIES[_name] = ("strategies.ddp", "LockstepDDPStrategy", _arguments, _text)
+    # Lightning has both for its own, and its error messages advise the first.
+    for _value in (True, False):
+        _STRATEGIES[f"{_name}_find_unused_parameters_{str(_value).lower()}"] = (
+            "strategies.ddp",
+            "LockstepDDPStrategy",
+            {**_arguments, "find_unused_parameters": _value},
+            f"{_text}, find_unused_parameters={_value}",
+        )
 
 
 def _make(module: str, name: str, **arguments: Any) -> Any:

@@ -36,13 +36,15 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fast", action="store_true", help="leave out the slow tests: those that start programs"
+        "--fast", action="store_true", help="leave out the slow tests: those that start programs, or wait"
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as slow what starts programs; leave it out of the fast part, and begin with it otherwise.
+
+    What waits for seconds without starting a program has the mark in its file.
 
     A worker that gets a long test at the very end keeps all others waiting. The longest is the group of MPI tests.
     """

@@ -103,6 +103,7 @@ def _store() -> Store | None:
 
 _stores: dict[tuple[str, int], TCPStore] = {}
 _made: Counter[tuple[str, int]] = Counter()  # process groups made on each of them
+_NAME = "lockstep/name"
 
 
 def rendezvous_store(
@@ -112,6 +113,7 @@ def rendezvous_store(
     address: str | None = None,
     port: int | None = None,
     timeout: float = 300.0,
+    name: str | None = None,
 ) -> Store:
     """Return the store at which all ranks of this job can meet before any process group exists.
 
@@ -124,12 +126,13 @@ def rendezvous_store(
         address: Host name or address of rank 0; by default ``MASTER_ADDR``.
         port: Its port; by default ``MASTER_PORT``.
         timeout: Longest wait for rank 0 to answer, and for a key to be set [s].
+        name: What all ranks of the job have in common, and those of no other job that could meet here.
 
     Returns:
         The store. The process group of a strategy is built on the same one.
 
     Raises:
-        LaunchError: No address or port is known.
+        LaunchError: No address or port is known, another program has the port, or rank 0 there is of another job.
 
     Ranks: any rank; all but the one that hosts it wait for that one to answer.
     """
@@ -144,8 +147,32 @@ def rendezvous_store(
     if (address, port) not in _stores:
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         listens_at = listening_address(address) if rank == 0 and not by_agent else None
-        _stores[address, port] = _tcp_store(address, port, world_size, listens_at=listens_at, timeout=timeout)
+        try:
+            store = _tcp_store(address, port, world_size, listens_at=listens_at, timeout=timeout)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise LaunchError(
+                f"Rank 0 is to listen at {address}:{port}, and another program has that port, perhaps a job beside"
+                " this one. Set MASTER_PORT to a free port, the same on all ranks, or leave it out."
+            ) from error
+        if name is not None and not by_agent:
+            _check_name(store, rank, name, f"{address}:{port}")
+        _stores[address, port] = store
     return _stores[address, port]
+
+
+def _check_name(store: Store, rank: int, name: str, place: str) -> None:
+    """Leave the name of this job in the store, or compare it with the one that rank 0 has left."""
+    if rank == 0:
+        store.set(_NAME, name)
+        return
+    found = bytes(store.get(_NAME)).decode(errors="replace")
+    if found != name:
+        raise LaunchError(
+            f"Rank {rank} of {name!r} found {found!r} at {place}, the place where it should meet rank 0. Two jobs"
+            " were given the same MASTER_ADDR and MASTER_PORT: give each a port of its own, or leave both out."
+        )
 
 
 def host_rendezvous(address: str, *, everywhere: bool = False) -> int:
@@ -242,6 +269,7 @@ def start_process_group(
     port: int,
     timeout: timedelta,
     device: torch.device,
+    name: str | None = None,
 ) -> None:
     """Make the default process group, unless this process has one already.
 
@@ -253,9 +281,10 @@ def start_process_group(
         port: Port of the rendezvous on it.
         timeout: Longest wait for another rank, now and in each collective.
         device: Device of this rank.
+        name: As for :func:`rendezvous_store`.
 
     Raises:
-        LaunchError: The ranks did not meet in time.
+        LaunchError: The ranks did not meet in time, or two jobs meet.
 
     Ranks: all, together.
     """
@@ -264,7 +293,7 @@ def start_process_group(
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     limit = timeout.total_seconds()
     try:
-        store = rendezvous_store(rank, world_size, address=address, port=port, timeout=limit)
+        store = rendezvous_store(rank, world_size, address=address, port=port, timeout=limit, name=name)
         # A restarted torchrun attempt finds the keys of the one before, and so does a second process group of this
         # job on the same store; they must not be taken for its own.
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_made[address, port]}"

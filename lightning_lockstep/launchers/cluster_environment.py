@@ -7,16 +7,19 @@ launcher. A strategy of ours that is given as an object has its environment alre
 
 from __future__ import annotations
 
-import os
-
 from lightning_lockstep._lightning import (
     ClusterEnvironment,
     LightningEnvironment,
     LSFEnvironment,
-    SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
+from lightning_lockstep.launchers.mpi_environment import (
+    SRUN,
+    MPIEnvironment,
+    SrunMPIEnvironment,
+    find_mpi_rank,
+)
+from lightning_lockstep.launchers.slurm_environment import SlurmStepEnvironment
 
 __all__ = ["LockstepEnvironment", "detect_environment"]
 
@@ -36,17 +39,22 @@ class LockstepEnvironment(LightningEnvironment):
         """Leave the environment variables alone; the launcher that set them puts them back."""
 
 
-def detect_environment() -> ClusterEnvironment:
+def detect_environment(*, mpi: bool = False) -> ClusterEnvironment:
     """Return the cluster environment of this process, without starting or importing MPI.
+
+    Args:
+        mpi: Whether ranks that srun has started with an MPI type (``--mpi=pmi2``, ``pmix``) are to be ranks of an MPI
+            job. On many clusters every srun does so, and without mpi4py they are none.
 
     Ranks: any rank, alone; reads environment variables.
     """
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
-    if MPIEnvironment.detect():
-        return MPIEnvironment()
-    if SLURMEnvironment.detect() and int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        return SLURMEnvironment()
+    rank = find_mpi_rank()
+    if rank is not None and (mpi or rank.started_by != SRUN):
+        return SrunMPIEnvironment(rank) if rank.started_by == SRUN else MPIEnvironment(rank)
+    if SlurmStepEnvironment.detect():
+        return SlurmStepEnvironment()
     if LSFEnvironment.detect():
         return LSFEnvironment()
     return LockstepEnvironment()

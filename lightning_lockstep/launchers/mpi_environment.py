@@ -16,7 +16,6 @@ the last column. mpi4py is not imported here: that would start MPI.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +24,14 @@ from lightning_lockstep._lightning import ClusterEnvironment
 from lightning_lockstep._tables import plain_table
 from lightning_lockstep.distributed.mpi.rendezvous import MPIRendezvous, agree_on_rendezvous
 from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.slurm_environment import SlurmStepEnvironment, find_slurm_step
 
-__all__ = ["RANK_VARIABLES", "MPIEnvironment", "MPIRank", "find_mpi_rank"]
+__all__ = ["RANK_VARIABLES", "SRUN", "MPIEnvironment", "MPIRank", "SrunMPIEnvironment", "find_mpi_rank"]
 
 #: Each rank that an mpirun or mpiexec has started has one of these.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
+#: What :attr:`MPIRank.started_by` is for ranks of a Slurm step.
+SRUN = "srun"
 
 
 @dataclass(frozen=True)
@@ -79,24 +81,13 @@ def _mvapich(environ: Mapping[str, str]) -> MPIRank | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> MPIRank | None:
-    size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "1")
+    step = find_slurm_step(environ)
     by_mpi = any(name.startswith(("PMI_", "PMI2_", "PMIX_")) for name in environ)
-    if "SLURM_PROCID" not in environ or not size.isdigit() or int(size) < 2 or not by_mpi:
+    if step is None or step.size < 2 or not by_mpi:
         return None
-    local = environ.get("SLURM_LOCALID", "0")
-    return MPIRank(
-        "srun", int(environ["SLURM_PROCID"]), int(size), int(local), _slurm_tasks(environ, int(size))
-    )
-
-
-def _slurm_tasks(environ: Mapping[str, str], size: int) -> int:
-    """Return how many tasks this node has, of a list such as ``2(x3),1``."""
-    listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", str(size))
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
-        counts += [int(count)] * int(times or 1)
-    node = int(environ.get("SLURM_NODEID", "0"))
-    return counts[node] if node < len(counts) else size
+    if environ.get("PMI_SIZE", str(step.size)) != str(step.size):
+        return None  # srun has started the daemons of an mpiexec
+    return MPIRank(SRUN, step.rank, step.size, step.local_rank, step.local_size)
 
 
 def _hydra(environ: Mapping[str, str]) -> MPIRank | None:
@@ -214,3 +205,7 @@ class MPIEnvironment(ClusterEnvironment):
             "Leave out devices, or make devices x num_nodes equal to the number of ranks that are started, the"
             " same number on every node."
         )
+
+
+class SrunMPIEnvironment(MPIEnvironment, SlurmStepEnvironment):
+    """The cluster environment of ranks of an MPI job that srun has started: Slurm requeues it as it does others."""

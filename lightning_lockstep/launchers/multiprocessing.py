@@ -88,6 +88,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         """
         self._check(trainer)
         stay()  # an earlier launch may have been interrupted, and the program goes on
+        drop_what_nobody_reads()  # multiprocessing flushes both streams, and would raise for one that nobody reads
         environment = self._strategy.cluster_environment
         if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
             environment.adopt_port(free_port())

@@ -10,6 +10,7 @@ from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy, _regi
 from lightning_lockstep.distributed.ddp_comm_hooks import compression_hook
 from lightning_lockstep.launchers.cluster_environment import detect_environment
 from lightning_lockstep.steps.capabilities import Capabilities
+from lightning_lockstep.strategies.given_environment import GivenEnvironment
 from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
 from lightning_lockstep.strategies.options import DDPSettings, reject_unknown
 
@@ -52,7 +53,8 @@ class LockstepDDPStrategy(DDPStrategy):
             function as torch documents it.
         ddp_comm_state: State for a hook given as a function.
         gradient_as_bucket_view: Whether gradients live in the buckets that are reduced, which saves a copy.
-        cluster_environment: Tells which rank this process is; by default found by environment variables.
+        cluster_environment: Tells which rank this process is; by default the one among the Trainer's plugins, or else
+            found by environment variables.
         options: Further options of :class:`torch.nn.parallel.DistributedDataParallel`, such as
             ``static_graph``, ``find_unused_parameters``, ``bucket_cap_mb``, and Lightning's
             ``accelerator``, ``parallel_devices``, ``checkpoint_io``, ``precision_plugin``.
@@ -65,7 +67,7 @@ class LockstepDDPStrategy(DDPStrategy):
     """
 
     strategy_name = "lockstep_ddp"
-    cluster_environment: ClusterEnvironment  # never None here, unlike in Lightning's annotation
+    cluster_environment: Any = GivenEnvironment()
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class LockstepDDPStrategy(DDPStrategy):
         self.lifecycle = RankLifecycle(self, self.settings, startup=self.make_startup())
         self._comm_wrapper = of_lightning.get("ddp_comm_wrapper")
         super().__init__(
-            cluster_environment=cluster_environment or detect_environment(),
+            cluster_environment=cluster_environment,
             process_group_backend=process_group_backend,
             timeout=self.settings.duration,
             start_method=start_method,
@@ -113,6 +115,16 @@ class LockstepDDPStrategy(DDPStrategy):
             **of_lightning,
             **options,
         )
+        if cluster_environment is None:
+            GivenEnvironment.detected(self, self.detect_environment())
+
+    @staticmethod
+    def detect_environment() -> ClusterEnvironment:
+        """Return the cluster environment of this process, by environment variables.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        return detect_environment()
 
     def make_startup(self) -> RankStartup:
         """Return how the ranks are started and connected."""
@@ -125,6 +137,7 @@ class LockstepDDPStrategy(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
+        GivenEnvironment.settle(self)
         self._launcher = self.lifecycle.launcher()
 
     def setup_distributed(self) -> None:

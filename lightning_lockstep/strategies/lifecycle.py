@@ -39,8 +39,10 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_lockstep._environment import launcher_pid
-from lightning_lockstep._lightning import Precision, rank_zero_only, reset_seed
+from lightning_lockstep._exports import public
+from lightning_lockstep._lightning import Precision, SLURMEnvironment, rank_zero_only, reset_seed
 from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
 from lightning_lockstep.distributed.process_group import (
     default_backend,
     process_group_exists,
@@ -49,6 +51,7 @@ from lightning_lockstep.distributed.process_group import (
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
+from lightning_lockstep.launchers.slurm_environment import check_srun_is_used, hide_srun_hint
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
 from lightning_lockstep.strategies.options import LifecycleSettings
@@ -111,6 +114,7 @@ class RankStartup:
             port=strategy.cluster_environment.main_port,
             timeout=timeout,
             device=strategy.root_device,
+            name=getattr(strategy.cluster_environment, "rendezvous_name", None),
         )
         return is_new
 
@@ -158,8 +162,13 @@ class RankLifecycle:
 
         Raises:
             ConfigurationError: The precision is not supported; no rank has been started yet.
+            LaunchError: Nobody starts the ranks of the other nodes.
         """
         strategy = self._strategy
+        fold_tracebacks()
+        hide_srun_hint()
+        if isinstance(strategy.cluster_environment, LockstepEnvironment):
+            check_srun_is_used(strategy.num_nodes)
         self.startup.adopt_ranks(strategy)
         strategy.precision_plugin = self._precision(
             strategy.precision_plugin, requested_precision(), strategy.root_device.type
@@ -183,6 +192,7 @@ class RankLifecycle:
         if is_new and communicator.world_size > 1:
             self._show_placement(communicator)
         self.startup.after_connect(self.supervisor)
+        self._stop_together_for_slurm()
         return communicator
 
     def set_world_ranks(self) -> None:
@@ -217,6 +227,20 @@ class RankLifecycle:
     def teardown(self) -> None:
         """Forget the loaders of this run; the ranks stay connected for a next call of the Trainer."""
         self._uneven_inputs.clear()
+
+    def _stop_together_for_slurm(self) -> None:
+        """Give a fit that Slurm may requeue or end a ``StopTogether``, unless it has one.
+
+        Lightning saves and requeues inside the signal handler of each rank, wherever that rank is; ranks in different
+        places then wait for each other.
+        """
+        module, environment = self._strategy.lightning_module, self._strategy.cluster_environment
+        if module is None or not isinstance(environment, SLURMEnvironment):
+            return
+        trainer = module.trainer
+        callback = public("StopTogether")
+        if trainer.state.fn == "fit" and not any(isinstance(c, callback) for c in trainer.callbacks):
+            trainer.callbacks.insert(0, callback())
 
     def _prints_report(self) -> bool:
         """Return whether this rank prints failure reports: rank 0, and the first rank of a node started by hand."""

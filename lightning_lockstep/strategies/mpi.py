@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_lockstep._lightning import rank_zero_only
+from lightning_lockstep._lightning import ClusterEnvironment, rank_zero_only
 from lightning_lockstep._lightning.internals import given_to_trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed.failure.exit_note import note_orderly_end
@@ -89,16 +89,21 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         self._mpirun = MPIRunSettings(
             hostfile=hostfile, mpirun=mpirun, mpirun_args=tuple(mpirun_args), ssh_args=tuple(ssh_args)
         )
-        environment = cluster_environment or detect_environment()
-        if shared_memory is not None and environment.global_rank() == 0:
+        super().__init__(cluster_environment=cluster_environment, **options)
+        environment = self.cluster_environment
+        if shared_memory is not None and (environment is None or environment.global_rank() == 0):
             _warn_once(
                 f"shared_memory={shared_memory} has no effect any more: all sums over mpi4py go as messages of the"
                 " MPI library. Leave it out: the next release will not take it."
             )
-        super().__init__(cluster_environment=environment, **options)
         if isinstance(environment, MPIEnvironment):
             # Lightning takes every rank for rank 0 until the ranks are connected, and would print on each.
             rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]
+
+    @staticmethod
+    def detect_environment() -> ClusterEnvironment:
+        """See :meth:`LockstepDDPStrategy.detect_environment`; ranks of ``srun --mpi=...`` are ranks of an MPI job."""
+        return detect_environment(mpi=True)
 
     def make_startup(self) -> RankStartup:
         """See :meth:`LockstepDDPStrategy.make_startup`."""

@@ -33,7 +33,8 @@ def test_a_record_names_rank_host_place_and_ends_with_the_traceback() -> None:
     assert RECORD.headline() == (
         "rank 2 of 4 (host node7, process 1234) failed at epoch 1, step 9: ValueError: boom"
     )
-    assert RECORD.report().endswith("Traceback of rank 2:\n\nTraceback ...\nValueError: boom")
+    ending = f"Traceback of rank 2:\n\nTraceback ...\nValueError: boom\n\n{RECORD.headline()}"
+    assert RECORD.report().endswith(ending)
     assert FailureRecord.from_json(RECORD.to_json()) == RECORD
 
 
@@ -175,11 +176,13 @@ def raise_alike(alone: bool) -> str:
     return "goes on"
 
 
+@pytest.mark.slow
 def test_an_error_raised_alike_leaves_every_rank_its_own() -> None:
     outcomes = run_ranks_raw(2, raise_alike, False, timeout=60)
     assert [outcome.value for outcome in outcomes] == ["goes on", "goes on"]
 
 
+@pytest.mark.slow
 def test_an_error_that_only_one_rank_raises_stops_the_others() -> None:
     outcomes = run_ranks_raw(2, raise_alike, True, timeout=60)
     assert outcomes[0].value == "stopped: ConfigurationError: attempt 0"
@@ -205,6 +208,7 @@ def prune_and_go_on(slow: int) -> str:
     return "goes on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 2])
 def test_an_error_that_all_ranks_raise_and_catch_is_survived(slow: int) -> None:
     outcomes = run_ranks_raw(3, prune_and_go_on, slow, timeout=60)
@@ -228,18 +232,22 @@ def test_the_failure_of_another_rank_is_not_forgotten_by_one_that_goes_on() -> N
 
 def raise_beside_a_frozen_rank(frozen: int) -> tuple[str, float, bool]:
     crash = propagation(3.0)
-    dist.barrier()
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == frozen:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.5)
     began = time.monotonic()
     raised = crash.error_to_raise(ValueError("boom beside a frozen rank"))
-    return str(raised), time.monotonic() - began, hasattr(raised, "__lockstep_text__")
+    seconds = time.monotonic() - began
+    os.kill(pids[frozen], signal.SIGKILL)  # nothing waits for the limit of the test
+    return str(raised), seconds, hasattr(raised, "__lockstep_text__")
 
 
 def test_a_rank_whose_rank_0_is_frozen_prints_its_own_error() -> None:
-    outcomes = run_ranks_raw(2, raise_beside_a_frozen_rank, 0, timeout=12, allow_timeout=True)
+    outcomes = run_ranks_raw(2, raise_beside_a_frozen_rank, 0, timeout=60)
     text, seconds, quiet = outcomes[1].value
+    assert outcomes[0].signal == signal.SIGKILL
     assert text == "boom beside a frozen rank" and seconds < 10 and not quiet
 
 
@@ -276,6 +284,7 @@ def slow_report() -> str:
     return "never"
 
 
+@pytest.mark.slow
 def test_a_forced_end_waits_for_a_report_that_is_being_written() -> None:
     outcomes = run_ranks_raw(2, slow_report, timeout=60)
     assert "report written" in outcomes[0].stdout and outcomes[0].returncode == 1

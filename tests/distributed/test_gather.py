@@ -32,6 +32,7 @@ def over_steps() -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_entries_are_read_a_step_later_and_an_error_names_who_is_missing() -> None:
     values = run_ranks(3, over_steps)
     expected = [[[rank, step] for rank in range(3)] for step in range(29)]
@@ -56,6 +57,7 @@ def waited_for() -> dict[str, Any]:
     return {"all": all_of_them.entries, "two": at_two, "late": late, "kept": kept}
 
 
+@pytest.mark.slow
 def test_every_rank_gets_the_same_entries_or_one_rank_alone_does() -> None:
     answers = run_ranks(3, waited_for)
     for rank, answer in enumerate(answers):
@@ -78,6 +80,7 @@ def without_the_collecting_rank() -> tuple[Any, float]:
     return gathered, took
 
 
+@pytest.mark.slow
 def test_a_rank_that_gets_no_answer_has_its_own_entry_and_goes_on() -> None:
     for rank, (gathered, took) in enumerate(run_ranks(2, without_the_collecting_rank)):
         if rank:

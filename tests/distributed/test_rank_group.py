@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -140,6 +141,7 @@ def late_rank_0(limit: float) -> str:
         shut_down()
 
 
+@pytest.mark.slow
 def test_the_ranks_wait_for_the_side_channel_as_long_as_the_group_waits() -> None:
     patient = run_ranks(2, late_rank_0, 60.0, backend=None)
     assert patient == ["ZeroMQSideChannel", "ZeroMQSideChannel"]

@@ -181,6 +181,7 @@ def orderly_end() -> list[str]:
     return reasons
 
 
+@pytest.mark.slow
 def test_a_goodbye_of_rank_zero_is_no_loss() -> None:
     assert run_ranks(2, orderly_end) == [[], []]
 
@@ -259,6 +260,7 @@ def holds_the_gil() -> list[Any]:
     return noticed
 
 
+@pytest.mark.slow
 def test_a_rank_that_holds_the_gil_is_not_silent() -> None:
     assert run_ranks(2, holds_the_gil) == [[], []]
 

@@ -80,6 +80,7 @@ def one_is_dead() -> tuple[int, float]:
     return left, time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_a_dead_rank_does_not_keep_the_others():
     outcomes = run_ranks_raw(3, one_is_dead, timeout=60)
     steps = [o.value[0] for o in outcomes[:2]]

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.distributed.mpi.launch import mpi_command
+from tests.helpers.child_site.fork_start import FOLDER
 from tests.helpers.patience import patience
-from tests.helpers.ranks import FORKS, server_command
+from tests.helpers.ranks import server_command
 
 __all__ = ["Cluster", "why_not"]
 
@@ -68,7 +69,7 @@ class Cluster:
             *("-p", str(_SSH_PORT), "-i", str(key), "-o", "StrictHostKeyChecking=no"),
             *("-o", f"UserKnownHostsFile={known}", "-o", "LogLevel=ERROR"),
         ]
-        self._environment = {FORKS: str(self.folder)}
+        self._environment = {FOLDER: str(self.folder)}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._servers: list[subprocess.Popen[str]] = []
 
@@ -161,7 +162,7 @@ class Cluster:
             f"Port {_SSH_PORT}\nHostKey {self.folder / 'hostkey'}\nAuthorizedKeysFile"
             f" {self.folder / 'key.pub'}\n"
             "StrictModes no\nPermitRootLogin yes\nPasswordAuthentication no\nUsePAM no\nAcceptEnv *\n"
-            f"SetEnv {FORKS}={self.folder}\n"
+            f"SetEnv {FOLDER}={self.folder}\n"
             f"PidFile {self.folder / f'sshd{host}.pid'}\nMaxStartups 100\n"
         )
         inside = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c"]

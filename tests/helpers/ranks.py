@@ -23,8 +23,6 @@ from tests.helpers.patience import patience
 __all__ = ["RankError", "RankOutcome", "RankTimeoutError", "run_ranks", "run_ranks_raw"]
 
 _START_LIMIT = 120.0
-#: The variable that brings ranks which a launcher starts to the fork servers; see child_site/fork_start.py.
-FORKS = "LOCKSTEP_TEST_FORKS"
 _servers: dict[str, subprocess.Popen[bytes]] = {}  # by their interpreter
 _folder: Path | None = None
 _starting = threading.Lock()

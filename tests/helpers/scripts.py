@@ -21,8 +21,9 @@ from types import TracebackType
 import psutil
 
 from tests.helpers._protocol import ScriptJob
+from tests.helpers.child_site.fork_start import FOLDER, GIVEN, READ_AT_START
 from tests.helpers.patience import patience
-from tests.helpers.ranks import FORKS, fork_of, forks_of_launched_ranks, submit_script
+from tests.helpers.ranks import fork_of, forks_of_launched_ranks, submit_script
 
 # Inherited by everything the script starts, also by processes that leave its session (torchrun's do). Python
 # processes that have it write whole lines (child_site/sitecustomize.py).
@@ -78,17 +79,12 @@ class ForkedProgram:
         return self.returncode
 
 
-# What an interpreter or a library reads when it starts, which a fork has behind it, but for what the fork is given.
-_READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "TORCH", "LOCKSTEP_TESTS_SHOW_ALL")
-_GIVEN = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHELASTIC_")
-
-
 def _forkable(command: Sequence[str], env: Mapping[str, str | None]) -> bool:
     """Whether the command is a Python program on whose start nothing depends."""
     changed = [
-        key for key, value in env.items() if value != os.environ.get(key) and not key.startswith(_GIVEN)
+        key for key, value in env.items() if value != os.environ.get(key) and not key.startswith(GIVEN)
     ]
-    if command[0] != sys.executable or len(command) < 2 or any(k.startswith(_READ_AT_START) for k in changed):
+    if command[0] != sys.executable or len(command) < 2 or any(k.startswith(READ_AT_START) for k in changed):
         return False
     return command[1] in ("-c", "-m") or not command[1].startswith("-")
 
@@ -129,7 +125,7 @@ class Script:
         # Unbuffered, a printed line is two writes, and the lines of ranks that share a file meet.
         # Ranks that the script starts are forks, too.
         forks = None if fresh else str(forks_of_launched_ranks())
-        merged = {**os.environ, "PYTHONUNBUFFERED": None, FORKS: forks, **(env or {}), _MARK: self._mark}
+        merged = {**os.environ, "PYTHONUNBUFFERED": None, FOLDER: forks, **(env or {}), _MARK: self._mark}
         environment = {key: value for key, value in merged.items() if value is not None}
         command = _with_interpreter([os.fspath(arg) for arg in args], environment.get("PATH"))
         self.process: ForkedProgram | subprocess.Popen[bytes]

@@ -23,10 +23,12 @@ def group_of(item: pytest.Item) -> str | None:
     """Return the group of tests that run one after the other in one worker, if the test needs one.
 
     Tests that start ranks under MPI, those on two hosts among them: such a rank spins while it waits, and two
-    jobs at a time would only keep each other from their work. Tests that share a fixture of their module: another
-    worker would make a second one.
+    jobs at a time would only keep each other from their work. Tests on a Slurm, of which there is one at a time.
+    Tests that share a fixture of their module: another worker would make a second one.
     """
     fixtures = getattr(item, "fixturenames", ())
+    if "slurm" in fixtures:
+        return "slurm"
     if "cluster" in fixtures or _reaches(item, MPI_STARTERS):
         return "mpi"
     if any(fixture.scope == "module" for fixture in _fixtures(item)):

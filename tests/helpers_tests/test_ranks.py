@@ -158,6 +158,7 @@ def test_an_exit_code_is_kept() -> None:
         run_ranks(1, exit_with, 7, backend=None)
 
 
+@pytest.mark.slow
 def test_the_time_limit_kills_and_shows_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TESTS_PATIENCE", "1")
     with pytest.raises(RankTimeoutError, match="time limit of 3 s") as caught:
@@ -166,6 +167,7 @@ def test_the_time_limit_kills_and_shows_stacks(monkeypatch: pytest.MonkeyPatch) 
     assert all(outcome.killed_by_helper for outcome in caught.value.outcomes)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_as_stopped() -> None:
     outcomes = run_ranks_raw(2, stop_on_one, timeout=3, backend=None, allow_timeout=True)
     assert "in a_place_to_wait" in str(outcomes[0].stack)

@@ -6,11 +6,14 @@ import os
 import signal
 import sys
 import textwrap
+import warnings
+from pathlib import Path
 
 import pytest
 
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, detect_environment
 from lightning_lockstep.launchers.cpu_threads import plan_threads
+from lightning_lockstep.launchers.slurm_environment import SlurmStepEnvironment
 from tests.helpers import run_script
 
 
@@ -45,8 +48,19 @@ def test_a_single_task_of_slurm_is_not_a_cluster(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     assert isinstance(detect_environment(), LockstepEnvironment)
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
-    assert type(detect_environment()).__name__ == "SLURMEnvironment"
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert isinstance(detect_environment(), LockstepEnvironment), "a batch script"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert isinstance(detect_environment(), SlurmStepEnvironment)
+
+
+def test_a_machine_that_has_srun_is_not_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(detect_environment(), LockstepEnvironment)
 
 
 def test_torchrun_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:

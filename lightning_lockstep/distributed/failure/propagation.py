@@ -25,6 +25,7 @@ from typing import Any
 
 from lightning_lockstep.distributed.failure.common_errors import REPORT_LIMIT, CommonErrors
 from lightning_lockstep.distributed.failure.exit_note import forget_failure, note_failure
+from lightning_lockstep.distributed.failure.lost_peers import BETTER_REPORT, LostPeers
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
     expected_exit,
@@ -39,7 +40,13 @@ from lightning_lockstep.distributed.failure.record import (
     is_alike,
     is_broken_collective,
 )
-from lightning_lockstep.distributed.failure.uncaught import end_within, keep_quiet, print_also, show_plainly
+from lightning_lockstep.distributed.failure.uncaught import (
+    end_within,
+    keep_quiet,
+    print_also,
+    print_last,
+    show_plainly,
+)
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
 
@@ -47,8 +54,6 @@ __all__ = ["FailurePropagation", "propagation_on"]
 
 _FAILED, _CONFIRMED, _FIRST = "failure", "failure/confirmed", "failure/first"
 _ARMED = "failure/armed"
-# How long the process that started a rank may take to say how it ended, but a quarter of the grace period at most [s].
-_BETTER_REPORT = 2.0
 # How much longer than the grace period, in which it waits for the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 2.0
 
@@ -93,14 +98,14 @@ class FailurePropagation:
             alone=lambda record: self._take(record),
         )
         self._armed = 0
-        self._raised_here = self._interrupted_here = self._peer_is_lost = False
+        self._raised_here = self._interrupted_here = False
         self._remove = [
             channel.on(_FAILED, lambda message: self._take(FailureRecord.from_json(message.body))),
             channel.on(_CONFIRMED, lambda message: self._confirmed.set()),
             self._common.remove,
             channel.on(_ARMED, self._take_armed),
         ]
-        channel.watch_peers(on_lost=self._peer_lost, on_silent=self._peer_silent)
+        self._lost = LostPeers(channel, patience=lambda: self.grace_period / 4, then=self._take_lost)
 
     @property
     def failed(self) -> bool:
@@ -187,6 +192,7 @@ class FailurePropagation:
             leave_without_waiting(self.record.exit_code, report)
         if not self.prints_report and self._confirmed.is_set():
             keep_quiet(error)
+        print_last(error, self.record.headline())
         end_within(self.grace_period + _CHILDREN_END, self.record.exit_code)
         return error
 
@@ -201,8 +207,8 @@ class FailurePropagation:
     def _wait_for_cause(self) -> None:
         """Wait for the message of the failure that broke a collective here."""
         self._known.wait(self.grace_period / 3)
-        if self._peer_is_lost:
-            self._known.wait(_BETTER_REPORT)
+        if self._lost.any:
+            self._known.wait(BETTER_REPORT)
         if self.record is None and (alone := self._common.any()) is not None:
             self._announce(alone)
 
@@ -302,36 +308,18 @@ class FailurePropagation:
                 target=self._count_down, args=(record,), name="lockstep-grace", daemon=True
             ).start()
 
-    def _peer_lost(self, rank: int, reason: str) -> None:
-        self._peer_is_lost = True
-        record = self._of_peer(rank, f"its process has ended without reporting an error ({reason})")
-        # Whoever started that rank knows its signal or exit code; of rank 0 that is often nobody of ours.
-        self._announce_later(record, min(_BETTER_REPORT, self.grace_period / 4) if rank != 0 else 0.0)
-
-    def _peer_silent(self, rank: int, seconds: float, reason: str) -> None:
-        self._announce_later(self._of_peer(rank, f"no heartbeat for {seconds:.0f} s: {reason}"), 0.0)
-
-    def _of_peer(self, rank: int, summary: str) -> FailureRecord:
-        host = self.channel.main_host if rank == 0 else "unknown"
-        return FailureRecord(rank, self.channel.world_size, host, 0, "vanished", summary)
-
-    def _announce_later(self, record: FailureRecord, seconds: float) -> None:
-        """Announce what the receiving thread has found, which must not wait itself."""
-
-        def announce() -> None:
-            time.sleep(seconds)
-            said = self._common.of(record.rank)
-            if self.record is not None or (said is not None and self._common.raised_here):
-                return
-            if record.rank != 0:
-                self._announce(said or record)
-                return
-            if said is None:  # with rank 0 the one that prints is gone
-                speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
-                self.prints_report = self.prints_report or speaks
-            self._take(said or record)
-
-        threading.Thread(target=announce, name="lockstep-lost", daemon=True).start()
+    def _take_lost(self, record: FailureRecord) -> None:
+        """A rank is gone or silent; nobody who has started it has said why."""
+        said = self._common.of(record.rank)
+        if self.record is not None or (said is not None and self._common.raised_here):
+            return
+        if record.rank != 0:
+            self._announce(said or record)
+            return
+        if said is None:  # with rank 0 the one that prints is gone
+            speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+            self.prints_report = self.prints_report or speaks
+        self._take(said or record)
 
     def _stopped(self, record: FailureRecord) -> BaseException:
         if record.kind == "interrupt":

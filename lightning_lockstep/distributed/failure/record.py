@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from typing import Any, Literal, get_args
 from torch.distributed import DistError
 
 from lightning_lockstep._lightning import SIGTERMException
+from lightning_lockstep.distributed.failure.folded import format_error, user_function
 
 __all__ = ["FailureRecord", "describe_error", "describe_exit", "is_alike", "is_broken_collective"]
 
@@ -71,13 +71,15 @@ class FailureRecord:
         )
 
     def report(self) -> str:
-        """Return the headline and, last, the failed rank's own traceback."""
+        """Return the headline, the failed rank's own traceback and, below that, the headline once more."""
         hint = _hint(self)
         lines = [self.headline(), "The other ranks were stopped."]
         if hint:
             lines.append(hint)
         if self.traceback:
-            lines += [f"Traceback of rank {self.rank}:", "", self.traceback.rstrip()]
+            # An error of this package is its message alone.
+            lines += [f"Traceback of rank {self.rank}:"] if self.traceback.startswith("Traceback") else []
+            lines += ["", self.traceback.rstrip(), "", self.headline()]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -171,6 +173,9 @@ def describe_error(
     place: Mapping[str, Any] = {}
     with suppress(Exception):
         place = dict(where())
+        function = user_function(error)
+        if function is not None:
+            place = {**place, "in": function}
     return FailureRecord(
         rank,
         world_size,
@@ -178,7 +183,7 @@ def describe_error(
         os.getpid(),
         kind,
         _summary(error),
-        "".join(traceback.format_exception(error)),
+        format_error(error),
         place,
         code,
     )

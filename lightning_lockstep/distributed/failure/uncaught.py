@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lightning_lockstep._console import say
+from lightning_lockstep.distributed.failure.folded import format_error
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
     leave_without_waiting,
@@ -20,7 +22,23 @@ from lightning_lockstep.distributed.failure.process_exit import (
 )
 from lightning_lockstep.errors import RankFailedError
 
-__all__ = ["end_within", "keep_quiet", "on_uncaught", "print_also", "show_plainly"]
+__all__ = [
+    "end_within",
+    "fold_tracebacks",
+    "keep_quiet",
+    "on_uncaught",
+    "print_also",
+    "print_last",
+    "show_plainly",
+]
+
+
+def fold_tracebacks() -> None:
+    """Have Python print exceptions that nobody caught as :func:`.folded.format_error` formats them.
+
+    A hook that the program or another library has set, but for torch's, stays.
+    """
+    _install_hook()
 
 
 def keep_quiet(error: BaseException) -> None:
@@ -43,6 +61,12 @@ def show_plainly(error: RankFailedError, exit_code: int | None = None) -> None:
 def print_also(error: BaseException, text: str) -> None:
     """Have Python print ``text`` after ``error`` when it ends this process: what another rank raised."""
     error.__lockstep_more__ = text  # type: ignore[attr-defined]
+    _install_hook()
+
+
+def print_last(error: BaseException, headline: str) -> None:
+    """Have Python print ``headline``, which names rank, place and error, below the traceback of ``error``."""
+    error.__lockstep_headline__ = headline  # type: ignore[attr-defined]
     _install_hook()
 
 
@@ -96,9 +120,15 @@ def _install_hook() -> None:
                 leave_without_waiting(exit_code)
             say_last(text)
             return
+        headline = getattr(value, "__lockstep_headline__", "")
         try:
-            usual(kind, value, trace)
-            was_last(f"lightning-lockstep: this rank failed: {kind.__name__}: {value}")
+            if _is_standard(usual) and not issubclass(kind, KeyboardInterrupt):
+                say(format_error(value).rstrip("\n") + (f"\n\n{headline}" if headline else ""))
+            else:
+                usual(kind, value, trace)
+                if headline:
+                    say(headline)
+            was_last(headline or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}")
             say_last(getattr(value, "__lockstep_more__", ""))
         finally:
             for function in _after_uncaught:
@@ -106,3 +136,8 @@ def _install_hook() -> None:
 
     hook.__lockstep__ = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _is_standard(hook: Any) -> bool:
+    """Return whether a hook is Python's own or torch's, which puts the rank before each line."""
+    return hook is sys.__excepthook__ or str(getattr(hook, "__module__", "")).startswith("torch.")

@@ -84,12 +84,18 @@ class Transfers(GroupPart):
 
     @collective("all_gather_coalesced")
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
-        """Gather several tensors of every rank into lists, on every rank.
+        """Gather several tensors of every rank into lists, on every rank: ``outputs[rank][tensor]``, as gloo does.
 
         Ranks: all of the group.
         """
         inputs = dense(inputs)
-        by_tensor = [dense(places) for places in outputs]
+        by_rank = [dense(places) for places in outputs]
+        if [len(places) for places in by_rank] != [len(inputs)] * self._size:
+            raise ValueError(
+                f"all_gather_coalesced was given lists of {[len(places) for places in by_rank]} tensors: expected"
+                f" {self._size} lists, one for each rank, of {len(inputs)} tensors, one for each that is sent."
+            )
+        by_tensor = [list(places) for places in zip(*by_rank, strict=True)]
         for places, source in zip(by_tensor, inputs, strict=True):
             same("all_gather_coalesced", places, source, count=self._size, own=self._rank)
         count, size = len(inputs), self._size

@@ -18,14 +18,14 @@ import socket
 import sys
 from typing import Any
 
-#: Folder of the fork server's sockets.
+#: The variable that brings ranks which a launcher starts to the fork servers: the folder of their sockets.
 FOLDER = "LOCKSTEP_TEST_FORKS"
 # A rank has one of these.
-_OF_RANKS = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# What an interpreter or a library reads when it starts, but for what the fork is given.
-_READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "TORCH", "LOCKSTEP_TESTS_SHOW_ALL")
-# (Without that level of logging a fork could print a warning more.)
-_GIVEN = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHELASTIC_", "TORCH_CPP_LOG_LEVEL")
+_OF_RANKS = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+#: What an interpreter or a library reads when it starts, which a fork has behind it, but for what the fork is given.
+READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "TORCH", "LOCKSTEP_TESTS_SHOW_ALL")
+#: (Without that level of logging a fork could print a warning more.)
+GIVEN = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHELASTIC_", "TORCH_CPP_LOG_LEVEL")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -55,7 +55,7 @@ def surroundings() -> str:
     read: dict[str, Any] = {
         key: value
         for key, value in sorted(os.environ.items())
-        if key.startswith(_READ_AT_START) and not key.startswith(_GIVEN)
+        if key.startswith(READ_AT_START) and not key.startswith(GIVEN)
     }
     # mpirun puts its own folder there, in which a Python beside it looks anyway.
     folders = read.pop("LD_LIBRARY_PATH", "").split(os.pathsep)

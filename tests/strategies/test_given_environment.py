@@ -1,0 +1,67 @@
+"""Which cluster environment a strategy uses: its own, the Trainer's plugin, or the detected one."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.environments import KubeflowEnvironment, LightningEnvironment
+from lightning.pytorch.strategies import Strategy
+
+import lightning_lockstep  # noqa: F401  registers the strategies
+from lightning_lockstep import LockstepDDPStrategy, LockstepMPIStrategy
+
+
+class Pod(LightningEnvironment):
+    """One pod of several, whose rank is in none of the variables that are looked at."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def global_rank(self) -> int:
+        return 3
+
+
+def trainer(strategy: str | Strategy, **options: object) -> pl.Trainer:
+    return pl.Trainer(strategy=strategy, accelerator="cpu", logger=False, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["lockstep_ddp", "lockstep_ddp_spawn", "lockstep_mpi"])
+def test_a_plugin_wins_over_what_is_detected_by_name(name: str) -> None:
+    pod = Pod()
+    made = trainer(name, plugins=[pod])
+    assert made.strategy.cluster_environment is pod  # type: ignore[attr-defined]
+    assert made.global_rank == 3
+
+
+@pytest.mark.parametrize("strategy", [LockstepDDPStrategy, LockstepMPIStrategy])
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_plugin_wins_by_object(strategy: type[LockstepDDPStrategy], listed: bool) -> None:
+    pod = Pod()
+    made = trainer(strategy(), plugins=[pod] if listed else pod)
+    assert made.strategy.cluster_environment is pod  # type: ignore[attr-defined]
+    assert made.strategy.global_rank == 3
+
+
+def test_two_that_were_given_are_refused_and_none_is_detected() -> None:
+    with pytest.raises(MisconfigurationException, match="choose one"):
+        trainer(LockstepDDPStrategy(cluster_environment=Pod()), plugins=[KubeflowEnvironment()])
+    own = LockstepDDPStrategy()
+    assert own.cluster_environment is not None
+    assert trainer(own).strategy.cluster_environment is own.cluster_environment  # type: ignore[attr-defined]
+
+
+def test_a_strategy_keeps_the_plugin_for_a_later_trainer() -> None:
+    pod, strategy = Pod(), LockstepDDPStrategy()
+    trainer(strategy, plugins=[pod])
+    with pytest.raises(MisconfigurationException, match="choose one"):
+        trainer(strategy, plugins=[Pod()])
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("method", ["", "_spawn", "_fork", "_notebook"])
+def test_names_with_find_unused_parameters(method: str, value: bool) -> None:
+    made = trainer(f"lockstep_ddp{method}_find_unused_parameters_{str(value).lower()}")
+    assert isinstance(made.strategy, LockstepDDPStrategy)
+    assert made.strategy._ddp_kwargs["find_unused_parameters"] is value
