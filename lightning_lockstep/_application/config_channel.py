@@ -40,6 +40,7 @@ class ExternalRanks:
         per_node: How many there are on this node, as far as is known.
         address: Host of rank 0.
         port: Port on it.
+        name: What all of them have in common, and those of no other job.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class ExternalRanks:
     per_node: int | None
     address: str
     port: int
+    name: str | None = None
 
 
 def external_ranks() -> ExternalRanks | None:
@@ -61,7 +63,8 @@ def external_ranks() -> ExternalRanks | None:
             return None
         rank, per_node = environment.global_rank(), _per_node(count)
         # Under mpirun the first look at the address is a meeting of all ranks, and all of them come by here.
-        return ExternalRanks(rank, count, per_node, environment.main_address, environment.main_port)
+        name = getattr(environment, "rendezvous_name", None)
+        return ExternalRanks(rank, count, per_node, environment.main_address, environment.main_port, name)
     if {"NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         # Started by hand on each node; each starts the other ranks of its node itself.
         return ExternalRanks(
@@ -201,5 +204,10 @@ class ConfigChannel:
         assert self.ranks is not None
         ranks = self.ranks
         return rendezvous_store(
-            ranks.rank, ranks.count or 1, address=ranks.address, port=ranks.port, timeout=timeout
+            ranks.rank,
+            ranks.count or 1,
+            address=ranks.address,
+            port=ranks.port,
+            timeout=timeout,
+            name=ranks.name,
         )

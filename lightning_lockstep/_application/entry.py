@@ -20,6 +20,7 @@ from lightning_lockstep._application.config_check import JobCheck, preflight, ru
 from lightning_lockstep._application.faults import Fault, show_faults
 from lightning_lockstep._console import say
 from lightning_lockstep.distributed.failure.process_exit import leaving
+from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.hydra_rerun import (
@@ -28,6 +29,7 @@ from lightning_lockstep.launchers.hydra_rerun import (
     freeze,
     without_hydra,
 )
+from lightning_lockstep.launchers.run_folder import forget_run_folders, without_claiming
 
 Program = Callable[[DictConfig], Any]
 #: Exit code of a command line or configuration that cannot be used.
@@ -73,6 +75,7 @@ def hydra_main(
         def decorated(passed: DictConfig | None = None) -> Any:
             if passed is not None:
                 return program(passed)
+            fold_tracebacks()
             arguments = hydra_internals.get_args_parser().parse_args()
             if arguments.experimental_rerun is not None:
                 return _run_child(Path(arguments.experimental_rerun), program)
@@ -116,6 +119,7 @@ class _Application:
     def run(self, check: JobCheck | None, prepare: Callable[[DictConfig], None] | None) -> None:
         """Check the command line, then let Hydra run its jobs."""
         exit_code = 1
+        forget_run_folders()
         try:
             if run_requested(self.arguments):
                 self._check(check)
@@ -133,7 +137,8 @@ class _Application:
 
     def _check(self, check: JobCheck | None) -> None:
         search_path = hydra_internals.search_path_of(self.program, self.config_path, self.arguments)
-        faults, quoted, old_names = preflight(self.arguments, search_path, self.config_name, check)
+        with without_claiming():
+            faults, quoted, old_names = preflight(self.arguments, search_path, self.config_name, check)
         sys.argv[1:] = [quoted.get(argument, argument) for argument in sys.argv[1:]]
         for sentence in old_names:
             say(f"{program_name()}: {sentence}")
@@ -164,7 +169,8 @@ class _Application:
         if prepare is not None:
             with flag_override(whole, ["readonly", "struct"], [False, False]):
                 prepare(whole)
-        config = freeze(whole)
+        with without_claiming():  # the folder of a sweep is no business of a single run
+            config = freeze(whole)
         hydra_internals.HydraConfig.instance().set_config(config)
         subdir = config.hydra.output_subdir
         if subdir is not None:

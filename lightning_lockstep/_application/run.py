@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_lockstep._application.build import Components, build
+from lightning_lockstep._application.quiet import leave_out_noise
 from lightning_lockstep._application.summary import Summary, read_metrics, show, write
 from lightning_lockstep._lightning import (
     Callback,
@@ -37,6 +38,7 @@ def run(config: DictConfig) -> float | None:
     Ranks: every rank, alike.
     """
     began = time.monotonic()
+    leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
     record = RunRecord()
     parts = build(config, own_callbacks=[record])
@@ -168,6 +170,11 @@ class RunRecord(Callback):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the clock."""
         self._since = time.monotonic()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Start the clock in an epoch that was resumed in its midst, which does not start again."""
+        if self._since is None:
+            self._since = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -24,6 +24,10 @@ def find_executable_batch_size(
     The function's first argument is the batch size; the caller leaves it out. A later call starts with the
     size that worked last.
 
+    Accelerate's function of this name multiplies by 0.9 after a failure, as of its release 1.15; half is reached in one
+    failure instead of seven, and a size that fits may be found up to twice as small. For its steps give a
+    ``reduce_batch_size_fn`` that remembers the size and multiplies it by 0.9.
+
     Args:
         function: What to call.
         starting_batch_size: First size.

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_lockstep._lightning import EarlyStopping
+from lightning_lockstep._lightning import EarlyStopping, MisconfigurationException
 from lightning_lockstep._lightning.internals import logged_in_this_step
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.stopping.early_stopping_rule import (
     MISSING,
     MODES,
@@ -30,6 +31,10 @@ from lightning_lockstep.stopping.step_metric import StepMetric
 __all__ = ["SyncedEarlyStopping"]
 
 _numbers = itertools.count()
+
+
+class EarlyStoppingConfigurationError(ConfigurationError, MisconfigurationException):
+    """Bad arguments, which a program written for Lightning's callback catches as ``MisconfigurationException``."""
 
 
 class SyncedEarlyStopping(EarlyStopping):
@@ -98,7 +103,10 @@ class SyncedEarlyStopping(EarlyStopping):
         faults.choice("missing", missing, MISSING)
         what = "a whole number of optimizer steps"
         faults.whole("check_every_n_steps", check_every_n_steps, what=what, optional=True)
-        faults.raise_all()
+        try:
+            faults.raise_all()
+        except ConfigurationError as error:
+            raise EarlyStoppingConfigurationError(error.faults) from None
         super().__init__(
             monitor=monitor,
             min_delta=min_delta,
@@ -130,7 +138,9 @@ class SyncedEarlyStopping(EarlyStopping):
 
     @property
     def state_key(self) -> str:
-        """The key of Lightning's callback, so that either one loads the other's state."""
+        """The key of Lightning's callback, so that either one loads the other's state; a subclass has its own."""
+        if type(self) is not SyncedEarlyStopping:
+            return super().state_key
         return f"EarlyStopping{ {'monitor': self.monitor, 'mode': self.mode}!r}"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -219,13 +229,20 @@ class SyncedEarlyStopping(EarlyStopping):
             if self.verbose and trainer.is_global_zero:
                 warnings.warn(missing_message(self.monitor, entries), RuntimeWarning, stacklevel=2)
             return
-        decision = self._decide(reduced, explain=self.verbose)
-        if decision.stop:
+        stop, message = self._judge(reduced)
+        if stop:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
-            self.stopping_reason_message = decision.message
-        if decision.message and self.verbose:
-            self._log_info(trainer, decision.message, self.log_rank_zero_only)
+            self.stopping_reason_message = message
+        if message and self.verbose:
+            self._log_info(trainer, message, self.log_rank_zero_only)
+
+    def _judge(self, reduced: Reduced) -> tuple[bool, str | None]:
+        """Ask a subclass that has a rule of its own, as Lightning would; all ranks give it the same value."""
+        if type(self)._evaluate_stopping_criteria is not SyncedEarlyStopping._evaluate_stopping_criteria:
+            return self._evaluate_stopping_criteria(reduced.value)
+        decision = self._decide(reduced, explain=self.verbose)
+        return decision.stop, decision.message
 
     def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
         decision = self._decide(Reduced(float(current), current.dtype))

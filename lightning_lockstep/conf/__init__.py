@@ -11,3 +11,13 @@
 | `checkpoint` | what is saved, when |
 | `debug`, `experiment` | changes to several of the others at once |
 """
+
+from __future__ import annotations
+
+from omegaconf import OmegaConf
+
+from lightning_lockstep.launchers.run_folder import RESOLVERS
+
+# Hydra imports this package when it reads a config of it, so every app that uses one has the resolvers.
+for _name, _function in RESOLVERS.items():
+    OmegaConf.register_new_resolver(_name, _function, use_cache=True, replace=True)

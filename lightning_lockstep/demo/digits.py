@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_lockstep._settings import Faults, is_number
 from lightning_lockstep.demo.data_module import LABELLED_IMAGES, GlobalBatchDataModule
+from lightning_lockstep.errors import MissingExtraError
 
 
 class DigitsData(GlobalBatchDataModule):
@@ -28,6 +29,7 @@ class DigitsData(GlobalBatchDataModule):
 
     Raises:
         ConfigurationError: A setting is out of range; all faults are listed.
+        MissingExtraError: scikit-learn, which has the images, is not installed.
 
     Ranks:
         Every rank reads the whole set (0.9 MB) and takes its share of each global batch.
@@ -46,6 +48,8 @@ class DigitsData(GlobalBatchDataModule):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
+        if importlib.util.find_spec("sklearn") is None:
+            raise MissingExtraError("scikit-learn", extra="demo", needed_for="data=digits")
         faults = Faults()
         shares = {"val_fraction": val_fraction, "test_fraction": test_fraction}
         for name, value in shares.items():

@@ -141,6 +141,9 @@ def slurm_task(number: int, port: int, **more: str) -> dict[str, str]:
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NAME": "echo",
         "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "here",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }

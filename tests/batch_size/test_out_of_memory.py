@@ -25,6 +25,8 @@ FULL = [
     RuntimeError("RESOURCE_EXHAUSTED: Attempting to reserve 12.00G at the bottom of memory."),
     RuntimeError("XPU out of memory. Tried to allocate 20.00 MiB"),
     RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"),
+    RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.96 GiB total capacity)"),
+    RuntimeError("FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::1073741824"),
     RuntimeError(
         "Caught RuntimeError in DataLoader worker process 0.\nDefaultCPUAllocator: can't allocate memory"
     ),

@@ -11,7 +11,7 @@ import torch
 
 from lightning_lockstep.demo import ByteGPT, ConvNet, DigitsData, SourceTextData
 from lightning_lockstep.demo.source_text import read_sources
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.errors import ConfigurationError, MissingExtraError
 
 
 # scikit-learn sets both when it is imported.
@@ -111,6 +111,14 @@ def test_the_transformer_cannot_see_what_comes_later() -> None:
         before, after = model(window), model(changed)
     assert torch.allclose(before[0, :5], after[0, :5], atol=1e-6)
     assert not torch.allclose(before[0, 5:], after[0, 5:], atol=1e-6)
+
+
+def test_the_digits_need_an_extra_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_lockstep.demo import digits
+
+    monkeypatch.setattr(digits.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"lightning-lockstep\[demo\]"):
+        digits.DigitsData()
 
 
 def test_the_digits_are_scikit_learns_with_and_without_its_file(monkeypatch) -> None:

@@ -129,6 +129,7 @@ def one_dies() -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_holds_nobody_up_and_its_lines_are_printed():
     outcomes = run_ranks_raw(3, one_dies, timeout=40)
     assert outcomes[2].signal == signal.SIGKILL

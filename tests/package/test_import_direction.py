@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "strategies": MIDDLE,
     "callbacks": FEATURES,
     # programs, what they build and what they train
-    "conf": set(),
+    "conf": {"launchers"},  # names the resolver of run folders
     "demo": TALK,
     "workloads": {"_exports"},
     "components": GROUND,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -72,7 +73,13 @@ def test_its_metadata(wheel: zipfile.ZipFile) -> None:
     (lightning,) = [line for line in metadata.splitlines() if line.startswith("Requires-Dist: lightning!")]
     assert "!=2.6.2" in lightning
     assert "!=2.6.3" in lightning
-    for extra in ("mpi", "deepspeed", "xla", "plot", "all"):
+    needed = {
+        re.split(r"[^\w-]", line.removeprefix("Requires-Dist: "))[0]
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist: ") and "extra ==" not in line
+    }
+    assert needed == {"torch", "lightning", "hydra-core", "numpy", "packaging", "psutil", "pyzmq", "rich"}
+    for extra in ("mpi", "deepspeed", "xla", "plot", "demo", "all"):
         assert f"Provides-Extra: {extra}\n" in metadata
     scripts = wheel.read(f"{info}/entry_points.txt").decode()
     assert "lockstep-train = lightning_lockstep.train:main" in scripts

@@ -180,11 +180,22 @@ def _failed(plan: Plan, failure: _Failure) -> Expected:
         printed=_PRINTED.get(plan.fault, ()) + (() if by_mpirun else _headline(plan, failure)),
         report=report,
         times=times if report else 0,
-        last=failure.last if at_the_end else "",
+        last=_last_line(plan, failure) if at_the_end else "",
         checkpoint="" if plan.fault in ("folder", "uneven", "disk") else r"step=4\.ckpt",
         # torchrun gives a stopped rank 30 s to end.
         seconds=25.0 if plan.fault != "stop" else 70.0 if plan.launch == "torchrun" else 40.0,
     )
+
+
+def _last_line(plan: Plan, failure: _Failure) -> str:
+    """Return how the last line begins: below a traceback, with the rank that failed and where."""
+    if not failure.last or not failure.error:
+        return failure.last
+    named = f"rank [0-9]+ of {plan.ranks} \\(host .*: "
+    # Of an error that all ranks raise, each has its own; any may have been the first. A logger whose disk is full fails
+    # again while Lightning handles that: what ends the program is another exception.
+    optional = "?" if failure.alike or plan.fault == "disk" else ""
+    return f"({named}){optional}({failure.last})"
 
 
 def _headline(plan: Plan, failure: _Failure) -> tuple[str, ...]:

@@ -54,7 +54,10 @@ def test_a_seed_stands_for_one_run_and_every_fault_comes_once_in_a_cycle() -> No
 
 
 PLAN = Plan(0, "popen", 2, (), "raise", 1)
-REPORT = "lightning-lockstep: rank 1 of 2 (host h, process 1) failed\nValueError: boom in training_step\n"
+REPORT = (
+    "lightning-lockstep: rank 1 of 2 (host h, process 1) failed\nValueError: boom in training_step\n\n"
+    "rank 1 of 2 (host h, process 1) failed: ValueError: boom in training_step\n"
+)
 GOOD = Observed(
     ScriptOutcome(1, "", REPORT, 5.0, False, ()),
     {"0": "RankFailedError", "1": "ValueError"},
@@ -77,8 +80,8 @@ def test_a_run_that_ends_as_it_must_differs_in_nothing() -> None:
         ({"timed_out": True}, {}, "it did not end"),
         ({"leftovers": ("7 sleeping python",)}, {}, "left running: 7 sleeping python"),
         ({"stderr": REPORT + "one more line\n"}, {}, "the last line is 'one more line'"),
-        ({"stderr": REPORT + "ValueError: boom in training_step\n"}, {}, "begins 2 lines, expected 1"),
-        ({"stderr": "ValueError: boom in training_step\n"}, {}, "not printed: 'rank 1 of 2"),
+        ({"stderr": "ValueError: boom in training_step\n" + REPORT}, {}, "begins 2 lines, expected 1"),
+        ({"stderr": REPORT.replace("rank 1", "rank 0")}, {}, "not printed: 'rank 1 of 2"),
         (
             {},
             {"raised": {"1": "ValueError", "0": "RuntimeError"}},

@@ -24,6 +24,8 @@ _TEXTS = (
     "hip out of memory",
     "xpu out of memory",
     "mps backend out of memory",
+    "npu out of memory",  # Ascend
+    "module:pt_devmem allocation failed",  # HPU
     "cuda error: out of memory",
     "hip error: out of memory",
     "cuda driver error: out of memory",

@@ -1,0 +1,45 @@
+"""Leaves out of the output what is for the developers of other packages, or for nobody."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from lightning_lockstep.launchers.slurm_environment import hide_srun_hint
+
+__all__ = ["leave_out_noise"]
+
+# How messages of Lightning begin that say nothing about the run.
+_NOISE = (
+    "💡 Tip",
+    "GPU available: False",
+    "TPU available: False",
+    "Restoring states from the checkpoint path",
+    "Restored all states from the checkpoint",
+    "`weights_only` was not set",
+    "Loading `train_dataloader` to estimate",
+)
+_LOGGERS = ("lightning.pytorch.utilities.rank_zero", "pytorch_lightning.utilities.rank_zero")
+_THEIRS = r"(lightning|pytorch_lightning|torch|hydra|omegaconf)\."
+
+
+class _NoNoise(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the message is for readers."""
+        return not record.getMessage().startswith(_NOISE)
+
+
+_FILTER = _NoNoise()
+
+
+def leave_out_noise() -> None:
+    """Show neither advertisements, nor deprecations inside other packages, nor messages without news.
+
+    Ranks: every rank of `lockstep-train`, for itself.
+    """
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_FILTER)
+    for category in (DeprecationWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=_THEIRS)
+    warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")
+    hide_srun_hint()
