@@ -1,5 +1,6 @@
 """Two ranks with a plain Trainer and no Hydra.
 
+    pip install '.[demo]'                # scikit-learn, which has the images
     python examples/plain_trainer.py
 
 Importing `lightning_lockstep` is all it takes to make the strategy's name known.

@@ -28,7 +28,7 @@ __all__ = ["SlurmStep", "SlurmStepEnvironment", "check_srun_is_used", "find_slur
 # Shells, which Lightning takes for interactive work: what is started in them is no task.
 _INTERACTIVE = ("bash", "interactive")
 # Ports that jobs are given: above those of services, below those that systems give to outgoing connections.
-_FIRST_PORT, _PORTS = 15_000, 16_000
+_FIRST_PORT, _PORTS = 12_000, 8_000
 _ASK_SLURM = 10.0  # how long Slurm may take to give a node's address [s]
 
 
@@ -46,6 +46,7 @@ class SlurmStep:
         node: Number of this node among those of the step.
         tasks_per_node: Number of tasks on each node.
         nodes: Names of the nodes, as Slurm abbreviates them.
+        cluster: Name of the Slurm cluster; two on one host number their jobs alike.
     """
 
     job: str
@@ -57,6 +58,7 @@ class SlurmStep:
     node: int
     tasks_per_node: tuple[int, ...]
     nodes: str
+    cluster: str = ""
 
     @property
     def local_size(self) -> int:
@@ -66,7 +68,8 @@ class SlurmStep:
     @property
     def name(self) -> str:
         """What tells this step from every other, of other jobs and of earlier runs of this job too."""
-        return f"{self.job}.{self.step}.{self.restarts}"
+        step = f"{self.job}.{self.step}.{self.restarts}"
+        return f"{step}@{self.cluster}" if self.cluster else step
 
 
 def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | None:
@@ -92,6 +95,7 @@ def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | Non
         node=int(environ.get("SLURM_NODEID", "0")),
         tasks_per_node=_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", size)),
         nodes=environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", ""),
+        cluster=environ.get("SLURM_CLUSTER_NAME", ""),
     )
 
 

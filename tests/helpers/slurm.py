@@ -36,7 +36,7 @@ _COMMANDS = {
 }
 
 _CONF = """
-ClusterName=tests
+ClusterName=tests{pid}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
@@ -63,6 +63,7 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMe
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=1000
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
+_LOG_TAIL = 4_000  # how much of a daemon's log a failed test shows [characters]
 
 
 def why_no_slurm() -> str | None:
@@ -102,7 +103,7 @@ class Slurm:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def environment(self, **more: str) -> dict[str, str | None]:
+    def environment(self, **more: str) -> dict[str, str]:
         """Return what a command of Slurm needs, and ``more``; ranks are forks as those of other launchers are."""
         return {
             "SLURM_CONF": str(self.folder / "slurm.conf"),
@@ -127,9 +128,8 @@ class Slurm:
         file.write_text(f"#!/bin/bash\n{script}\n")
         # A requeued job adds to what it has written.
         fixed = ["--parsable", "--open-mode=append", f"--output={cwd}/job-%A_%a.out"]
-        done = self.run(["sbatch", *fixed, *options, file], cwd=cwd, env=env)
-        assert done.returncode == 0, done.output
-        return done.stdout.strip().partition(";")[0]
+        # Not by run_script, whose mark the job would inherit: what has it is killed once sbatch has ended.
+        return self._ask("sbatch", *fixed, *options, str(file), cwd=cwd, env=env).strip().partition(";")[0]
 
     def state(self, job: str) -> str:
         """Return the state of a job, such as ``RUNNING`` or ``COMPLETED``."""
@@ -161,6 +161,13 @@ class Slurm:
         found = sorted(cwd.glob(f"job-{job}_*.out"))
         return "".join(path.read_text(errors="replace") for path in found)
 
+    def describe(self, cwd: Path, job: str) -> str:
+        """Return all that is known of a job, for a test that has failed: its output, its state, the daemons' logs."""
+        asked = self._ask("scontrol", "show", "job", job) + self._ask(
+            "sinfo", "--long", "--Node", "--list-reasons"
+        )
+        return f"{self.output(cwd, job)}\n{asked}\n{self._logs()}"
+
     def close(self) -> None:
         """End all jobs and daemons."""
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -175,15 +182,17 @@ class Slurm:
             daemon.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _ask(self, *command: str) -> str:
-        env = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=60)
+    def _ask(self, *command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
+        given = {**os.environ, **self.environment(**(env or {}))}
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=given, cwd=cwd, check=False, timeout=patience(60)
+        )
         return done.stdout
 
     def _start(self) -> None:
         with contextlib.ExitStack() as stack:
             ports = [stack.enter_context(reserve_port()) for _ in range(3)]
-            conf = _CONF.format(host=socket.gethostname(), folder=self.folder, ports=ports)
+            conf = _CONF.format(host=socket.gethostname(), folder=self.folder, ports=ports, pid=os.getpid())
         (self.folder / "slurm.conf").write_text(conf.lstrip())
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
@@ -223,4 +232,5 @@ class Slurm:
                 time.sleep(0.05)
 
     def _logs(self) -> str:
-        return "\n".join(f"{path}:\n{path.read_text()}" for path in sorted(self.folder.glob("*.log*")))
+        logs = sorted(self.folder.glob("*.log*"))
+        return "\n".join(f"{path.name}:\n{path.read_text()[-_LOG_TAIL:]}" for path in logs)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.helpers.patience import patience
+from tests.helpers.ports import reserve_port
 from tests.helpers.scripts import ScriptOutcome
 from tests.helpers.slurm import Slurm, why_no_slurm
 
@@ -48,7 +49,7 @@ def test_a_step_with_fewer_tasks_than_its_job_and_tasks_alone(slurm: Slurm, tmp_
     job = slurm.submit(f"srun -N1 -n2 {program}; srun -n4 {program}", "-N2", "-n4", cwd=tmp_path)
     slurm.wait(job)
     output = slurm.output(tmp_path, job)
-    assert "rank 1 of 2: SlurmStepEnvironment 6" in output
+    assert "rank 1 of 2: SlurmStepEnvironment 6" in output, slurm.describe(tmp_path, job)
     # -n4 on two nodes puts three tasks on one of them.
     assert "The Trainer and srun disagree" in output and "--nodes=2 --ntasks-per-node=2" in output, output
 
@@ -67,27 +68,21 @@ def test_a_batch_script_without_srun_is_refused_at_once(slurm: Slurm, tmp_path: 
     assert "Put srun in front of the command" in slurm.output(tmp_path, job)
 
 
-def test_two_steps_at_one_port_are_told_apart(slurm: Slurm, tmp_path: Path) -> None:
-    # The first holds the port for as long as it sleeps.
-    outcomes: list[ScriptOutcome] = []
-
-    def run() -> None:
-        outcomes.append(srun(slurm, "fit", *ONE_NODE, "--nodelist=n1", cwd=tmp_path, MASTER_PORT="23456"))
-
-    first = threading.Thread(target=run)
-    first.start()
-    run()
-    first.join()
-    good, bad = sorted(outcomes, key=lambda outcome: outcome.returncode)
-    if bad.returncode != 0:  # they ran at the same time
-        assert "another program has that port" in bad.output or "Two jobs were given the same" in bad.output
-    assert good.returncode == 0 and "rank 1 of 2" in good.output
+def test_a_step_at_the_port_of_another_says_so(slurm: Slurm, tmp_path: Path) -> None:
+    with reserve_port() as port:
+        other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        other.set("lockstep/name", "Slurm step 7.0.0@other")
+        outcome = srun(slurm, "fit", *ONE_NODE, cwd=tmp_path, MASTER_PORT=str(port))
+    assert outcome.returncode != 0 and not outcome.timed_out
+    # The first is what rank 0 says, the second what rank 1 does; the first to end stops the other.
+    told = ("another program has that port", "found 'Slurm step 7.0.0@other'")
+    assert any(text in outcome.output for text in told), outcome.output
 
 
 def test_steps_without_a_port_have_one_of_their_own(slurm: Slurm, tmp_path: Path) -> None:
     program = f"srun --exact -N1 -n2 {sys.executable} {PROGRAM} fit"
     job = slurm.submit(f"{program} & {program} & wait", "-N1", "-n4", cwd=tmp_path)
-    assert slurm.wait(job) == "COMPLETED"
+    assert slurm.wait(job) == "COMPLETED", slurm.describe(tmp_path, job)
     assert slurm.output(tmp_path, job).count(" of 2: SlurmStepEnvironment 6") == 4
 
 
@@ -98,10 +93,10 @@ def test_a_requeued_job_goes_on_where_it_was(slurm: Slurm, mpi: str, tmp_path: P
     job = slurm.submit(script, *TWO_NODES, cwd=tmp_path, env={"RUN_FOLDER": str(tmp_path)})
     deadline = time.monotonic() + patience(60)
     while "step 10" not in slurm.output(tmp_path, job):
-        assert time.monotonic() < deadline, slurm.output(tmp_path, job)
+        assert time.monotonic() < deadline, slurm.describe(tmp_path, job)
         time.sleep(0.1)
     slurm.signal(job, signal.SIGUSR1)
-    assert slurm.wait(job) == "COMPLETED"
+    assert slurm.wait(job) == "COMPLETED", slurm.describe(tmp_path, job)
     output = slurm.output(tmp_path, job)
     steps = [int(step) for step in re.findall(r"^step (\d+)", output, re.MULTILINE)]
     assert steps == list(range(40)), output

@@ -17,6 +17,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(why_no("open_mpi") is not None, reason=why_no("open_mpi") or ""),
 ]
+#: Each epoch and batch of a fit.
+BATCHES = [[epoch, batch] for epoch in range(2) for batch in range(12)]
 
 
 def run(what: str, folder: Path) -> tuple[ScriptOutcome, list[Any]]:
@@ -37,7 +39,8 @@ def test_callbacks_and_options_work_as_on_other_strategies(tmp_path: Path) -> No
             assert seen["steps"] == other["steps"], what
     assert found[0]["uneven"]["global_step"] == 40
     stopped = found[0]["breakpoint"]["steps"]
-    assert stopped == [[0, i] for i in range(len(stopped))] and len(stopped) >= 6
+    # Ranks agree to leave some batches after the breakpoint, on a busy machine in the next epoch.
+    assert stopped == BATCHES[: len(stopped)] and 6 <= len(stopped) < len(BATCHES)
     assert "rank 1: on purpose" in outcome.output
     assert 2 <= found[0]["early"]["global_step"] <= 4
     assert found[0]["batch_size"]["batch_size"] == found[1]["batch_size"]["batch_size"] == 12
@@ -52,12 +55,11 @@ def test_a_preempted_run_goes_on_at_the_next_batch(tmp_path: Path) -> None:
     assert "rank 1: received SIGTERM" in outcome.output
     outcome, found = run("resume", tmp_path)
     assert outcome.returncode == 0 and len(found) == 2, outcome.output
-    batches = [[epoch, i] for epoch in range(2) for i in range(12)]
     for seen in found:
         assert seen["global_step"] == 24
-        first = len(batches) - len(seen["steps"])  # ranks agree to leave some batches after the signal
+        first = len(BATCHES) - len(seen["steps"])  # ranks agree to leave some batches after the signal
         assert first >= 6
-        assert seen["steps"] == batches[first:]
+        assert seen["steps"] == BATCHES[first:]
     assert found[0]["weights"] == found[1]["weights"]
 
 
