@@ -156,17 +156,16 @@ def rendezvous_store(
                 f"Rank 0 is to listen at {address}:{port}, and another program has that port, perhaps a job beside"
                 " this one. Set MASTER_PORT to a free port, the same on all ranks, or leave it out."
             ) from error
-        if name is not None and not by_agent:
+        if rank > 0 and name is not None and not by_agent:
             _check_name(store, rank, name, f"{address}:{port}")
         _stores[address, port] = store
+    if rank == 0 and name is not None:  # also in a store that it has hosted before (host_rendezvous)
+        _stores[address, port].set(_NAME, name)
     return _stores[address, port]
 
 
 def _check_name(store: Store, rank: int, name: str, place: str) -> None:
-    """Leave the name of this job in the store, or compare it with the one that rank 0 has left."""
-    if rank == 0:
-        store.set(_NAME, name)
-        return
+    """Compare the name of this job with the one that rank 0 has left in the store."""
     found = bytes(store.get(_NAME)).decode(errors="replace")
     if found != name:
         raise LaunchError(

@@ -23,7 +23,7 @@ from lightning_lockstep.distributed import (
     shut_down,
     use_communicator,
 )
-from lightning_lockstep.distributed.process_group import current_group
+from lightning_lockstep.distributed.process_group import current_group, forget_rendezvous, host_rendezvous
 from lightning_lockstep.distributed.side_channel.opening import open_side_channel, side_channel_if_open
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
@@ -65,6 +65,16 @@ def meet() -> RankGroup:
     use_communicator(WithoutTorch(group), group)
     assert not dist.is_initialized()
     return group
+
+
+def test_a_store_that_was_hosted_before_gets_the_name_of_the_job() -> None:
+    port = host_rendezvous("127.0.0.1")
+    try:
+        rendezvous_store(0, 2, address="127.0.0.1", port=port, name="job 1")
+        seen_by_rank_1 = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        assert bytes(seen_by_rank_1.get("lockstep/name")) == b"job 1"
+    finally:
+        forget_rendezvous()
 
 
 def decide_without_process_group() -> dict[str, Any]:

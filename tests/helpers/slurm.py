@@ -6,6 +6,7 @@ Needs root and Debian's ``slurmctld slurmd slurm-client munge``; :func:`why_no_s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
@@ -25,7 +26,7 @@ from tests.helpers.ports import reserve_port
 from tests.helpers.ranks import forks_of_launched_ranks
 from tests.helpers.scripts import ScriptOutcome, run_script
 
-__all__ = ["Slurm", "why_no_slurm"]
+__all__ = ["Slurm", "why_no_pmix", "why_no_slurm"]
 
 _COMMANDS = {
     "munged": "munge",
@@ -73,6 +74,15 @@ def why_no_slurm() -> str | None:
     for command, package in _COMMANDS.items():
         if _found(command) is None:
             return f"a Slurm needs the command {command} (package {package})"
+    return None
+
+
+def why_no_pmix() -> str | None:
+    """Return why ``srun --mpi=pmix`` cannot work on this machine, or ``None`` when it can."""
+    try:
+        ctypes.CDLL("libpmix.so")  # by the very name that Slurm's plugin loads
+    except OSError:
+        return "srun --mpi=pmix needs libpmix.so (package libpmix-dev)"
     return None
 
 

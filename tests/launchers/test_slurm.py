@@ -12,16 +12,20 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers.patience import patience
 from tests.helpers.ports import reserve_port
 from tests.helpers.scripts import ScriptOutcome
-from tests.helpers.slurm import Slurm, why_no_slurm
+from tests.helpers.slurm import Slurm, why_no_pmix, why_no_slurm
 
 PROGRAM = Path(__file__).parent / "slurm_program.py"
 REASON = why_no_slurm()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 TWO_NODES = ("-N2", "--ntasks-per-node=2")
 ONE_NODE = ("-N1", "--ntasks-per-node=2")
+NO_PMIX = pytest.mark.skipif(why_no_pmix() is not None, reason=str(why_no_pmix()))
+# Over two nodes on one host PMIx cannot work: both would have one socket.
+WITH_PMIX = pytest.param("pmix", ONE_NODE, marks=NO_PMIX)
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +40,36 @@ def srun(slurm: Slurm, do: str, *options: str, cwd: Path, **env: str) -> ScriptO
     )
 
 
-@pytest.mark.parametrize("mpi", ["none", "pmi2"])
-def test_ddp_is_no_mpi_whatever_srun_offers(slurm: Slurm, mpi: str, tmp_path: Path) -> None:
-    outcome = srun(slurm, "fit", f"--mpi={mpi}", *TWO_NODES, cwd=tmp_path)
+@pytest.mark.parametrize(("mpi", "options"), [("none", TWO_NODES), ("pmi2", TWO_NODES), WITH_PMIX])
+def test_ddp_is_no_mpi_whatever_srun_offers(
+    slurm: Slurm, mpi: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    outcome = srun(slurm, "fit", f"--mpi={mpi}", *options, cwd=tmp_path)
     assert outcome.returncode == 0, outcome.output
-    expected = [f"rank {rank} of 4: SlurmStepEnvironment 6" for rank in range(4)]
+    ranks = 4 if options == TWO_NODES else 2
+    expected = [f"rank {rank} of {ranks}: SlurmStepEnvironment 6" for rank in range(ranks)]
     assert sorted(re.findall(r"rank .*", outcome.stdout)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "mpi", "options"),
+    [
+        ("mpich", "pmi2", ("-N2", "--ntasks-per-node=1")),
+        pytest.param("open_mpi", *WITH_PMIX.values, marks=NO_PMIX),
+    ],
+    ids=["mpich", "open_mpi"],
+)
+def test_ranks_of_mpi(slurm: Slurm, kind: str, mpi: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    if (reason := why_no(kind)) is not None:
+        pytest.skip(reason)
+    python = mpi_command(kind, 2)[-1]
+    env = {**mpi_environ(), "DEVICES": options[1][-1]}
+    outcome = slurm.run(
+        ["srun", f"--mpi={mpi}", *options, python, str(PROGRAM), "mpi"], cwd=tmp_path, env=env
+    )
+    assert outcome.returncode == 0 and not outcome.timed_out, outcome.output
+    expected = [f"rank {rank} of 2: SrunMPIEnvironment 6" for rank in range(2)]
+    assert sorted(re.findall(r"rank \d of .*", outcome.stdout)) == expected
 
 
 def test_a_step_with_fewer_tasks_than_its_job_and_tasks_alone(slurm: Slurm, tmp_path: Path) -> None:
@@ -86,11 +114,13 @@ def test_steps_without_a_port_have_one_of_their_own(slurm: Slurm, tmp_path: Path
     assert slurm.output(tmp_path, job).count(" of 2: SlurmStepEnvironment 6") == 4
 
 
-@pytest.mark.parametrize("mpi", ["none", "pmi2"])
-def test_a_requeued_job_goes_on_where_it_was(slurm: Slurm, mpi: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mpi", "options"), [("none", TWO_NODES), WITH_PMIX])
+def test_a_requeued_job_goes_on_where_it_was(
+    slurm: Slurm, mpi: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
     """Without StopTogether in the program."""
     script = f"srun --mpi={mpi} {sys.executable} {PROGRAM} requeue"
-    job = slurm.submit(script, *TWO_NODES, cwd=tmp_path, env={"RUN_FOLDER": str(tmp_path)})
+    job = slurm.submit(script, *options, cwd=tmp_path, env={"RUN_FOLDER": str(tmp_path)})
     deadline = time.monotonic() + patience(60)
     while "step 10" not in slurm.output(tmp_path, job):
         assert time.monotonic() < deadline, slurm.describe(tmp_path, job)
@@ -102,9 +132,9 @@ def test_a_requeued_job_goes_on_where_it_was(slurm: Slurm, mpi: str, tmp_path: P
     assert steps == list(range(40)), output
     saved = re.search(r"resume from (\S+\.ckpt)", output)
     assert saved is not None and Path(saved[1]).is_file()
-    assert sorted(re.findall(r"rank \d of 4: .*", output)) == [
-        f"rank {rank} of 4: SlurmStepEnvironment 40" for rank in range(4)
-    ]
+    ranks = 4 if options == TWO_NODES else 2
+    expected = [f"rank {rank} of {ranks}: SlurmStepEnvironment 40" for rank in range(ranks)]
+    assert sorted(re.findall(r"rank \d of \d: .*", output)) == expected
 
 
 @pytest.mark.parametrize("do", ["raise", "kill"])
