@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from lightning_lockstep._application.build import Components, build
 from lightning_lockstep._application.quiet import leave_out_noise
 from lightning_lockstep._application.summary import Summary, read_metrics, show, write
+from lightning_lockstep._console import say
 from lightning_lockstep._lightning import (
     Callback,
     CSVLogger,
@@ -166,6 +167,12 @@ class RunRecord(Callback):
     def validation_is_stale(self) -> bool:
         """Whether the weights have changed since the last validation."""
         return int(self._numbers[4]) != self.steps
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Say where a resumed run goes on."""
+        if trainer.ckpt_path and trainer.is_global_zero:
+            place = f"epoch {trainer.current_epoch}, optimizer step {trainer.global_step}"
+            say(f"lightning-lockstep: goes on at {place}, from {trainer.ckpt_path}")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the clock."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from lightning_lockstep.distributed.failure.folded import format_error, user_function
 from lightning_lockstep.distributed.failure.record import FailureRecord
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
+from tests.helpers import run_script
 
 # A fit warns of what other packages deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -93,3 +96,22 @@ def test_an_error_of_this_package_is_its_message(monkeypatch: pytest.MonkeyPatch
     assert format_error(raised(RankFailedError(record.report(), record))).startswith("Traceback")
     monkeypatch.setenv("LOCKSTEP_FULL_TRACEBACK", "1")
     assert format_error(error).startswith("Traceback")
+
+
+CHAINED = """
+from lightning_lockstep.distributed.failure.uncaught import print_last
+
+try:
+    error = ValueError("boom")
+    print_last(error, "rank 1 of 2 failed: ValueError: boom")
+    raise error
+except ValueError:
+    raise OSError("no space left")
+"""
+
+
+def test_the_headline_stands_also_below_an_error_that_came_of_it() -> None:
+    """As where Lightning's own handling of the failure fails in turn."""
+    outcome = run_script([sys.executable, "-c", CHAINED])
+    assert outcome.returncode == 1 and "OSError: no space left" in outcome.stderr
+    assert outcome.stderr.rstrip().endswith("rank 1 of 2 failed: ValueError: boom"), outcome.stderr

@@ -120,7 +120,7 @@ def _install_hook() -> None:
                 leave_without_waiting(exit_code)
             say_last(text)
             return
-        headline = getattr(value, "__lockstep_headline__", "")
+        headline = _headline(value)
         try:
             if _is_standard(usual) and not issubclass(kind, KeyboardInterrupt):
                 say(format_error(value).rstrip("\n") + (f"\n\n{headline}" if headline else ""))
@@ -136,6 +136,17 @@ def _install_hook() -> None:
 
     hook.__lockstep__ = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _headline(error: BaseException | None) -> str:
+    """Return the headline of an error or of the one that it followed, as where saving after it fails too."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if headline := getattr(error, "__lockstep_headline__", ""):
+            return str(headline)
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return ""
 
 
 def _is_standard(hook: Any) -> bool:
