@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import time
 
 import pytest
@@ -131,13 +133,14 @@ def test_the_exit_code_of_a_rank_that_exits_is_the_jobs() -> None:
     assert [outcome.returncode for outcome in outcomes] == [3, 3]
 
 
-def test_when_rank_zero_is_killed_the_others_say_so() -> None:
-    outcomes = run_ranks_raw(3, work, "kill", 0, 6.0, timeout=60)
-    assert outcomes[0].signal is signal.SIGKILL
-    for outcome in outcomes[1:]:
-        assert outcome.exception is not None
-        assert outcome.exception.startswith("RankFailedError: rank 0 of 3")
-        assert "is gone" in outcome.exception
+@pytest.mark.parametrize("rank", [0, 1])
+def test_when_a_rank_is_killed_the_others_say_which(rank: int) -> None:
+    """Nobody of ours has started it, so nobody knows its exit code."""
+    outcomes = run_ranks_raw(3, work, "kill", rank, 6.0, timeout=60)
+    assert outcomes[rank].signal is signal.SIGKILL
+    gone = rf"RankFailedError: rank {rank} of 3 \(host {re.escape(socket.gethostname())}, process [1-9]\d*\) is gone"
+    for outcome in outcomes[:rank] + outcomes[rank + 1 :]:
+        assert outcome.exception is not None and re.match(gone, outcome.exception), outcome.exception
 
 
 def stuck(grace: float) -> str:

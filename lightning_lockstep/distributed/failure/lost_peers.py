@@ -53,8 +53,8 @@ class LostPeers:
 
     def _hand_on(self, rank: int, summary: str, seconds: float) -> None:
         """Hand on what the receiving thread has found, which must not wait itself."""
-        host = self._channel.main_host if rank == 0 else "unknown"
-        record = FailureRecord(rank, self._channel.world_size, host, 0, "vanished", summary)
+        host, pid = self._channel.process_of(rank)
+        record = FailureRecord(rank, self._channel.world_size, host, pid, "vanished", summary)
 
         def wait() -> None:
             time.sleep(seconds)

@@ -41,8 +41,8 @@ class FailureRecord:
     Attributes:
         rank: Its number.
         world_size: Number of ranks in the run.
-        host: Host name of its node.
-        pid: Its process id on that host.
+        host: Host name of its node; empty where it is not known.
+        pid: Its process id on that host; 0 where it is not known.
         kind: ``exception``; ``exit`` (ended with a code, nothing more is known); ``signal`` (was killed);
             ``vanished`` (its host or process is gone); ``interrupt`` (Ctrl-C).
         summary: One line: the error's type and text, the exit code, or the signal.
@@ -65,10 +65,8 @@ class FailureRecord:
         """Return one line: which rank failed, where and with what."""
         place = ", ".join(f"{key} {value}" for key, value in self.where.items())
         place = f" at {place}" if place else ""
-        return (
-            f"rank {self.rank} of {self.world_size} (host {self.host}, process {self.pid})"
-            f" {_VERBS[self.kind]}{place}: {self.summary}"
-        )
+        process = f" (host {self.host}, process {self.pid})" if self.host else ""
+        return f"rank {self.rank} of {self.world_size}{process} {_VERBS[self.kind]}{place}: {self.summary}"
 
     def report(self) -> str:
         """Return the headline, the failed rank's own traceback and, below that, the headline once more."""

@@ -52,13 +52,11 @@ class SideChannel(ABC):
     Attributes:
         rank: This rank.
         world_size: Number of ranks.
-        main_host: Host name or address of rank 0, as far as it is known.
         silence_limit: How long a peer may be frozen or unreachable before ``on_silent`` is called [s].
     """
 
     rank: int
     world_size: int
-    main_host: str = "unknown"
     silence_limit: float = 120.0
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -87,6 +85,13 @@ class SideChannel(ABC):
         Ranks: any rank, alone; nothing is sent. Both are called on threads of the channel.
         """
         self._on_lost, self._on_silent = on_lost, on_silent
+
+    def process_of(self, rank: int) -> tuple[str, int]:
+        """Return host name and process id of a rank, ``("", 0)`` where this rank does not know them.
+
+        Ranks: any rank, alone; nothing is sent. Rank 0 knows all that have connected, every rank knows rank 0.
+        """
+        return "", 0
 
     @property
     def usable(self) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import queue
 from collections import defaultdict, deque
+from socket import gethostname
 from typing import Any
 
 import zmq
@@ -59,7 +62,8 @@ class Links:
         heartbeat: tuple[float, float],
         monitors: queue.SimpleQueue[tuple[int, str, Any]],
     ) -> None:
-        self._context, self._rank, self._own_address = context, rank, address
+        self._context, self._rank = context, rank
+        self._hello = json.dumps([address, gethostname(), os.getpid()]).encode()
         self._keys, self._heartbeat, self._monitors = keys, heartbeat, monitors
         self._sockets: dict[int, Any] = {}
         self._addresses: dict[int, str] = {}
@@ -116,7 +120,7 @@ class Links:
             self._monitors.put((to, address, socket.get_monitor_socket(_EVENTS)))
             self._wake.send_multipart((MONITOR,))
         socket.connect(address)
-        socket.send_multipart((HELLO, self._own_address.encode()))
+        socket.send_multipart((HELLO, self._hello))
         return socket
 
 

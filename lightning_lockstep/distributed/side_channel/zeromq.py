@@ -12,7 +12,7 @@ Nobody polls, and a post returns at once. Heartbeats, reconnection, authenticati
 Frames of a message: what it is, then JSON.
 
 =========== ==================================================================
-``hello``   the sender's address; the first message of a connection
+``hello``   the sender's address, host name and process id; the first message of a connection
 ``post``    topic and body
 ``where``   asks rank 0 for the address of a rank
 ``address`` ranks and their addresses; once rank 0 knows all, it sends them to all
@@ -33,7 +33,7 @@ from typing import Any
 
 import zmq
 
-from lightning_lockstep.distributed.side_channel.addresses import Addresses, host_and_port
+from lightning_lockstep.distributed.side_channel.addresses import Addresses
 from lightning_lockstep.distributed.side_channel.base import Message, Post, SideChannel
 from lightning_lockstep.distributed.side_channel.job_token import ChannelKeys
 from lightning_lockstep.distributed.side_channel.links import (
@@ -91,6 +91,7 @@ class ZeroMQSideChannel(SideChannel):
         self.silence_limit = silence_limit
         self._closing = False
         self._process = os.getpid()
+        self._processes: dict[int, tuple[str, int]] = {}
         self._closed_ranks: set[int] = set()
         self._lost_ranks: set[int] = set()
         self._all_closed, self._main_reached = threading.Event(), threading.Event()
@@ -135,7 +136,6 @@ class ZeroMQSideChannel(SideChannel):
         )
         if main_address is not None:
             self._addresses.add(0, main_address)
-        self.main_host = host_and_port(main_address or self.address)[0]
         self._receiver.start()
 
     @property
@@ -147,6 +147,10 @@ class ZeroMQSideChannel(SideChannel):
     def lost(self) -> bool:
         """See :attr:`SideChannel.lost`."""
         return 0 in self._lost_ranks and not self._closing
+
+    def process_of(self, rank: int) -> tuple[str, int]:
+        """See :meth:`SideChannel.process_of`."""
+        return self._processes.get(rank) or super().process_of(rank)
 
     def _put(self, post: Post) -> None:
         self._sender.put(post)
@@ -216,7 +220,9 @@ class ZeroMQSideChannel(SideChannel):
             topic, body = json.loads(content)
             self._deliver(Message(topic, sender, body))
         elif kind == HELLO:
-            self._addresses.add(sender, content.decode())
+            address, host, pid = json.loads(content)
+            self._processes[sender] = str(host), int(pid)
+            self._addresses.add(sender, str(address))
         elif kind == ADDRESS:
             self._addresses.add_all(content)
         elif kind == WHERE:
