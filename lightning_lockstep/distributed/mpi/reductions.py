@@ -21,6 +21,7 @@ from lightning_lockstep.distributed.mpi.arguments import (
 )
 from lightning_lockstep.distributed.mpi.group_engine import Call, GroupPart, Prepared, collective, is_small
 from lightning_lockstep.distributed.mpi.progress import Body
+from lightning_lockstep.distributed.mpi.sparse import all_reduce_sparse, check_sparse, is_sparse, sparse_call
 
 __all__ = ["Reductions"]
 
@@ -30,13 +31,17 @@ class Reductions(GroupPart):
 
     @collective("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = None) -> Prepared:
-        """Reduce a tensor in place on every rank.
+        """Reduce a tensor in place on every rank; of sparse tensors the sum, with any number of entries per rank.
 
         Ranks: all of the group.
         """
-        tensor, op = one(tensors), reduction(opts)
+        comm, op = self._comm, reduction(opts)
+        if is_sparse(tensors):
+            tensor = as_list(tensors)[0]
+            check_sparse(tensor, op)
+            return sparse_call(tensor, op), lambda _: all_reduce_sparse(comm, tensor), opts, False
+        tensor = one(tensors)
         operations.check_reduction(tensor, op)
-        comm = self._comm
         call = Call("all_reduce", [tensor], 0, [tensor], [tensor], tensor.nbytes, op)
         return call, lambda t: operations.all_reduce(comm, t[0], op), opts, is_small(tensor)
 
