@@ -25,7 +25,7 @@ RANKS = 4  # some tests ask for exactly four
 BACKENDS = ("gloo", "mpi4py")
 TIMEOUT = timedelta(seconds=patience(30))
 # Without --all: parts of the names of tests that need GPUs or do again what others do, and tests that mostly sleep.
-NEED_GPUS = ("averager", "cuda", "ddp", "localSGD", "nccl", "new_subgroups", "SyncBatchNorm")
+NEED_GPUS = ("averager", "cuda", "ddp", "localSGD", "nccl", "SyncBatchNorm")
 AGAIN = ("full_group",)
 SLEEP = {
     *("test_barrier", "test_barrier_timeout_group"),
