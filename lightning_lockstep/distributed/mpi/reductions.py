@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_lockstep.distributed.mpi import operations
@@ -21,7 +22,7 @@ from lightning_lockstep.distributed.mpi.arguments import (
 )
 from lightning_lockstep.distributed.mpi.group_engine import Call, GroupPart, Prepared, collective, is_small
 from lightning_lockstep.distributed.mpi.progress import Body
-from lightning_lockstep.distributed.mpi.sparse import all_reduce_sparse, check_sparse, is_sparse, sparse_call
+from lightning_lockstep.distributed.mpi.sparse import all_reduce_sparse, check_sparse, sparse_call
 
 __all__ = ["Reductions"]
 
@@ -35,9 +36,9 @@ class Reductions(GroupPart):
 
         Ranks: all of the group.
         """
-        comm, op = self._comm, reduction(opts)
-        if is_sparse(tensors):
-            tensor = as_list(tensors)[0]
+        comm, op, tensors = self._comm, reduction(opts), as_list(tensors)
+        if [tensor.layout for tensor in tensors] == [torch.sparse_coo]:
+            tensor = tensors[0]
             check_sparse(tensor, op)
             return sparse_call(tensor, op), lambda _: all_reduce_sparse(comm, tensor), opts, False
         tensor = one(tensors)

@@ -19,7 +19,7 @@ from lightning_lockstep.distributed.mpi.group_engine import Call
 from lightning_lockstep.distributed.mpi.operations import all_gather, all_gather_into
 from lightning_lockstep.distributed.mpi.progress import Body
 
-__all__ = ["all_reduce_sparse", "check_sparse", "is_sparse", "sparse_call"]
+__all__ = ["all_reduce_sparse", "check_sparse", "sparse_call"]
 
 # Those whose sparse tensors torch can add, and the half precisions, which are added in float32.
 _DTYPES = {
@@ -27,13 +27,6 @@ _DTYPES = {
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 }
 _HALF = (torch.float16, torch.bfloat16)
-
-
-def is_sparse(given: Any) -> bool:
-    """Return whether this is one sparse tensor in coordinate format, alone in a list or not."""
-    if isinstance(given, (list, tuple)) and len(given) == 1:
-        given = given[0]
-    return isinstance(given, Tensor) and given.layout is torch.sparse_coo
 
 
 def check_sparse(tensor: Tensor, op: str) -> None:
@@ -48,8 +41,8 @@ def check_sparse(tensor: Tensor, op: str) -> None:
     """
     if op != "sum":
         raise ValueError(
-            f"all_reduce was given {op} for a sparse tensor: expected sum, or a dense tensor; call"
-            " to_dense() first."
+            f"all_reduce was given {op} for a sparse tensor: expected sum. Call to_dense() first for"
+            " another reduction."
         )
     if not tensor.is_cpu:
         raise ValueError(
