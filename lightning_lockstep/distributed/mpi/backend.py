@@ -15,6 +15,7 @@ releases call ``_allgather_base``, ``_reduce_scatter_base`` and ``alltoall_base`
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,7 @@ from lightning_lockstep._tables import plain_table
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime, start_runtime
 from lightning_lockstep.errors import LaunchError
 
-__all__ = ["MPIBackendOptions", "default_options", "register_mpi_backend"]
+__all__ = ["MPIBackendOptions", "default_options", "mpi_ranks", "register_mpi_backend"]
 
 NAME = "mpi4py"
 
@@ -72,12 +73,12 @@ def _create(given: Any, options: MPIBackendOptions | None = None) -> dist.Proces
 
     chosen = options if isinstance(options, MPIBackendOptions) else _defaults
     rank, size, name = given.group_rank, given.group_size, str(given.group_id)
-    members = _members(runtime, given.store, rank, size, given.timeout)
     # Torch lists no ranks for the default group.
-    ranks = list(given.global_ranks_in_group)
+    ranks = list(given.global_ranks_in_group) or range(size)
+    members = mpi_ranks(runtime, given.store, rank, ranks, given.timeout)
     settings = GroupSettings(
-        name=name if ranks else "world",
-        ranks=ranks or range(size),
+        name=name if given.global_ranks_in_group else "world",
+        ranks=ranks,
         timeout=given.timeout.total_seconds(),
         check=chosen.check and size > 1,
         cuda_aware=runtime.cuda_aware if chosen.cuda_aware is None else chosen.cuda_aware,
@@ -86,15 +87,33 @@ def _create(given: Any, options: MPIBackendOptions | None = None) -> dist.Proces
     return MPIProcessGroup(given.store, rank, size, runtime, collectives, messages, settings)
 
 
-def _members(runtime: MPIRuntime, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[int]:
-    """Return the ranks of the group's members in ``COMM_WORLD``, once all have written theirs to the store."""
-    store.set(f"mpi/{rank}", f"{runtime.rank} {runtime.size} {runtime.library}")
-    keys = [f"mpi/{other}" for other in range(size)]
+def mpi_ranks(
+    runtime: MPIRuntime, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
+) -> list[int]:
+    """Return the ranks of a group's members in ``COMM_WORLD``.
+
+    Groups without a common member may have one name, and so share a store, where each is made by its own members
+    alone, as ``new_subgroups(group=...)`` does. So the store keeps them by the ranks of the default group.
+
+    Args:
+        runtime: MPI of this process.
+        store: Store of the group.
+        rank: This rank, in the group.
+        ranks: The group's ranks, by their numbers in the default group.
+        timeout: Longest wait for the others.
+
+    Raises:
+        LaunchError: The ranks do not belong to one MPI job.
+
+    Ranks: all of the group; each waits for the entries of the others in the store.
+    """
+    store.set(f"mpi/{ranks[rank]}", f"{runtime.rank} {runtime.size} {runtime.library}")
+    keys = [f"mpi/{other}" for other in ranks]
     store.wait(keys, timeout)
     found = [bytes(value).decode().split(" ", 2) for value in store.multi_get(keys)]
     members = [int(one[0]) for one in found]
-    if len(set(members)) < size or len({(one[1], one[2]) for one in found}) > 1:
-        rows = [(i, *one) for i, one in enumerate(found)]
+    if len(set(members)) < len(ranks) or len({(one[1], one[2]) for one in found}) > 1:
+        rows = [(other, *one) for other, one in zip(ranks, found, strict=True)]
         table = plain_table(("rank", "rank in MPI", "size of MPI", "MPI library"), rows)
         raise LaunchError(
             f"The ranks were not started as one MPI job:\n\n{table}\n\n"

@@ -56,16 +56,16 @@ class Call(NamedTuple):
 
     Attributes:
         operation: Its name in torch.distributed.
-        tensors: All tensors, of one dtype; those before ``reads`` are only read.
+        tensors: All tensors that MPI is given, of one dtype; those before ``reads`` are only read.
         reads: How many are only read.
-        shown: Tensors whose shapes a message shows.
+        shown: Tensors whose shapes a message shows, of the same dtype.
         result: What its future gives.
         nbytes: Size of its largest MPI collective, the same on every rank; 0 when it is made of messages.
         reduce_op: How it reduces, if it does.
         root: The one rank, in the group, that sends or receives, if there is one.
         compared: Tensors whose shapes must be equal on all ranks; by default those that are shown.
         pairwise: Whether what each rank sends must be as large as what the receiver expects.
-        note: What is wrong with the arguments.
+        note: What a message shows instead of the shapes, compared too: what is wrong with the arguments, say.
     """
 
     operation: str
@@ -82,7 +82,7 @@ class Call(NamedTuple):
 
     def signature(self) -> Hashable:
         """Return what must be equal on all ranks."""
-        dtype = self.tensors[0].dtype if self.tensors else None
+        dtype = self.shown[0].dtype if self.shown else None
         shapes = [tensor.shape for tensor in (self.shown if self.compared is None else self.compared)]
         return self.operation, self.reduce_op, self.root, dtype, self.note, *shapes
 

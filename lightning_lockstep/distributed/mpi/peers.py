@@ -70,9 +70,11 @@ class Peers:
         own = self._comm.rank
         others = [rank for rank in range(self._comm.size) if rank != own]
         with suppress(dist.DistError):
-            self._store.set(f"stalled/{number}/{own}", b"1")
+            self._store.set(f"stalled/{number}/{self._ranks[own]}", b"1")
             time.sleep(0.5)
-            others = [rank for rank in others if not self._store.check([f"stalled/{number}/{rank}"])]
+            others = [
+                rank for rank in others if not self._store.check([f"stalled/{number}/{self._ranks[rank]}"])
+            ]
         if not others:
             return f"all ranks have arrived at collective #{number}, but not at the same time"
         return f"{self._listed(others)} did not arrive at collective #{number}"

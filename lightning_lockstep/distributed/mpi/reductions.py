@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_lockstep.distributed.mpi import operations
@@ -21,6 +22,7 @@ from lightning_lockstep.distributed.mpi.arguments import (
 )
 from lightning_lockstep.distributed.mpi.group_engine import Call, GroupPart, Prepared, collective, is_small
 from lightning_lockstep.distributed.mpi.progress import Body
+from lightning_lockstep.distributed.mpi.sparse import all_reduce_sparse, check_sparse, sparse_call
 
 __all__ = ["Reductions"]
 
@@ -30,13 +32,17 @@ class Reductions(GroupPart):
 
     @collective("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = None) -> Prepared:
-        """Reduce a tensor in place on every rank.
+        """Reduce a tensor in place on every rank; of sparse tensors the sum, with any number of entries per rank.
 
         Ranks: all of the group.
         """
-        tensor, op = one(tensors), reduction(opts)
+        comm, op, tensors = self._comm, reduction(opts), as_list(tensors)
+        if [tensor.layout for tensor in tensors] == [torch.sparse_coo]:
+            tensor = tensors[0]
+            check_sparse(tensor, op)
+            return sparse_call(tensor, op), lambda _: all_reduce_sparse(comm, tensor), opts, False
+        tensor = one(tensors)
         operations.check_reduction(tensor, op)
-        comm = self._comm
         call = Call("all_reduce", [tensor], 0, [tensor], [tensor], tensor.nbytes, op)
         return call, lambda t: operations.all_reduce(comm, t[0], op), opts, is_small(tensor)
 

@@ -146,7 +146,7 @@ def wrong_on_one_rank(rank, size):
 def wrong_everywhere(rank, size):
     return [
         caught(dist.all_reduce, torch.ones(2, device="meta")),
-        caught(dist.all_reduce, torch.ones(2).to_sparse()),
+        caught(dist.broadcast, torch.ones(2).to_sparse(), 0),
         caught(dist.all_gather, [torch.zeros(2)], torch.ones(2)),
         caught(dist.all_reduce, torch.ones(2), dist.ReduceOp.BAND),
         caught(dist.reduce_scatter_tensor, torch.zeros(2), torch.zeros(5)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -103,4 +103,5 @@ def spec_of(fullname: str) -> ModuleSpec | None:
         _lazy.real()
         if fullname in sys.modules:  # importing the package has brought it
             return ModuleSpec(fullname, _Loader(sys.modules[fullname]))  # type: ignore[arg-type]
+        return PathFinder.find_spec(fullname, sys.modules[NAME].__path__)  # that of its parent is empty
     return None
