@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
 from lightning_lockstep._console import say
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import BatchSizeFinder, LightningModule, Trainer, _TunerExitException
 from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.memory.malloc import return_freed_memory
 from lightning_lockstep.batch_size.memory.meter import MemoryMeter, meter_for, parse_bytes
 from lightning_lockstep.batch_size.recovery.guarded_step import GuardedOptimization
 from lightning_lockstep.batch_size.recovery.recover import Recovery
-from lightning_lockstep.batch_size.report import (
-    SearchResult,
-    draw,
-    read_result,
-    table,
-    write_result,
-)
+from lightning_lockstep.batch_size.refused import SearchRefusedError
+from lightning_lockstep.batch_size.report import SearchResult, draw, read_result, table, write_result
+from lightning_lockstep.batch_size.runnable import largest_runnable, why_not_runnable
 from lightning_lockstep.batch_size.search import SizeSearch, search_for
 from lightning_lockstep.batch_size.search_run import fingerprint_of, refuse_strategy, run_search
 from lightning_lockstep.batch_size.settings import AutoBatchSizeSettings
 from lightning_lockstep.batch_size.trial import TrialRunner
-from lightning_lockstep.callbacks.effective_batch_size import keep_effective_batch
+from lightning_lockstep.callbacks.drop_in import faults_as_lightnings
+from lightning_lockstep.callbacks.effective_batch_size import (
+    EffectiveBatchSize,
+    keep_effective_batch,
+    unaccumulated,
+)
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.ddp_reducer import untouched_buckets, why_not_resumable
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.random_state import RandomState
+from lightning_lockstep.steps.snapshot import Snapshot
 
 __all__ = ["AutoBatchSize"]
 
 
-class AutoBatchSize(Callback):
+class AutoBatchSize(BatchSizeFinder):
     """Finds the largest batch size that fits on every rank, before a fit, validate, test or predict.
 
     All ranks try the same size at the same time, each by itself; a size fits when it fits on all of them. The
-    run then starts from exactly the state in which it was.
+    run then starts from exactly the state in which it was. While a size is tried, every attribute of that name holds
+    it; afterwards the size found, or, if the search raises, what it was before.
+
+    It takes the place of Lightning's ``BatchSizeFinder``: arguments up to ``max_val``, hooks, ``scale_batch_size``
+    and ``optimal_batch_size`` are those. For Lightning's ``Tuner`` see :class:`LockstepTuner`.
 
     Args:
         mode: ``model`` fits memory = a + b x size to small trials, predicts the largest size and confirms it
@@ -52,11 +61,13 @@ class AutoBatchSize(Callback):
             is made with. Not used when a DataLoader is passed to ``fit()``.
         margin: Share by which the answer stays below the largest size that fitted (0 to 1); not applied in
             mode ``power``, nor where the data or ``max_val`` were the limit.
-        max_val: Largest size to try.
+        max_val: Largest size to try. Sizes with which the run could not begin are never tried: the loader cannot
+            be made, an epoch has no full batch (``drop_last``), or less than one under ``limit_train_batches``.
         memory_limit: Most memory that a rank may use, in bytes or as ``"4GiB"``. By default what the device
             has free; on CPU ``RLIMIT_AS``, the control group's limit or the host's memory, divided by the
             ranks of the host.
-        limit: ``shard``: never larger than the data one rank gets. ``None`` repeats samples to go on.
+        limit: ``shard``: never larger than the data one rank gets. ``None`` tries larger ones too, with
+            samples repeated.
         effective_batch_size: Keep this global batch (samples of all ranks in one optimizer step) by gradient
             accumulation; see :class:`EffectiveBatchSize`.
         on_oom: When memory runs out in a training step later: ``raise``; ``split`` runs that batch again in
@@ -67,27 +78,34 @@ class AutoBatchSize(Callback):
 
     Attributes:
         result: What the last search found, or ``None``.
+        optimal_batch_size: Samples per rank that the last search found; before it ``init_val``, and ``None`` under
+            ``fast_dev_run``.
         batches_split: Batches split or skipped in mid-run on any rank, known on rank 0 (and after every
             epoch on all ranks).
 
     Raises:
-        ConfigurationError: An argument cannot be used; all faults at once.
-        BatchSizeError: No size fits, or a search is not possible here. (On every rank, at the start.)
+        ConfigurationError: An argument cannot be used; all faults at once. It is a ``MisconfigurationException`` too.
+        BatchSizeError: No size fits, or a search is not possible here, which is a ``MisconfigurationException`` too.
+            (On every rank, at the start.)
+
+    Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.BatchSizeFinder.html
 
     Ranks: add it on every rank alike. A trial costs one all-reduce of 24 bytes on the CPU. In mid-run nothing
         is sent unless memory runs out; a step then pays for one ``try`` and a look at its gradients.
     """
 
+    SUPPORTED_MODES: tuple[str, ...] = ("model", "binsearch", "power", "off")  # type: ignore[assignment]
+
     def __init__(
         self,
         mode: Literal["model", "binsearch", "power", "off"] = "model",
-        *,
         steps_per_trial: int = 2,
         init_val: int = 2,
         max_trials: int = 25,
         batch_arg_name: str = "batch_size",
         margin: float = 0.05,
         max_val: int = 8192,
+        *,
         memory_limit: str | int | float | None = None,
         limit: Literal["shard"] | None = "shard",
         effective_batch_size: int | None = None,
@@ -96,23 +114,24 @@ class AutoBatchSize(Callback):
         reuse: bool = True,
         plot: bool = False,
     ) -> None:
-        super().__init__()
-        self.settings = AutoBatchSizeSettings(
-            mode=mode,
-            steps_per_trial=steps_per_trial,
-            init_val=init_val,
-            max_trials=max_trials,
-            batch_arg_name=batch_arg_name,
-            margin=margin,
-            max_val=max_val,
-            memory_limit=memory_limit,
-            limit=limit,
-            effective_batch_size=effective_batch_size,
-            on_oom=on_oom,
-            loss_reduction=loss_reduction,
-            reuse=reuse,
-            plot=plot,
-        )
+        with faults_as_lightnings():
+            self.settings = AutoBatchSizeSettings(
+                mode=cast(Any, str(mode).lower()),  # as Lightning does
+                steps_per_trial=steps_per_trial,
+                init_val=init_val,
+                max_trials=max_trials,
+                batch_arg_name=batch_arg_name,
+                margin=margin,
+                max_val=max_val,
+                memory_limit=memory_limit,
+                limit=limit,
+                effective_batch_size=effective_batch_size,
+                on_oom=on_oom,
+                loss_reduction=loss_reduction,
+                reuse=reuse,
+                plot=plot,
+            )
+        super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self.result: SearchResult | None = None
         self.batches_split = 0
         self.search: SizeSearch | None = None
@@ -122,34 +141,35 @@ class AutoBatchSize(Callback):
 
     # -- when ---------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
+        """Refuse a strategy under which no size can be tried. Ranks: all, alike; nothing is sent."""
+        if self.settings.mode != "off" and not getattr(trainer, "fast_dev_run", False):
+            refuse_strategy(trainer)
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and guard the steps to come. Ranks: all, together."""
-        if self.settings.mode != "off":
-            self.find(trainer, pl_module)
-        elif self.settings.effective_batch_size is not None:
-            place = BatchLoaders(trainer, pl_module, self.settings.batch_arg_name)
-            self._keep_effective(trainer, place, place.size)
+        super().on_fit_start(trainer, pl_module)
+        if self.settings.mode == "off" and self.settings.effective_batch_size is not None:
+            place = unaccumulated(trainer, pl_module, self.settings.batch_arg_name)
+            self._apply(trainer, place, place.size)
         if self.settings.on_oom != "raise":
             self._guard(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search before ``Trainer.validate``. Ranks: all, together."""
-        if (
-            trainer.state.fn is not None
-            and trainer.state.fn.value == "validate"
-            and self.settings.mode != "off"
-        ):
-            self.find(trainer, pl_module)
+    def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search, unless ``mode`` is ``off``; the hooks that come before a loop call this.
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search before ``Trainer.test``. Ranks: all, together."""
-        if self.settings.mode != "off":
-            self.find(trainer, pl_module)
+        A subclass may call it elsewhere, in ``on_train_epoch_start`` for example.
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search before ``Trainer.predict``. Ranks: all, together."""
-        if self.settings.mode != "off":
-            self.find(trainer, pl_module)
+        Raises:
+            BatchSizeError: As :meth:`find`.
+
+        Ranks: all, together.
+        """
+        if self.settings.mode == "off":
+            return
+        self.find(trainer, pl_module)
+        if self._early_exit:
+            raise _TunerExitException
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -192,7 +212,7 @@ class AutoBatchSize(Callback):
     # -- what ---------------------------------------------------------------------------------------------
 
     def find(self, trainer: Trainer, pl_module: LightningModule) -> int | None:
-        """Search now; a callback of your own may call it, at an epoch's start for example.
+        """Search now, and let the run go on with what is found.
 
         Returns:
             The batch size per rank, or ``None`` under ``fast_dev_run``.
@@ -202,34 +222,54 @@ class AutoBatchSize(Callback):
 
         Ranks: all, together.
         """
-        communicator, settings = current_communicator(), self.settings
+        communicator = current_communicator()
         write: Callable[[str], None] = say if communicator.is_main else lambda text: None
+        self.optimal_batch_size = None
         if getattr(trainer, "fast_dev_run", False):
             write("AutoBatchSize: no search under fast_dev_run")
             return None
         refuse_strategy(trainer)
-        place = BatchLoaders(trainer, pl_module, settings.batch_arg_name)
-        if len(place.loaders) > 1 and trainer.state.fn is not None and trainer.state.fn.value != "fit":
-            raise BatchSizeError(
-                f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch only."
-                " Pass one loader at a time."
-            )
-        fingerprint = fingerprint_of(trainer, pl_module, self._conditions())
+        requested = self._global_batch(trainer)
+        # What is accumulated is decided afterwards, by the size found.
+        accumulate = trainer.accumulate_grad_batches if requested is None else 1
+        with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
+            place = BatchLoaders(trainer, pl_module, self.settings.batch_arg_name)
+            if len(place.loaders) > 1 and _loop_of(trainer) != "fit":
+                raise SearchRefusedError(
+                    f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch"
+                    " only. Pass one loader at a time."
+                )
+            with place.attributes.former_afterwards():
+                most = self._most(trainer, place, communicator, requested, write)
+        with place.attributes.former_on_error():
+            self.optimal_batch_size = self._known_or_found(trainer, pl_module, place, most, write)
+        return self.optimal_batch_size
+
+    def _known_or_found(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        place: BatchLoaders,
+        most: int,
+        write: Callable[[str], None],
+    ) -> int:
+        fingerprint = fingerprint_of(trainer, module, self._conditions())
         known = self._known_size(trainer, fingerprint)
-        if known is not None:
-            size, tight = known
-            write(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
-            if tight:
-                return_freed_memory()
-            self._keep_effective(trainer, place, size)
-            return place.size
-        return self._search(trainer, pl_module, place, fingerprint, write)
+        if known is None or known[0] > most:
+            return self._search(trainer, module, place, most, fingerprint, write)
+        size, tight = known
+        write(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
+        if tight:
+            return_freed_memory()
+        self._apply(trainer, place, size)
+        return place.size
 
     def _search(
         self,
         trainer: Trainer,
         module: LightningModule,
         place: BatchLoaders,
+        most: int,
         fingerprint: Mapping[str, Any],
         write: Callable[[str], None],
     ) -> int:
@@ -239,7 +279,7 @@ class AutoBatchSize(Callback):
         self.search = search = search_for(
             settings.mode,
             init_val=settings.init_val,
-            max_val=self._most(place, communicator),
+            max_val=most,
             max_trials=settings.max_trials,
             noise=None if meter is None else meter.noise,
         )
@@ -249,7 +289,7 @@ class AutoBatchSize(Callback):
         margin = 0.0 if settings.mode == "power" else settings.margin
         found = run_search(search, runner, meter=meter, margin=margin, communicator=communicator, say=write)
         self._found = {"size": found.size, "tight": found.tight, "fingerprint": dict(fingerprint)}
-        self._keep_effective(trainer, place, found.size)
+        self._apply(trainer, place, found.size)
         self.result = SearchResult(
             size=place.size,
             largest=search.low,
@@ -278,12 +318,27 @@ class AutoBatchSize(Callback):
             owed=untouched_buckets(trainer.strategy.model),
         )
 
-    def _most(self, place: BatchLoaders, communicator: Communicator) -> int:
+    def _most(
+        self,
+        trainer: Trainer,
+        place: BatchLoaders,
+        communicator: Communicator,
+        requested: int | None,
+        write: Callable[[str], None],
+    ) -> int:
         """The largest size to try on any rank [samples per rank]."""
-        if self.settings.limit != "shard":
-            return self.settings.max_val
-        shard = torch.tensor(place.samples, dtype=torch.int64)
-        return min(self.settings.max_val, int(communicator.all_reduce(shard, "min")))
+        most = self.settings.max_val
+        if requested is not None:
+            most = min(most, math.ceil(requested / communicator.world_size))
+        if self.settings.limit == "shard":
+            shard = torch.tensor(place.samples, dtype=torch.int64)
+            most = min(most, int(communicator.all_reduce(shard, "min")))
+        runnable, reason = largest_runnable(
+            lambda size: why_not_runnable(trainer, place, size), most=most, communicator=communicator
+        )
+        if reason:
+            write(f"AutoBatchSize: more than {runnable} per rank cannot be run: {reason}")
+        return runnable
 
     def _report(self, trainer: Trainer, result: SearchResult, write: Callable[[str], None]) -> None:
         write(table(result))
@@ -294,13 +349,31 @@ class AutoBatchSize(Callback):
         except OSError as error:  # on this rank alone: the others go on
             say(f"AutoBatchSize: the result could not be written to {trainer.default_root_dir}: {error}")
 
-    def _keep_effective(self, trainer: Trainer, place: BatchLoaders, largest: int) -> None:
-        requested = self.settings.effective_batch_size
-        if requested is None or (trainer.state.fn is not None and trainer.state.fn.value != "fit"):
+    def _global_batch(self, trainer: Trainer) -> int | None:
+        """The global batch that this callback or an :class:`EffectiveBatchSize` keeps in this loop."""
+        if _loop_of(trainer) != "fit":
+            return None
+        asked = {each.global_batch_size for each in _keepers(trainer)} | {self.settings.effective_batch_size}
+        asked.discard(None)
+        if len(asked) > 1:
+            raise SearchRefusedError(
+                f"effective_batch_size={self.settings.effective_batch_size} and EffectiveBatchSize ask for global"
+                f" batches of {' and '.join(map(str, sorted(filter(None, asked))))}: expected one. Give either of them."
+            )
+        return next(iter(asked), None)
+
+    def _apply(self, trainer: Trainer, place: BatchLoaders, largest: int) -> None:
+        """Let the run go on with that size, or with the part of it that keeps the global batch."""
+        requested, speaks = self.settings.effective_batch_size, current_communicator().is_main
+        keepers = [
+            each for each in _keepers(trainer) if each.plan is not None
+        ]  # the turn of others is to come
+        if _loop_of(trainer) == "fit" and keepers:
+            keepers[0].divide(trainer, place, largest=largest)
+        elif _loop_of(trainer) == "fit" and requested is not None:
+            keep_effective_batch(trainer, place, requested, largest=largest, speaks=speaks)
+        else:
             place.apply(largest)
-            return
-        speaks = current_communicator().is_main
-        keep_effective_batch(trainer, place, requested, largest=largest, speaks=speaks)
 
     def _conditions(self) -> dict[str, Any]:
         return {
@@ -347,3 +420,12 @@ class AutoBatchSize(Callback):
         # Every batch of a run may be split from some point on; the number is logged, a few lines are enough.
         if self.batches_split <= 3 or str(self.batches_split).strip("0") in ("1", "3"):
             say(f"AutoBatchSize: rank {rank} {text} ({self.batches_split} so far)")
+
+
+def _loop_of(trainer: Trainer) -> str:
+    return trainer.state.fn.value if trainer.state.fn is not None else "fit"
+
+
+def _keepers(trainer: Trainer) -> list[EffectiveBatchSize]:
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    return [each for each in callbacks if isinstance(each, EffectiveBatchSize)]

@@ -18,6 +18,7 @@ from lightning_lockstep.batch_size.effective_batch import (
 from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.patching import replaced
 
 __all__ = ["EffectiveBatchSize"]
 
@@ -68,20 +69,58 @@ class EffectiveBatchSize(Callback):
         self.reference_batch_size = reference_batch_size or global_batch_size
         self.plan: EffectiveBatch | None = None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the plan of an earlier fit. Ranks: any, alone."""
+        if stage == "fit":
+            self.plan = None
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Divide the global batch. Ranks: all, alike; nothing is sent."""
-        place = BatchLoaders(trainer, pl_module, self.batch_arg_name)
+        place = unaccumulated(trainer, pl_module, self.batch_arg_name)
+        self.divide(trainer, place, largest=place.size)
+
+    def divide(self, trainer: Trainer, place: BatchLoaders, *, largest: int) -> None:
+        """Divide the global batch, or divide it anew after a search for another micro-batch.
+
+        Args:
+            trainer: The Trainer, in a fit.
+            place: Where the batch size lives.
+            largest: Largest micro-batch.
+
+        Raises:
+            BatchSizeError: As :func:`keep_effective_batch`.
+
+        Ranks: all, alike; nothing is sent.
+        """
         speaks = current_communicator().is_main
+        reference = self.reference_batch_size if self.plan is None else self.plan.total
         self.plan = keep_effective_batch(
-            trainer, place, self.global_batch_size, largest=place.size, speaks=speaks
+            trainer, place, self.global_batch_size, largest=largest, speaks=speaks
         )
         scale_learning_rates(
             trainer,
             total=self.plan.total,
-            reference=self.reference_batch_size,
+            reference=reference,
             scaling=self.lr_scaling,
             say=say if speaks else lambda text: None,
         )
+
+
+def unaccumulated(trainer: Trainer, module: LightningModule, name: str) -> BatchLoaders:
+    """Return where the batch size lives, before it is decided how many micro-batches are accumulated.
+
+    Args:
+        trainer: The Trainer, in a fit.
+        module: Its module.
+        name: Name of the attribute.
+
+    Raises:
+        BatchSizeError: As :class:`BatchLoaders`.
+
+    Ranks: every rank; the loader's hook is called once, nothing else is sent.
+    """
+    with replaced(trainer, accumulate_grad_batches=1):  # a loader's hook may look at it
+        return BatchLoaders(trainer, module, name)
 
 
 def keep_effective_batch(
