@@ -253,9 +253,9 @@ class AutoBatchSize(BatchSizeFinder):
         most: int,
         write: Callable[[str], None],
     ) -> int:
-        fingerprint = fingerprint_of(trainer, module, self._conditions())
+        fingerprint = fingerprint_of(trainer, module, self._conditions(most))
         known = self._known_size(trainer, fingerprint)
-        if known is None or known[0] > most:
+        if known is None:
             return self._search(trainer, module, place, most, fingerprint, write)
         size, tight = known
         write(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
@@ -365,9 +365,7 @@ class AutoBatchSize(BatchSizeFinder):
     def _apply(self, trainer: Trainer, place: BatchLoaders, largest: int) -> None:
         """Let the run go on with that size, or with the part of it that keeps the global batch."""
         requested, speaks = self.settings.effective_batch_size, current_communicator().is_main
-        keepers = [
-            each for each in _keepers(trainer) if each.plan is not None
-        ]  # the turn of others is to come
+        keepers = _keepers(trainer)
         if _loop_of(trainer) == "fit" and keepers:
             keepers[0].divide(trainer, place, largest=largest)
         elif _loop_of(trainer) == "fit" and requested is not None:
@@ -375,8 +373,9 @@ class AutoBatchSize(BatchSizeFinder):
         else:
             place.apply(largest)
 
-    def _conditions(self) -> dict[str, Any]:
+    def _conditions(self, most: int) -> dict[str, Any]:
         return {
+            "most": most,
             "memory_limit": self.settings.memory_limit,
             "margin": self.settings.margin,
             "mode": self.settings.mode,

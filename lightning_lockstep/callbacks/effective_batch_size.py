@@ -75,7 +75,9 @@ class EffectiveBatchSize(Callback):
             self.plan = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Divide the global batch. Ranks: all, alike; nothing is sent."""
+        """Divide the global batch, unless a search has just done that. Ranks: all, alike; nothing is sent."""
+        if self.plan is not None:
+            return
         place = unaccumulated(trainer, pl_module, self.batch_arg_name)
         self.divide(trainer, place, largest=place.size)
 
