@@ -11,6 +11,7 @@ from lightning_lockstep._lightning import (
     Tuner,
     _MultiProcessingLauncher,
 )
+from lightning_lockstep._lightning.internals import search_only
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.callbacks.drop_in import faults_as_lightnings
@@ -80,7 +81,7 @@ class LockstepTuner(Tuner):
         finder = AutoBatchSize(mode, *args, **settings)  # type: ignore[arg-type]
         with faults_as_lightnings():
             _check(trainer, method, fit=(train_dataloaders, val_dataloaders), others=dataloaders, mode=mode)
-        finder._early_exit = True
+        search_only(finder)
         trainer.callbacks = [finder, *trainer.callbacks]
         loaders = (train_dataloaders, val_dataloaders) if method == "fit" else (dataloaders,)
         try:

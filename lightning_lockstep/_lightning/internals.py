@@ -226,6 +226,14 @@ def divides_data(trainer: Any) -> bool:
     return bool(connector.use_distributed_sampler and connector.is_distributed)
 
 
+@touches(
+    "BatchSizeFinder._early_exit", why="Lightning's Tuner asks its finder in this way to leave out the run"
+)
+def search_only(finder: Any) -> None:
+    """Have the run of a batch size finder end with its search."""
+    finder._early_exit = True
+
+
 @touches("LightningModule._on_before_batch_transfer", why="the hooks of a batch on its way to the device")
 def before_batch_transfer(module: Any, batch: Any) -> Any:
     """Return the batch as the module's hooks hand it on before it goes to the device."""
