@@ -6,9 +6,11 @@ Memory is another matter. A loader that cannot be made with a size, an epoch wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_lockstep._lightning import CombinedLoader, Trainer
@@ -17,9 +19,44 @@ from lightning_lockstep.batch_size.loaders import BatchLoaders, samples_of_rank
 from lightning_lockstep.batch_size.refused import SearchRefusedError
 from lightning_lockstep.distributed import Communicator
 
-__all__ = ["batches_fault", "largest_runnable", "why_not_runnable"]
+__all__ = ["batches_fault", "largest_runnable", "largest_to_try", "why_not_runnable"]
 
 _LIMITS = {"fit": "limit_train_batches", "validate": "limit_val_batches"}
+
+
+def largest_to_try(
+    trainer: Trainer,
+    place: BatchLoaders,
+    *,
+    max_val: int,
+    within_shard: bool,
+    global_batch: int | None,
+    communicator: Communicator,
+) -> tuple[int, str]:
+    """Return the largest size that a search may try, and why none above it can be run; empty where one could.
+
+    Args:
+        trainer: The Trainer, in a loop.
+        place: Where the size lives; its attributes are as before afterwards.
+        max_val: No size is larger [samples per rank].
+        within_shard: Whether no size is larger than the data that every rank gets.
+        global_batch: Samples of all ranks in an optimizer step, of which no size is more than one rank's share.
+        communicator: Of all ranks.
+
+    Raises:
+        SearchRefusedError: Not even size 1 can be run.
+
+    Ranks: all, together; an all-reduce of 8 bytes, and what :func:`largest_runnable` sends.
+    """
+    most = max_val
+    if global_batch is not None:
+        most = min(most, math.ceil(global_batch / communicator.world_size))
+    if within_shard:
+        most = min(most, int(communicator.all_reduce(torch.tensor(place.samples), "min")))
+    with place.attributes.former_afterwards():
+        return largest_runnable(
+            lambda size: why_not_runnable(trainer, place, size), most=most, communicator=communicator
+        )
 
 
 def largest_runnable(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
-
-import torch
 
 from lightning_lockstep._console import say
 from lightning_lockstep._lightning import BatchSizeFinder, LightningModule, Trainer, _TunerExitException
@@ -18,16 +15,17 @@ from lightning_lockstep.batch_size.memory.meter import MemoryMeter, meter_for, p
 from lightning_lockstep.batch_size.recovery.guarded_step import GuardedOptimization
 from lightning_lockstep.batch_size.recovery.recover import Recovery
 from lightning_lockstep.batch_size.refused import SearchRefusedError
-from lightning_lockstep.batch_size.report import SearchResult, draw, read_result, table, write_result
-from lightning_lockstep.batch_size.runnable import largest_runnable, why_not_runnable
+from lightning_lockstep.batch_size.report import SearchResult, draw, known_size, table, write_result
+from lightning_lockstep.batch_size.runnable import largest_to_try
 from lightning_lockstep.batch_size.search import SizeSearch, search_for
 from lightning_lockstep.batch_size.search_run import fingerprint_of, refuse_strategy, run_search
 from lightning_lockstep.batch_size.settings import AutoBatchSizeSettings
 from lightning_lockstep.batch_size.trial import TrialRunner
 from lightning_lockstep.callbacks.drop_in import faults_as_lightnings
 from lightning_lockstep.callbacks.effective_batch_size import (
-    EffectiveBatchSize,
-    keep_effective_batch,
+    apply_size,
+    in_fit,
+    requested_global_batch,
     unaccumulated,
 )
 from lightning_lockstep.distributed import Communicator, current_communicator
@@ -90,7 +88,8 @@ class AutoBatchSize(BatchSizeFinder):
 
     Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.BatchSizeFinder.html
 
-    Ranks: add it on every rank alike. A trial costs one all-reduce of 24 bytes on the CPU. In mid-run nothing
+    Ranks: add it on every rank alike. Before the first trial the ranks agree on the largest size that all can run;
+        a trial costs one all-reduce of 24 bytes on the CPU. In mid-run nothing
         is sent unless memory runs out; a step then pays for one ``try`` and a look at its gradients.
     """
 
@@ -151,7 +150,7 @@ class AutoBatchSize(BatchSizeFinder):
         super().on_fit_start(trainer, pl_module)
         if self.settings.mode == "off" and self.settings.effective_batch_size is not None:
             place = unaccumulated(trainer, pl_module, self.settings.batch_arg_name)
-            self._apply(trainer, place, place.size)
+            apply_size(trainer, place, place.size, requested=self.settings.effective_batch_size)
         if self.settings.on_oom != "raise":
             self._guard(trainer, pl_module)
 
@@ -229,18 +228,26 @@ class AutoBatchSize(BatchSizeFinder):
             write("AutoBatchSize: no search under fast_dev_run")
             return None
         refuse_strategy(trainer)
-        requested = self._global_batch(trainer)
+        requested = requested_global_batch(trainer, self.settings.effective_batch_size)
         # What is accumulated is decided afterwards, by the size found.
         accumulate = trainer.accumulate_grad_batches if requested is None else 1
         with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
             place = BatchLoaders(trainer, pl_module, self.settings.batch_arg_name)
-            if len(place.loaders) > 1 and _loop_of(trainer) != "fit":
+            if len(place.loaders) > 1 and not in_fit(trainer):
                 raise SearchRefusedError(
                     f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch"
                     " only. Pass one loader at a time."
                 )
-            with place.attributes.former_afterwards():
-                most = self._most(trainer, place, communicator, requested, write)
+            most, reason = largest_to_try(
+                trainer,
+                place,
+                max_val=self.settings.max_val,
+                within_shard=self.settings.limit == "shard",
+                global_batch=requested,
+                communicator=communicator,
+            )
+        if reason:
+            write(f"AutoBatchSize: more than {most} per rank cannot be run: {reason}")
         with place.attributes.former_on_error():
             self.optimal_batch_size = self._known_or_found(trainer, pl_module, place, most, write)
         return self.optimal_batch_size
@@ -254,14 +261,18 @@ class AutoBatchSize(BatchSizeFinder):
         write: Callable[[str], None],
     ) -> int:
         fingerprint = fingerprint_of(trainer, module, self._conditions(most))
-        known = self._known_size(trainer, fingerprint)
+        known = None
+        # Who searches in mid-fit does so since something has changed.
+        in_mid_fit = in_fit(trainer) and trainer.train_dataloader is not None
+        if self.settings.reuse and trainer.ckpt_path is not None and not in_mid_fit:
+            known = known_size(self._found, trainer.default_root_dir, fingerprint, current_communicator())
         if known is None:
             return self._search(trainer, module, place, most, fingerprint, write)
         size, tight = known
         write(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
         if tight:
             return_freed_memory()
-        self._apply(trainer, place, size)
+        apply_size(trainer, place, size, requested=self.settings.effective_batch_size)
         return place.size
 
     def _search(
@@ -289,7 +300,7 @@ class AutoBatchSize(BatchSizeFinder):
         margin = 0.0 if settings.mode == "power" else settings.margin
         found = run_search(search, runner, meter=meter, margin=margin, communicator=communicator, say=write)
         self._found = {"size": found.size, "tight": found.tight, "fingerprint": dict(fingerprint)}
-        self._apply(trainer, place, found.size)
+        apply_size(trainer, place, found.size, requested=settings.effective_batch_size)
         self.result = SearchResult(
             size=place.size,
             largest=search.low,
@@ -318,28 +329,6 @@ class AutoBatchSize(BatchSizeFinder):
             owed=untouched_buckets(trainer.strategy.model),
         )
 
-    def _most(
-        self,
-        trainer: Trainer,
-        place: BatchLoaders,
-        communicator: Communicator,
-        requested: int | None,
-        write: Callable[[str], None],
-    ) -> int:
-        """The largest size to try on any rank [samples per rank]."""
-        most = self.settings.max_val
-        if requested is not None:
-            most = min(most, math.ceil(requested / communicator.world_size))
-        if self.settings.limit == "shard":
-            shard = torch.tensor(place.samples, dtype=torch.int64)
-            most = min(most, int(communicator.all_reduce(shard, "min")))
-        runnable, reason = largest_runnable(
-            lambda size: why_not_runnable(trainer, place, size), most=most, communicator=communicator
-        )
-        if reason:
-            write(f"AutoBatchSize: more than {runnable} per rank cannot be run: {reason}")
-        return runnable
-
     def _report(self, trainer: Trainer, result: SearchResult, write: Callable[[str], None]) -> None:
         write(table(result))
         try:
@@ -349,30 +338,6 @@ class AutoBatchSize(BatchSizeFinder):
         except OSError as error:  # on this rank alone: the others go on
             say(f"AutoBatchSize: the result could not be written to {trainer.default_root_dir}: {error}")
 
-    def _global_batch(self, trainer: Trainer) -> int | None:
-        """The global batch that this callback or an :class:`EffectiveBatchSize` keeps in this loop."""
-        if _loop_of(trainer) != "fit":
-            return None
-        asked = {each.global_batch_size for each in _keepers(trainer)} | {self.settings.effective_batch_size}
-        asked.discard(None)
-        if len(asked) > 1:
-            raise SearchRefusedError(
-                f"effective_batch_size={self.settings.effective_batch_size} and EffectiveBatchSize ask for global"
-                f" batches of {' and '.join(map(str, sorted(filter(None, asked))))}: expected one. Give either of them."
-            )
-        return next(iter(asked), None)
-
-    def _apply(self, trainer: Trainer, place: BatchLoaders, largest: int) -> None:
-        """Let the run go on with that size, or with the part of it that keeps the global batch."""
-        requested, speaks = self.settings.effective_batch_size, current_communicator().is_main
-        keepers = _keepers(trainer)
-        if _loop_of(trainer) == "fit" and keepers:
-            keepers[0].divide(trainer, place, largest=largest)
-        elif _loop_of(trainer) == "fit" and requested is not None:
-            keep_effective_batch(trainer, place, requested, largest=largest, speaks=speaks)
-        else:
-            place.apply(largest)
-
     def _conditions(self, most: int) -> dict[str, Any]:
         return {
             "most": most,
@@ -380,18 +345,6 @@ class AutoBatchSize(BatchSizeFinder):
             "margin": self.settings.margin,
             "mode": self.settings.mode,
         }
-
-    def _known_size(self, trainer: Trainer, fingerprint: Mapping[str, Any]) -> tuple[int, bool] | None:
-        if not self.settings.reuse or trainer.ckpt_path is None:
-            return None
-        communicator = current_communicator()
-        known = None
-        if communicator.is_main:
-            for earlier in (self._found, read_result(trainer.default_root_dir)):
-                if known is None and earlier.get("fingerprint") == dict(fingerprint):
-                    known = int(earlier["size"]), bool(earlier.get("tight"))
-        answer: tuple[int, bool] | None = communicator.broadcast(known)
-        return answer
 
     def _guard(self, trainer: Trainer, module: LightningModule) -> None:
         refuse_strategy(trainer)
@@ -419,12 +372,3 @@ class AutoBatchSize(BatchSizeFinder):
         # Every batch of a run may be split from some point on; the number is logged, a few lines are enough.
         if self.batches_split <= 3 or str(self.batches_split).strip("0") in ("1", "3"):
             say(f"AutoBatchSize: rank {rank} {text} ({self.batches_split} so far)")
-
-
-def _loop_of(trainer: Trainer) -> str:
-    return trainer.state.fn.value if trainer.state.fn is not None else "fit"
-
-
-def _keepers(trainer: Trainer) -> list[EffectiveBatchSize]:
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    return [each for each in callbacks if isinstance(each, EffectiveBatchSize)]

@@ -148,6 +148,17 @@ def test_a_subclass_searches_again_at_epochs_of_its_own(world_size, tmp_path):
         assert sorted(rows) == list(range(256)), "each sample once an epoch"
 
 
+def test_a_resumed_run_searches_again_where_a_subclass_asks_for_it(tmp_path):
+    settings = {"max_steps": -1, "enable_checkpointing": True}
+    first = trainer(tmp_path, AtMilestones((0,), "power", 1), max_epochs=1, **settings)
+    first.fit(Unfreezing())
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    finder = AtMilestones((2,), "power", 1)
+    resumed = trainer(tmp_path, finder, max_epochs=3, **settings)
+    resumed.fit(Unfreezing(), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    assert finder.found == [16]
+
+
 class WithRate(Walled):
     lr = 0.1
 
