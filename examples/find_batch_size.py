@@ -2,6 +2,7 @@
 
     python examples/find_batch_size.py                 # one process, 1 GiB
     python examples/find_batch_size.py --ranks 2 --memory-limit 900MiB --effective-batch-size 4096
+    python examples/find_batch_size.py --tuner         # the search apart from the run, as with Lightning's Tuner
 
 The run folder (--folder) gets batch_size.json and, with matplotlib installed, batch_size.png.
 """
@@ -17,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lockstep import AutoBatchSize
+from lightning_lockstep import AutoBatchSize, LockstepTuner
 
 
 class Net(LightningModule):
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--memory-limit", default="1GiB", help="most memory of a rank")
     parser.add_argument("--mode", default="model", help="model, binsearch or power")
     parser.add_argument("--effective-batch-size", type=int, help="samples of all ranks in one optimizer step")
+    parser.add_argument("--tuner", action="store_true", help="search apart from the run, with LockstepTuner")
     parser.add_argument("--folder", default="outputs/find_batch_size", help="run folder")
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -79,9 +81,13 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=options.folder,
-        callbacks=[finder],
+        callbacks=[] if options.tuner else [finder],
     )
     module = Net(samples=20_000)
+    if options.tuner:
+        tuner = LockstepTuner(trainer)
+        size = tuner.scale_batch_size(module, mode=options.mode, memory_limit=options.memory_limit)
+        print(f"rank {trainer.global_rank}: {size} samples a rank fit")
     trainer.fit(module)
     if trainer.is_global_zero:
         print(f"trained {trainer.global_step} steps with {module.batch_size} samples a rank and micro-batch")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_lockstep.stopping.breakpoint import set_breakpoint as set_breakpoint
     from lightning_lockstep.strategies import LockstepDDPStrategy as LockstepDDPStrategy
     from lightning_lockstep.strategies import LockstepMPIStrategy as LockstepMPIStrategy
+    from lightning_lockstep.tuner import LockstepTuner as LockstepTuner
 else:
     __all__ = sorted(_EXPORTS)
     __getattr__, __dir__ = _lazy(__name__, _EXPORTS)

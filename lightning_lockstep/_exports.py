@@ -26,6 +26,8 @@ EXPORTS: dict[str, str] = {
     "RankOrderedLogging": "callbacks.rank_logging",
     "StopTogether": "callbacks.stop_together",
     "SyncedEarlyStopping": "callbacks.early_stopping",
+    # in the place of Lightning's Tuner
+    "LockstepTuner": "tuner",
     # functions
     "check_breakpoint": "stopping.breakpoint",
     "detect_overflow": "overflow.spots",

@@ -32,6 +32,7 @@ _PUBLIC: dict[str, str] = {
     "LightningDataModule": "pytorch.LightningDataModule",
     "Callback": "pytorch.Callback",
     "seed_everything": "pytorch.seed_everything",
+    "BatchSizeFinder": "pytorch.callbacks.BatchSizeFinder",
     "EarlyStopping": "pytorch.callbacks.EarlyStopping",
     "EarlyStoppingReason": "pytorch.callbacks.early_stopping.EarlyStoppingReason",
     "Checkpoint": "pytorch.callbacks.Checkpoint",
@@ -47,6 +48,7 @@ _PUBLIC: dict[str, str] = {
     "MixedPrecision": "pytorch.plugins.precision.MixedPrecision",
     "HalfPrecision": "pytorch.plugins.precision.HalfPrecision",
     "DoublePrecision": "pytorch.plugins.precision.DoublePrecision",
+    "Tuner": "pytorch.tuner.Tuner",
     "TrainerFn": "pytorch.trainer.states.TrainerFn",
     "RunningStage": "pytorch.trainer.states.RunningStage",
     "SIGTERMException": "pytorch.utilities.exceptions.SIGTERMException",
@@ -129,6 +131,10 @@ _PRIVATE: dict[str, tuple[str, str]] = {
         "pytorch.loops.optimization.automatic.ClosureResult",
         "what automatic optimization takes from a closure",
     ),
+    "_TunerExitException": (
+        "pytorch.utilities.exceptions._TunerExitException",
+        "ends a run that was only to find a batch size or a learning rate; the Trainer takes it for a success",
+    ),
     # -- add further private names here, each with the reason --
 }
 
@@ -158,7 +164,13 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-    from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+    from lightning.pytorch.callbacks import (
+        BatchSizeFinder,
+        Checkpoint,
+        EarlyStopping,
+        LearningRateMonitor,
+        ModelCheckpoint,
+    )
     from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
     from lightning.pytorch.loggers.logger import DummyLogger
@@ -174,9 +186,14 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+    from lightning.pytorch.tuner import Tuner
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.data import extract_batch_size as _extract_batch_size
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+    from lightning.pytorch.utilities.exceptions import (
+        MisconfigurationException,
+        SIGTERMException,
+        _TunerExitException,
+    )
     from lightning.pytorch.utilities.parsing import _lightning_get_all_attr_holders
 else:
     globals().update({name: _resolve(path) for name, path in _PUBLIC.items()})

@@ -27,6 +27,7 @@ OWNERS: dict[str, str] = {
     "LightningOptimizer": "core.optimizer",
     "Strategy": "strategies",
     "DDPStrategy": "strategies",
+    "BatchSizeFinder": "callbacks",
     "EarlyStopping": "callbacks",
     "_FitLoop": "loops.fit_loop",
     "_TrainingEpochLoop": "loops.training_epoch_loop",
@@ -48,6 +49,7 @@ TOUCHED: dict[str, str] = {}
 INHERITED: dict[str, str] = {
     "Strategy._configure_launcher": "the Trainer asks a strategy for its launcher by this method",
     "Strategy._launcher": "where Lightning looks for the launcher of a strategy",
+    "BatchSizeFinder._early_exit": "the Tuner sets it, so that the run ends with the search",
     "EarlyStopping._evaluate_stopping_criteria": "the rule of Lightning's early stopping, replaced by ours",
     "EarlyStopping._log_info": "prints the reason of a stop as Lightning does",
     "EarlyStopping._run_early_stopping_check": "the moment at which Lightning looks at the monitored value",
@@ -206,6 +208,30 @@ def drop_loaders(loop: Any) -> bool:
     """Have a loop make its loaders again; returns whether it had any."""
     had, loop._combined_loader = loop._combined_loader is not None, None
     return had
+
+
+@touches("_FitLoop._combined_loader", why="the loaders as the loop goes over them, with Lightning's samplers")
+def loaders_in_use(loop: Any) -> list[Any]:
+    """Return the loaders of a loop that has made them."""
+    return list(loop._combined_loader.flattened)
+
+
+@touches(
+    "Trainer._accelerator_connector",
+    why="whether Lightning divides the data; use_distributed_sampler is not kept",
+)
+def divides_data(trainer: Any) -> bool:
+    """Return whether Lightning gives loaders a sampler with which each rank gets its share."""
+    connector = trainer._accelerator_connector
+    return bool(connector.use_distributed_sampler and connector.is_distributed)
+
+
+@touches(
+    "BatchSizeFinder._early_exit", why="Lightning's Tuner asks its finder in this way to leave out the run"
+)
+def search_only(finder: Any) -> None:
+    """Have the run of a batch size finder end with its search."""
+    finder._early_exit = True
 
 
 @touches("LightningModule._on_before_batch_transfer", why="the hooks of a batch on its way to the device")

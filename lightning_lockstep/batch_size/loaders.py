@@ -14,16 +14,13 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from lightning_lockstep._lightning import (
-    CombinedLoader,
-    LightningModule,
-    Trainer,
-    _lightning_get_all_attr_holders,
-)
-from lightning_lockstep._lightning.internals import data_source, drop_loaders
+from lightning_lockstep._lightning import CombinedLoader, LightningModule, Trainer
+from lightning_lockstep._lightning.internals import data_source, divides_data, drop_loaders, loaders_in_use
+from lightning_lockstep.batch_size.attributes import SizeAttributes
+from lightning_lockstep.batch_size.refused import SearchRefusedError
 from lightning_lockstep.errors import BatchSizeError
 
-__all__ = ["BatchLoaders", "with_batch_size"]
+__all__ = ["BatchLoaders", "samples_of_rank", "with_batch_size"]
 
 
 class BatchLoaders:
@@ -35,57 +32,71 @@ class BatchLoaders:
         name: Name of the attribute.
 
     Attributes:
+        attributes: Where the size is an attribute; may be none where a DataLoader was passed.
+        in_attribute: Whether the loaders are made with that attribute.
         size: The size as it is configured now (samples per rank).
         samples: Samples that one rank gets in an epoch; the smallest number over all ranks is not known here.
-        described: Where the size lives, for people.
 
     Raises:
-        BatchSizeError: There is no such attribute, or no loader whose size can be changed.
+        SearchRefusedError: There is no such attribute, or no loader whose size can be changed.
 
     Ranks: every rank; the loader's hook is called once, nothing else is sent.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, name: str = "batch_size") -> None:
-        self._trainer, self._module, self._name = trainer, module, name
+        self._trainer = trainer
         self._loop = getattr(trainer, f"{trainer.state.fn.value if trainer.state.fn else 'fit'}_loop")
         self._source = data_source(self._loop)
-        self._in_attribute = bool(self._source.is_module())
-        holders = _lightning_get_all_attr_holders(module, name)
-        if self._in_attribute and not holders:
-            raise BatchSizeError(
+        self.in_attribute = bool(self._source.is_module())
+        self.attributes = SizeAttributes(module, name)
+        if self.in_attribute and not self.attributes:
+            raise SearchRefusedError(
                 f"no attribute {name!r} was found in the module, its hparams, the data module or its hparams."
                 f" Add self.{name} and make the loader with it, name another with batch_arg_name=, or pass the"
                 " DataLoader to the Trainer's method."
             )
         given = self._request()
         self._combined = given if isinstance(given, CombinedLoader) else None
-        self.loaders = (
-            [_checked(loader) for loader in CombinedLoader(given).flattened] if given is not None else []
-        )
+        self.loaders = _flattened(given)
         if not self.loaders:
-            raise BatchSizeError(
+            raise SearchRefusedError(
                 "there is no DataLoader to change the batch size of: the loader is empty or None"
             )
         self.size = int(self.loaders[0].batch_size or 1)
-        self.described = f"DataLoader passed to {trainer.state.fn.value if trainer.state.fn else 'fit'}()"
-        if self._in_attribute:
-            self._check_attribute(holders)
-        world_size = trainer.world_size
-        self.samples = min(_samples_per_rank(loader, world_size) for loader in self.loaders)
+        if self.in_attribute and self.size not in self.attributes.values:
+            self._check_effect(name)
+        self.samples = max(1, min(_whole_share(trainer, loader) for loader in self.loaders))
 
-    def _check_attribute(self, holders: list[Any]) -> None:
-        self.described = " and ".join(f"{type(holder).__name__}.{self._name}" for holder in holders)
-        value = _value(holders[0], self._name)
-        if value is not None and value != self.size:
-            raise BatchSizeError(
-                f"{self.described} is {value!r}, but the loader was made with batch_size={self.size}."
-                f" Make it with self.{self._name}, so that a change has an effect."
+    def _check_effect(self, name: str) -> None:
+        """Raise unless the loader follows the attribute, if not to the very number."""
+        value = next(filter(None, self.attributes.values), None)
+        if value is None:
+            return
+        with self.attributes.former_afterwards():
+            follows = self.made_with(self.size + 1)[0].batch_size != self.size
+        if not follows:
+            raise SearchRefusedError(
+                f"{self.attributes} is {value!r}, but the loader was made with batch_size={self.size}."
+                f" Make it with self.{name}, so that a change has an effect."
             )
 
     def _request(self) -> Any:
         if not self._source.is_defined():
             return None
         return self._source.dataloader()
+
+    def made_with(self, size: int) -> list[DataLoader[Any]]:
+        """Return the loaders that the run would have with that size, which the attributes then hold.
+
+        Args:
+            size: Samples per rank.
+
+        Ranks: any rank, alone; the loader's hook is called, nothing else is sent.
+        """
+        self.attributes.set(size)
+        if self.in_attribute:
+            return _flattened(self._request())
+        return [with_batch_size(loader, size) for loader in self.loaders]
 
     def apply(self, size: int) -> None:
         """Make ``size`` the batch size of the run.
@@ -96,19 +107,25 @@ class BatchLoaders:
         Ranks: every rank, with the same size; loaders that exist already are made anew, which in an
             evaluation is as collective as their first making.
         """
-        if self._in_attribute:
-            for holder in _lightning_get_all_attr_holders(self._module, self._name):
-                if isinstance(holder, dict):
-                    holder[self._name] = size
-                else:
-                    setattr(holder, self._name, size)
-        else:
+        self.attributes.set(size)
+        if not self.in_attribute:
             self._source.instance = self._rebuilt(size)
         self.size = size
         if drop_loaders(self._loop):
             self._loop.setup_data()
             if self._trainer.state.fn is not None and self._trainer.state.fn.value != "fit":
                 self._loop.reset()
+            else:
+                self._go_on_in_fit()
+
+    def _go_on_in_fit(self) -> None:
+        """In the midst of a fit: shuffle for this epoch, and validate with the new size from the next time on."""
+        for loader in loaders_in_use(self._loop):
+            set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self._trainer.current_epoch)
+        if self.in_attribute:
+            drop_loaders(self._loop.epoch_loop.val_loop)
 
     def _rebuilt(self, size: int) -> Any:
         if self._combined is not None:
@@ -133,7 +150,7 @@ class BatchLoaders:
         made = [_collated(loader, size) for loader in self.loaders]
         given = self._combined.iterables if self._combined is not None else None
         if given is None:
-            given = self._source.instance if not self._in_attribute else self.loaders[0]
+            given = self._source.instance if not self.in_attribute else self.loaders[0]
         if isinstance(given, DataLoader) or len(made) == 1:
             return made[0]
         batches = iter(made)
@@ -161,35 +178,54 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     return made
 
 
-def _value(holder: Any, name: str) -> Any:
-    return holder.get(name) if isinstance(holder, dict) else getattr(holder, name)
+def samples_of_rank(trainer: Trainer, loader: DataLoader[Any]) -> int:
+    """Return the samples that this rank gets of a loader in an epoch, those that fill up a share included.
+
+    Args:
+        trainer: The Trainer, which may divide the data.
+        loader: A loader as it was made, of a data set with a length.
+    """
+    ranks = _divided_by(trainer, loader)
+    return -(-_given(loader) // ranks)
+
+
+def _whole_share(trainer: Trainer, loader: DataLoader[Any]) -> int:
+    """Samples that every rank gets at least, none of them twice."""
+    if isinstance(loader.sampler, DistributedSampler):
+        return len(loader.dataset) // loader.sampler.num_replicas  # type: ignore[arg-type]
+    return min(len(loader.dataset), _given(loader)) // _divided_by(trainer, loader)  # type: ignore[arg-type]
+
+
+def _given(loader: DataLoader[Any]) -> int:
+    return len(loader.sampler if isinstance(loader.sampler, Sized) else loader.dataset)  # type: ignore[arg-type]
+
+
+def _divided_by(trainer: Trainer, loader: DataLoader[Any]) -> int:
+    already = isinstance(loader.sampler, DistributedSampler) or not divides_data(trainer)
+    return 1 if already else trainer.world_size
+
+
+def _flattened(given: Any) -> list[DataLoader[Any]]:
+    return [] if given is None else [_checked(loader) for loader in CombinedLoader(given).flattened]
 
 
 def _checked(loader: object) -> DataLoader[Any]:
     if not isinstance(loader, DataLoader):
-        raise BatchSizeError(
+        raise SearchRefusedError(
             f"the batch size of a {type(loader).__name__} cannot be changed from outside; a DataLoader can"
         )
     if isinstance(loader.dataset, IterableDataset):
-        raise BatchSizeError(
+        raise SearchRefusedError(
             "the data set is an IterableDataset, which has no length and no sampler: how many samples there are"
             " for a trial, and where the run would go on, cannot be known. Set the batch size yourself."
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         kind = type(loader.batch_sampler or loader.sampler).__name__
-        raise BatchSizeError(
+        raise SearchRefusedError(
             f"the loader has a batch sampler of its own ({kind}), and only that knows how to change its size."
             " Pass batch_size= and sampler= to the DataLoader instead, or set the size yourself."
         )
     return loader
-
-
-def _samples_per_rank(loader: DataLoader[Any], world_size: int) -> int:
-    samples = len(loader.dataset)  # type: ignore[arg-type]
-    if isinstance(loader.sampler, DistributedSampler):
-        return samples // loader.sampler.num_replicas
-    given = len(loader.sampler) if isinstance(loader.sampler, Sized) else samples
-    return max(1, min(samples, given) // world_size)
 
 
 def _collated(loader: DataLoader[Any], size: int) -> Any:

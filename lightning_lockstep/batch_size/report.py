@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep.batch_size.search import ModelSearch, SizeSearch, Trial
+from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import MissingExtraError
 
-__all__ = ["SearchResult", "draw", "gib", "read_result", "table", "trial_line", "write_result"]
+__all__ = ["SearchResult", "draw", "gib", "known_size", "read_result", "table", "trial_line", "write_result"]
 
 FILE = "batch_size.json"
 
@@ -109,6 +110,28 @@ def read_result(folder: str | Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) and isinstance(content.get("size"), int) else {}
+
+
+def known_size(
+    found: Mapping[str, Any], folder: str | Path, fingerprint: Mapping[str, Any], communicator: Communicator
+) -> tuple[int, bool] | None:
+    """Return the size that an earlier search found under the same conditions, and whether memory was short.
+
+    Args:
+        found: What the checkpoint says of a search; may be empty.
+        folder: The run folder, which may have a result too.
+        fingerprint: The conditions now.
+        communicator: Of all ranks.
+
+    Ranks: all, together; rank 0 reads and broadcasts.
+    """
+    known = None
+    if communicator.is_main:
+        for earlier in (found, read_result(folder)):
+            if known is None and earlier.get("fingerprint") == dict(fingerprint):
+                known = int(earlier["size"]), bool(earlier.get("tight"))
+    answer: tuple[int, bool] | None = communicator.broadcast(known)
+    return answer
 
 
 def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from lightning_lockstep._lightning import Trainer
 from lightning_lockstep.batch_size.memory.malloc import keep_freed_memory, return_freed_memory
 from lightning_lockstep.batch_size.memory.meter import CPUMeter, MemoryMeter
+from lightning_lockstep.batch_size.refused import SearchRefusedError
 from lightning_lockstep.batch_size.report import gib, trial_line
 from lightning_lockstep.batch_size.search import SizeSearch, Trial
 from lightning_lockstep.batch_size.trial import TrialOutcome, TrialRunner
@@ -47,7 +48,7 @@ def refuse_strategy(trainer: Trainer) -> None:
     Ranks: all, alike; nothing is sent.
     """
     for why in missing_capabilities(trainer.strategy, "step_alone", "sees_out_of_memory"):
-        raise BatchSizeError(
+        raise SearchRefusedError(
             f"no batch size can be tried with {type(trainer.strategy).__name__}: {why}. Search with"
             " strategy='lockstep_ddp' or on a single device and set the batch size, or use"
             " find_executable_batch_size around the whole run."

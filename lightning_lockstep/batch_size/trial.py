@@ -154,6 +154,7 @@ class TrialRunner:
         )
 
     def _steps_of(self, size: int) -> None:
+        self._place.attributes.set(size)  # a step may read it
         for index in range(self._steps):
             batch = self._on_device(self._place.batch(size))
             if self._kind == "fit":

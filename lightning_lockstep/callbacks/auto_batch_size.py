@@ -5,41 +5,48 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import Any, Literal, cast
 
 from lightning_lockstep._console import say
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning import BatchSizeFinder, LightningModule, Trainer, _TunerExitException
 from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.memory.malloc import return_freed_memory
 from lightning_lockstep.batch_size.memory.meter import MemoryMeter, meter_for, parse_bytes
 from lightning_lockstep.batch_size.recovery.guarded_step import GuardedOptimization
 from lightning_lockstep.batch_size.recovery.recover import Recovery
-from lightning_lockstep.batch_size.report import (
-    SearchResult,
-    draw,
-    read_result,
-    table,
-    write_result,
-)
+from lightning_lockstep.batch_size.refused import SearchRefusedError
+from lightning_lockstep.batch_size.report import SearchResult, draw, known_size, table, write_result
+from lightning_lockstep.batch_size.runnable import largest_to_try
 from lightning_lockstep.batch_size.search import SizeSearch, search_for
 from lightning_lockstep.batch_size.search_run import fingerprint_of, refuse_strategy, run_search
 from lightning_lockstep.batch_size.settings import AutoBatchSizeSettings
 from lightning_lockstep.batch_size.trial import TrialRunner
-from lightning_lockstep.callbacks.effective_batch_size import keep_effective_batch
+from lightning_lockstep.callbacks.drop_in import faults_as_lightnings
+from lightning_lockstep.callbacks.effective_batch_size import (
+    apply_size,
+    in_fit,
+    requested_global_batch,
+    unaccumulated,
+)
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.ddp_reducer import untouched_buckets, why_not_resumable
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.random_state import RandomState
+from lightning_lockstep.steps.snapshot import Snapshot
 
 __all__ = ["AutoBatchSize"]
 
 
-class AutoBatchSize(Callback):
+class AutoBatchSize(BatchSizeFinder):
     """Finds the largest batch size that fits on every rank, before a fit, validate, test or predict.
 
     All ranks try the same size at the same time, each by itself; a size fits when it fits on all of them. The
-    run then starts from exactly the state in which it was.
+    run then starts from exactly the state in which it was. While a size is tried, every attribute of that name holds
+    it; afterwards the size found, or, if the search raises, what it was before.
+
+    It takes the place of Lightning's ``BatchSizeFinder``: arguments up to ``max_val``, hooks, ``scale_batch_size``
+    and ``optimal_batch_size`` are those. For Lightning's ``Tuner`` see :class:`LockstepTuner`.
 
     Args:
         mode: ``model`` fits memory = a + b x size to small trials, predicts the largest size and confirms it
@@ -52,11 +59,13 @@ class AutoBatchSize(Callback):
             is made with. Not used when a DataLoader is passed to ``fit()``.
         margin: Share by which the answer stays below the largest size that fitted (0 to 1); not applied in
             mode ``power``, nor where the data or ``max_val`` were the limit.
-        max_val: Largest size to try.
+        max_val: Largest size to try. Sizes with which the run could not begin are never tried: the loader cannot
+            be made, an epoch has no full batch (``drop_last``), or less than one under ``limit_train_batches``.
         memory_limit: Most memory that a rank may use, in bytes or as ``"4GiB"``. By default what the device
             has free; on CPU ``RLIMIT_AS``, the control group's limit or the host's memory, divided by the
             ranks of the host.
-        limit: ``shard``: never larger than the data one rank gets. ``None`` repeats samples to go on.
+        limit: ``shard``: never larger than the data one rank gets. ``None`` tries larger ones too, with
+            samples repeated.
         effective_batch_size: Keep this global batch (samples of all ranks in one optimizer step) by gradient
             accumulation; see :class:`EffectiveBatchSize`.
         on_oom: When memory runs out in a training step later: ``raise``; ``split`` runs that batch again in
@@ -67,27 +76,35 @@ class AutoBatchSize(Callback):
 
     Attributes:
         result: What the last search found, or ``None``.
+        optimal_batch_size: Samples per rank that the last search found; before it ``init_val``, and ``None`` under
+            ``fast_dev_run``.
         batches_split: Batches split or skipped in mid-run on any rank, known on rank 0 (and after every
             epoch on all ranks).
 
     Raises:
-        ConfigurationError: An argument cannot be used; all faults at once.
-        BatchSizeError: No size fits, or a search is not possible here. (On every rank, at the start.)
+        ConfigurationError: An argument cannot be used; all faults at once. It is a ``MisconfigurationException`` too.
+        BatchSizeError: No size fits, or a search is not possible here, which is a ``MisconfigurationException`` too.
+            (On every rank, at the start.)
 
-    Ranks: add it on every rank alike. A trial costs one all-reduce of 24 bytes on the CPU. In mid-run nothing
+    Source: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.BatchSizeFinder.html
+
+    Ranks: add it on every rank alike. Before the first trial the ranks agree on the largest size that all can run;
+        a trial costs one all-reduce of 24 bytes on the CPU. In mid-run nothing
         is sent unless memory runs out; a step then pays for one ``try`` and a look at its gradients.
     """
+
+    SUPPORTED_MODES: tuple[str, ...] = ("model", "binsearch", "power", "off")  # type: ignore[assignment]
 
     def __init__(
         self,
         mode: Literal["model", "binsearch", "power", "off"] = "model",
-        *,
         steps_per_trial: int = 2,
         init_val: int = 2,
         max_trials: int = 25,
         batch_arg_name: str = "batch_size",
         margin: float = 0.05,
         max_val: int = 8192,
+        *,
         memory_limit: str | int | float | None = None,
         limit: Literal["shard"] | None = "shard",
         effective_batch_size: int | None = None,
@@ -96,23 +113,24 @@ class AutoBatchSize(Callback):
         reuse: bool = True,
         plot: bool = False,
     ) -> None:
-        super().__init__()
-        self.settings = AutoBatchSizeSettings(
-            mode=mode,
-            steps_per_trial=steps_per_trial,
-            init_val=init_val,
-            max_trials=max_trials,
-            batch_arg_name=batch_arg_name,
-            margin=margin,
-            max_val=max_val,
-            memory_limit=memory_limit,
-            limit=limit,
-            effective_batch_size=effective_batch_size,
-            on_oom=on_oom,
-            loss_reduction=loss_reduction,
-            reuse=reuse,
-            plot=plot,
-        )
+        with faults_as_lightnings():
+            self.settings = AutoBatchSizeSettings(
+                mode=cast(Any, str(mode).lower()),  # as Lightning does
+                steps_per_trial=steps_per_trial,
+                init_val=init_val,
+                max_trials=max_trials,
+                batch_arg_name=batch_arg_name,
+                margin=margin,
+                max_val=max_val,
+                memory_limit=memory_limit,
+                limit=limit,
+                effective_batch_size=effective_batch_size,
+                on_oom=on_oom,
+                loss_reduction=loss_reduction,
+                reuse=reuse,
+                plot=plot,
+            )
+        super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self.result: SearchResult | None = None
         self.batches_split = 0
         self.search: SizeSearch | None = None
@@ -122,34 +140,35 @@ class AutoBatchSize(Callback):
 
     # -- when ---------------------------------------------------------------------------------------------
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
+        """Refuse a strategy under which no size can be tried. Ranks: all, alike; nothing is sent."""
+        if self.settings.mode != "off" and not getattr(trainer, "fast_dev_run", False):
+            refuse_strategy(trainer)
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and guard the steps to come. Ranks: all, together."""
-        if self.settings.mode != "off":
-            self.find(trainer, pl_module)
-        elif self.settings.effective_batch_size is not None:
-            place = BatchLoaders(trainer, pl_module, self.settings.batch_arg_name)
-            self._keep_effective(trainer, place, place.size)
+        super().on_fit_start(trainer, pl_module)
+        if self.settings.mode == "off" and self.settings.effective_batch_size is not None:
+            place = unaccumulated(trainer, pl_module, self.settings.batch_arg_name)
+            apply_size(trainer, place, place.size, requested=self.settings.effective_batch_size)
         if self.settings.on_oom != "raise":
             self._guard(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search before ``Trainer.validate``. Ranks: all, together."""
-        if (
-            trainer.state.fn is not None
-            and trainer.state.fn.value == "validate"
-            and self.settings.mode != "off"
-        ):
-            self.find(trainer, pl_module)
+    def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Search, unless ``mode`` is ``off``; the hooks that come before a loop call this.
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search before ``Trainer.test``. Ranks: all, together."""
-        if self.settings.mode != "off":
-            self.find(trainer, pl_module)
+        A subclass may call it elsewhere, in ``on_train_epoch_start`` for example.
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Search before ``Trainer.predict``. Ranks: all, together."""
-        if self.settings.mode != "off":
-            self.find(trainer, pl_module)
+        Raises:
+            BatchSizeError: As :meth:`find`.
+
+        Ranks: all, together.
+        """
+        if self.settings.mode == "off":
+            return
+        self.find(trainer, pl_module)
+        if self._early_exit:
+            raise _TunerExitException
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -192,7 +211,7 @@ class AutoBatchSize(Callback):
     # -- what ---------------------------------------------------------------------------------------------
 
     def find(self, trainer: Trainer, pl_module: LightningModule) -> int | None:
-        """Search now; a callback of your own may call it, at an epoch's start for example.
+        """Search now, and let the run go on with what is found.
 
         Returns:
             The batch size per rank, or ``None`` under ``fast_dev_run``.
@@ -202,34 +221,66 @@ class AutoBatchSize(Callback):
 
         Ranks: all, together.
         """
-        communicator, settings = current_communicator(), self.settings
+        communicator = current_communicator()
         write: Callable[[str], None] = say if communicator.is_main else lambda text: None
+        self.optimal_batch_size = None
         if getattr(trainer, "fast_dev_run", False):
             write("AutoBatchSize: no search under fast_dev_run")
             return None
         refuse_strategy(trainer)
-        place = BatchLoaders(trainer, pl_module, settings.batch_arg_name)
-        if len(place.loaders) > 1 and trainer.state.fn is not None and trainer.state.fn.value != "fit":
-            raise BatchSizeError(
-                f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch only."
-                " Pass one loader at a time."
+        requested = requested_global_batch(trainer, self.settings.effective_batch_size)
+        # What is accumulated is decided afterwards, by the size found.
+        accumulate = trainer.accumulate_grad_batches if requested is None else 1
+        with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
+            place = BatchLoaders(trainer, pl_module, self.settings.batch_arg_name)
+            if len(place.loaders) > 1 and not in_fit(trainer):
+                raise SearchRefusedError(
+                    f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch"
+                    " only. Pass one loader at a time."
+                )
+            most, reason = largest_to_try(
+                trainer,
+                place,
+                max_val=self.settings.max_val,
+                within_shard=self.settings.limit == "shard",
+                global_batch=requested,
+                communicator=communicator,
             )
-        fingerprint = fingerprint_of(trainer, pl_module, self._conditions())
-        known = self._known_size(trainer, fingerprint)
-        if known is not None:
-            size, tight = known
-            write(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
-            if tight:
-                return_freed_memory()
-            self._keep_effective(trainer, place, size)
-            return place.size
-        return self._search(trainer, pl_module, place, fingerprint, write)
+        if reason:
+            write(f"AutoBatchSize: more than {most} per rank cannot be run: {reason}")
+        with place.attributes.former_on_error():
+            self.optimal_batch_size = self._known_or_found(trainer, pl_module, place, most, write)
+        return self.optimal_batch_size
+
+    def _known_or_found(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        place: BatchLoaders,
+        most: int,
+        write: Callable[[str], None],
+    ) -> int:
+        fingerprint = fingerprint_of(trainer, module, self._conditions(most))
+        known = None
+        # Who searches in mid-fit does so since something has changed.
+        in_mid_fit = in_fit(trainer) and trainer.train_dataloader is not None
+        if self.settings.reuse and trainer.ckpt_path is not None and not in_mid_fit:
+            known = known_size(self._found, trainer.default_root_dir, fingerprint, current_communicator())
+        if known is None:
+            return self._search(trainer, module, place, most, fingerprint, write)
+        size, tight = known
+        write(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
+        if tight:
+            return_freed_memory()
+        apply_size(trainer, place, size, requested=self.settings.effective_batch_size)
+        return place.size
 
     def _search(
         self,
         trainer: Trainer,
         module: LightningModule,
         place: BatchLoaders,
+        most: int,
         fingerprint: Mapping[str, Any],
         write: Callable[[str], None],
     ) -> int:
@@ -239,7 +290,7 @@ class AutoBatchSize(Callback):
         self.search = search = search_for(
             settings.mode,
             init_val=settings.init_val,
-            max_val=self._most(place, communicator),
+            max_val=most,
             max_trials=settings.max_trials,
             noise=None if meter is None else meter.noise,
         )
@@ -249,7 +300,7 @@ class AutoBatchSize(Callback):
         margin = 0.0 if settings.mode == "power" else settings.margin
         found = run_search(search, runner, meter=meter, margin=margin, communicator=communicator, say=write)
         self._found = {"size": found.size, "tight": found.tight, "fingerprint": dict(fingerprint)}
-        self._keep_effective(trainer, place, found.size)
+        apply_size(trainer, place, found.size, requested=settings.effective_batch_size)
         self.result = SearchResult(
             size=place.size,
             largest=search.low,
@@ -278,13 +329,6 @@ class AutoBatchSize(Callback):
             owed=untouched_buckets(trainer.strategy.model),
         )
 
-    def _most(self, place: BatchLoaders, communicator: Communicator) -> int:
-        """The largest size to try on any rank [samples per rank]."""
-        if self.settings.limit != "shard":
-            return self.settings.max_val
-        shard = torch.tensor(place.samples, dtype=torch.int64)
-        return min(self.settings.max_val, int(communicator.all_reduce(shard, "min")))
-
     def _report(self, trainer: Trainer, result: SearchResult, write: Callable[[str], None]) -> None:
         write(table(result))
         try:
@@ -294,32 +338,13 @@ class AutoBatchSize(Callback):
         except OSError as error:  # on this rank alone: the others go on
             say(f"AutoBatchSize: the result could not be written to {trainer.default_root_dir}: {error}")
 
-    def _keep_effective(self, trainer: Trainer, place: BatchLoaders, largest: int) -> None:
-        requested = self.settings.effective_batch_size
-        if requested is None or (trainer.state.fn is not None and trainer.state.fn.value != "fit"):
-            place.apply(largest)
-            return
-        speaks = current_communicator().is_main
-        keep_effective_batch(trainer, place, requested, largest=largest, speaks=speaks)
-
-    def _conditions(self) -> dict[str, Any]:
+    def _conditions(self, most: int) -> dict[str, Any]:
         return {
+            "most": most,
             "memory_limit": self.settings.memory_limit,
             "margin": self.settings.margin,
             "mode": self.settings.mode,
         }
-
-    def _known_size(self, trainer: Trainer, fingerprint: Mapping[str, Any]) -> tuple[int, bool] | None:
-        if not self.settings.reuse or trainer.ckpt_path is None:
-            return None
-        communicator = current_communicator()
-        known = None
-        if communicator.is_main:
-            for earlier in (self._found, read_result(trainer.default_root_dir)):
-                if known is None and earlier.get("fingerprint") == dict(fingerprint):
-                    known = int(earlier["size"]), bool(earlier.get("tight"))
-        answer: tuple[int, bool] | None = communicator.broadcast(known)
-        return answer
 
     def _guard(self, trainer: Trainer, module: LightningModule) -> None:
         refuse_strategy(trainer)

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_lockstep._lightning import EarlyStopping, MisconfigurationException
+from lightning_lockstep._lightning import EarlyStopping
 from lightning_lockstep._lightning.internals import logged_in_this_step
 from lightning_lockstep._settings import Faults
+from lightning_lockstep.callbacks.drop_in import faults_as_lightnings
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.stopping.early_stopping_rule import (
     MISSING,
     MODES,
@@ -31,10 +31,6 @@ from lightning_lockstep.stopping.step_metric import StepMetric
 __all__ = ["SyncedEarlyStopping"]
 
 _numbers = itertools.count()
-
-
-class EarlyStoppingConfigurationError(ConfigurationError, MisconfigurationException):
-    """Bad arguments, which a program written for Lightning's callback catches as ``MisconfigurationException``."""
 
 
 class SyncedEarlyStopping(EarlyStopping):
@@ -103,10 +99,8 @@ class SyncedEarlyStopping(EarlyStopping):
         faults.choice("missing", missing, MISSING)
         what = "a whole number of optimizer steps"
         faults.whole("check_every_n_steps", check_every_n_steps, what=what, optional=True)
-        try:
+        with faults_as_lightnings():
             faults.raise_all()
-        except ConfigurationError as error:
-            raise EarlyStoppingConfigurationError(error.faults) from None
         super().__init__(
             monitor=monitor,
             min_delta=min_delta,

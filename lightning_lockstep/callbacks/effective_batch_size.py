@@ -16,8 +16,10 @@ from lightning_lockstep.batch_size.effective_batch import (
     scaled_learning_rate,
 )
 from lightning_lockstep.batch_size.loaders import BatchLoaders
+from lightning_lockstep.batch_size.refused import SearchRefusedError
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.patching import replaced
 
 __all__ = ["EffectiveBatchSize"]
 
@@ -68,20 +70,117 @@ class EffectiveBatchSize(Callback):
         self.reference_batch_size = reference_batch_size or global_batch_size
         self.plan: EffectiveBatch | None = None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the plan of an earlier fit. Ranks: any, alone."""
+        if stage == "fit":
+            self.plan = None
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Divide the global batch. Ranks: all, alike; nothing is sent."""
-        place = BatchLoaders(trainer, pl_module, self.batch_arg_name)
+        """Divide the global batch, unless a search has just done that. Ranks: all, alike; nothing is sent."""
+        if self.plan is not None:
+            return
+        place = unaccumulated(trainer, pl_module, self.batch_arg_name)
+        self.divide(trainer, place, largest=place.size)
+
+    def divide(self, trainer: Trainer, place: BatchLoaders, *, largest: int) -> None:
+        """Divide the global batch, or divide it anew after a search for another micro-batch.
+
+        Args:
+            trainer: The Trainer, in a fit.
+            place: Where the batch size lives.
+            largest: Largest micro-batch.
+
+        Raises:
+            BatchSizeError: As :func:`keep_effective_batch`.
+
+        Ranks: all, alike; nothing is sent.
+        """
         speaks = current_communicator().is_main
+        reference = self.reference_batch_size if self.plan is None else self.plan.total
         self.plan = keep_effective_batch(
-            trainer, place, self.global_batch_size, largest=place.size, speaks=speaks
+            trainer, place, self.global_batch_size, largest=largest, speaks=speaks
         )
         scale_learning_rates(
             trainer,
             total=self.plan.total,
-            reference=self.reference_batch_size,
+            reference=reference,
             scaling=self.lr_scaling,
             say=say if speaks else lambda text: None,
         )
+
+
+def in_fit(trainer: Trainer) -> bool:
+    """Return whether the Trainer fits."""
+    return trainer.state.fn is None or trainer.state.fn.value == "fit"
+
+
+def requested_global_batch(trainer: Trainer, own: int | None) -> int | None:
+    """Return the global batch that a fit is to keep: the one given, or that of an :class:`EffectiveBatchSize`.
+
+    Args:
+        trainer: The Trainer, in a loop; outside of a fit there is none.
+        own: What a search is to keep by itself [samples], or ``None``.
+
+    Raises:
+        SearchRefusedError: Different ones are asked for.
+
+    Ranks: any rank, alone; all get the same answer.
+    """
+    if not in_fit(trainer):
+        return None
+    asked = {each.global_batch_size for each in _keepers(trainer)} | ({own} if own is not None else set())
+    if len(asked) > 1:
+        raise SearchRefusedError(
+            f"effective_batch_size={own} and EffectiveBatchSize ask for global batches of"
+            f" {' and '.join(map(str, sorted(asked)))}: expected one. Give either of them."
+        )
+    return next(iter(asked), None)
+
+
+def apply_size(trainer: Trainer, place: BatchLoaders, largest: int, *, requested: int | None) -> None:
+    """Let a run go on with a size, or with the part of it that keeps a global batch.
+
+    Args:
+        trainer: The Trainer, in a loop.
+        place: Where the batch size lives.
+        largest: What fits [samples per rank].
+        requested: Global batch of a search, kept where no :class:`EffectiveBatchSize` does it.
+
+    Raises:
+        BatchSizeError: As :func:`keep_effective_batch`.
+
+    Ranks: all, alike; loaders that exist already are made anew.
+    """
+    keepers = _keepers(trainer) if in_fit(trainer) else []
+    if keepers:
+        keepers[0].divide(trainer, place, largest=largest)
+    elif requested is not None and in_fit(trainer):
+        speaks = current_communicator().is_main
+        keep_effective_batch(trainer, place, requested, largest=largest, speaks=speaks)
+    else:
+        place.apply(largest)
+
+
+def _keepers(trainer: Trainer) -> list[EffectiveBatchSize]:
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    return [each for each in callbacks if isinstance(each, EffectiveBatchSize)]
+
+
+def unaccumulated(trainer: Trainer, module: LightningModule, name: str) -> BatchLoaders:
+    """Return where the batch size lives, before it is decided how many micro-batches are accumulated.
+
+    Args:
+        trainer: The Trainer, in a fit.
+        module: Its module.
+        name: Name of the attribute.
+
+    Raises:
+        BatchSizeError: As :class:`BatchLoaders`.
+
+    Ranks: every rank; the loader's hook is called once, nothing else is sent.
+    """
+    with replaced(trainer, accumulate_grad_batches=1):  # a loader's hook may look at it
+        return BatchLoaders(trainer, module, name)
 
 
 def keep_effective_batch(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_lockstep._lightning import SIGTERMException
+from lightning_lockstep._lightning import SIGTERMException, _TunerExitException
 from lightning_lockstep._lightning.internals import (
     call_before_each_batch,
     call_on_sigterm,
@@ -141,6 +141,8 @@ class RankSupervisor:
         """
         try:
             return function(*args, **kwargs)
+        except _TunerExitException:
+            raise  # no failure: all ranks leave a run that was only to find something, and Lightning goes on
         except BaseException as error:
             raised = error if self.propagation is None else self.propagation.error_to_raise(error)
             if raised is error:

@@ -84,6 +84,7 @@ class Look(pl.Callback):  # type: ignore[name-defined,misc]
 def main() -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
+        look(pl.callbacks.BatchSizeFinder())
         callbacks = [Look(), pl.callbacks.EarlyStopping("loss", check_on_train_epoch_end=True)]
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, fast_dev_run=2, callbacks=callbacks,

@@ -23,7 +23,7 @@ PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 # room (folder or module at the top of the package) -> the rooms it may import; itself always
 ALLOWED: dict[str, set[str]] = {
     # at run time only these two; the public names for type checkers
-    "__init__": {"_exports", "_registry"} | FEATURES | {"strategies", "callbacks"},
+    "__init__": {"_exports", "_registry"} | FEATURES | {"strategies", "callbacks", "tuner"},
     "_exports": set(),
     "_registry": {"_lightning"},
     "errors": set(),
@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "batch_size": TALK | {"numerics", "steps"},
     "strategies": MIDDLE,
     "callbacks": FEATURES,
+    "tuner": FEATURES | {"callbacks"},
     # programs, what they build and what they train
     "conf": {"launchers"},  # names the resolver of run folders
     "demo": TALK,

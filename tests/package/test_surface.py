@@ -27,6 +27,7 @@ CALLBACKS = [
 SURFACE = [
     *STRATEGIES,
     *CALLBACKS,
+    "LockstepTuner",
     # functions
     "check_breakpoint",
     "detect_overflow",

@@ -1,0 +1,15 @@
+"""The error of a search that cannot begin."""
+
+from __future__ import annotations
+
+from lightning_lockstep._lightning import MisconfigurationException
+from lightning_lockstep.errors import BatchSizeError
+
+__all__ = ["SearchRefusedError"]
+
+
+class SearchRefusedError(BatchSizeError, MisconfigurationException):
+    """A search is not possible here; programs written for ``BatchSizeFinder`` catch it as Lightning's error.
+
+    Ranks: raised alike on every rank, before the first trial.
+    """
