@@ -18,8 +18,15 @@ _NOISE = (
     "Restored all states from the checkpoint",
     "`weights_only` was not set",
     "Loading `train_dataloader` to estimate",
+    "Experiment with name",  # MLflow's, which is made where it is missing
 )
-_LOGGERS = ("lightning.pytorch.utilities.rank_zero", "pytorch_lightning.utilities.rank_zero")
+_LOGGERS = tuple(
+    f"{family}.{module}"
+    for family in ("lightning.pytorch", "pytorch_lightning")
+    for module in ("utilities.rank_zero", "loggers.mlflow")
+)
+# Loggers that say how MLflow makes its file.
+_TALKATIVE = ("mlflow.store", "alembic")
 _THEIRS = r"(lightning|pytorch_lightning|torch|hydra|omegaconf)\."
 
 
@@ -39,6 +46,8 @@ def leave_out_noise() -> None:
     """
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_FILTER)
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.WARNING)
     for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=_THEIRS)
     warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")

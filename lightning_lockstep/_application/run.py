@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from omegaconf import DictConfig
 from lightning_lockstep._application.build import Components, build
 from lightning_lockstep._application.quiet import leave_out_noise
 from lightning_lockstep._application.summary import Summary, read_metrics, show, write
+from lightning_lockstep._application.tracking import LogConfiguration, finish
+from lightning_lockstep._application.tracking import places as logger_places
 from lightning_lockstep._lightning import (
     Callback,
     CSVLogger,
+    MLFlowLogger,
+    WandbLogger,
     _extract_batch_size,
     _MultiProcessingLauncher,
     seed_everything,
@@ -41,11 +46,17 @@ def run(config: DictConfig) -> float | None:
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
     record = RunRecord()
-    parts = build(config, own_callbacks=[record])
+    parts = build(config, own_callbacks=[record, LogConfiguration(config)])
     if isinstance(parts.trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
     loggers = list(parts.trainer.loggers)
-    metrics = _loops(config, parts, record)
+    try:
+        metrics = _loops(config, parts, record)
+        places = logger_places(loggers) if parts.trainer.is_global_zero else {}
+    finally:
+        # One rank may go on with the next job of a sweep; several that failed end here, and must not wait.
+        if parts.trainer.world_size == 1 or sys.exc_info()[0] is None:
+            finish(loggers)
     if ran_under_mpirun():
         # The ranks have done it all, and rank 0 has reported it.
         metrics = read_metrics(Path(parts.trainer.default_root_dir))
@@ -57,7 +68,7 @@ def run(config: DictConfig) -> float | None:
             ranks=parts.trainer.world_size,
             samples_per_second=record.samples_per_second(parts.trainer.world_size),
             wall_time=time.monotonic() - began,
-            files=_files(parts.trainer, loggers),
+            files=_files(parts.trainer, places),
         )
         write(summary, Path(parts.trainer.default_root_dir))
         show(summary)
@@ -83,9 +94,10 @@ def _loops(config: DictConfig, parts: Components, record: RunRecord) -> dict[str
 
 
 def _keep_the_training_log(trainer: Any) -> None:
-    """Let evaluations in ranks of their own write no CSV log: a new process would begin the file anew."""
+    """Let evaluations in ranks of their own log no further: a new process would begin the file or the run anew."""
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
-        trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
+        once = (CSVLogger, MLFlowLogger, WandbLogger)
+        trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, once)]
 
 
 def _metrics(trainer: Any) -> dict[str, float]:
@@ -100,15 +112,8 @@ def _best(trainer: Any) -> str | None:
     return None
 
 
-def _files(trainer: Any, loggers: list[Any]) -> dict[str, str]:
-    folder = Path(trainer.default_root_dir)
-    files = {"run folder": str(folder)}
-    for logger in loggers:
-        if getattr(logger, "log_dir", None) is not None:
-            metrics = Path(logger.log_dir, "metrics.csv")
-            files[f"log ({type(logger).__name__})"] = str(
-                metrics if metrics.exists() else Path(logger.log_dir)
-            )
+def _files(trainer: Any, places: dict[str, str]) -> dict[str, str]:
+    files = {"run folder": str(Path(trainer.default_root_dir)), **places}
     best = _best(trainer)
     if best is not None:
         files["best checkpoint"] = best
