@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import warnings
 
+from lightning_lockstep._lightning import Callback
 from lightning_lockstep.launchers.slurm_environment import hide_srun_hint
 
-__all__ = ["leave_out_noise"]
+__all__ = ["QuietRanks", "leave_out_noise"]
 
 # How messages of Lightning begin that say nothing about the run.
 _NOISE = (
@@ -52,3 +53,16 @@ def leave_out_noise() -> None:
         warnings.filterwarnings("ignore", category=category, module=_THEIRS)
     warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")
     hide_srun_hint()
+
+
+class QuietRanks(Callback):
+    """Takes :func:`leave_out_noise` along to ranks that are spawned, which get a copy of every callback.
+
+    Ranks: every rank, for itself; sends nothing.
+    """
+
+    def __init__(self) -> None:
+        leave_out_noise()
+
+    def __reduce__(self) -> tuple[type[QuietRanks], tuple[()]]:
+        return QuietRanks, ()  # without a state a copy would be made without any call

@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_lockstep._application.build import Components, build
-from lightning_lockstep._application.quiet import leave_out_noise
+from lightning_lockstep._application.quiet import QuietRanks, leave_out_noise
 from lightning_lockstep._application.summary import Summary, read_metrics, show, write
 from lightning_lockstep._application.tracking import LogConfiguration, finish
 from lightning_lockstep._application.tracking import places as logger_places
@@ -46,7 +46,7 @@ def run(config: DictConfig) -> float | None:
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
     record = RunRecord()
-    parts = build(config, own_callbacks=[record, LogConfiguration(config)])
+    parts = build(config, own_callbacks=[record, LogConfiguration(config), QuietRanks()])
     if isinstance(parts.trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
     loggers = list(parts.trainer.loggers)

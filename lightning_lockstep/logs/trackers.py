@@ -73,7 +73,7 @@ class WandbLogger(_WandbLogger):
         faults.raise_all()
         if offline:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        silent = os.environ.get("WANDB_SILENT", "true").lower() in ("1", "true")
+        self._silent = os.environ.get("WANDB_SILENT", "true").lower() in ("1", "true")
         super().__init__(
             save_dir=os.fspath(save_dir),
             project=project,
@@ -85,9 +85,16 @@ class WandbLogger(_WandbLogger):
             tags=tags,
             mode=None if offline is None else "offline" if offline else "online",
             resume=None if offline else "allow",
-            settings={"silent": silent},
+            settings={"silent": self._silent},
         )
         self._wandb_init.pop("anonymous", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        import wandb
+
+        # Lightning begins the run here, and asks wandb for what has long been its default; wandb would say so.
+        wandb.setup(settings=wandb.Settings(silent=self._silent))
+        return super().__getstate__()
 
     @property
     def location(self) -> str:
