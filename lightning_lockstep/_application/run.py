@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -52,11 +51,13 @@ def run(config: DictConfig) -> float | None:
     loggers = list(parts.trainer.loggers)
     try:
         metrics = _loops(config, parts, record)
-        places = logger_places(loggers) if parts.trainer.is_global_zero else {}
-    finally:
-        # One rank may go on with the next job of a sweep; several that failed end here, and must not wait.
-        if parts.trainer.world_size == 1 or sys.exc_info()[0] is None:
-            finish(loggers)
+    except BaseException:
+        # One rank may go on with the next job of a sweep; of several each ends here, and must not wait.
+        if parts.trainer.world_size == 1:
+            finish(loggers, failed=True)
+        raise
+    places = logger_places(loggers) if parts.trainer.is_global_zero else {}
+    finish(loggers, failed=False)
     if ran_under_mpirun():
         # The ranks have done it all, and rank 0 has reported it.
         metrics = read_metrics(Path(parts.trainer.default_root_dir))

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_lockstep._lightning import Callback, Logger
 from lightning_lockstep.errors import MissingExtraError
 from lightning_lockstep.launchers.hydra_rerun import freeze
-from lightning_lockstep.logs.trackers import tracking_uri_of
+from lightning_lockstep.logs.trackers import WandbLogger, tracking_uri_of
 
 __all__ = ["LogConfiguration", "finish", "is_logger", "missing_package", "places", "plain_configuration"]
 
@@ -127,18 +127,22 @@ def places(loggers: list[Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for logger in loggers:
         place = getattr(logger, "location", None) or getattr(logger, "log_dir", None)
-        if place is not None:
+        # The stand-in of a run without logs has a method for every name.
+        if isinstance(place, (str, os.PathLike)):
             metrics = Path(place, "metrics.csv")
             found[f"log ({type(logger).__name__})"] = str(metrics if metrics.exists() else place)
     return found
 
 
-def finish(loggers: list[Any]) -> None:
+def finish(loggers: list[Any], *, failed: bool) -> None:
     """End the runs of loggers that hold one open until the process ends, so that the next job begins its own.
+
+    Args:
+        loggers: All loggers of the job.
+        failed: Whether an error has ended it.
 
     Ranks: every rank, alike; nothing is sent between ranks.
     """
     for logger in loggers:
-        end = getattr(logger, "finish", None)
-        if callable(end):
-            end()
+        if isinstance(logger, WandbLogger):
+            logger.finish(failed=failed)

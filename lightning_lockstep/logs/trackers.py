@@ -18,6 +18,7 @@ from lightning_lockstep._lightning import MLFlowLogger as _MLFlowLogger
 from lightning_lockstep._lightning import WandbLogger as _WandbLogger
 from lightning_lockstep._lightning import rank_zero_experiment
 from lightning_lockstep._settings import Faults
+from lightning_lockstep.distributed.failure.uncaught import keep_hook
 
 __all__ = ["MLFlowLogger", "WandbLogger", "has_wandb_account", "tracking_uri_of"]
 
@@ -97,6 +98,16 @@ class WandbLogger(_WandbLogger):
         return super().__getstate__()
 
     @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The run (`wandb.Run`), begun when it is first asked for.
+
+        Ranks: rank 0 begins the run; the others get a stand-in that does nothing.
+        """
+        with keep_hook():  # wandb's prints the traceback, and has the one before print it again
+            return super().experiment
+
+    @property
     def location(self) -> str:
         """Where the run is: its address, or its folder where it is offline."""
         run = self._experiment
@@ -104,13 +115,16 @@ class WandbLogger(_WandbLogger):
             return str(Path(self.save_dir or ".", "wandb"))
         return str(run.settings.sync_dir if run.offline else run.url)
 
-    def finish(self) -> None:
+    def finish(self, *, failed: bool = False) -> None:
         """End the run, so that the next logger of this process begins another.
+
+        Args:
+            failed: Whether an error has ended it.
 
         Ranks: any; only rank 0 has a run to end. Online it waits until all is uploaded.
         """
         if self._experiment is not None:
-            self._experiment.finish()
+            self._experiment.finish(exit_code=int(failed))
 
 
 class MLFlowLogger(_MLFlowLogger):

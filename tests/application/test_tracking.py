@@ -12,8 +12,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from lightning_lockstep._application.tracking import plain_configuration
+from lightning_lockstep._application.tracking import places, plain_configuration
+from lightning_lockstep._lightning import CSVLogger, DummyLogger
 from tests.application.command_lines import faults_of, only
+from tests.application.test_lockstep_train import path_with
 from tests.helpers import ScriptOutcome, run_script
 
 MLFLOW = "{_target_:lightning.pytorch.loggers.MLFlowLogger,tracking_uri:'sqlite:///made.db'}"
@@ -68,6 +70,12 @@ def test_a_missing_package_is_named_with_its_extra(
         f"logger.{logger} needs the package {min(missing)!r}, which is not installed here."
         f" Install it with: pip install 'lightning-lockstep[{extra}]'"
     )
+
+
+def test_a_run_without_logs_has_no_place_of_a_log() -> None:
+    assert places([DummyLogger(), CSVLogger("run", name="csv", version="0")]) == {
+        "log (CSVLogger)": "run/csv/0"
+    }
 
 
 def test_secrets_are_not_logged() -> None:
@@ -150,3 +158,24 @@ def test_each_job_of_a_sweep_is_a_run_of_its_own(tmp_path: Path) -> None:
     seeds = rows(store, "select value from params where key = 'config/seed' order by value")
     assert seeds == [("1",), ("2",)]
     assert rows(store, "select count(*) from runs") == [(2,)]
+
+
+def test_a_failed_run_says_so_once_and_is_marked(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from lightning.pytorch import Callback\n"
+        "class Fail(Callback):\n"
+        "    def on_train_batch_start(self, *_):\n"
+        "        raise RuntimeError('boom')\n"
+    )
+    outcome = run_script(
+        [
+            *(sys.executable, "-m", "lightning_lockstep.train", *QUICK, "hydra.run.dir=run"),
+            *("logger=[wandb,mlflow]", "+callbacks.own._target_=own.Fail"),
+        ],
+        env={"NETRC": str(tmp_path / "none"), "PYTHONPATH": path_with(tmp_path)},
+        cwd=tmp_path,
+        timeout=240,
+    )
+    assert outcome.returncode == 1, outcome.output
+    assert outcome.output.count("RuntimeError: boom") == 1
+    assert rows(tmp_path / "run" / "mlflow" / "mlflow.db", "select status from runs") == [("FAILED",)]
