@@ -17,6 +17,7 @@ _NOISE = (
     "TPU available: False",
     "Restoring states from the checkpoint path",
     "Restored all states from the checkpoint",
+    "Loaded model weights from the checkpoint",
     "`weights_only` was not set",
     "Loading `train_dataloader` to estimate",
     "Experiment with name",  # MLflow's, which is made where it is missing

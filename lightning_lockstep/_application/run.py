@@ -56,7 +56,7 @@ def run(config: DictConfig) -> float | None:
         if parts.trainer.world_size == 1:
             finish(loggers, failed=True)
         raise
-    places = logger_places(loggers) if parts.trainer.is_global_zero else {}
+    places = _taken_from(config) | (logger_places(loggers) if parts.trainer.is_global_zero else {})
     finish(loggers, failed=False)
     if ran_under_mpirun():
         # The ranks have done it all, and rank 0 has reported it.
@@ -111,6 +111,11 @@ def _best(trainer: Any) -> str | None:
         if getattr(callback, "monitor", None) and getattr(callback, "best_model_path", ""):
             return str(callback.best_model_path)
     return None
+
+
+def _taken_from(config: DictConfig) -> dict[str, str]:
+    path = config.get("ckpt_path")
+    return {"resumed from" if config.fit else "checkpoint": str(path)} if path is not None else {}
 
 
 def _files(trainer: Any, places: dict[str, str]) -> dict[str, str]:
