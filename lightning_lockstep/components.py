@@ -1,7 +1,8 @@
 """Lightning's own classes under the names that the Hydra configs use.
 
 A `_target_` has to name one class, but Lightning is published as two packages whose classes are distinct.
-These are the ones of the package that the program uses (see `lightning_lockstep._lightning`).
+These are the ones of the package that the program uses (see `lightning_lockstep._lightning`). `WandbLogger` and
+`MLFlowLogger` are Lightning's with other defaults (see `lightning_lockstep.logs.trackers`).
 """
 
 from __future__ import annotations
@@ -13,5 +14,14 @@ from lightning_lockstep._lightning import (
     TensorBoardLogger,
     Trainer,
 )
+from lightning_lockstep.logs.trackers import MLFlowLogger, WandbLogger
 
-__all__ = ["CSVLogger", "LearningRateMonitor", "ModelCheckpoint", "TensorBoardLogger", "Trainer"]
+__all__ = [
+    "CSVLogger",
+    "LearningRateMonitor",
+    "MLFlowLogger",
+    "ModelCheckpoint",
+    "TensorBoardLogger",
+    "Trainer",
+    "WandbLogger",
+]

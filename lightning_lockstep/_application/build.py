@@ -10,7 +10,8 @@ import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_lockstep._application.hydra_internals import HydraException
-from lightning_lockstep._application.targets import objections
+from lightning_lockstep._application.targets import objections, target_of
+from lightning_lockstep._application.tracking import is_logger, missing_package
 from lightning_lockstep._lightning import MisconfigurationException
 from lightning_lockstep.errors import ConfigurationError
 
@@ -81,6 +82,11 @@ def _make(key: str, node: Any, faults: list[str]) -> Any:
         return node  # a name that Lightning knows
     if "_target_" not in node:
         faults.append(f"{key}: nothing to make; a component has a _target_.")
+        return None
+    target = target_of(node)
+    missing = missing_package(target, key, node) if is_logger(target) else None
+    if missing is not None:
+        faults.append(str(missing))
         return None
     return _attempt(key, lambda: hydra.utils.instantiate(node, _convert_="all"), faults)
 

@@ -18,6 +18,7 @@ from lightning_lockstep._application import hydra_internals
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
 from lightning_lockstep._application.config_check import JobCheck, preflight, run_requested
 from lightning_lockstep._application.faults import Fault, show_faults
+from lightning_lockstep._application.help import help_text
 from lightning_lockstep._console import say
 from lightning_lockstep.distributed.failure.process_exit import leaving
 from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
@@ -121,9 +122,12 @@ class _Application:
         exit_code = 1
         forget_run_folders()
         try:
-            if run_requested(self.arguments):
-                self._check(check)
-            self._hand_over(prepare)
+            if self.arguments.help:
+                self._help()
+            else:
+                if run_requested(self.arguments):
+                    self._check(check)
+                self._hand_over(prepare)
             exit_code = 0
         except SystemExit as leave:
             exit_code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
@@ -144,6 +148,17 @@ class _Application:
             say(f"{program_name()}: {sentence}")
         if faults:
             show_faults(program_name(), faults, stack_traces=stack_traces())
+            sys.exit(UNUSABLE)
+
+    def _help(self) -> None:
+        search_path = hydra_internals.search_path_of(self.program, self.config_path, self.arguments)
+        name = self.arguments.config_name or self.config_name
+        try:
+            sys.stdout.write(help_text(program_name(), search_path, name, self.arguments.overrides))
+        except (hydra_internals.HydraException, OSError) as error:
+            show_faults(
+                program_name(), [Fault(str(error).splitlines()[0], error)], stack_traces=stack_traces()
+            )
             sys.exit(UNUSABLE)
 
     def _hand_over(self, prepare: Callable[[DictConfig], None] | None) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib import resources
+from importlib.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,24 @@ class Loader:
             config_name=self.config_name, overrides=overrides, run_mode=RunMode.RUN, from_shell=True
         )
         return config
+
+    def files(self, overrides: list[str]) -> list[tuple[str, str, str]]:
+        """Name (`group/choice`), text and package of each config file of a job, in the order of composition."""
+        found = []
+        for part in self._loader.compute_defaults_list(self.config_name, overrides, RunMode.RUN).defaults:
+            path = part.config_path
+            if path is None or path.startswith("hydra/"):
+                continue
+            loaded = self._repository.load_config(path)
+            assert loaded is not None  # it is part of what was composed
+            source = loaded.path
+            folder: Traversable = (
+                resources.files(source[6:]) if source.startswith("pkg://") else Path(source[7:])
+            )
+            file = folder.joinpath(f"{path}.yaml")
+            if file.is_file():  # not so what a program has put into Hydra's ConfigStore
+                found.append((path, file.read_text(encoding="utf-8"), part.package or ""))
+        return found
 
     @staticmethod
     def apply(override: Override, config: DictConfig) -> None:

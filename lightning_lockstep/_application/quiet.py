@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import warnings
 
+from lightning_lockstep._lightning import Callback
 from lightning_lockstep.launchers.slurm_environment import hide_srun_hint
 
-__all__ = ["leave_out_noise"]
+__all__ = ["QuietRanks", "leave_out_noise"]
 
 # How messages of Lightning begin that say nothing about the run.
 _NOISE = (
@@ -16,10 +17,18 @@ _NOISE = (
     "TPU available: False",
     "Restoring states from the checkpoint path",
     "Restored all states from the checkpoint",
+    "Loaded model weights from the checkpoint",
     "`weights_only` was not set",
     "Loading `train_dataloader` to estimate",
+    "Experiment with name",  # MLflow's, which is made where it is missing
 )
-_LOGGERS = ("lightning.pytorch.utilities.rank_zero", "pytorch_lightning.utilities.rank_zero")
+_LOGGERS = tuple(
+    f"{family}.{module}"
+    for family in ("lightning.pytorch", "pytorch_lightning")
+    for module in ("utilities.rank_zero", "loggers.mlflow")
+)
+# Loggers that say how MLflow makes its file.
+_TALKATIVE = ("mlflow.store", "alembic")
 _THEIRS = r"(lightning|pytorch_lightning|torch|hydra|omegaconf)\."
 
 
@@ -39,7 +48,22 @@ def leave_out_noise() -> None:
     """
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_FILTER)
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.WARNING)
     for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=_THEIRS)
     warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")
     hide_srun_hint()
+
+
+class QuietRanks(Callback):
+    """Takes :func:`leave_out_noise` along to ranks that are spawned, which get a copy of every callback.
+
+    Ranks: every rank, for itself; sends nothing.
+    """
+
+    def __init__(self) -> None:
+        leave_out_noise()
+
+    def __reduce__(self) -> tuple[type[QuietRanks], tuple[()]]:
+        return QuietRanks, ()  # without a state a copy would be made without any call

@@ -10,12 +10,16 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_lockstep._application.build import Components, build
-from lightning_lockstep._application.quiet import leave_out_noise
+from lightning_lockstep._application.quiet import QuietRanks, leave_out_noise
 from lightning_lockstep._application.summary import Summary, read_metrics, show, write
+from lightning_lockstep._application.tracking import LogConfiguration, finish
+from lightning_lockstep._application.tracking import places as logger_places
 from lightning_lockstep._console import say
 from lightning_lockstep._lightning import (
     Callback,
     CSVLogger,
+    MLFlowLogger,
+    WandbLogger,
     _extract_batch_size,
     _MultiProcessingLauncher,
     seed_everything,
@@ -42,11 +46,19 @@ def run(config: DictConfig) -> float | None:
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
     record = RunRecord()
-    parts = build(config, own_callbacks=[record])
+    parts = build(config, own_callbacks=[record, LogConfiguration(config), QuietRanks()])
     if isinstance(parts.trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
     loggers = list(parts.trainer.loggers)
-    metrics = _loops(config, parts, record)
+    try:
+        metrics = _loops(config, parts, record)
+    except BaseException:
+        # One rank may go on with the next job of a sweep; of several each ends here, and must not wait.
+        if parts.trainer.world_size == 1:
+            finish(loggers, failed=True)
+        raise
+    places = _taken_from(config) | (logger_places(loggers) if parts.trainer.is_global_zero else {})
+    finish(loggers, failed=False)
     if ran_under_mpirun():
         # The ranks have done it all, and rank 0 has reported it.
         metrics = read_metrics(Path(parts.trainer.default_root_dir))
@@ -58,7 +70,7 @@ def run(config: DictConfig) -> float | None:
             ranks=parts.trainer.world_size,
             samples_per_second=record.samples_per_second(parts.trainer.world_size),
             wall_time=time.monotonic() - began,
-            files=_files(parts.trainer, loggers),
+            files=_files(parts.trainer, places),
         )
         write(summary, Path(parts.trainer.default_root_dir))
         show(summary)
@@ -84,9 +96,10 @@ def _loops(config: DictConfig, parts: Components, record: RunRecord) -> dict[str
 
 
 def _keep_the_training_log(trainer: Any) -> None:
-    """Let evaluations in ranks of their own write no CSV log: a new process would begin the file anew."""
+    """Let evaluations in ranks of their own log no further: a new process would begin the file or the run anew."""
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
-        trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
+        once = (CSVLogger, MLFlowLogger, WandbLogger)
+        trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, once)]
 
 
 def _metrics(trainer: Any) -> dict[str, float]:
@@ -101,15 +114,13 @@ def _best(trainer: Any) -> str | None:
     return None
 
 
-def _files(trainer: Any, loggers: list[Any]) -> dict[str, str]:
-    folder = Path(trainer.default_root_dir)
-    files = {"run folder": str(folder)}
-    for logger in loggers:
-        if getattr(logger, "log_dir", None) is not None:
-            metrics = Path(logger.log_dir, "metrics.csv")
-            files[f"log ({type(logger).__name__})"] = str(
-                metrics if metrics.exists() else Path(logger.log_dir)
-            )
+def _taken_from(config: DictConfig) -> dict[str, str]:
+    path = config.get("ckpt_path")
+    return {"resumed from" if config.fit else "checkpoint": str(path)} if path is not None else {}
+
+
+def _files(trainer: Any, places: dict[str, str]) -> dict[str, str]:
+    files = {"run folder": str(Path(trainer.default_root_dir)), **places}
     best = _best(trainer)
     if best is not None:
         files["best checkpoint"] = best

@@ -2,8 +2,8 @@
 
 Every node with a `_target_` is compared with the signature of what it names: settings that it does not have,
 values of another type. Classes of this package and of Lightning are made besides, since their
-constructors check what a signature cannot say and have no effect; what others' constructors do is unknown,
-so they run only when the run itself begins.
+constructors check what a signature cannot say and have no effect. Not so loggers, which may begin a run, and what
+others wrote, whose effects are unknown: they are made only when the run itself begins.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_lockstep._application.faults import Fault
 from lightning_lockstep._application.hydra_internals import HydraException, locate
+from lightning_lockstep._application.tracking import is_logger, missing_package
 from lightning_lockstep._application.value_types import mismatch
 from lightning_lockstep._lightning import MisconfigurationException
 from lightning_lockstep._settings import did_you_mean
@@ -84,7 +85,10 @@ class TargetChecks:
         target, fault = self._locate(component, node)
         if fault is not None or target is None or self._signature(component, node, target):
             return []
-        if not f"{target.__module__}.".startswith(_HARMLESS):
+        if is_logger(target):
+            error = missing_package(target, component, node)
+            return [] if error is None else [Fault(str(error), error)]
+        if not all(map(_harmless, _targets(node))):
             return []
         return [Fault(self._label(component, text), error) for text, error in _try_to_make(node, given)]
 
@@ -152,6 +156,15 @@ def _names_beside(name: str) -> list[str]:
         return [other for other in getattr(owner, "__all__", dir(owner)) if other != wrong]
     except Exception:  # the same: there is nothing to compare with
         return []
+
+
+def _targets(node: DictConfig) -> Iterator[Callable[..., Any] | None]:
+    """Everything that is made when the node is."""
+    return (target_of(inner) for _, inner in _containers(node, "") if "_target_" in inner)
+
+
+def _harmless(target: Callable[..., Any] | None) -> bool:
+    return f"{getattr(target, '__module__', '')}.".startswith(_HARMLESS) and not is_logger(target)
 
 
 def target_of(node: object) -> Callable[..., Any] | None:

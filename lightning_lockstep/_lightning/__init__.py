@@ -39,7 +39,10 @@ _PUBLIC: dict[str, str] = {
     "ModelCheckpoint": "pytorch.callbacks.ModelCheckpoint",
     "LearningRateMonitor": "pytorch.callbacks.LearningRateMonitor",
     "CSVLogger": "pytorch.loggers.CSVLogger",
+    "Logger": "pytorch.loggers.Logger",
+    "MLFlowLogger": "pytorch.loggers.MLFlowLogger",
     "TensorBoardLogger": "pytorch.loggers.TensorBoardLogger",
+    "WandbLogger": "pytorch.loggers.WandbLogger",
     "DDPStrategy": "pytorch.strategies.DDPStrategy",
     "Strategy": "pytorch.strategies.Strategy",
     "SingleDeviceStrategy": "pytorch.strategies.SingleDeviceStrategy",
@@ -61,6 +64,7 @@ _PUBLIC: dict[str, str] = {
     "LSFEnvironment": "fabric.plugins.environments.LSFEnvironment",
     "SLURMEnvironment": "fabric.plugins.environments.SLURMEnvironment",
     "TorchElasticEnvironment": "fabric.plugins.environments.TorchElasticEnvironment",
+    "rank_zero_experiment": "fabric.loggers.logger.rank_zero_experiment",
     "rank_zero_only": "fabric.utilities.rank_zero.rank_zero_only",
     "reset_seed": "fabric.utilities.seed.reset_seed",
 }
@@ -148,6 +152,7 @@ def _resolve(path: str) -> Any:
 
 if TYPE_CHECKING:
     from lightning.fabric.connector import _convert_precision_to_unified_args
+    from lightning.fabric.loggers.logger import rank_zero_experiment
     from lightning.fabric.plugins.environments import (
         ClusterEnvironment,
         LightningEnvironment,
@@ -172,7 +177,7 @@ if TYPE_CHECKING:
         ModelCheckpoint,
     )
     from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
-    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.optimization.automatic import Closure as _Closure
     from lightning.pytorch.loops.optimization.automatic import ClosureResult as _ClosureResult

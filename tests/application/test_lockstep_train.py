@@ -84,6 +84,8 @@ def test_two_ranks_learn_the_digits_like_one_and_resume(tmp_path: Path) -> None:
     assert more.stderr.count("goes on at epoch 3, optimizer step 63, from ") == 1, more.stderr
     resumed = summary(tmp_path / "runs" / "three")
     assert resumed["steps"] == 84
+    assert resumed["files"]["resumed from"] == result["files"]["last checkpoint"]
+    assert "checkpoint at" not in more.output, "the table says it"
     assert len(column(tmp_path / "runs" / "three", "train_loss")) == 21, "only the fourth epoch was run"
 
 

@@ -92,6 +92,8 @@ def main() -> None:
         )  # fmt: skip
         trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2))
         look(trainer)
+        # A client of a server connects to nobody before it is asked.
+        look([pl.loggers.WandbLogger(folder), pl.loggers.MLFlowLogger(tracking_uri="http://127.0.0.1:9")])
         for method in ("spawn", "popen"):
             strategy = pl.strategies.DDPStrategy(start_method=method)
             look(pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False))

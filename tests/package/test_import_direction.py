@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "conf": {"launchers"},  # names the resolver of run folders
     "demo": TALK,
     "workloads": {"_exports"},
-    "components": GROUND,
+    "components": GROUND | {"logs"},
     "_application": PARTS,
     "train": PARTS | {"_application"},
     "doctor": PARTS | {"_application"},

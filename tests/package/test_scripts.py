@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,7 +29,9 @@ def fake_python(project: Path, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
-def setup(project: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def setup(
+    project: Path, *args: str, stdout: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
     # Only the tools that the script itself uses are on this PATH, and no Python but the fake ones.
     for tool in ("bash", "dirname", "mkdir", "cat", "flock", "env", "rm", "ls"):
         found = shutil.which(tool)
@@ -38,7 +42,8 @@ def setup(project: Path, *args: str, **environment: str) -> subprocess.Completed
         [project / "scripts" / "setup", *args],
         env={"PATH": str(project / "bin"), "CI": "true", **environment},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=60,
     )
@@ -112,3 +117,30 @@ def test_the_docstring_check_passes_a_whole_docstring(project: Path) -> None:
     done = check_docstrings(project, text)
     assert done.returncode == 0
     assert "1 public names, 0 faults" in done.stdout
+
+
+PIP_THAT_NOTES = r"""
+case "$1 $2" in
+    "- "*) echo fingerprint ;;
+    "-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    "-m pip") echo "$*" >>pip.log ;;
+    "-m hatchling") mkdir -p .cache/wheel && : >.cache/wheel/a.whl ;;
+esac
+exit 0"""
+
+
+@pytest.mark.parametrize("on_a_terminal", [False, True])
+def test_pip_shows_its_progress_on_a_terminal_only(project: Path, on_a_terminal: bool) -> None:
+    fake_python(project, "python3", PIP_THAT_NOTES)
+    (project / "bin" / "cp").symlink_to(shutil.which("cp") or "cp")
+    (project / "lightning_lockstep").mkdir()
+    outside, inside = pty.openpty()
+    try:
+        done = setup(project, "run", stdout=inside if on_a_terminal else subprocess.PIPE)
+    finally:
+        os.close(outside)
+        os.close(inside)
+    assert done.returncode == 0, done.stderr
+    calls = (project / "pip.log").read_text().splitlines()
+    assert len(calls) == 3
+    assert all((" -qq " in call) is not on_a_terminal for call in calls)

@@ -79,7 +79,7 @@ def test_its_metadata(wheel: zipfile.ZipFile) -> None:
         if line.startswith("Requires-Dist: ") and "extra ==" not in line
     }
     assert needed == {"torch", "lightning", "hydra-core", "numpy", "packaging", "psutil", "pyzmq", "rich"}
-    for extra in ("mpi", "deepspeed", "xla", "plot", "demo", "all"):
+    for extra in ("mpi", "deepspeed", "xla", "plot", "tensorboard", "wandb", "mlflow", "demo", "all"):
         assert f"Provides-Extra: {extra}\n" in metadata
     scripts = wheel.read(f"{info}/entry_points.txt").decode()
     assert "lockstep-train = lightning_lockstep.train:main" in scripts

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_lockstep._console import say
@@ -25,6 +26,7 @@ from lightning_lockstep.errors import RankFailedError
 __all__ = [
     "end_within",
     "fold_tracebacks",
+    "keep_hook",
     "keep_quiet",
     "on_uncaught",
     "print_also",
@@ -39,6 +41,17 @@ def fold_tracebacks() -> None:
     A hook that the program or another library has set, but for torch's, stays.
     """
     _install_hook()
+
+
+@contextmanager
+def keep_hook() -> Iterator[None]:
+    """In this context another library may set a hook that prints by itself; one of ours or torch's is put back."""
+    before = sys.excepthook
+    try:
+        yield
+    finally:
+        if before is not sys.__excepthook__:
+            sys.excepthook = before
 
 
 def keep_quiet(error: BaseException) -> None:
