@@ -20,7 +20,7 @@ from lightning_lockstep._application.config_channel import ConfigChannel, Messag
 from lightning_lockstep._application.config_check import JobCheck, preflight, run_requested
 from lightning_lockstep._application.faults import Fault, show_faults
 from lightning_lockstep._console import say
-from lightning_lockstep.distributed.failure.process_exit import leaving
+from lightning_lockstep.distributed.failure.process_exit import leaving, return_failure
 from lightning_lockstep.distributed.failure.uncaught import (
     error_from_bytes,
     error_to_bytes,
@@ -157,7 +157,9 @@ class _Application:
     def _check(self, check: JobCheck | None) -> None:
         search_path = hydra_internals.search_path_of(self.program, self.config_path, self.arguments)
         with without_claiming():
-            faults, quoted, old_names = preflight(self.arguments, search_path, self.config_name, check)
+            faults, quoted, old_names = preflight(
+                self.arguments, search_path, self.config_name, check, alone=self.channel.ranks is None
+            )
         sys.argv[1:] = [quoted.get(argument, argument) for argument in sys.argv[1:]]
         for sentence in old_names:
             say(f"{program_name()}: {sentence}")
@@ -173,6 +175,7 @@ class _Application:
             try:
                 return self._run_job_elsewhere(prepare)
             except BaseException as error:
+                return_failure()
                 raise _StopElsewhere(error) from None
 
         hydra.main(self.config_path, self.config_name, self.version_base)(job)()
@@ -194,11 +197,6 @@ class _Application:
         if leaving():
             raise LaunchError(
                 "Not begun, since ranks of an earlier job of this sweep failed in the same process."
-            )
-        if self.channel.ranks is not None:
-            raise ConfigurationError(
-                "hydra/launcher: expected basic under torchrun, srun or mpirun, whose ranks run every job of a sweep"
-                " together. Start the program once, without them: each job then starts ranks of its own."
             )
         ranks = external_ranks()
         channel = ConfigChannel(ranks)
