@@ -36,11 +36,10 @@ def summaries(cwd: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(cwd.glob("sweep/*/summary.json"))]
 
 
-# The program's own decorator and Hydra's: neither need know how the other sends a job to another process.
-@pytest.mark.parametrize(("launcher", "program"), [("joblib", "hydra"), ("submitit_local", "lockstep")])
-def test_jobs_in_processes_of_their_own_start_ranks(launcher: str, program: str, tmp_path: Path) -> None:
-    env = {"ECHO_TO": str(tmp_path), "ECHO_FIT": "1", "ECHO_MAIN": program, "ECHO_SECRET": "none"}
-    jobs = ["-m", f"hydra/launcher={launcher}", "text=first", "hydra.sweep.dir=sweep"]
+# A script with Hydra's own decorator, by joblib: tests/application/test_foreign_app.py.
+def test_a_job_in_a_process_of_its_own_starts_ranks(tmp_path: Path) -> None:
+    env = {"ECHO_TO": str(tmp_path), "ECHO_FIT": "1", "ECHO_SECRET": "none"}
+    jobs = ["-m", "hydra/launcher=submitit_local", "text=first", "hydra.sweep.dir=sweep"]
     outcome = run_script([str(ECHO), *jobs], env=env, cwd=tmp_path, timeout=240)
     assert outcome.returncode == 0, outcome.output
     assert not outcome.leftovers
