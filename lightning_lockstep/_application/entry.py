@@ -141,10 +141,14 @@ class _Application:
         self.program = program
         self.arguments = arguments
         self.channel = channel
-        self.process = os.getpid()
+        self.sent = False
         self.config_path = config_path
         self.config_name = config_name
         self.version_base = version_base
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A launcher of sweeps sends the job to another process.
+        return {**self.__dict__, "sent": True}
 
     def run(self, check: JobCheck | None, prepare: Callable[[DictConfig], None] | None) -> None:
         """Check the command line, then let Hydra run its jobs."""
@@ -170,10 +174,12 @@ class _Application:
     def _hand_over(self, prepare: Callable[[DictConfig], None] | None) -> None:
         @functools.wraps(self.program)
         def job(_: DictConfig) -> Any:
-            if os.getpid() == self.process:
+            if not self.sent:
                 return self._run_job(prepare, self.channel)
             try:
                 return self._run_job_elsewhere(prepare)
+            except SystemExit:
+                raise  # whoever asked this process to end (a preempted job begins again) waits for no result
             except BaseException as error:
                 return_failure()
                 raise _StopElsewhere(error) from None
@@ -182,7 +188,7 @@ class _Application:
 
     def _run_job(self, prepare: Callable[[DictConfig], None] | None, channel: ConfigChannel) -> Any:
         config = self._freeze_job(prepare)
-        last = config.hydra.mode != hydra_internals.RunMode.MULTIRUN or os.getpid() != self.process
+        last = config.hydra.mode != hydra_internals.RunMode.MULTIRUN or self.sent
         channel.send(Message(for_other_ranks(config), last=last))
         try:
             return self.program(without_hydra(config))
@@ -201,7 +207,11 @@ class _Application:
         ranks = external_ranks()
         channel = ConfigChannel(ranks)
         if ranks is not None and ranks.rank > 0:
-            return _follow(channel, self.program)
+            try:
+                return _follow(channel, self.program)
+            except SystemExit as end:
+                # submitit reads the result of rank 0 only if every task has left one.
+                raise LaunchError(f"Rank {ranks.rank} ended with code {end.code}; rank 0 says why.") from end
         with _closing(channel):
             return self._run_job(prepare, channel)
 
