@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -11,7 +9,6 @@ from torch import nn
 
 from lightning_lockstep.distributed.failure.folded import format_error, user_function
 from lightning_lockstep.distributed.failure.record import FailureRecord
-from lightning_lockstep.distributed.failure.uncaught import error_from_bytes, error_to_bytes, print_last
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
 
 # A fit warns of what other packages deprecate.
@@ -96,26 +93,3 @@ def test_an_error_of_this_package_is_its_message(monkeypatch: pytest.MonkeyPatch
     assert format_error(raised(RankFailedError(record.report(), record))).startswith("Traceback")
     monkeypatch.setenv("LOCKSTEP_FULL_TRACEBACK", "1")
     assert format_error(error).startswith("Traceback")
-
-
-class Particular(Exception):
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first} {second}")
-
-
-@pytest.mark.parametrize("error", [ValueError("boom"), Particular("boom", "twice")])
-def test_an_error_of_another_process_is_printed_as_there(
-    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    try:
-        raise error
-    except Exception:
-        print_last(error, "rank 0 of 2 failed")
-        arrived = error_from_bytes(error_to_bytes(error))
-    assert type(arrived) is (ValueError if type(error) is ValueError else RuntimeError)
-    sys.excepthook(type(arrived), arrived, None)
-    printed = capsys.readouterr().err
-    assert "in test_an_error_of_another_process_is_printed_as_there" in printed
-    assert f"{type(error).__name__}: boom" in printed
-    assert printed.splitlines()[-1] == "rank 0 of 2 failed"
