@@ -38,7 +38,9 @@ def component_keys(config: DictConfig) -> list[str]:
 
 def _names(config: DictConfig, group: str) -> list[str]:
     node = config.get(group)
-    return [str(name) for name in node if node[name] is not None] if isinstance(node, DictConfig) else []
+    if not isinstance(node, DictConfig):
+        return []
+    return [str(name) for name in node if node[name] is not None and not str(name).startswith("_")]
 
 
 def build(config: DictConfig, *, own_callbacks: list[Any]) -> Components:

@@ -132,13 +132,18 @@ def _fitting(group: str, attribute: str, samples: str) -> list[str]:
 
 def _single_device(config: DictConfig) -> list[Fault]:
     devices = OmegaConf.select(config, "trainer.devices")
-    if config.get("strategy") == "auto" and isinstance(devices, int) and devices > 1:
+    if _strategy_name(config) == "auto" and isinstance(devices, int) and devices > 1:
         return [
             Fault(
                 f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp."
             )
         ]
     return []
+
+
+def _strategy_name(config: DictConfig) -> Any:
+    strategy = config.get("strategy")
+    return strategy.get("name") if isinstance(strategy, DictConfig) else strategy
 
 
 def _ranks(config: DictConfig, external: ExternalRanks | None) -> int | None:

@@ -47,6 +47,8 @@ def preflight(
     search_path: ConfigSearchPath,
     config_name: str | None,
     check: JobCheck | None,
+    *,
+    alone: bool = True,
 ) -> Checked:
     """Look for everything that is wrong with a command line.
 
@@ -55,6 +57,7 @@ def preflight(
         search_path: Where Hydra looks for configs.
         config_name: The program's primary config, unless the flags name another.
         check: The program's own checks of each job.
+        alone: Whether no other rank has been started yet.
 
     Returns:
         No fault when the run can begin.
@@ -90,6 +93,7 @@ def preflight(
         faults += composed.faults
         if composed.config is not None:
             faults += check_job(composed, number, check)
+            faults += [] if alone else _launcher_faults(composed.config)
             old_names += _old_names(composed.config)
     for typed, line in quoted.items():
         faults = [Fault(fault.text.replace(line, typed), fault.error) for fault in faults]
@@ -105,6 +109,18 @@ def check_job(composed: Composed, number: int, check: JobCheck | None) -> list[F
         faults = [*checks.signature_faults(), *(check(frozen, checks) if check is not None else [])]
     typed, guessed = tuple(composed.typed.values()), tuple(composed.guessed)
     return [fault for fault in faults if fault.text.startswith(typed) or not fault.text.startswith(guessed)]
+
+
+def _launcher_faults(config: DictConfig) -> list[Fault]:
+    launcher = OmegaConf.select(config, "hydra.runtime.choices.hydra/launcher")
+    if launcher == "basic":
+        return []
+    return [
+        Fault(
+            f"hydra/launcher={launcher}: expected basic under torchrun, srun or mpirun, whose ranks run the jobs of a"
+            " sweep together. Start the program once, without them; each job then starts ranks of its own."
+        )
+    ]
 
 
 def _old_names(config: DictConfig) -> Iterator[str]:

@@ -7,7 +7,8 @@ import functools
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +21,12 @@ from lightning_lockstep._application.config_check import JobCheck, preflight, ru
 from lightning_lockstep._application.faults import Fault, show_faults
 from lightning_lockstep._application.help import help_text
 from lightning_lockstep._console import say
-from lightning_lockstep.distributed.failure.process_exit import leaving
-from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
+from lightning_lockstep.distributed.failure.process_exit import leaving, return_failure
+from lightning_lockstep.distributed.failure.uncaught import (
+    error_from_bytes,
+    error_to_bytes,
+    fold_tracebacks,
+)
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.hydra_rerun import (
@@ -40,10 +45,34 @@ _SAME_FAULT = 10.0
 
 
 class _Stop(BaseException):
-    """Carries an error past Hydra, which would print it in its own way and lose its exit code."""
+    """Carries an error past Hydra, which would print it in its own way and lose its exit code.
 
-    def __init__(self, error: BaseException) -> None:
+    Args:
+        error: The error.
+        running: Whether ranks were running.
+    """
+
+    def __init__(self, error: BaseException, *, running: bool) -> None:
+        super().__init__(error)
         self.error = error
+        self.running = running
+
+
+class _StopElsewhere(Exception):  # noqa: N818
+    """Carries an error out of a job in another process: the program that reads the job's result finds a `_Stop`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        (error,) = self.args
+        error = error.error if isinstance(error, _Stop) else error
+        return _stop, (error_to_bytes(error), _ranks_run())
+
+
+def _stop(sent: bytes, running: bool) -> _Stop:
+    return _Stop(error_from_bytes(sent), running=running)
+
+
+def _ranks_run() -> bool:
+    return leaving() or process_group_exists()
 
 
 def hydra_main(
@@ -88,9 +117,9 @@ def hydra_main(
             try:
                 return application.run(check, prepare)
             except _Stop as stop:
-                error = stop.error
+                error, running = stop.error, stop.running
             # Outside of the handler, and only the program's own frames: nothing of Hydra is shown.
-            _end_if_about_settings(error)
+            _end_if_about_settings(error, running=running)
             raise error.with_traceback(_own_part(error))
 
         return decorated
@@ -113,36 +142,32 @@ class _Application:
         self.program = program
         self.arguments = arguments
         self.channel = channel
+        self.sent = False
         self.config_path = config_path
         self.config_name = config_name
         self.version_base = version_base
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A launcher of sweeps sends the job to another process.
+        return {**self.__dict__, "sent": True}
+
     def run(self, check: JobCheck | None, prepare: Callable[[DictConfig], None] | None) -> None:
         """Check the command line, then let Hydra run its jobs."""
-        exit_code = 1
         forget_run_folders()
-        try:
+        with _closing(self.channel):
             if self.arguments.help:
                 self._help()
-            else:
-                if run_requested(self.arguments):
-                    self._check(check)
-                self._hand_over(prepare)
-            exit_code = 0
-        except SystemExit as leave:
-            exit_code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-            raise
-        finally:
-            # After a failure within a job the others know, and waiting for one could take forever.
-            if not leaving():
-                # Once the process group exists, every rank raises the same error by itself.
-                unusable = exit_code == UNUSABLE and not process_group_exists()
-                self.channel.close(exit_code, unusable=unusable)
+                return
+            if run_requested(self.arguments):
+                self._check(check)
+            self._hand_over(prepare)
 
     def _check(self, check: JobCheck | None) -> None:
         search_path = hydra_internals.search_path_of(self.program, self.config_path, self.arguments)
         with without_claiming():
-            faults, quoted, old_names = preflight(self.arguments, search_path, self.config_name, check)
+            faults, quoted, old_names = preflight(
+                self.arguments, search_path, self.config_name, check, alone=self.channel.ranks is None
+            )
         sys.argv[1:] = [quoted.get(argument, argument) for argument in sys.argv[1:]]
         for sentence in old_names:
             say(f"{program_name()}: {sentence}")
@@ -164,18 +189,46 @@ class _Application:
     def _hand_over(self, prepare: Callable[[DictConfig], None] | None) -> None:
         @functools.wraps(self.program)
         def job(_: DictConfig) -> Any:
-            config = self._freeze_job(prepare)
-            last = config.hydra.mode != hydra_internals.RunMode.MULTIRUN
-            self.channel.send(Message(for_other_ranks(config), last=last))
+            if not self.sent:
+                return self._run_job(prepare, self.channel)
             try:
-                return self.program(without_hydra(config))
-            except Exception as error:
-                # A sweep of one process goes on after a job that failed; ranks that failed cannot.
-                if last or leaving() or isinstance(error, ConfigurationError):
-                    raise _Stop(error) from None
-                raise
+                return self._run_job_elsewhere(prepare)
+            except SystemExit:
+                raise  # whoever asked this process to end (a preempted job begins again) waits for no result
+            except BaseException as error:
+                return_failure()
+                raise _StopElsewhere(error) from None
 
         hydra.main(self.config_path, self.config_name, self.version_base)(job)()
+
+    def _run_job(self, prepare: Callable[[DictConfig], None] | None, channel: ConfigChannel) -> Any:
+        config = self._freeze_job(prepare)
+        last = config.hydra.mode != hydra_internals.RunMode.MULTIRUN or self.sent
+        channel.send(Message(for_other_ranks(config), last=last))
+        try:
+            return self.program(without_hydra(config))
+        except Exception as error:
+            # A sweep of one process goes on after a job that failed; ranks that failed cannot.
+            if last or leaving() or isinstance(error, ConfigurationError):
+                raise _Stop(error, running=_ranks_run()) from None
+            raise
+
+    def _run_job_elsewhere(self, prepare: Callable[[DictConfig], None] | None) -> Any:
+        """Run one job in the process that a launcher of sweeps has made for it (joblib, submitit)."""
+        if leaving():
+            raise LaunchError(
+                "Not begun, since ranks of an earlier job of this sweep failed in the same process."
+            )
+        ranks = external_ranks()
+        channel = ConfigChannel(ranks)
+        if ranks is not None and ranks.rank > 0:
+            try:
+                return _follow(channel, self.program)
+            except SystemExit as end:
+                # submitit reads the result of rank 0 only if every task has left one.
+                raise LaunchError(f"Rank {ranks.rank} ended with code {end.code}; rank 0 says why.") from end
+        with _closing(channel):
+            return self._run_job(prepare, channel)
 
     def _freeze_job(self, prepare: Callable[[DictConfig], None] | None) -> DictConfig:
         """Resolve the configuration of the job that begins, for all ranks, this one too."""
@@ -196,6 +249,24 @@ class _Application:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 OmegaConf.save(without_hydra(config), file)
         return config
+
+
+@contextmanager
+def _closing(channel: ConfigChannel) -> Iterator[None]:
+    """Let the other ranks end when the body has ended, however it did."""
+    exit_code = 1
+    try:
+        yield
+        exit_code = 0
+    except SystemExit as leave:
+        exit_code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        raise
+    finally:
+        # After a failure within a job the others know, and waiting for one could take forever.
+        if not leaving():
+            # Once the process group exists, every rank raises the same error by itself.
+            unusable = exit_code == UNUSABLE and not process_group_exists()
+            channel.close(exit_code, unusable=unusable)
 
 
 def _follow(channel: ConfigChannel, program: Program) -> None:
@@ -220,7 +291,7 @@ def _let_rank_0_report(channel: ConfigChannel, error: ConfigurationError) -> NoR
         if not process_group_exists():
             channel.receive(patience=_SAME_FAULT)
     except LaunchError:
-        _end_if_about_settings(error)
+        _end_if_about_settings(error, running=_ranks_run())
     sys.exit(UNUSABLE)
 
 
@@ -236,7 +307,7 @@ def _run_child(file: Path, program: Program) -> None:
             raise  # this rank failed alone, and rank 0 reports it
         if process_group_exists():
             sys.exit(UNUSABLE)  # every rank raises it once the process group exists; rank 0 prints it
-        _end_if_about_settings(error)
+        _end_if_about_settings(error, running=_ranks_run())
         raise
 
 
@@ -256,11 +327,10 @@ def _run_frozen(config: DictConfig, program: Program) -> Any:
         hydra_internals.flush_loggers()
 
 
-def _end_if_about_settings(error: BaseException) -> None:
+def _end_if_about_settings(error: BaseException, *, running: bool) -> None:
     """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
         faults = [Fault(text, error) for text in error.faults]
-        running = leaving() or process_group_exists()
         outcome = "all ranks were stopped" if running else "nothing was started"
         show_faults(program_name(), faults, stack_traces=stack_traces(), outcome=outcome)
         sys.exit(UNUSABLE)

@@ -16,6 +16,11 @@ from lightning_lockstep._settings import did_you_mean, nearest
 
 # A sweep is checked one value at a time; beyond this many values the rest is left to Hydra.
 MOST_VARIANTS = 64
+# What to add where a choice of these groups is missing: they come from packages of their own.
+_PLUGINS = dict.fromkeys(
+    ("hydra/launcher", "hydra/sweeper"),
+    " More come with plugins of Hydra: pip install 'lightning-lockstep[sweeps]' brings joblib, submitit and optuna.",
+)
 
 
 @dataclass
@@ -132,7 +137,7 @@ def _check_group(loader: Loader, override: Override) -> tuple[str | None, Fault 
     text = "; ".join(
         f"group {group!r} has no choice {choice!r}.{did_you_mean(choice, known)}" for choice in wrong
     )
-    fault = Fault(f"{line}: {text} It has: {', '.join(known)}.")
+    fault = Fault(f"{line}: {text} It has: {', '.join(known)}.{_PLUGINS.get(group, '')}")
     nearby = [choice if str(choice) not in wrong else nearest(str(choice), known) for choice in given]
     if None in nearby:
         return None, fault

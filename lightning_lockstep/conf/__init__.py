@@ -10,10 +10,16 @@
 | `logger` | one logger; several with `logger=[csv,tensorboard]` |
 | `checkpoint` | what is saved, when |
 | `debug`, `experiment` | changes to several of the others at once |
+
+A choice that an app's own group hides has a second name: `+lockstep/callbacks=early_stopping` is always the one here,
+and composes into the same key `callbacks` (`+lockstep/callbacks@trainer.callbacks=...` into another).
 """
 
 from __future__ import annotations
 
+from importlib import resources
+
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from lightning_lockstep.launchers.run_folder import RESOLVERS
@@ -21,3 +27,13 @@ from lightning_lockstep.launchers.run_folder import RESOLVERS
 # Hydra imports this package when it reads a config of it, so every app that uses one has the resolvers.
 for _name, _function in RESOLVERS.items():
     OmegaConf.register_new_resolver(_name, _function, use_cache=True, replace=True)
+
+for _group in ("callbacks", "checkpoint", "data", "logger", "model", "strategy"):
+    for _file in resources.files(__name__).joinpath(_group).iterdir():
+        ConfigStore.instance().store(
+            group=f"lockstep/{_group}",
+            name=_file.name,
+            node=OmegaConf.create(_file.read_text(encoding="utf-8")),
+            package=_group,
+            provider="lightning-lockstep",
+        )

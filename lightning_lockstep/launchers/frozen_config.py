@@ -2,10 +2,14 @@
 
 OmegaConf keeps the types of a structured config, so this is a pickle; but one that can hold nodes of OmegaConf,
 dataclasses, enumerations and plain values only, and that is read only if it carries the signature of this job.
+
+Types go by their names, even those that cannot be found under them here. In a process to which a launcher of sweeps has
+sent the job, the classes of the program's own script are copies, and Hydra has loaded its plugins a second time.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 from dataclasses import is_dataclass
@@ -17,7 +21,7 @@ from lightning_lockstep.distributed.side_channel.job_token import signed, verifi
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["config_from_bytes", "config_to_bytes"]
+__all__ = ["class_named", "config_from_bytes", "config_to_bytes", "pickled"]
 
 _PLAIN = {
     "_operator": {"getitem"},  # annotations such as ``list[int]``
@@ -32,12 +36,42 @@ _PLAIN = {
 }
 
 
+def pickled(config: DictConfig | None) -> bytes:
+    """Return a configuration as a pickle that the program itself can read, wherever this is called."""
+    buffer = io.BytesIO()
+    _ConfigPickler(buffer).dump(config)
+    return buffer.getvalue()
+
+
+def class_named(module: str, name: str) -> Any:
+    """Return the class of this name; pickles refer to it."""
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+class _ConfigPickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """Let a class that is not the one under its name be that one for the reader."""
+        if not isinstance(value, type) or _found_under_its_name(value):
+            return NotImplemented
+        return class_named, (value.__module__, value.__qualname__)
+
+
+def _found_under_its_name(kind: type) -> bool:
+    try:
+        return class_named(kind.__module__, kind.__qualname__) is kind
+    except (ImportError, AttributeError):
+        return False
+
+
 def config_to_bytes(config: DictConfig | None) -> bytes:
     """Return a configuration, or none, as bytes with the signature of this job.
 
     Ranks: rank 0, for all.
     """
-    return signed(pickle.dumps(config))
+    return signed(pickled(config))
 
 
 def config_from_bytes(data: bytes) -> DictConfig | None:
@@ -55,6 +89,8 @@ def config_from_bytes(data: bytes) -> DictConfig | None:
 
 class _ConfigUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, class_named.__name__):
+            return self.find_class
         if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
         found = super().find_class(module, name)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_lockstep.distributed.failure.process_exit import at_exit
-from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.frozen_config import pickled
+from lightning_lockstep.launchers.hydra_program import program_arguments
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -158,28 +158,9 @@ def hydra_child_command() -> tuple[list[str], str | None] | None:
     config = current_hydra_config()
     if config is None:
         return None
-    program, folder = _this_program(config)
+    program, folder = program_arguments(str(config.hydra.runtime.cwd))
     interpreter = [sys.executable, *subprocess._args_from_interpreter_flags(), *_QUIET]  # type: ignore[attr-defined]
     return [*interpreter, *program, "--experimental-rerun", _config_file(config)], folder
-
-
-def _this_program(config: DictConfig) -> tuple[list[str], str | None]:
-    """What follows the interpreter on the command line, and the folder in which it means this program."""
-    import __main__
-
-    started_in = str(config.hydra.runtime.cwd)
-    spec = getattr(__main__, "__spec__", None)
-    if spec is not None:
-        return ["-m", spec.name], started_in
-    script = Path(started_in, sys.argv[0])
-    if not script.is_file():
-        raise LaunchError(
-            f"This Hydra program cannot start further ranks: it was started as {sys.argv[0]!r}, which is"
-            f" no file in {started_in}. Start it from a script or with `python -m`, or let torchrun start"
-            " all ranks."
-        )
-    # With hydra.job.chdir rank 0 works in its run folder; so do the others.
-    return [str(script)], str(Path.cwd())
 
 
 def _config_file(config: DictConfig) -> str:
@@ -188,7 +169,7 @@ def _config_file(config: DictConfig) -> str:
         return _written[1]
     if _written is not None:
         os.close(_written[2])
-    content = pickle.dumps(for_other_ranks(freeze(config)))
+    content = pickled(for_other_ranks(freeze(config)))
     handle, path = tempfile.mkstemp(prefix="lockstep-config-", suffix=".pickle")
     nameless = Path(f"/proc/{os.getpid()}/fd/{handle}")
     if nameless.exists():

@@ -7,11 +7,11 @@ from lightning_lockstep._application.config_check import Checked, preflight
 from lightning_lockstep.train import check_training, main
 
 
-def look_at(*arguments: str) -> Checked:
+def look_at(*arguments: str, alone: bool = True) -> Checked:
     """What `lockstep-train` finds out about these arguments before it starts anything."""
     parsed = hydra_internals.get_args_parser().parse_args(list(arguments))
     search_path = hydra_internals.search_path_of(main, "pkg://lightning_lockstep.conf", parsed)
-    return preflight(parsed, search_path, "lockstep_train", check_training)
+    return preflight(parsed, search_path, "lockstep_train", check_training, alone=alone)
 
 
 def faults_of(*arguments: str) -> list[str]:

@@ -12,7 +12,7 @@ from tests.application.command_lines import faults_of
 
 CONF = Path(lightning_lockstep.__file__).parent / "conf"
 FILES = sorted(path for path in CONF.rglob("*.yaml"))
-CHOICES = [path for path in FILES if path.parent != CONF]
+CHOICES = [path for path in FILES if path.parent != CONF and not path.name.startswith("_")]
 
 # What a choice needs beside it to be judged on this machine.
 WITH = {

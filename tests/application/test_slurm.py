@@ -89,3 +89,15 @@ def test_runs_that_start_together_have_folders_of_their_own(slurm: Slurm, tmp_pa
     assert [outcome.returncode for outcome in outcomes] == [0, 0], outcomes
     seeds = [(folder / ".hydra" / "frozen.yaml").read_text() for folder in run_folders(tmp_path)]
     assert sorted(re.findall(r"^seed: (\d+)", "\n".join(seeds), re.MULTILINE)) == ["1", "2"]
+
+
+def test_a_sweep_of_jobs_whose_tasks_are_ranks(slurm: Slurm, tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    command = [sys.executable, "-m", "lightning_lockstep.train", "-m", "hydra/launcher=submitit_slurm"]
+    command += ["hydra.launcher.tasks_per_node=2", "hydra.sweep.dir=sweep", "seed=1,2", *SMALL.split()]
+    outcome = slurm.run([*command, "trainer.max_steps=2", "test=false"], cwd=tmp_path, timeout=150)
+    assert outcome.returncode == 0, outcome.output
+    jobs = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/summary.json"))]
+    assert [(job["ranks"], job["steps"]) for job in jobs] == [(2, 2), (2, 2)]
+    seeds = [path.read_text() for path in sorted(tmp_path.glob("sweep/*/.hydra/frozen.yaml"))]
+    assert re.findall(r"^seed: (\d+)", "\n".join(seeds), re.MULTILINE) == ["1", "2"]

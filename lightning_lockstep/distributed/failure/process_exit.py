@@ -36,12 +36,14 @@ __all__ = [
     "end_now",
     "expect_exit",
     "expected_exit",
+    "failure_returned",
     "flush_everything",
     "leave_without_waiting",
     "leaving",
     "leaving_code",
     "on_flush",
     "printed_a_line",
+    "return_failure",
     "run_flushers",
     "say_last",
     "stay",
@@ -250,6 +252,23 @@ def stay() -> None:
     if _leaving is not None:
         atexit.unregister(_leaving)
         _leaving = _leaving_code = None
+
+
+_returned = False
+
+
+def return_failure() -> None:
+    """Do not end this process by force any more: it has returned the failure to the process it works for.
+
+    Ranks: a rank whose process a launcher of sweeps has made and keeps for further jobs; nothing is sent.
+    """
+    global _returned
+    _returned = True
+
+
+def failure_returned() -> bool:
+    """Return whether :func:`return_failure` was called."""
+    return _returned
 
 
 _writing: list[object] = []

@@ -29,6 +29,7 @@ from lightning_lockstep.distributed.failure.lost_peers import BETTER_REPORT, Los
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
     expected_exit,
+    failure_returned,
     leave_without_waiting,
     stay,
     wait_for_reports,
@@ -337,7 +338,7 @@ class FailurePropagation:
         armed = self._armed
         time.sleep(self.grace_period * 0.9)
         wait_for_reports(REPORT_LIMIT)
-        if self.record is not record or self._armed != armed:
+        if self.record is not record or self._armed != armed or failure_returned():
             return  # the program has caught it and goes on
         if record.kind == "interrupt" and self._interrupted_here:
             return  # Ctrl-C came here too, and the program has handled it

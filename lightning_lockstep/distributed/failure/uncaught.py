@@ -6,6 +6,7 @@ set, what is printed instead of it or after it; all others are printed as usual.
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 import time
@@ -25,6 +26,8 @@ from lightning_lockstep.errors import RankFailedError
 
 __all__ = [
     "end_within",
+    "error_from_bytes",
+    "error_to_bytes",
     "fold_tracebacks",
     "keep_hook",
     "keep_quiet",
@@ -81,6 +84,39 @@ def print_last(error: BaseException, headline: str) -> None:
     """Have Python print ``headline``, which names rank, place and error, below the traceback of ``error``."""
     error.__lockstep_headline__ = headline  # type: ignore[attr-defined]
     _install_hook()
+
+
+def error_to_bytes(error: BaseException) -> bytes:
+    """Return ``error`` for another process that this one works for, which then prints what this one would.
+
+    Args:
+        error: Where it cannot be pickled, a ``RuntimeError`` takes its place.
+    """
+    text, exit_code = getattr(error, "__lockstep_text__", (_usual_text(error), None))
+    try:
+        sent = pickle.dumps((error, text, exit_code))
+        pickle.loads(sent)
+    except Exception:  # whatever the constructor of a user's class makes of its pickle
+        replaced = RuntimeError(f"{type(error).__name__}: {error}")
+        return pickle.dumps((replaced, text, exit_code))
+    return sent
+
+
+def error_from_bytes(sent: bytes) -> BaseException:
+    """Return the error of which a process that works for this one has made bytes."""
+    error, text, exit_code = pickle.loads(sent)
+    _print_instead(error, text, exit_code)
+    assert isinstance(error, BaseException)
+    return error
+
+
+def _usual_text(error: BaseException) -> str:
+    parts = (
+        format_error(error),
+        _headline(error),
+        getattr(error, "__lockstep_more__", ""),
+    )
+    return "\n\n".join(part.strip("\n") for part in parts if part)
 
 
 def end_within(seconds: float, exit_code: int) -> None:

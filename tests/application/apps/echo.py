@@ -37,6 +37,8 @@ def fit() -> None:
     import torch
     from lightning.pytorch import LightningModule, Trainer
 
+    import lightning_lockstep  # noqa: F401  # a process that was sent only `main` knows no names of strategies yet
+
     class Model(LightningModule):
         def __init__(self) -> None:
             super().__init__()
