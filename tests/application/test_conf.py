@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import hydra.utils
 import pytest
+from omegaconf import OmegaConf
 
 import lightning_lockstep
+from lightning_lockstep.components import Trainer
 from tests.application.command_lines import faults_of
 
 CONF = Path(lightning_lockstep.__file__).parent / "conf"
@@ -37,6 +40,19 @@ def test_a_choice_composes_and_its_values_fit_their_targets(path: Path) -> None:
 
 def test_several_callbacks_and_loggers_compose() -> None:
     assert faults_of("callbacks=[lr_monitor,none]", "logger=[csv,tensorboard]") == []
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "checkpoint").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_trainer_takes_the_callbacks_of_each_choice_of_checkpoints(path: Path, tmp_path: Path) -> None:
+    """Lightning refuses two whose state it could not tell apart."""
+    config = OmegaConf.create(
+        {"objective": {"metric": "val_loss", "mode": "min"}, "checkpoint": OmegaConf.load(path)}
+    )
+    for callback in config.checkpoint.values():
+        callback.dirpath = str(tmp_path)
+    callbacks = [hydra.utils.instantiate(callback) for callback in config.checkpoint.values()]
+    trainer = Trainer(callbacks=[*callbacks], logger=False, accelerator="cpu")
+    assert set(callbacks) <= set(trainer.checkpoint_callbacks)
 
 
 @pytest.mark.parametrize("path", FILES, ids=choice_of)
