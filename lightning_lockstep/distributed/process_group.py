@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
+from lightning_lockstep._console import say
 from lightning_lockstep.distributed.interfaces import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
 
@@ -104,6 +106,7 @@ def _store() -> Store | None:
 _stores: dict[tuple[str, int], TCPStore] = {}
 _made: Counter[tuple[str, int]] = Counter()  # process groups made on each of them
 _NAME = "lockstep/name"
+_RESOLVE_FOR = 60.0  # how long the name of rank 0's host may take to be known [s]
 
 
 def rendezvous_store(
@@ -132,7 +135,8 @@ def rendezvous_store(
         The store. The process group of a strategy is built on the same one.
 
     Raises:
-        LaunchError: No address or port is known, another program has the port, or rank 0 there is of another job.
+        LaunchError: No address or port is known, the address cannot be resolved, another program has the port, or
+            rank 0 there is of another job.
 
     Ranks: any rank; all but the one that hosts it wait for that one to answer.
     """
@@ -145,6 +149,7 @@ def rendezvous_store(
             " rank 0 and to a free port on it."
         )
     if (address, port) not in _stores:
+        _wait_for_name(address, timeout=min(timeout, _RESOLVE_FOR))
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         listens_at = listening_address(address) if rank == 0 and not by_agent else None
         try:
@@ -162,6 +167,25 @@ def rendezvous_store(
     if rank == 0 and name is not None:  # also in a store that it has hosted before (host_rendezvous)
         _stores[address, port].set(_NAME, name)
     return _stores[address, port]
+
+
+def _wait_for_name(address: str, *, timeout: float) -> None:
+    """Wait until the address of rank 0 can be resolved: on Kubernetes that begins after some ranks."""
+    deadline, told = time.monotonic() + timeout, False
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"MASTER_ADDR={address!r} cannot be resolved on {socket.gethostname()!r}, tried for"
+                    f" {timeout:.0f} s: expected the name or address of rank 0's host."
+                ) from error
+        if not told:
+            say(f"lightning-lockstep: waits until the name {address!r} of rank 0's host can be resolved")
+            told = True
+        time.sleep(min(1.0, timeout))
 
 
 def _check_name(store: Store, rank: int, name: str, place: str) -> None:

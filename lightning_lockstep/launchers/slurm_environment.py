@@ -184,11 +184,11 @@ class SlurmStepEnvironment(SLURMEnvironment):
         """Address of rank 0.
 
         Raises:
-            LaunchError: The name of its node cannot be resolved here.
+            LaunchError: Its name cannot be resolved here.
         """
         given = os.environ.get("MASTER_ADDR")
         if given:
-            return given
+            return _checked(given)
         if len(self.slurm_step.tasks_per_node) == 1:
             return "127.0.0.1"
         return _address_of_node(self.resolve_root_node_address(self.slurm_step.nodes))
@@ -262,6 +262,19 @@ def _what_to_change(step: SlurmStep, num_devices: int, num_nodes: int) -> str:
         f"Set devices={step.local_size} and num_nodes={nodes} in the Trainer"
         f" (trainer.devices={step.local_size} trainer.num_nodes={nodes}), or ask Slurm for {on_slurm}."
     )
+
+
+@functools.cache
+def _checked(given: str) -> str:
+    """Return the ``MASTER_ADDR`` that was given if it can be resolved: the names of a cluster do not come later."""
+    try:
+        socket.getaddrinfo(given, None)
+    except OSError as error:
+        raise LaunchError(
+            f"MASTER_ADDR={given!r} cannot be resolved on {socket.gethostname()!r}: expected the name or address of the"
+            " step's first node. Correct it, or leave it out: the ranks then ask Slurm."
+        ) from error
+    return given
 
 
 @functools.cache

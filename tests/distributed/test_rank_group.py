@@ -77,6 +77,14 @@ def test_a_store_that_was_hosted_before_gets_the_name_of_the_job() -> None:
         forget_rendezvous()
 
 
+def test_a_name_that_nobody_knows_is_said_at_once_and_given_up_soon(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR='no-host.invalid' cannot be resolved on"):
+        rendezvous_store(1, 2, address="no-host.invalid", port=1, timeout=0.1)
+    assert "waits until the name 'no-host.invalid'" in capsys.readouterr().err
+
+
 def decide_without_process_group() -> dict[str, Any]:
     group = meet()
     communicator = current_communicator()

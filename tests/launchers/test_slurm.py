@@ -107,6 +107,12 @@ def test_a_step_at_the_port_of_another_says_so(slurm: Slurm, tmp_path: Path) -> 
     assert any(text in outcome.output for text in told), outcome.output
 
 
+def test_a_master_that_nobody_knows_is_refused_at_once(slurm: Slurm, tmp_path: Path) -> None:
+    outcome = srun(slurm, "fit", *ONE_NODE, cwd=tmp_path, MASTER_ADDR="no-host.invalid")
+    assert outcome.returncode != 0 and not outcome.timed_out
+    assert "MASTER_ADDR='no-host.invalid' cannot be resolved" in outcome.output, outcome.output
+
+
 def test_steps_without_a_port_have_one_of_their_own(slurm: Slurm, tmp_path: Path) -> None:
     program = f"srun --exact -N1 -n2 {sys.executable} {PROGRAM} fit"
     job = slurm.submit(f"{program} & {program} & wait", "-N1", "-n4", cwd=tmp_path)
