@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from importlib import resources
-from importlib.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Applies one override to a composed configuration, so that a fault can be attributed to one of them.
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -35,6 +34,9 @@ from hydra.core.utils import JobRuntime, _flush_loggers, configure_log, env_over
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 __all__ = [
     "HydraConfig",

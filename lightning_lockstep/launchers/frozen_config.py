@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["class_named", "config_from_bytes", "config_to_bytes", "pickled"]
 
+_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 _PLAIN = {
     "_operator": {"getitem"},  # annotations such as ``list[int]``
     "builtins": {
@@ -30,7 +31,8 @@ _PLAIN = {
         *("object", "set", "str", "tuple"),
     },
     "collections": {"OrderedDict", "defaultdict"},
-    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # Python 3.13
     "types": {"NoneType", "UnionType", "GenericAlias"},
     "typing": {"Any", "Dict", "List", "Literal", "Optional", "Sequence", "Tuple", "Union"},
 }

@@ -188,6 +188,7 @@ class RankLifecycle:
         place, sharing = self.startup.share_of_cores(self._strategy)
         self.supervisor.apply_threads(local_rank=place, local_world_size=sharing)
         is_new = self.startup.connect(self._strategy, self.settings.duration)
+        fold_tracebacks()  # in front again: a process group of torch puts its own hook there
         communicator = self.supervisor.ranks_have_met(prints_report=self._prints_report())
         if is_new and communicator.world_size > 1:
             self._show_placement(communicator)
