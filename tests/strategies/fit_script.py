@@ -71,7 +71,7 @@ def provoke(rank: int) -> None:
         time.sleep(300)
     if kind == "endless":
         print("-" * 60 + f"\nrank {rank} trains", flush=True)
-    if where != str(rank):
+    if where not in (str(rank), "all"):
         return
     if kind == "flood":
         time.sleep(0.2)

@@ -67,6 +67,14 @@ def test_an_error_of_ours_on_one_rank_alone_is_not_lost() -> None:
     assert "rank 1 of 2" in outcome.stderr
 
 
+def test_an_error_of_ours_on_all_ranks_is_its_message_alone() -> None:
+    """Without the rank that torch's hook puts in front of each line."""
+    outcome = run("ours@all")
+    assert outcome.returncode == 1
+    assert "BatchSizeError: nothing fits" in last_lines(outcome.stderr)
+    assert "[rank" not in outcome.stderr, outcome.stderr
+
+
 def test_a_failure_that_the_program_catches_on_all_ranks_is_survived() -> None:
     outcome = run("prune")
     assert outcome.returncode == 0, outcome.output
