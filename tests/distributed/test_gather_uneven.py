@@ -155,6 +155,30 @@ def test_ranks_whose_tensor_needs_no_gradient_take_part_in_backward(owner: int) 
     assert run_ranks(3, gradients_of_one_rank, owner) == expected
 
 
+def objective(parts: list[Tensor]) -> Tensor:
+    """A loss that compares every row with every other, as contrastive learning does."""
+    rows = torch.cat(parts)
+    return (rows @ rows.t()).logsumexp(1).mean()
+
+
+def under_ddp() -> bool:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    inputs = [torch.randn(rank + 2, 3) for rank in range(dist.get_world_size())]
+    (whole,) = torch.autograd.grad(objective([model(batch) for batch in inputs]), [model.weight])
+    wrapped = DistributedDataParallel(model)
+    objective(gather_uneven(wrapped(inputs[dist.get_rank()]))).backward()
+    assert model.weight.grad is not None
+    return torch.allclose(model.weight.grad, whole, atol=1e-6)
+
+
+def test_under_ddp_a_loss_of_all_parts_has_the_gradient_of_one_process() -> None:
+    """Every rank computes it: the sum over the ranks is undone by DDP's mean."""
+    assert run_ranks(2, under_ddp) == [True, True]
+
+
 def nested_order() -> list[bool]:
     """Several calls, of which each rank's graph uses the results in another order."""
     rank = dist.get_rank()
