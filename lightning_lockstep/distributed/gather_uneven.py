@@ -7,7 +7,8 @@ tensors, which it sums: half precision is added up in float32 and rounded once, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,10 @@ from lightning_lockstep.distributed.packed_tensors import (
 from lightning_lockstep.distributed.process_group import current_group, process_group_exists
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["gather_uneven"]
+__all__ = ["gather_uneven", "gathered_entries"]
+
+# What is kept of each call with gradients, for whoever asks at the moment.
+_asked: list[list[Tensor]] = []
 
 
 def gather_uneven(tensor: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -67,10 +71,27 @@ def gather_uneven(tensor: Any, *, group: dist.ProcessGroup | None = None) -> lis
     if any(plan.differentiable):
         # The anchor makes every rank take part in backward, whichever of them requires gradients.
         parts = _GatherUneven.apply(plan, torch.empty(0, requires_grad=True), *given.tensors)  # type: ignore[no-untyped-call]
+        for entries in _asked:
+            entries.append(parts[plan.differentiable.index(True)])
     else:
         parts = plan.gather(given.tensors)
     count = len(given.tensors)
     return [given.rebuilt(parts[rank * count : (rank + 1) * count]) for rank in range(len(everyone))]
+
+
+@contextmanager
+def gathered_entries() -> Iterator[list[Tensor]]:
+    """Keep an entry of each gather with gradients in the body, for a rank that must take part in their backward.
+
+    Yields:
+        The entries so far.
+    """
+    entries: list[Tensor] = []
+    _asked.append(entries)
+    try:
+        yield entries
+    finally:
+        _asked.pop()
 
 
 @dataclass(frozen=True)

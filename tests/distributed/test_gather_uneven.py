@@ -194,11 +194,11 @@ def test_several_calls_are_undone_in_one_order_whatever_each_ranks_graph() -> No
 
 
 def unused() -> str:
-    """Rank 1 has no use for the result: with a zero of it, it takes part; without one, rank 0 waits until its limit."""
+    """Rank 1 has no use for the result: with a sum of no element it takes part; without, rank 0 waits to its limit."""
     rank = dist.get_rank()
     own = torch.ones(rank + 1, requires_grad=True)
     parts = gather_uneven(own)
-    (sum(part.sum() for part in parts) * (1.0 - rank)).backward()
+    (parts[0].flatten()[:0].sum() if rank else torch.stack([part.sum() for part in parts]).sum()).backward()
     assert own.grad is not None and own.grad.tolist() == [1.0] * (rank + 1)
     parts = gather_uneven(own)
     if rank == 1:
@@ -370,6 +370,7 @@ def test_one_process_gets_its_own_object() -> None:
 
 def alone() -> list[Any]:
     """A step that runs on one rank alone, as the replay of a bad batch."""
+    dist.barrier()  # rank 0 leaves at once: not before the ranks are connected
     if dist.get_rank() == 0:
         return []
     own = torch.ones(3, requires_grad=True)
