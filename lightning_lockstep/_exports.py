@@ -32,6 +32,7 @@ EXPORTS: dict[str, str] = {
     "check_breakpoint": "stopping.breakpoint",
     "detect_overflow": "overflow.spots",
     "find_executable_batch_size": "batch_size.find_executable",
+    "gather_uneven": "distributed.gather_uneven",
     "get_logger": "logs",
     "in_rank_order": "distributed.rank_order",
     "run_in_fp32": "numerics.float32",

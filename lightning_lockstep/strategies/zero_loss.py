@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_lockstep.distributed.gather_uneven import gathered_entries
 from lightning_lockstep.steps.patching import replaced
 
 __all__ = ["every_rank_contributes", "zero_loss"]
@@ -28,22 +29,25 @@ def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) ->
     original = module.training_step  # a callback may have put its own there, as OverflowDetector does
 
     def contributing(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        if output is None:
-            return zero_loss(module)
-        if not is_padding_batch():
+        with gathered_entries() as entries:
+            output = original(*args, **kwargs)
+        if output is not None and not is_padding_batch():
             return output
-        return zero_loss(module) if isinstance(output, Tensor) else {**output, "loss": zero_loss(module)}
+        zero = zero_loss(module, entries)
+        return {**output, "loss": zero} if isinstance(output, Mapping) else zero
 
     with replaced(module, training_step=contributing):
         yield
 
 
-def zero_loss(module: Module) -> Tensor:
+def zero_loss(module: Module, entries: Sequence[Tensor] = ()) -> Tensor:
     """Return a loss of zero that depends on every trainable parameter, so that all gradients are zero.
 
     Args:
         module: The module whose gradients are reduced.
+        entries: What this rank has gathered with gradients: the other ranks wait for it in backward, from where it
+            gets the gradients of what it has given them.
     """
     parts = [p.view(-1)[:1].sum() * 0.0 for p in module.parameters() if p.requires_grad and p.numel()]
+    parts += [entry.flatten()[:0].sum().real for entry in entries]  # no element, so no nan times zero
     return torch.stack([part.float() for part in parts]).sum()

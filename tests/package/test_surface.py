@@ -32,6 +32,7 @@ SURFACE = [
     "check_breakpoint",
     "detect_overflow",
     "find_executable_batch_size",
+    "gather_uneven",
     "get_logger",
     "in_rank_order",
     "run_in_fp32",

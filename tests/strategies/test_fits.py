@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_lockstep import ConfigurationError, LockstepDDPStrategy
+from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, gather_uneven
 from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
 from tests.helpers import run_ranks
 
@@ -53,6 +53,19 @@ class Net(LightningModule):
 
     def digest(self) -> float:
         return sum(parameter.detach().double().abs().sum().item() for parameter in self.parameters())
+
+
+class Contrastive(Net):
+    """Its loss compares the rows of all ranks, of which each has another number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        own = self.second(self.first(batch[0][self.global_rank :]))
+        everyone = gather_uneven({"rows": own, "seen": batch[1][self.global_rank :]})
+        self.seen.append(str([len(rank["seen"]) for rank in everyone]))
+        rows = torch.cat([rank["rows"] for rank in everyone])
+        if batch_idx == self.none_at and self.global_rank in self.none_on:
+            return None
+        return (rows @ rows.t()).logsumexp(1).mean()
 
 
 class Stream(IterableDataset[Any]):
@@ -157,6 +170,29 @@ def test_ranks_with_different_amounts_of_data() -> None:
         expected = f"every rank takes {steps} steps an epoch (rank 0: 3, rank 1: 5)."
         assert notice == f"WARNING uneven_inputs={policy!r}: {expected}"
         assert second[f"notices {policy} True"] == [], "rank 0 alone says it"
+
+
+def contrastive_fits() -> dict[str, Any]:
+    answers = {}
+    for policy in ("truncate", "join"):
+        seed_everything(7, verbose=False)
+        net = Contrastive()
+        trainer = fit(
+            net, loader(3 + int(os.environ["RANK"])), strategy=LockstepDDPStrategy(uneven_inputs=policy)
+        )
+        answers[policy] = (trainer.global_step, set(net.seen), net.digest())
+    seed_everything(7, verbose=False)
+    net = Contrastive(none_at=1)
+    answers["none"] = (fit(net, loader(3)).global_step, set(net.seen), net.digest())
+    return answers
+
+
+def test_a_loss_over_the_rows_of_all_ranks() -> None:
+    """A rank whose own loss does not count (a padding batch, or none returned) takes part in backward."""
+    first, second = run_ranks(2, contrastive_fits, backend=None, timeout=60)
+    assert first == second
+    assert first["none"][:2] == (6, {"[4, 3]"})
+    assert first["truncate"][:2] == (6, {"[4, 3]"}) and first["join"][:2] == (8, {"[4, 3]"})
 
 
 def join_by_hand() -> tuple[float, float]:

@@ -26,24 +26,26 @@ class CollectiveCall:
     Attributes:
         operation: Its name in torch.distributed, such as ``all_reduce``.
         group: Name of the process group.
-        number: Which collective of the group it is on this rank, from 1.
+        number: Which collective of the group it is on this rank, from 1; 0 where nobody counts.
         dtypes: Dtypes of its tensors, such as ``("float32",)``.
         shapes: Shapes of its tensors.
         reduce_op: How it reduces, such as ``sum``; ``None`` where it does not.
         root: The rank that sends to all or receives from all; ``None`` where there is none.
         site: Where it was called from, such as ``train.py:88 in training_step``.
         note: What the report shows instead of the shapes, such as what is wrong with the arguments.
+        uneven: Whether its shapes may differ between ranks, but for their numbers of dimensions.
     """
 
     operation: str
     group: str
-    number: int
+    number: int = 0
     dtypes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     reduce_op: str | None = None
     root: int | None = None
     site: str = ""
     note: str = ""
+    uneven: bool = False
 
     def to_data(self) -> dict[str, Any]:
         """Return the call as plain data, as JSON can hold it."""
@@ -66,9 +68,15 @@ class CollectiveCall:
         """The operation with its reduction and root, such as ``reduce(sum) to 0``."""
         return call_title(self.operation, self.reduce_op, self.root)
 
+    def compared(self) -> tuple[str, ...]:
+        """Return what must be equal on all ranks: operation, dtype and shape, as text."""
+        dimensions = str([len(shape) for shape in self.shapes])
+        return (*self._columns()[:2], self.note or dimensions) if self.uneven else self._columns()
+
     def _columns(self) -> tuple[str, ...]:
-        """Return what the report compares: operation, dtype and shape."""
-        return self.title, ", ".join(self.dtypes), self.note or _in_short(self.shapes)
+        """Return what the report shows: operation, dtype and shape."""
+        shapes = [str(tuple(shape)) for shape in self.shapes]
+        return self.title, _in_short(self.dtypes), self.note or _in_short(shapes)
 
 
 def call_title(operation: str, reduce_op: str | None, root: int | None) -> str:
@@ -94,18 +102,23 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
         calls: What each rank called, by rank.
     """
     columns = {rank: call._columns() for rank, call in calls.items()}
+    keys = {rank: call.compared() for rank, call in calls.items()}
     numbers = {call.number for call in calls.values()}
     if len(numbers) > 1:  # some ranks are ahead of others
-        columns = {rank: (f"#{calls[rank].number} {row[0]}", *row[1:]) for rank, row in columns.items()}
-    compared = list(columns.values())
+        columns, keys = (
+            {rank: (f"#{calls[rank].number} {row[0]}", *row[1:]) for rank, row in by_rank.items()}
+            for by_rank in (columns, keys)
+        )
+    compared = list(keys.values())
     usual = max(compared, key=compared.count)
     rows = [
-        (rank, *columns[rank], calls[rank].site, "" if columns[rank] == usual else "<- differs")
+        (rank, *columns[rank], calls[rank].site, "" if keys[rank] == usual else "<- differs")
         for rank in sorted(calls)
     ]
     table = plain_table(("rank", "operation", "dtype", "shape", "called from", ""), rows)
-    which = f"#{min(numbers)} of group {next(iter(calls.values())).group!r}"
-    return f"ranks disagree on collective {which}\n\n{table}\n\n{_remedy(calls, compared)}"
+    which = f"collective #{min(numbers)}" if min(numbers) else "a collective"
+    group = next(iter(calls.values())).group
+    return f"ranks disagree on {which} of group {group!r}\n\n{table}\n\n{_remedy(calls, compared)}"
 
 
 def _remedy(calls: Mapping[int, CollectiveCall], compared: Sequence[tuple[str, ...]]) -> str:
@@ -114,12 +127,16 @@ def _remedy(calls: Mapping[int, CollectiveCall], compared: Sequence[tuple[str, .
         return "Make the arguments of the ranks fit together before the call."
     if operation:
         return "Call the same collectives with the same arguments in the same order on every rank."
-    what = " and ".join(name for name, differs in (("dtypes", dtype), ("shapes", shape)) if differs)
-    return f"Make the {what or 'arguments'} equal on all ranks before the call."
+    first = next(iter(calls.values()))
+    shapes = "numbers of dimensions" if first.uneven else "shapes"
+    what = " and ".join(name for name, differs in (("dtypes", dtype), (shapes, shape)) if differs)
+    instead = ""
+    if shape and not dtype and first.operation.startswith("all_gather"):
+        instead = ", or use lightning_lockstep.gather_uneven()"
+    return f"Make the {what or 'arguments'} equal on all ranks before the call{instead}."
 
 
-def _in_short(shapes: Sequence[tuple[int, ...]]) -> str:
-    texts = [str(tuple(shape)) for shape in shapes]
+def _in_short(texts: Sequence[str]) -> str:
     if len(set(texts)) == 1:
         return texts[0] if len(texts) == 1 else f"{len(texts)} x {texts[0]}"
     return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")

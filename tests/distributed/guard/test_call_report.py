@@ -33,19 +33,23 @@ def report(*changes: dict[str, Any]) -> list[str]:
 
 
 def test_the_report_is_that_of_the_contract() -> None:
-    assert (
-        report({}, {"shapes": ((1, 2, 5),)})
-        == [
-            "ranks disagree on collective #412 of group 'world'",
-            "",
-            "  rank  operation   dtype    shape      called from",
-            "  0     all_gather  float32  (1, 5)     train.py:80 in step",
-            "  1     all_gather  float32  (1, 2, 5)  train.py:81 in step  <- differs",
-            "",
-            "Make the shapes equal before the call.",
-        ]
-        or report({}, {"shapes": ((1, 2, 5),)})[-1] == "Make the shapes equal on all ranks before the call."
-    )
+    assert report({}, {"shapes": ((1, 2, 5),)}) == [
+        "ranks disagree on collective #412 of group 'world'",
+        "",
+        "  rank  operation   dtype    shape      called from",
+        "  0     all_gather  float32  (1, 5)     train.py:80 in step",
+        "  1     all_gather  float32  (1, 2, 5)  train.py:81 in step  <- differs",
+        "",
+        "Make the shapes equal on all ranks before the call, or use lightning_lockstep.gather_uneven().",
+    ]
+
+
+def test_shapes_that_may_differ_count_by_their_number_of_dimensions() -> None:
+    usual: dict[str, Any] = {"operation": "gather_uneven", "number": 0, "uneven": True}
+    lines = report(usual, usual | {"shapes": ((7, 2),)}, usual | {"shapes": ((5,),)})
+    assert lines[0] == "ranks disagree on a collective of group 'world'"
+    assert ["differs" in line for line in lines[3:6]] == [False, False, True]
+    assert lines[-1] == "Make the numbers of dimensions equal on all ranks before the call."
 
 
 def test_rows_that_are_not_as_most_are_marked() -> None:
