@@ -27,6 +27,7 @@ def on(ranks: int, folder: Any, *callbacks: Any, **settings: Any) -> pl.Trainer:
     return trainer(folder, *callbacks, devices=ranks, strategy=strategy_for(ranks), **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wall", "init_val", "max_val"), [(600, 2, 8192), (600, 3, 8192), (10**9, 2, 64)])
 def test_power_answers_what_lightnings_answers(tmp_path, wall, init_val, max_val):
     answers = []
@@ -37,6 +38,7 @@ def test_power_answers_what_lightnings_answers(tmp_path, wall, init_val, max_val
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_binsearch_answers_nearly_what_lightnings_answers(tmp_path):
     answers = []
     for kind in (BatchSizeFinder, AutoBatchSize):
@@ -46,6 +48,7 @@ def test_binsearch_answers_nearly_what_lightnings_answers(tmp_path):
     assert 0.98 * answers[0] <= answers[1] <= answers[0] == 540
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", ["validate", "test", "predict"])
 def test_the_other_loops_answer_what_lightnings_answer(tmp_path, fn):
     answers = []
@@ -135,6 +138,7 @@ def trains_by_milestones(ranks: int, folder: str) -> Any:
     )
 
 
+@pytest.mark.slow
 @world_size(1, 2)
 def test_a_subclass_searches_again_at_epochs_of_its_own(world_size, tmp_path):
     answers = run_ranks(
@@ -177,6 +181,7 @@ def tunes(ranks: int, folder: str) -> Any:
     return size, steps, callbacks_kept, module.sizes, run.global_step, tested, module.batch_size
 
 
+@pytest.mark.slow
 @world_size(1, 2)
 def test_the_tuner_scales_and_the_run_goes_on_with_the_size(world_size, tmp_path):
     answers = run_ranks(world_size, tunes, world_size, str(tmp_path), backend=None, timeout=120)

@@ -125,6 +125,7 @@ def runs_digits(ranks: int, folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @world_size(1, 2)
 def test_global_batches_stay_within_the_data(world_size, tmp_path):
     answers = run_ranks(world_size, runs_digits, world_size, str(tmp_path), backend=None, timeout=170)
@@ -233,6 +234,7 @@ def searches(ranks: int, folder: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow
 @world_size(1, 2)
 def test_attributes_follow_the_search_and_come_back_after_a_failure(world_size, tmp_path):
     answers = run_ranks(world_size, searches, world_size, str(tmp_path), backend=None, timeout=120)

@@ -131,6 +131,7 @@ def gradients(dtype: torch.dtype) -> list[bool]:
     ]
 
 
+@pytest.mark.slow
 @world_size(2, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_each_rank_gets_the_sum_of_the_gradients_of_its_tensor(world_size: int, dtype: torch.dtype) -> None:
@@ -147,6 +148,7 @@ def gradients_of_one_rank(owner: int) -> tuple[Any, bool]:
     return (None if own.grad is None else own.grad.tolist()), used.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", [0, 1])
 def test_ranks_whose_tensor_needs_no_gradient_take_part_in_backward(owner: int) -> None:
     """Else the owner would wait for them in its backward."""
@@ -214,6 +216,7 @@ def unused() -> str:
     return "never"
 
 
+@pytest.mark.slow
 def test_a_loss_that_does_not_use_the_result_needs_a_zero_of_it() -> None:
     told, other = run_ranks(2, unused)
     assert told.startswith("was told: ") and "Timed out" in told
@@ -327,6 +330,7 @@ def mismatched(case: str) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "texts"),
     [
@@ -406,6 +410,7 @@ def work(fault: str, rank: int) -> str:
     return "never"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_a_rank_that_fails_leaves_nobody_waiting(fault: str) -> None:
     outcomes = run_ranks_raw(3, work, fault, 1, timeout=60)
