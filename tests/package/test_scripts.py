@@ -134,7 +134,10 @@ def test_pip_shows_its_progress_on_a_terminal_only(project: Path, on_a_terminal:
     fake_python(project, "python3", PIP_THAT_NOTES)
     (project / "bin" / "cp").symlink_to(shutil.which("cp") or "cp")
     (project / "lightning_lockstep").mkdir()
-    outside, inside = pty.openpty()
+    try:
+        outside, inside = pty.openpty()
+    except OSError as error:  # in a chroot without /dev/pts
+        pytest.skip(f"no pseudo-terminals here: {error}")
     try:
         done = setup(project, "run", stdout=inside if on_a_terminal else subprocess.PIPE)
     finally:
