@@ -6,6 +6,7 @@ brings the descriptions together, and raises with :func:`mismatch_report`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import sys
@@ -16,7 +17,17 @@ from typing import Any
 
 from lightning_lockstep._tables import plain_table
 
-__all__ = ["CollectiveCall", "call_site", "compares_calls", "fingerprint", "mismatch_report"]
+__all__ = [
+    "CollectiveCall",
+    "call_site",
+    "call_title",
+    "compares_calls",
+    "fingerprint",
+    "is_library_file",
+    "is_library_module",
+    "mismatch_report",
+    "site_text",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +187,30 @@ def call_site() -> str:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OF_LIBRARIES:
-            code = frame.f_code
-            return f"{code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno} in {code.co_name}"
+        if not is_library_module(frame.f_globals.get("__name__", "")):
+            return site_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return "backward"
+
+
+def site_text(file: str, line: int, function: str) -> str:
+    """Return how messages name a place in a program, such as ``train.py:88 in training_step``."""
+    return f"{file.rpartition(os.sep)[2]}:{line} in {function}"
+
+
+def is_library_module(name: str) -> bool:
+    """Return whether a module is torch's, Lightning's or this package's, rather than the user's."""
+    return name.partition(".")[0] in _OF_LIBRARIES
+
+
+def is_library_file(path: str) -> bool:
+    """Return whether a file is torch's, Lightning's or this package's, rather than the user's."""
+    return path.startswith((*_library_folders(), "<frozen"))
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    """Return the folders of those libraries that are loaded."""
+    loaded = (sys.modules.get(name) for name in _OF_LIBRARIES)
+    files = [module.__file__ for module in loaded if module is not None and module.__file__]
+    return tuple(file.rpartition(os.sep)[0] + os.sep for file in files)

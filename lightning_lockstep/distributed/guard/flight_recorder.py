@@ -1,0 +1,150 @@
+"""The collectives of a rank as torch's own flight recorder has them.
+
+Torch keeps the last calls of every process group of gloo and nccl in a ring, in C++, also those that DDP's reducer
+makes. What it does not record: sends and receives over gloo, the reduction, the root, and process groups that are
+written in Python. https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_lockstep.distributed.guard.call_report import CollectiveCall, is_library_file, site_text
+from lightning_lockstep.distributed.guard.group_names import group_titles
+from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
+
+__all__ = ["FlightRecorder", "size_flight_recorder"]
+
+#: Calls that the ring holds; below 1 MiB with their stacks.
+_CALLS = 512
+_SIZE = "TORCH_FR_BUFFER_SIZE"
+
+# Torch keeps one ring for process groups of the CPU and, in a build with CUDA, another for nccl.
+_DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
+
+# Torch's names of dtypes in C++.
+_DTYPES = {
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Half": "float16",
+    "Float": "float32",
+    "Double": "float64",
+    "ComplexHalf": "complex32",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
+
+
+def size_flight_recorder() -> None:
+    """Let torch's flight recorder begin, with a ring of a few hundred calls unless the user has set its size.
+
+    Torch reads the size once, when it first needs the recorder.
+
+    Ranks: any rank, alone, before its first process group; nothing is sent.
+    """
+    if _SIZE in os.environ:
+        return
+    os.environ[_SIZE] = str(_CALLS)
+    try:
+        for _ in _dumps(includeCollectives=False):
+            pass
+    finally:
+        del os.environ[_SIZE]
+
+
+class FlightRecorder:
+    """Reads torch's flight recorder; see :class:`~lightning_lockstep.distributed.guard.recorded.CallRecorder`.
+
+    Only calls of process groups that exist, and that were made after this object, are returned: torch gives a group
+    that is made anew the name of the old one.
+    """
+
+    def __init__(self) -> None:
+        self._since = time.time_ns()
+        self._names: dict[str, str] = {}  # of the process groups in torch, by torch's number on this rank
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether torch has recorded anything yet; never, where its size was set to 0 or a release has no recorder."""
+        return any(dump.get("pg_status") for dump in _dumps(includeCollectives=False))
+
+    def outstanding(self) -> Sequence[Outstanding]:
+        """See :meth:`CallRecorder.outstanding`; about 0.1 ms."""
+        found = []
+        for dump in _dumps(includeCollectives=False):
+            for number, status in dump.get("pg_status", {}).items():
+                called, done = status["last_enqueued_collective"], status["last_completed_collective"]
+                if called > max(done, 0) and (group := self._title(number)) is not None:
+                    found.append(Outstanding(group, max(done, 0) + 1))
+        return found
+
+    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
+        """See :meth:`CallRecorder.calls`.
+
+        Args:
+            sites: Whether to say where each was called from; the first time in a process that takes seconds, since
+                torch imports its compiler for it.
+        """
+        titles = group_titles()
+        return [
+            RecordedCall(
+                call=_call(entry, titles[entry["process_group"][0]][0]),
+                started=entry["time_created_ns"] / 1e9,
+                done=entry["retired"] or entry["state"] == "completed",
+            )
+            for entry in self._entries(stacks=sites)
+            if entry["process_group"][0] in titles
+        ]
+
+    def _title(self, number: str) -> str | None:
+        """Return what a group is called in reports, or ``None`` for one that is gone or belongs to the guard."""
+        titles = group_titles()
+        name = self._names.get(number)
+        if name not in titles:
+            self._names = {str(e["pg_id"]): e["process_group"][0] for e in self._entries(stacks=False)}
+            name = self._names.get(number)
+        return titles[name][0] if name in titles else None
+
+    def _entries(self, *, stacks: bool) -> list[dict[str, Any]]:
+        entries = [
+            entry
+            for dump in _dumps(includeCollectives=True, includeStackTraces=stacks)
+            for entry in dump.get("entries", ())
+            if entry["time_created_ns"] >= self._since
+        ]
+        return sorted(entries, key=lambda entry: entry["time_created_ns"])
+
+
+def _call(entry: Mapping[str, Any], group: str) -> CollectiveCall:
+    operation = entry["profiling_name"].rpartition(":")[2]
+    return CollectiveCall(
+        operation=operation,
+        group=group,
+        number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        dtypes=tuple(dict.fromkeys(_DTYPES.get(name, name.lower()) for name in entry["input_dtypes"])),
+        shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
+        site=_site(entry.get("frames", ())),
+    )
+
+
+def _site(frames: Sequence[Mapping[str, Any]]) -> str:
+    for frame in frames:
+        if not is_library_file(frame["filename"]):
+            return site_text(frame["filename"], frame["line"], frame["name"])
+    return "backward" if frames else ""
+
+
+def _dumps(**options: bool) -> Iterator[dict[str, Any]]:
+    for name in _DUMPS:
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            yield pickle.loads(dump(**options))
