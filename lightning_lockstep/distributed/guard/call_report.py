@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import FrameType
 from typing import Any
@@ -82,9 +82,9 @@ class CollectiveCall:
     def compared(self) -> tuple[str, ...]:
         """Return what must be equal on all ranks: operation, dtype and shape, as text."""
         dimensions = str([len(shape) for shape in self.shapes])
-        return (*self._columns()[:2], self.note or dimensions) if self.uneven else self._columns()
+        return (*self.columns()[:2], self.note or dimensions) if self.uneven else self.columns()
 
-    def _columns(self) -> tuple[str, ...]:
+    def columns(self) -> tuple[str, ...]:
         """Return what the report shows: operation, dtype and shape."""
         shapes = [str(tuple(shape)) for shape in self.shapes]
         return self.title, _in_short(self.dtypes), self.note or _in_short(shapes)
@@ -112,14 +112,12 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
     Args:
         calls: What each rank called, by rank.
     """
-    columns = {rank: call._columns() for rank, call in calls.items()}
+    columns = {rank: call.columns() for rank, call in calls.items()}
     keys = {rank: call.compared() for rank, call in calls.items()}
-    numbers = {call.number for call in calls.values()}
-    if len(numbers) > 1:  # some ranks are ahead of others
-        columns, keys = (
-            {rank: (f"#{calls[rank].number} {row[0]}", *row[1:]) for rank, row in by_rank.items()}
-            for by_rank in (columns, keys)
-        )
+    for rank, call in calls.items():
+        prefix, suffix = _apart(call, calls.values())
+        columns[rank] = (prefix + columns[rank][0] + suffix, *columns[rank][1:])
+        keys[rank] = (prefix + keys[rank][0] + suffix, *keys[rank][1:])
     compared = list(keys.values())
     usual = max(compared, key=compared.count)
     rows = [
@@ -127,9 +125,22 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
         for rank in sorted(calls)
     ]
     table = plain_table(("rank", "operation", "dtype", "shape", "called from", ""), rows)
-    which = f"collective #{min(numbers)}" if min(numbers) else "a collective"
-    group = next(iter(calls.values())).group
-    return f"ranks disagree on {which} of group {group!r}\n\n{table}\n\n{_remedy(calls, compared)}"
+    return f"ranks disagree on {_which(calls.values())}\n\n{table}\n\n{_remedy(calls, compared)}"
+
+
+def _apart(call: CollectiveCall, calls: Collection[CollectiveCall]) -> tuple[str, str]:
+    """Return what tells a call from others that are of another group, or are another one of their group."""
+    prefix = f"#{call.number} " if len({one.number for one in calls}) > 1 and call.number else ""
+    suffix = f" in {call.group!r}" if len({one.group for one in calls}) > 1 and call.group else ""
+    return prefix, suffix
+
+
+def _which(calls: Collection[CollectiveCall]) -> str:
+    groups, number = {call.group for call in calls}, min(call.number for call in calls)
+    if len(groups) > 1:
+        return "which operation comes next"
+    which = f"collective #{number}" if number else "a collective"
+    return f"{which} of group {groups.pop()!r}"
 
 
 def _remedy(calls: Mapping[int, CollectiveCall], compared: Sequence[tuple[str, ...]]) -> str:

@@ -58,8 +58,11 @@ class CallRecorder(Protocol):
         """
         ...
 
-    def calls(self) -> Sequence[RecordedCall]:
+    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
         """Return the last calls of all groups, oldest first.
+
+        Args:
+            sites: Whether to say where each was called from, where that takes time.
 
         Ranks: any rank, alone; nothing is sent.
         """

@@ -53,11 +53,13 @@ class SideChannel(ABC):
         rank: This rank.
         world_size: Number of ranks.
         silence_limit: How long a peer may be frozen or unreachable before ``on_silent`` is called [s].
+        port: Port at which this rank listens; 0 where it does not.
     """
 
     rank: int
     world_size: int
     silence_limit: float = 120.0
+    port: int = 0
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size

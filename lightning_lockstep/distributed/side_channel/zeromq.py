@@ -115,6 +115,7 @@ class ZeroMQSideChannel(SideChannel):
             watch=self._watch,
         )
         self.address = self._receiver.address
+        self.port = int(self.address.rpartition(":")[2])
         self._sender = Sender(
             rank,
             world_size,

@@ -1,0 +1,86 @@
+"""Connections between ranks, and how to end a wait on them.
+
+gloo cannot be told to give up: a rank waits in C++ until its peer answers, or the connection breaks. So the connections
+between two ranks are shut down, as they are when a process ends; then every wait for that peer raises.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from lightning_lockstep.distributed.process_group import process_group_exists
+
+__all__ = ["Connection", "abort_devices", "connections", "end_connections"]
+
+#: This end's address and port, and the other end's, as texts such as ``10.0.0.1:4000``.
+Connection = tuple[str, str]
+
+
+def connections(pid: int | None = None) -> dict[Connection, int]:
+    """Return the TCP connections of a process of this host with their file descriptors.
+
+    Args:
+        pid: The process; by default this one.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    with suppress(psutil.Error):
+        return {
+            (_text(one.laddr), _text(one.raddr)): one.fd
+            for one in psutil.Process(pid).net_connections("tcp")
+            if one.status == psutil.CONN_ESTABLISHED
+        }
+    return {}
+
+
+def end_connections(ends: Collection[Connection], *, hosts: Iterable[str] = ()) -> int:
+    """Shut down connections of this process.
+
+    Args:
+        ends: Which.
+        hosts: Names of hosts, all connections with which are shut down too.
+
+    Returns:
+        How many were shut down.
+
+    Ranks: any rank, alone; its peers see the connections end.
+    """
+    addresses, count = set(_addresses(hosts)), 0
+    for end, number in connections().items():
+        if end in ends or end[1].rpartition(":")[0] in addresses:
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
+    return count
+
+
+def _addresses(hosts: Iterable[str]) -> Iterator[str]:
+    for host in hosts:
+        with suppress(OSError):
+            yield socket.gethostbyname(host)
+
+
+def abort_devices() -> None:
+    """Abort what nccl does in any process group, which ends every wait for it.
+
+    Ranks: any rank, alone; the group cannot be used any more.
+    """
+    if not process_group_exists():
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if type(group) is dist.ProcessGroup:
+            with suppress(RuntimeError):
+                backend: Any = group._get_backend(torch.device("cuda"))
+                backend.abort()
+
+
+def _text(address: Any) -> str:
+    return f"{address.ip.removeprefix('::ffff:')}:{address.port}"

@@ -1,0 +1,227 @@
+"""The guard of a run: which of its parts are at work, and how an error of theirs reaches the main thread."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import torch.distributed as dist
+
+from lightning_lockstep._settings import Faults
+from lightning_lockstep.distributed.failure.process_exit import end_now
+from lightning_lockstep.distributed.failure.propagation import FailurePropagation
+from lightning_lockstep.distributed.failure.record import is_broken_collective
+from lightning_lockstep.distributed.guard.flight_recorder import FlightRecorder
+from lightning_lockstep.distributed.guard.main_thread import MainThreadErrors
+from lightning_lockstep.distributed.guard.rank_state import RankState
+from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.terminate import before_terminate
+from lightning_lockstep.distributed.guard.verdict import Verdict
+from lightning_lockstep.distributed.guard.watch import CollectiveWatch, WatchSettings
+from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.distributed.side_channel.base import SideChannel
+from lightning_lockstep.errors import CollectiveError, LockstepError
+
+__all__ = ["REPORT", "CollectiveGuard", "GuardSettings", "guard_on"]
+
+_log = logging.getLogger(__name__)
+
+#: Name of the file with what each rank has said of itself.
+REPORT = "guard-report.json"
+# How long the other ranks may take to say where they are when a collective has failed here [s].
+_EXPLAIN_FOR = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings:
+    """Settings of the guard; see the strategies for the meaning.
+
+    Raises:
+        ConfigurationError: One message with every value that cannot be used.
+    """
+
+    guard: Literal["off", "watch", "verify"] = "watch"
+    stall_timeout: float = 60.0
+    guard_history: int = 0
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        faults.choice("guard", self.guard, ("off", "watch", "verify"))
+        faults.number("stall_timeout", self.stall_timeout, what="seconds", above=0, such_as=60)
+        faults.whole("guard_history", self.guard_history, least=0)
+        faults.raise_all()
+
+    @property
+    def watch(self) -> WatchSettings:
+        """The settings of the watch."""
+        return WatchSettings(stall_timeout=self.stall_timeout, history=self.guard_history)
+
+
+class GroupRecorders:
+    """The recorders of process groups that are written in Python, which torch's flight recorder does not see."""
+
+    def outstanding(self) -> Sequence[Outstanding]:
+        """See :meth:`CallRecorder.outstanding`."""
+        return [one for recorder in _group_recorders() for one in recorder.outstanding()]
+
+    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
+        """See :meth:`CallRecorder.calls`."""
+        calls = [call for recorder in _group_recorders() for call in recorder.calls(sites=sites)]
+        return sorted(calls, key=lambda one: one.started)
+
+
+def _group_recorders() -> list[CallRecorder]:
+    if not process_group_exists():
+        return []
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return [group.call_recorder for group in groups if hasattr(group, "call_recorder")]
+
+
+class CollectiveGuard:
+    """Watches the collectives of this rank, and brings errors of the watch to the main thread.
+
+    Args:
+        channel: The side channel of the run.
+        propagation: What becomes of errors on this rank.
+        settings: What the user has set.
+
+    Attributes:
+        folder: Returns the folder for the report; ``None`` writes none.
+
+    Ranks: one object on every rank.
+    """
+
+    def __init__(
+        self, channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
+    ) -> None:
+        self.settings, self._propagation = settings, propagation
+        self.folder: Callable[[], Path | None] = lambda: None
+        self._errors = MainThreadErrors(_deals_with_errors)
+        self.watch = CollectiveWatch(
+            channel,
+            [FlightRecorder(), GroupRecorders()],
+            settings.watch,
+            conclude=self._conclude,
+            report=self._report,
+            store_port=int(os.environ.get("MASTER_PORT") or 0),
+        )
+
+    @property
+    def error(self) -> CollectiveError | None:
+        """The error that all ranks raise, once there is one; its process groups cannot be used any more."""
+        return self.watch.error
+
+    def start(self) -> None:
+        """Begin to watch.
+
+        Ranks: any rank, alone, from its main thread; nothing is sent.
+        """
+        self._errors.install()
+        self.watch.start()
+        self._propagation.explain = self.explain
+        before_terminate(self._before_terminate)
+
+    def stop(self) -> None:
+        """Stop watching.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        self.watch.stop()
+        self._errors.remove()
+        before_terminate(None)
+        if self._propagation.explain == self.explain:
+            self._propagation.explain = None
+
+    def explain(self, error: BaseException) -> BaseException | None:
+        """Return the error that all ranks raise in place of one that was raised here, if there is a reason.
+
+        Args:
+            error: What was raised here.
+
+        Ranks: the rank on which it was raised, from its main thread; where a collective has failed, the others are
+            asked, for a few seconds at most.
+        """
+        self._errors.take()
+        if self.error is None and is_broken_collective(error) and not isinstance(error, LockstepError):
+            self.watch.explain(str(error), _EXPLAIN_FOR, unless=lambda: self._propagation.failed)
+        return None if isinstance(error, LockstepError) else self.error
+
+    def _conclude(self, error: CollectiveError) -> None:
+        self._errors.raise_soon(error)
+        threading.Thread(
+            target=self._end_if_stuck, args=(error,), name="lockstep-guard-end", daemon=True
+        ).start()
+
+    def _end_if_stuck(self, error: CollectiveError) -> None:
+        """End this process if the main thread never gets the error, as in a call of C that does not return."""
+        time.sleep(self._propagation.grace_period)
+        if self._errors.take() is not None:
+            self._end(error)
+
+    def _before_terminate(self) -> None:
+        """C++ is about to abort this process: let all ranks know why, if the records say so."""
+        error = self.watch.explain("a thread of the backend ended the process", _EXPLAIN_FOR)
+        if error is not None:
+            self._end(error)
+
+    def _end(self, error: CollectiveError) -> None:
+        prints = self._propagation.prints_report and not self._propagation.parent_prints
+        text = f"\nlightning-lockstep: {type(error).__name__}: {error}\n"
+        end_now(1, text if prints else "")
+
+    def _report(self, verdict: Verdict, states: Mapping[int, RankState]) -> None:
+        folder = self.folder()
+        if folder is None:
+            return
+        content = {
+            "error": type(verdict.error()).__name__,
+            "text": verdict.text,
+            "ranks": [state.to_data() for state in states.values()],
+        }
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / REPORT).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _deals_with_errors(frame: FrameType) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return bool(name.startswith("lightning_lockstep.distributed.failure"))
+
+
+_guards: weakref.WeakKeyDictionary[SideChannel, CollectiveGuard] = weakref.WeakKeyDictionary()
+
+
+def guard_on(
+    channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
+) -> CollectiveGuard | None:
+    """Return the guard of a run, at work; ``None`` where it is off.
+
+    Args:
+        channel: The side channel of the run.
+        propagation: What becomes of errors on this rank.
+        settings: What the user has set; another guard of this channel is stopped if its settings were others.
+
+    Ranks: every rank, alike, from its main thread; nothing is sent.
+    """
+    guard = _guards.get(channel)
+    if guard is not None and guard.settings == settings:
+        return guard
+    if guard is not None:
+        guard.stop()
+        del _guards[channel]
+    if settings.guard == "off" or channel.world_size == 1:
+        return None
+    guard = _guards[channel] = CollectiveGuard(channel, propagation, settings)
+    guard.start()
+    channel.at_close(guard.stop)
+    return guard

@@ -1,0 +1,283 @@
+"""How a rank finds out why a collective does not complete: one rank collects where all are, and tells all.
+
+    rank that waits                 collecting rank                 every rank (a thread of the guard)
+    ---------------                 ---------------                 ----------------------------------
+    question  ------------------->  WHERE?  -------------------->   its last calls, its stack
+              <-- TAKEN                     <--------------------
+                                    judges
+              <-- ANSWER (nothing)
+                                    ANSWER (verdict)  ---------->   raises it
+
+Rank 0 collects. Where it does not take the question, the next rank is asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from lightning_lockstep.distributed.guard.connections import Connection
+from lightning_lockstep.distributed.guard.rank_state import RankState
+from lightning_lockstep.distributed.guard.recorded import Outstanding
+from lightning_lockstep.distributed.guard.verdict import Question, Verdict, judge
+from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
+
+__all__ = ["Answer", "Inquiries", "Silence"]
+
+_ASK, _TAKEN, _WHERE, _STATE, _ANSWER = (
+    f"guard/{name}" for name in ("ask", "taken", "where", "state", "answer")
+)
+# How long a rank may take to say where it is [s]; one that is stopped never does.
+_STATE_LIMIT = 2.0
+# How long a rank may take to say that it takes a question [s].
+_TAKE_LIMIT = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a rank gets.
+
+    Attributes:
+        verdict: Why the collective does not complete; ``None`` where that is not known.
+        ends: Connections of this rank with others, to be ended so that no wait is left.
+        hosts: Hosts of the ranks that have not answered, whose connections nobody knows.
+    """
+
+    verdict: Verdict | None
+    ends: tuple[Connection, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+
+class Silence(NamedTuple):
+    """What is known of a rank that does not answer.
+
+    Attributes:
+        reason: Why it does not.
+        host: Name of its host; empty where that is not known.
+        has_ended: Whether its process is known to have ended.
+        connections: Its TCP connections, as far as this rank can see them.
+    """
+
+    reason: str
+    host: str = ""
+    has_ended: bool = False
+    connections: tuple[Connection, ...] = ()
+
+
+@dataclass
+class _Collection:
+    """What the collecting rank has so far."""
+
+    question: Question
+    number: int
+    deadline: float
+    states: dict[int, RankState] = field(default_factory=dict)
+
+
+class Inquiries:
+    """Asks where the ranks are, and answers for this one; its :meth:`work` runs on one thread of its own.
+
+    Args:
+        channel: The side channel of the run.
+        state: Returns where this rank is.
+        silence: Returns what is known of a rank that does not answer.
+        conclude: Called on every rank with an answer that is an error, and on the asking one with any other.
+        report: Called on the collecting rank, with an error or a remark and what each rank has said.
+        history: How many of the last calls of each rank a report lists.
+        run_soon: Runs a function on the guard's thread.
+
+    Ranks: one object on every rank. Nothing is sent until a rank asks; then three messages a rank.
+    """
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        *,
+        state: Callable[[], RankState],
+        silence: Callable[[int], Silence],
+        conclude: Callable[[Answer], None],
+        report: Callable[[Verdict, Mapping[int, RankState]], None],
+        history: int,
+        run_soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._channel, self._state, self._silence, self._conclude = channel, state, silence, conclude
+        self._report, self._history = report, history
+        self._count = 0
+        self._collection: _Collection | None = None
+        self._waiting: list[Question] = []
+        self._asked: tuple[Question, int, float] | None = None  # the question, who is to take it, until when
+        self._answered: Verdict | None = None  # the verdict, on the collecting rank
+
+        def on(topic: str, handler: Callable[[Message], None]) -> Callable[[], None]:
+            return channel.on(topic, lambda message: run_soon(lambda: handler(message)))
+
+        self._remove = [
+            on(_ASK, lambda message: self._take_question(_question(message.body))),
+            on(_TAKEN, lambda message: self._taken()),
+            on(_WHERE, self._tell),
+            on(_STATE, self._take_state),
+            on(_ANSWER, self._take_answer),
+        ]
+
+    def ask(self, question: Question) -> None:
+        """Ask why a collective does not complete.
+
+        Ranks: any rank, on the guard's thread; one message.
+        """
+        self._ask(question, 0)
+
+    def work(self) -> None:
+        """Go on with what has waited long enough; to be called now and then on the guard's thread.
+
+        Ranks: any rank; sends a message to the next rank where one has not taken a question.
+        """
+        now = time.monotonic()
+        if self._asked is not None and now > self._asked[2]:
+            question, to, _ = self._asked
+            self._ask(question, to + 1)
+        if self._collection is not None and (now > self._collection.deadline or self._only_ended_missing()):
+            self._finish(self._collection)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether :meth:`work` has to be called soon."""
+        return self._asked is not None or self._collection is not None
+
+    def close(self) -> None:
+        """Stop listening."""
+        for remove in self._remove:
+            remove()
+
+    def _ask(self, question: Question, to: int) -> None:
+        self._asked = None
+        if to >= self._channel.world_size:
+            return
+        if to == self._channel.rank:
+            self._take_question(question)
+            return
+        self._asked = question, to, time.monotonic() + _TAKE_LIMIT
+        self._channel.post(_ASK, asdict(question), to=to)
+
+    def _taken(self) -> None:
+        self._asked = None
+
+    # -- the collecting rank ---------------------------------------------------------------------------
+
+    def _take_question(self, question: Question) -> None:
+        if question.rank != self._channel.rank:
+            self._channel.post(_TAKEN, to=question.rank)
+        if self._answered is not None:
+            self._send_answer(Answer(verdict=self._answered), question)
+        elif self._collection is not None:
+            self._waiting.append(question)
+        else:
+            self._begin(question)
+
+    def _begin(self, question: Question) -> None:
+        self._count += 1
+        self._collection = _Collection(question, self._count, time.monotonic() + _STATE_LIMIT)
+        self._channel.post(_WHERE, self._count)
+        self._collection.states[self._channel.rank] = self._state()
+        self._finish_if_complete()
+
+    def _take_state(self, message: Message) -> None:
+        number, data = message.body
+        if self._collection is not None and number == self._collection.number:
+            self._collection.states[message.sender] = RankState.from_data(data)
+            self._finish_if_complete()
+
+    def _finish_if_complete(self) -> None:
+        if self._collection is not None and len(self._collection.states) == self._channel.world_size:
+            self._finish(self._collection)
+
+    def _only_ended_missing(self) -> bool:
+        """Return whether the processes of all ranks that have not answered have ended."""
+        assert self._collection is not None
+        missing = set(range(self._channel.world_size)) - set(self._collection.states)
+        return all(self._silence(rank).has_ended for rank in missing)
+
+    def _finish(self, collection: _Collection) -> None:
+        self._collection = None
+        states = dict(sorted(collection.states.items()))
+        missing = [rank for rank in range(self._channel.world_size) if rank not in states]
+        silent = {rank: self._silence(rank) for rank in missing}
+        reasons = {rank: silence.reason for rank, silence in silent.items()}
+        verdict = judge(collection.question, states, reasons, history=self._history)
+        if verdict is not None and any(rank in silent and silent[rank].has_ended for rank in verdict.ranks):
+            verdict = None  # that is a failure, which is reported as such
+        if verdict is not None:
+            self._report(verdict, states)
+        if verdict is not None and verdict.kind != "slow":
+            self._answered = verdict
+            self._send_error(verdict, states, silent)
+        else:
+            self._send_answer(Answer(verdict=verdict), collection.question)
+        waiting, self._waiting = self._waiting, []
+        for question in waiting:
+            if question.outstanding == collection.question.outstanding and not question.raised:
+                self._send_answer(Answer(verdict=verdict), question)
+            else:
+                self._take_question(question)
+
+    def _send_error(
+        self, verdict: Verdict, states: Mapping[int, RankState], silent: Mapping[int, Silence]
+    ) -> None:
+        """Let every rank raise the error, and end its connections with the others."""
+        ends = {rank: set(state.connections) for rank, state in states.items()}
+        ends |= {rank: set(silence.connections) for rank, silence in silent.items()}
+        kept = {str(port) for state in states.values() for port in state.ports}
+        hosts = tuple(
+            {silence.host for silence in silent.values() if silence.host and not silence.connections}
+        )
+        answers = {
+            rank: Answer(verdict=verdict, ends=tuple(sorted(_shared(rank, ends, kept))), hosts=hosts)
+            for rank in range(self._channel.world_size)
+        }
+        for rank, answer in answers.items():
+            if rank != self._channel.rank:
+                self._channel.post(_ANSWER, asdict(answer), to=rank)
+        self._channel.flush(0.5)  # before this rank ends the connections by which others would notice
+        self._conclude(answers[self._channel.rank])
+
+    def _send_answer(self, answer: Answer, question: Question) -> None:
+        if question.rank == self._channel.rank:
+            self._conclude(answer)
+        else:
+            self._channel.post(_ANSWER, asdict(answer), to=question.rank)
+
+    # -- every rank ------------------------------------------------------------------------------------
+
+    def _tell(self, message: Message) -> None:
+        self._channel.post(_STATE, [message.body, self._state().to_data()], to=message.sender)
+
+    def _take_answer(self, message: Message) -> None:
+        self._asked = None
+        self._conclude(_answer(message.body))
+
+
+def _shared(
+    rank: int, ends: Mapping[int, Collection[Connection]], kept_ports: Collection[str]
+) -> Iterator[Connection]:
+    """Return the connections of a rank whose other ends are of other ranks, without those that are to stay."""
+    others = {end for other, theirs in ends.items() if other != rank for end in theirs}
+    for here, there in ends.get(rank, ()):
+        ports = {here.rpartition(":")[2], there.rpartition(":")[2]}
+        if (there, here) in others and not ports & set(kept_ports):
+            yield here, there
+
+
+def _answer(data: Mapping[str, Any]) -> Answer:
+    given = data["verdict"]
+    verdict = None if given is None else Verdict(**{**given, "ranks": tuple(given["ranks"])})
+    ends = tuple((here, there) for here, there in data["ends"])
+    return Answer(verdict=verdict, ends=ends, hosts=tuple(data["hosts"]))
+
+
+def _question(data: Mapping[str, Any]) -> Question:
+    outstanding = data["outstanding"]
+    wanted = None if outstanding is None else Outstanding(*outstanding)
+    return Question(
+        rank=data["rank"], outstanding=wanted, seconds=float(data["seconds"]), raised=str(data["raised"])
+    )

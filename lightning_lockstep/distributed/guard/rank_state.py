@@ -1,0 +1,141 @@
+"""What one rank says when it is asked where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_lockstep.distributed.guard.call_report import CollectiveCall
+from lightning_lockstep.distributed.guard.connections import Connection
+from lightning_lockstep.distributed.guard.main_thread import Position
+from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
+
+__all__ = ["RankState"]
+
+# Functions of torch.distributed by which one rank waits for one other.
+_MESSAGES = ("send", "recv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """Where one rank is.
+
+    Attributes:
+        rank: Its number.
+        host: Name of its host.
+        pid: Its process there.
+        groups: Ranks of each process group that it belongs to, by the group's name.
+        outstanding: The oldest incomplete collective of each group that has one.
+        calls: The last calls of all groups, oldest first.
+        position: Where its main thread is.
+        moves: Whether its main thread computes, reads or writes, rather than waits or sleeps.
+        left: Whether its main thread has left the training, or its program has ended.
+        connections: Its TCP connections.
+        ports: Ports at one end of connections that are not the backend's.
+    """
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    outstanding: tuple[Outstanding, ...] = ()
+    calls: tuple[RecordedCall, ...] = ()
+    position: Position = field(default_factory=lambda: Position("", ()))
+    moves: bool = False
+    left: bool = False
+    connections: tuple[Connection, ...] = ()
+    ports: tuple[int, ...] = ()
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the state as plain data, as JSON can hold it."""
+        return {
+            **{name: getattr(self, name) for name in ("rank", "host", "pid", "moves", "left")},
+            "groups": {name: list(ranks) for name, ranks in self.groups.items()},
+            "outstanding": [list(one) for one in self.outstanding],
+            "calls": [call.to_data() for call in self.calls],
+            "position": list(self.position),
+            "connections": [list(one) for one in self.connections],
+            "ports": list(self.ports),
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> RankState:
+        """Return the state that :meth:`to_data` has described, also after a way through JSON."""
+        site, stack, function, arguments = data["position"]
+        return cls(
+            **{name: data[name] for name in ("rank", "host", "pid", "moves", "left")},
+            groups={name: tuple(ranks) for name, ranks in data["groups"].items()},
+            outstanding=tuple(Outstanding(*one) for one in data["outstanding"]),
+            calls=tuple(RecordedCall.from_data(call) for call in data["calls"]),
+            position=Position(site, tuple(stack), function, dict(arguments)),
+            connections=tuple((here, there) for here, there in data["connections"]),
+            ports=tuple(data["ports"]),
+        )
+
+    def calls_of(self, group: str) -> dict[int, CollectiveCall]:
+        """Return the last calls of a group by their numbers."""
+        return {one.call.number: one.call for one in self.calls if one.call.group == group}
+
+    def last_call(self, group: str) -> CollectiveCall | None:
+        """Return the last call of a group, if it is known."""
+        of_group = [one.call for one in self.calls if one.call.group == group]
+        return of_group[-1] if of_group else None
+
+    def has_called(self, wanted: Outstanding) -> bool:
+        """Return whether this rank has called a collective, complete or not."""
+        if any(one.group == wanted.group and one.number >= wanted.number for one in self.outstanding):
+            return True
+        last = self.last_call(wanted.group)
+        return last is not None and last.number >= wanted.number
+
+    def peer(self) -> int | None:
+        """Return the rank to or from which this one is in the middle of sending or receiving, if it is."""
+        if self.position.function not in _MESSAGES:
+            return None
+        name = "dst" if self.position.function == "send" else "src"
+        given = self.position.arguments.get(name, "")
+        return int(given) if given.isdecimal() else None
+
+    def is_in_message(self) -> bool:
+        """Return whether this rank is in the middle of sending or receiving."""
+        return self.position.function in _MESSAGES
+
+    def call(self, wanted: Outstanding) -> CollectiveCall:
+        """Return what this rank has called as a collective, with what its main thread knows of it."""
+        recorded = self.calls_of(wanted.group).get(wanted.number)
+        if recorded is None:
+            recorded = CollectiveCall(operation="(not recorded)", group=wanted.group, number=wanted.number)
+        if wanted not in self.outstanding:
+            return recorded
+        known = {"site": recorded.site or self.position.site}
+        names = (recorded.operation, recorded.operation.removeprefix("_"))
+        if self.position.function in names or self.position.function.removesuffix("_object_list") in names:
+            known["site"] = self.position.site or recorded.site
+            return _with_arguments(recorded, self.position.arguments, **known)
+        return _with_arguments(recorded, {}, **known)
+
+    def message(self) -> CollectiveCall:
+        """Return the send or receive that this rank is in."""
+        peer, is_send = self.peer(), self.position.function == "send"
+        whom = "any rank" if peer is None else str(peer)
+        return CollectiveCall(
+            operation=f"send to {whom}" if is_send else f"receive from {whom}",
+            group="",
+            site=self.position.site,
+        )
+
+
+def _with_arguments(call: CollectiveCall, arguments: Mapping[str, str], *, site: str) -> CollectiveCall:
+    data = call.to_data()
+    root = arguments.get("src", arguments.get("dst", ""))
+    if root.isdecimal() and call.operation in ("broadcast", "reduce", "gather", "scatter"):
+        data["root"] = int(root)
+    if "op" in arguments and "reduce" in call.operation:
+        data["reduce_op"] = arguments["op"]
+    return CollectiveCall.from_data({**data, "site": site})
+
+
+def members(states: Mapping[int, RankState], group: str) -> Sequence[int]:
+    """Return the ranks of a group, from any rank that belongs to it."""
+    return next((state.groups[group] for state in states.values() if group in state.groups), ())

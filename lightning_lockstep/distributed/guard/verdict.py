@@ -1,0 +1,315 @@
+"""Why a collective does not complete: decided from what all ranks have said, by the one rank that asked them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_lockstep._tables import plain_table
+from lightning_lockstep.distributed.guard.call_report import CollectiveCall, mismatch_report
+from lightning_lockstep.distributed.guard.rank_state import RankState, members
+from lightning_lockstep.distributed.guard.recorded import Outstanding
+from lightning_lockstep.errors import CollectiveError, CollectiveMismatchError, CollectiveStallError
+
+__all__ = ["Question", "Verdict", "judge"]
+
+# How a rank is marked in the table of a stall.
+_CAUSE = "<- never came"
+# Operations whose shapes may differ between ranks, by a part of their names.
+_OWN_SHAPES = ("all_to_all", "alltoall", "scatter", "gather_object", "send", "recv")
+Kind = Literal["mismatch", "stall", "slow"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Why a rank asks where the others are.
+
+    Attributes:
+        rank: The rank that asks.
+        outstanding: The collective that it waits in; ``None`` for a send or receive.
+        seconds: How long it has waited.
+        raised: What the backend has raised, if it has.
+    """
+
+    rank: int
+    outstanding: Outstanding | None
+    seconds: float
+    raised: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a question.
+
+    Attributes:
+        kind: ``mismatch``: ranks called different things; ``stall``: a rank did not come and does not move;
+            ``slow``: it has not come yet, and moves: a remark, no error.
+        text: The report, the same for every rank.
+        ranks: The ranks that are the cause; empty where all are.
+    """
+
+    kind: Kind
+    text: str
+    ranks: tuple[int, ...] = ()
+
+    def error(self) -> CollectiveError:
+        """Return the error that every rank raises.
+
+        Raises:
+            ValueError: It is a remark.
+        """
+        if self.kind == "slow":
+            raise ValueError("a slow rank is no error")
+        return (
+            CollectiveMismatchError(self.text) if self.kind == "mismatch" else CollectiveStallError(self.text)
+        )
+
+
+def judge(
+    question: Question, states: Mapping[int, RankState], silent: Mapping[int, str], *, history: int = 0
+) -> Verdict | None:
+    """Return why a collective does not complete, or ``None`` where the records say nothing, or it has completed.
+
+    Args:
+        question: Who waits, and for what.
+        states: What each rank has said of itself, by rank.
+        silent: Why a rank that has not answered is silent, by rank.
+        history: How many of the last calls of each rank the report lists.
+
+    Ranks: the rank that has asked, alone; nothing is sent.
+    """
+    case = _Case(question, states, silent)
+    verdict = case.verdict()
+    if verdict is None or not history or verdict.kind == "slow":
+        return verdict
+    text = f"{verdict.text}\n\n{_histories(states, history)}"
+    return Verdict(kind=verdict.kind, text=text, ranks=verdict.ranks)
+
+
+class _Case:
+    """One question and what the ranks have said."""
+
+    def __init__(
+        self, question: Question, states: Mapping[int, RankState], silent: Mapping[int, str]
+    ) -> None:
+        self.question, self.states, self.silent = question, states, silent
+
+    def verdict(self) -> Verdict | None:
+        asker = self.states.get(self.question.rank)
+        if asker is None:
+            return None
+        differing = self._first_difference(asker)
+        if differing is not None:
+            return differing
+        if self.question.raised or not self._waits(asker):
+            return None  # the backend's own error, or it has gone on meanwhile
+        hopeless = self._hopeless()
+        if asker.rank not in hopeless:
+            return self._slow(asker)
+        causes = [rank for rank in sorted(self._reached_from(asker.rank)) if rank in hopeless]
+        idle = [rank for rank in causes if not self._waits_for(rank)]
+        return self._stall(asker, idle) if idle else self._cycle(asker, causes)
+
+    def _waits(self, state: RankState) -> bool:
+        if self.question.outstanding is None:
+            return state.is_in_message()
+        return self.question.outstanding in state.outstanding
+
+    # -- what differs ----------------------------------------------------------------------------------
+
+    def _first_difference(self, asker: RankState) -> Verdict | None:
+        """Return the first collective of a group of the asker's that its ranks called differently."""
+        groups = [one.group for one in asker.outstanding]
+        if self.question.raised:
+            groups = list(dict.fromkeys((*groups, *(one.call.group for one in reversed(asker.calls)))))
+        for group in groups:
+            by_rank = {rank: s.calls_of(group) for rank, s in self.states.items() if group in s.groups}
+            if len(by_rank) < 2:
+                continue
+            for number in sorted(set.intersection(*(set(calls) for calls in by_rank.values()))):
+                calls = {rank: self.states[rank].call(Outstanding(group, number)) for rank in by_rank}
+                if self._differ(calls, number):
+                    return Verdict(kind="mismatch", text=mismatch_report(calls), ranks=_odd_ones(calls))
+        return None
+
+    def _differ(self, calls: Mapping[int, CollectiveCall], number: int) -> bool:
+        """Return whether calls cannot belong together; of those that are complete, less is asked."""
+        open_on = [one.number for state in self.states.values() for one in state.outstanding]
+        is_open = number in open_on or bool(self.question.raised)
+        keys = {_key(call, exactly=is_open) for call in calls.values()}
+        return len(keys) > 1
+
+    # -- who waits for whom ----------------------------------------------------------------------------
+
+    def _waits_for(self, rank: int) -> set[int]:
+        """Return the ranks that a rank waits for: those that have not called what it has called."""
+        state = self.states.get(rank)
+        if state is None:
+            return set()
+        missing: set[int] = set()
+        for outstanding in state.outstanding:
+            there = members(self.states, outstanding.group)
+            missing |= {r for r in there if r != rank and not self._has_called(r, outstanding)}
+        if not state.outstanding and state.is_in_message() and (peer := state.peer()) is not None:
+            missing.add(peer)
+        return missing
+
+    def _has_called(self, rank: int, wanted: Outstanding) -> bool:
+        return rank in self.states and self.states[rank].has_called(wanted)
+
+    def _is_blocked(self, rank: int) -> bool:
+        state = self.states.get(rank)
+        return state is not None and (bool(state.outstanding) or state.is_in_message())
+
+    def _hopeless(self) -> set[int]:
+        """Return the ranks that will not go on by themselves: all but those that move, or wait for such alone."""
+        hopeful = {r for r, s in self.states.items() if s.moves and not s.left and not self._is_blocked(r)}
+        while True:
+            more = {
+                rank
+                for rank in self.states
+                if rank not in hopeful
+                and self._is_blocked(rank)
+                and (waits := self._waits_for(rank))
+                and waits <= hopeful
+            }
+            if not more:
+                return (set(self.states) | set(self.silent)) - hopeful
+            hopeful |= more
+
+    def _reached_from(self, rank: int) -> set[int]:
+        """Return the ranks that a rank waits for, and those that they wait for, and so on."""
+        found: set[int] = set()
+        to_visit = [rank]
+        while to_visit:
+            new = self._waits_for(to_visit.pop()) - found
+            found |= new
+            to_visit += sorted(new)
+        return found
+
+    # -- the texts -------------------------------------------------------------------------------------
+
+    def _what(self) -> str:
+        outstanding = self.question.outstanding
+        if outstanding is None:
+            return "a send or receive"
+        call = self.states[self.question.rank].call(outstanding)
+        return f"collective #{outstanding.number} of group {outstanding.group!r} ({call.title})"
+
+    def _slow(self, asker: RankState) -> Verdict:
+        late = [rank for rank in sorted(self._reached_from(asker.rank)) if not self._is_blocked(rank)]
+        where = "; ".join(f"rank {rank} works at {self.states[rank].position.site}" for rank in late)
+        site = asker.position.site
+        text = (
+            f"rank {asker.rank} has waited {self.question.seconds:.0f} s in {self._what()} at {site} for"
+            f" {_ranks(late)}. {where}. Nothing is done about it as long as that moves."
+        )
+        return Verdict(kind="slow", text=text, ranks=tuple(late))
+
+    def _stall(self, asker: RankState, causes: Sequence[int]) -> Verdict:
+        whom = _ranks(causes)
+        text = (
+            f"{whom} never came to {self._what()}: {_ranks(self._waiting())} waited"
+            f" {self.question.seconds:.0f} s\n\n{self._table(causes)}"
+        )
+        for rank in causes:
+            if rank in self.states and self.states[rank].position.stack:
+                stack = "\n".join(f"      {place}" for place in self.states[rank].position.stack)
+                text += f"\n\n    Stack of rank {rank}, innermost first:\n{stack}"
+        remedy = (
+            "Look at what keeps it there; every rank must call the same collectives. A rank that only needs longer can"
+            " be given time by a larger stall_timeout."
+        )
+        return Verdict(kind="stall", text=f"{text}\n\n{remedy}", ranks=tuple(causes))
+
+    def _cycle(self, asker: RankState, causes: Sequence[int]) -> Verdict:
+        outstanding = self.question.outstanding
+        alike = members(self.states, outstanding.group) if outstanding is not None else ()
+        ranks = sorted({asker.rank, *(causes or [rank for rank in alike if rank in self.states])})
+        calls = {rank: self._current(self.states[rank]) for rank in ranks}
+        if len({(*_key(call, exactly=True), call.group, str(call.number)) for call in calls.values()}) > 1:
+            return Verdict(kind="mismatch", text=mismatch_report(calls), ranks=_odd_ones(calls))
+        text = (
+            f"{self._what()} does not complete though {_ranks(ranks)} have called it alike,"
+            f" {self.question.seconds:.0f} s ago\n\n{self._table(())}\n\n"
+            "Look at the network between the hosts, or at what runs beside it on other threads."
+        )
+        return Verdict(kind="stall", text=text)
+
+    def _current(self, state: RankState) -> CollectiveCall:
+        if state.outstanding:
+            asked = self.question.outstanding
+            return state.call(asked if asked in state.outstanding and asked else state.outstanding[0])
+        return state.message()
+
+    def _waiting(self) -> list[int]:
+        return [rank for rank in sorted(self.states) if self._is_blocked(rank)]
+
+    def _table(self, causes: Collection[int]) -> str:
+        rows: list[tuple[object, ...]] = []
+        for rank in sorted({*self.states, *self.silent}):
+            mark = _CAUSE if rank in causes else ""
+            if rank not in self.states:
+                rows.append((rank, "-", "", "", f"no answer: {self.silent[rank]}", mark))
+            elif self._is_blocked(rank):
+                call = self._current(self.states[rank])
+                rows.append((rank, *call.columns(), call.site, mark))
+            else:
+                rows.append((rank, "-", "", "", self._place(self.states[rank]), mark))
+        return plain_table(("rank", "operation", "dtype", "shape", "called from / now at", ""), rows)
+
+    def _place(self, state: RankState) -> str:
+        asked = self.question.outstanding
+        last = state.last_call(asked.group) if asked is not None else None
+        place = "has left the training" if state.left else state.position.site
+        if last is None:
+            return place
+        site = f" at {last.site}" if last.site else ""
+        return f"{place}, after #{last.number} {last.title}{site}"
+
+
+def _key(call: CollectiveCall, *, exactly: bool) -> tuple[str, ...]:
+    """Return what must be equal on all ranks of a call; of a complete one, less."""
+    own_shapes = any(name in call.operation for name in _OWN_SHAPES)
+    if exactly:
+        columns = call.compared()
+        return columns[:2] if own_shapes else columns
+    sizes = "" if own_shapes else str([_count(shape) for shape in call.shapes])
+    return call.operation, ",".join(call.dtypes), sizes
+
+
+def _count(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
+    """Return the ranks that did not call what most of them did."""
+    keys = {rank: (*call.compared(), call.group, call.number) for rank, call in calls.items()}
+    compared = list(keys.values())
+    usual = max(compared, key=compared.count)
+    return tuple(rank for rank, key in keys.items() if key != usual)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def _histories(states: Mapping[int, RankState], history: int) -> str:
+    rows = [
+        (
+            rank,
+            f"#{one.call.number}",
+            one.call.group,
+            *one.call.columns(),
+            one.call.site,
+            "" if one.done else "not complete",
+        )
+        for rank, state in sorted(states.items())
+        for one in state.calls[-history:]
+    ]
+    table = plain_table(("rank", "", "group", "operation", "dtype", "shape", "called from", ""), rows)
+    return f"The last {history} collectives of each rank:\n\n{table}"

@@ -1,0 +1,276 @@
+"""Watches this rank's collectives: asks the others when one does not complete, and raises what comes of it.
+
+Nothing is sent while collectives complete in time. Everything here runs on a thread of its own, so that it works while
+the main thread waits in a collective, in C++.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from lightning_lockstep.distributed.guard.connections import (
+    abort_devices,
+    connections,
+    end_connections,
+)
+from lightning_lockstep.distributed.guard.group_names import group_titles
+from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries, Silence
+from lightning_lockstep.distributed.guard.main_thread import Activity, position
+from lightning_lockstep.distributed.guard.rank_state import RankState
+from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding
+from lightning_lockstep.distributed.guard.verdict import Question, Verdict
+from lightning_lockstep.distributed.side_channel.base import SideChannel
+from lightning_lockstep.errors import CollectiveError
+
+__all__ = ["CollectiveWatch", "WatchSettings"]
+
+_log = logging.getLogger(__name__)
+# Calls of each rank that are compared.
+_COMPARED = 100
+# How often it looks, as a part of the stall timeout, within these limits [s].
+_PART, _OFTEN, _SELDOM = 0.1, 0.05, 1.0
+# How far back the main thread's movements count, at most [s].
+_MOVEMENT = 10.0
+# A longer time between two looks than this much more than planned [s] means that this process was stopped.
+_STOPPED = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchSettings:
+    """Settings of the watch.
+
+    Attributes:
+        stall_timeout: How long a collective may take before the ranks compare where they are [s].
+        history: How many of the last calls of each rank a report lists.
+    """
+
+    stall_timeout: float = 60.0
+    history: int = 0
+
+
+class CollectiveWatch:
+    """Watches the collectives of this rank.
+
+    Args:
+        channel: The side channel of the run.
+        recorders: Know which collectives this rank has called.
+        settings: Settings.
+        conclude: Called once, on the guard's thread, with the error that all ranks are to raise, before the waits of
+            this rank are ended.
+        report: Called on the one rank that has asked the others, with an error and what each rank has said.
+        is_rank: Returns whether a child process of this one is a rank of the run.
+        store_port: Port of the store at which the ranks have met.
+
+    Attributes:
+        error: The error that all ranks raise, once there is one.
+
+    Ranks: one object on every rank. Nothing is sent until a collective has not completed for half the stall timeout.
+    """
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        recorders: Sequence[CallRecorder],
+        settings: WatchSettings,
+        *,
+        conclude: Callable[[CollectiveError], None],
+        report: Callable[[Verdict, Mapping[int, RankState]], None],
+        is_rank: Callable[[int], bool] = lambda pid: False,
+        store_port: int = 0,
+    ) -> None:
+        self.channel, self.settings, self._recorders = channel, settings, tuple(recorders)
+        self._conclude, self._report, self._store_port = conclude, report, store_port
+        self.error: CollectiveError | None = None
+        self.left = False
+        self._since: dict[Outstanding | None, float] = {}
+        self._next_question: dict[Outstanding | None, float] = {}
+        self._prepares = self._knows_sites = False
+        self._looked = time.monotonic()
+        self._activity = Activity(min(_MOVEMENT, settings.stall_timeout / 2), is_rank)
+        self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._answered = threading.Condition()
+        self._answers = 0
+        self._inquiries = Inquiries(
+            channel,
+            state=self.state,
+            silence=self._silence,
+            conclude=self._take_answer,
+            report=self._tell,
+            history=settings.history,
+            run_soon=self._to_do.put,
+        )
+        self._remove = channel.on("guard/soon", lambda message: self._prepare())
+        self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        self._inquiries.close()
+        self._remove()
+        self._to_do.put(None)
+
+    def explain(
+        self, raised: str, timeout: float, *, unless: Callable[[], bool] = lambda: False
+    ) -> CollectiveError | None:
+        """Return the error that all ranks raise because the backend has raised an error here, if there is a reason.
+
+        Args:
+            raised: What it has raised.
+            timeout: Longest wait for the other ranks [s].
+            unless: Returns whether the reason is known otherwise, which ends the wait.
+
+        Ranks: any rank whose collective has failed, from its main thread; waits for what the others say.
+        """
+        if not self._thread.is_alive() or threading.current_thread() is self._thread:
+            return self.error
+        with self._answered:
+            before = self._answers
+            self._to_do.put(lambda: self._ask_about(raised))
+            self.channel.wait_for(
+                self._answered, lambda: self._answers > before or self.error is not None, timeout
+            )
+        return self.error
+
+    def state(self) -> RankState:
+        """Return where this rank is.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        self._activity.look()
+        calls = [call for recorder in self._recorders for call in recorder.calls(sites=self._knows_sites)]
+        return RankState(
+            rank=self.channel.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            groups=dict(group_titles().values()),
+            outstanding=tuple(self._outstanding()),
+            calls=tuple(calls[-_COMPARED:]),
+            position=position(),
+            moves=self._activity.moves,
+            left=self.left,
+            connections=tuple(connections()),
+            ports=(self.channel.port, self._store_port),
+        )
+
+    # -- the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        period = min(max(self.settings.stall_timeout * _PART, _OFTEN), _SELDOM)
+        while True:
+            try:
+                to_do = self._to_do.get(timeout=min(period, _PART) if self._inquiries.is_busy else period)
+            except queue.Empty:
+                to_do = self._look
+            if to_do is None:
+                return
+            try:
+                to_do()
+                self._inquiries.work()
+            except Exception:
+                if self.channel.usable:  # the watch must not end because of one fault
+                    _log.exception("the watch of the collectives failed")
+
+    def _look(self) -> None:
+        if self.error is not None:
+            return
+        now = time.monotonic()
+        lost = now - self._looked - _SELDOM - _STOPPED
+        self._looked = now
+        if lost > 0:  # this process was stopped meanwhile, perhaps all of them
+            self._since = {key: since + lost for key, since in self._since.items()}
+            self._activity.forget()
+        self._activity.look()
+        waits: list[Outstanding | None] = list(self._outstanding())
+        if not waits and position().function in ("send", "recv"):
+            waits = [None]
+        self._since = {one: self._since.get(one, now) for one in waits}
+        self._next_question = {one: at for one, at in self._next_question.items() if one in self._since}
+        for one, since in self._since.items():
+            self._consider(one, now - since, now)
+
+    def _consider(self, one: Outstanding | None, waited: float, now: float) -> None:
+        timeout = self.settings.stall_timeout
+        if waited > timeout / 2 and not self._prepares:
+            self.channel.post("guard/soon", to=0)
+            self._prepare()
+        if waited > timeout and now >= self._next_question.get(one, 0.0):
+            self._next_question[one] = now + timeout
+            self._inquiries.ask(Question(rank=self.channel.rank, outstanding=one, seconds=waited))
+
+    def _prepare(self) -> None:
+        """Let torch load what it needs to say where a recorded collective was called from, which takes seconds."""
+        if self._prepares:
+            return
+        self._prepares = True
+        if self.channel.rank == 0:
+            self.channel.post("guard/soon")
+
+        def prepare() -> None:
+            for recorder in self._recorders:
+                recorder.calls(sites=True)
+            self._knows_sites = True
+
+        threading.Thread(target=prepare, name="lockstep-guard-sites", daemon=True).start()
+
+    def _ask_about(self, raised: str) -> None:
+        outstanding = next(iter(self._outstanding()), None)
+        self._inquiries.ask(
+            Question(rank=self.channel.rank, outstanding=outstanding, seconds=0.0, raised=raised)
+        )
+
+    def _outstanding(self) -> list[Outstanding]:
+        return [one for recorder in self._recorders for one in recorder.outstanding()]
+
+    def _silence(self, rank: int) -> Silence:
+        host, pid = self.channel.process_of(rank)
+        if host != socket.gethostname() or not pid:
+            place = f" (process {pid} on host {host})" if pid else ""
+            return Silence(f"it is stopped, has ended or cannot be reached{place}", host)
+        try:
+            status = psutil.Process(pid).status()
+        except psutil.NoSuchProcess:
+            status = psutil.STATUS_DEAD
+        if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+            return Silence(f"its process {pid} has ended", host, has_ended=True)
+        reason = (
+            "is stopped, by a signal or a debugger" if status == psutil.STATUS_STOPPED else "does not answer"
+        )
+        return Silence(f"its process {pid} {reason}", host, connections=tuple(connections(pid)))
+
+    # -- what comes of a question ----------------------------------------------------------------------
+
+    def _tell(self, verdict: Verdict, states: Mapping[int, RankState]) -> None:
+        if verdict.kind == "slow":
+            _log.warning(verdict.text)
+        else:
+            self._report(verdict, states)
+
+    def _take_answer(self, answer: Answer) -> None:
+        verdict = answer.verdict
+        if verdict is not None and verdict.kind != "slow" and self.error is None:
+            self.error = verdict.error()
+            self._conclude(self.error)
+        if self.error is not None:
+            end_connections(answer.ends, hosts=answer.hosts)
+            abort_devices()
+        with self._answered:
+            self._answers += 1
+            self._answered.notify_all()
