@@ -150,7 +150,7 @@ class RankSupervisor:
             raise raised from None
 
     def at_step_boundary(self) -> None:
-        """Stop here if another rank has failed or this one was told to end; costs two attribute reads.
+        """Stop here if another rank has failed or this one was told to end; costs a few attribute reads.
 
         Ranks: every rank, before each batch; nothing is sent.
         """

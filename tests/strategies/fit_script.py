@@ -63,6 +63,8 @@ class Pruned(Exception):
 def provoke(rank: int) -> None:
     kind, _, where = FAULT.partition("@")
     if kind == "prune":
+        # The ranks of a sweep agree on it; a rank that is still between two batches would be stopped by the first's.
+        torch.distributed.barrier()
         raise Pruned(f"on rank {rank}")
     if kind == "flood":
         threading.Thread(target=log_for_ever, args=(rank,), daemon=True).start()

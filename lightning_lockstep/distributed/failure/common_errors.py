@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
+from lightning_lockstep.distributed.failure.attempts import Attempts
 from lightning_lockstep.distributed.failure.process_exit import wait_for_reports
 from lightning_lockstep.distributed.failure.record import FailureRecord
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
@@ -21,13 +23,19 @@ _COMMON = "failure/common"
 REPORT_LIMIT = 60.0
 
 
+class _Raised(NamedTuple):
+    attempt: int
+    record: FailureRecord
+
+
 class CommonErrors:
     """What this rank and the others have said of errors that all of them should raise.
 
     Args:
         channel: The side channel of the run.
+        attempts: Counts the failures that this rank has got over.
         patience: Returns how long the others may take to raise the same [s].
-        posted: Called with the number of a rank that has raised such an error.
+        posted: Called with the number of a rank that has raised such an error, and that of its attempt.
         alone: Called with the record of an error that this rank has not raised meanwhile.
 
     Attributes:
@@ -39,14 +47,15 @@ class CommonErrors:
     def __init__(
         self,
         channel: SideChannel,
+        attempts: Attempts,
         *,
         patience: Callable[[], float],
-        posted: Callable[[int], None],
+        posted: Callable[[int, int], None],
         alone: Callable[[FailureRecord], None],
     ) -> None:
-        self._channel, self._patience, self._on_posted, self._alone = channel, patience, posted, alone
-        self._records: dict[int, FailureRecord] = {}
-        self._forgotten = 0  # how often
+        self._channel, self._attempts = channel, attempts
+        self._patience, self._on_posted, self._alone = patience, posted, alone
+        self._raised: dict[int, _Raised] = {}
         self.raised_here = False
         #: Stops listening.
         self.remove = channel.on(_COMMON, self._take)
@@ -57,35 +66,50 @@ class CommonErrors:
         Ranks: a rank that raises one; sends a message.
         """
         self.raised_here = True
-        self._channel.post(_COMMON, record.to_json())
+        self._channel.post(_COMMON, [self._attempts.number, record.to_json()])
 
     def of(self, rank: int) -> FailureRecord | None:
         """Return the record of what a rank has raised, or ``None``."""
-        return self._records.get(rank)
+        raised = self._raised.get(rank)
+        return None if raised is None or self._attempts.is_over(raised.attempt) else raised.record
 
     def any(self) -> FailureRecord | None:
         """Return the record of what some other rank has raised, or ``None``."""
-        return next(iter(self._records.values()), None)
+        return next((record for rank in tuple(self._raised) if (record := self.of(rank))), None)
 
-    def forget(self, rank: int | None = None) -> None:
-        """Forget what a rank has raised, which goes on; by default what all of them have, this one included."""
-        if rank is not None:
-            self._records.pop(rank, None)
-            return
+    def forget(self, rank: int) -> None:
+        """Forget what a rank has raised, which goes on."""
+        self._raised.pop(rank, None)
+
+    def begin(self) -> None:
+        """Begin the current attempt, to which errors may belong that other ranks have raised already."""
         self.raised_here = False
-        self._forgotten += 1
-        self._records.clear()
+        for rank, raised in tuple(self._raised.items()):
+            if self._attempts.is_over(raised.attempt):
+                self.forget(rank)
+            elif raised.attempt == self._attempts.number:
+                self._wait_for_own(rank, raised)
 
     def _take(self, message: Message) -> None:
-        record = FailureRecord.from_json(message.body)
-        self._records[message.sender] = record
-        self._on_posted(message.sender)
-        forgotten = self._forgotten
+        attempt, text = message.body
+        raised = _Raised(int(attempt), FailureRecord.from_json(text))
+        # Also of an earlier attempt, which this rank has ended by the same error.
+        self._on_posted(message.sender, raised.attempt)
+        if self._attempts.is_over(raised.attempt):
+            return
+        self._raised[message.sender] = raised
+        if raised.attempt <= self._attempts.number:
+            self._wait_for_own(message.sender, raised)
 
-        def wait_for_own() -> None:
+    def _wait_for_own(self, rank: int, raised: _Raised) -> None:
+        """Give this rank time to raise the same."""
+
+        def wait() -> None:
             time.sleep(self._patience())
             wait_for_reports(REPORT_LIMIT)
-            if self._forgotten == forgotten and not self.raised_here and message.sender in self._records:
-                self._alone(record)
+            latest = self._raised.get(rank)
+            still = latest is not None and latest.attempt == raised.attempt
+            if still and not self._attempts.is_over(raised.attempt) and not self.raised_here:
+                self._alone(raised.record)
 
-        threading.Thread(target=wait_for_own, name="lockstep-common", daemon=True).start()
+        threading.Thread(target=wait, name="lockstep-common", daemon=True).start()

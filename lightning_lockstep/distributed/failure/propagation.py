@@ -23,8 +23,9 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_lockstep.distributed.failure.common_errors import REPORT_LIMIT, CommonErrors
+from lightning_lockstep.distributed.failure.common_errors import REPORT_LIMIT
 from lightning_lockstep.distributed.failure.exit_note import forget_failure, note_failure
+from lightning_lockstep.distributed.failure.first_failure import FirstFailure
 from lightning_lockstep.distributed.failure.lost_peers import BETTER_REPORT, LostPeers
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
@@ -48,13 +49,11 @@ from lightning_lockstep.distributed.failure.uncaught import (
     print_last,
     show_plainly,
 )
-from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
+from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
 
 __all__ = ["FailurePropagation", "propagation_on"]
 
-_FAILED, _CONFIRMED, _FIRST = "failure", "failure/confirmed", "failure/first"
-_ARMED = "failure/armed"
 # How much longer than the grace period, in which it waits for the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 2.0
 
@@ -88,30 +87,19 @@ class FailurePropagation:
         self.prints_report = channel.rank == 0 if prints_report is None else prints_report
         self.parent_prints = False
         self.on_force = on_force
-        self.record: FailureRecord | None = None
-        self._known = threading.Event()
-        self._confirmed = threading.Event()
-        self._lock = threading.Lock()
-        self._common = CommonErrors(
-            channel,
-            patience=lambda: self.grace_period / 2,
-            posted=self._confirm,
-            alone=lambda record: self._take(record),
-        )
-        self._armed = 0
-        self._raised_here = self._interrupted_here = False
-        self._remove = [
-            channel.on(_FAILED, lambda message: self._take(FailureRecord.from_json(message.body))),
-            channel.on(_CONFIRMED, lambda message: self._confirmed.set()),
-            self._common.remove,
-            channel.on(_ARMED, self._take_armed),
-        ]
+        self._interrupted_here = False
+        self._first = FirstFailure(channel, grace_period=lambda: self.grace_period, found=self._found)
         self._lost = LostPeers(channel, patience=lambda: self.grace_period / 4, then=self._take_lost)
 
     @property
+    def record(self) -> FailureRecord | None:
+        """The record of the rank that failed first, or ``None``."""
+        return self._first.record
+
+    @property
     def failed(self) -> bool:
-        """Whether any rank is known to have failed; costs one attribute read."""
-        return self.record is not None
+        """Whether any rank is known to have failed; costs two attribute reads."""
+        return self._first.record is not None
 
     def arm(self) -> None:
         """Begin anew: what this rank raised before was caught by the program.
@@ -119,24 +107,16 @@ class FailurePropagation:
         A rank that goes on lets the others know, so that they forget its failure, too.
 
         Raises:
-            RankFailedError: Another rank has failed, and this one had not noticed yet.
+            RankFailedError: Another rank has failed, and this one had not noticed yet; or it has failed since, in the
+                attempt that begins here.
 
         Ranks: every rank, at the start of a fit; sends a message only if this rank had raised.
         """
-        if not self._raised_here:
-            self.check()
-            return
-        with self._lock:
-            self._armed += 1
-            self.record = None
-            self._common.forget()
-            self._known.clear()
-            self._confirmed.clear()
-            self._raised_here = self._interrupted_here = False
-        stay()
-        forget_failure()
-        self.channel.post(_ARMED)
-        self.channel.flush(2.0)  # before this rank meets the others in a collective
+        if self._first.begin():
+            self._interrupted_here = False
+            stay()
+            forget_failure()
+        self.check()
 
     def check(self) -> None:
         """Stop here if another rank has failed.
@@ -144,10 +124,11 @@ class FailurePropagation:
         Raises:
             RankFailedError: Another rank has failed.
 
-        Ranks: any rank, alone; one attribute read while nothing is wrong.
+        Ranks: any rank, alone; two attribute reads while nothing is wrong.
         """
-        if self.record is not None and self.record.rank != self.channel.rank:
-            raise self._stopped(self.record)
+        record = self._first.record
+        if record is not None and record.rank != self.channel.rank:
+            raise self._stopped(record)
 
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Turn an error that ended this rank's work into the one it should raise.
@@ -167,7 +148,7 @@ class FailurePropagation:
             that another rank prints the report.
         """
         agreed = isinstance(error, SystemExit) and error.code == (expected_exit() or object())
-        self._raised_here = not agreed
+        self._first.raised_here = not agreed
         if isinstance(error, RankFailedError) or agreed:
             return error
         if isinstance(error, KeyboardInterrupt):
@@ -176,25 +157,27 @@ class FailurePropagation:
             return self._raised_in_common(error)
         if is_broken_collective(error):
             self._wait_for_cause()
-        if self.record is None:
-            self._announce(self._describe(error))
-        assert self.record is not None
-        if self.record.rank != self.channel.rank:
-            if is_alike(error, self.record):
-                return self._raised_alike(error, self.record)
+        record = self._first.record or self._announce(self._describe(error))
+        if record.rank != self.channel.rank:
+            if is_alike(error, record):
+                return self._raised_alike(error, record)
             if not isinstance(error, SystemExit):
-                return self._stopped(self.record)
-            note_failure(self.record)
+                return self._stopped(record)
+            note_failure(record)
             return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
-        if self._confirmed.is_set() or self.prints_report:
+        return self._raised_first(error, record)
+
+    def _raised_first(self, error: BaseException, record: FailureRecord) -> BaseException:
+        """Raise the own error; rank 0 prints it, or this rank does where rank 0 has not confirmed that."""
+        if self._first.confirmed or self.prints_report:
             # Python itself prints nothing of a SystemExit.
             says = isinstance(error, SystemExit) and self.prints_report and not self.parent_prints
-            report = f"\nlightning-lockstep: {self.record.report()}\n" if says else ""
-            leave_without_waiting(self.record.exit_code, report)
-        if not self.prints_report and self._confirmed.is_set():
+            report = f"\nlightning-lockstep: {record.report()}\n" if says else ""
+            leave_without_waiting(record.exit_code, report)
+        if not self.prints_report and self._first.confirmed:
             keep_quiet(error)
-        print_last(error, self.record.headline())
-        end_within(self.grace_period + _CHILDREN_END, self.record.exit_code)
+        print_last(error, record.headline())
+        end_within(self.grace_period + _CHILDREN_END, record.exit_code)
         return error
 
     def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
@@ -207,10 +190,14 @@ class FailurePropagation:
 
     def _wait_for_cause(self) -> None:
         """Wait for the message of the failure that broke a collective here."""
-        self._known.wait(self.grace_period / 3)
+        self._first.wait(self.grace_period / 3)
         if self._lost.any:
-            self._known.wait(BETTER_REPORT)
-        if self.record is None and (alone := self._common.any()) is not None:
+            self._first.wait(BETTER_REPORT)
+        if self._first.record is not None:
+            return
+        if (early := self._first.early()) is not None:
+            self._first.take(early)
+        elif (alone := self._first.common.any()) is not None:
             self._announce(alone)
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
@@ -223,9 +210,9 @@ class FailurePropagation:
 
         Ranks: the rank that started it, from its watching thread.
         """
-        said = self._common.of(rank)
+        said = self._first.common.of(rank)
         if said is not None:
-            if not self._common.raised_here:
+            if not self._first.common.raised_here:
                 self._announce(said)
             return
         kind, summary, code = describe_exit(returncode)
@@ -234,8 +221,7 @@ class FailurePropagation:
 
     def close(self) -> None:
         """Stop listening."""
-        for remove in self._remove:
-            remove()
+        self._first.close()
 
     def _raised_in_common(self, error: BaseException) -> BaseException:
         """Errors of this package are raised on every rank alike: each keeps its own, rank 0 prints it.
@@ -243,84 +229,51 @@ class FailurePropagation:
         Should this one be raised on one rank alone after all, the others take it for a failure after half the
         grace period, or when this rank exits. Rank 0 confirms either way that it prints what is to be printed.
         """
-        self._common.post(self._describe(error))
+        self._first.common.post(self._describe(error))
         if not self.prints_report:
-            if self._confirmed.wait(self.grace_period / 3):
+            if self._first.wait_for_confirmation():
                 keep_quiet(error)
         else:
             self.channel.flush(1.0)
         return error
 
-    def _confirm(self, rank: int) -> None:
-        """Let a rank know that rank 0 prints what is to be printed, and knows of its failure."""
-        if self.channel.rank == 0 and rank != 0:
-            self.channel.post(_CONFIRMED, to=rank)
-
-    def _take_armed(self, message: Message) -> None:
-        """A rank has caught its failure and goes on."""
-        with self._lock:
-            self._common.forget(message.sender)
-            known = self.record is not None and self.record.rank == message.sender
-            if known and not self._raised_here:
-                self.record = None
-                self._known.clear()
-
     def _interrupted(self, error: BaseException) -> BaseException:
         """Ctrl-C reaches every rank of a terminal by itself: report it once, wait for nobody."""
         self._interrupted_here = True
-        if self.record is None:
-            self._announce(self._describe(error))
-        if self.record is not None:
-            note_failure(self.record)
+        note_failure(self._first.record or self._announce(self._describe(error)))
         leave_without_waiting(130)
         return error
 
     def _describe(self, error: BaseException) -> FailureRecord:
         return describe_error(error, self.channel.rank, self.channel.world_size, self.where)
 
-    def _announce(self, record: FailureRecord) -> None:
-        """Claim that ``record`` is the first failure; if it is, send it to every rank."""
-        key = f"{_FIRST}/{self._armed}"
-        first = FailureRecord.from_json(self.channel.claim(key, record.to_json()))
-        mine = first.rank == self.channel.rank
-        with self._lock:
-            if self.record is None:
-                self.record = first
-        if first == record:
-            self.channel.post(_FAILED, first.to_json())
-            self.channel.flush(1.0)
-        if mine:
+    def _announce(self, record: FailureRecord) -> FailureRecord:
+        """Announce a failure; return the record of the first one, which may be another."""
+        first = self._first.announce(record)
+        if first.rank == self.channel.rank:
             note_failure(first)
             if self.channel.rank != 0 and first.kind != "interrupt":
-                self._confirmed.wait(self.grace_period / 3)
-        else:
-            self._take(first)
+                self._first.wait_for_confirmation()
+        return self._first.record or first
 
-    def _take(self, record: FailureRecord) -> None:
-        """Remember the first failure; if it is another rank's, start the countdown."""
-        with self._lock:
-            if self._known.is_set():
-                return
-            self.record = self.record or record
-            self._known.set()
-        self._confirm(record.rank)
-        if record.rank != self.channel.rank:
-            threading.Thread(
-                target=self._count_down, args=(record,), name="lockstep-grace", daemon=True
-            ).start()
+    def _found(self, record: FailureRecord) -> None:
+        """Start the countdown: another rank has failed."""
+        threading.Thread(target=self._count_down, args=(record,), name="lockstep-grace", daemon=True).start()
 
     def _take_lost(self, record: FailureRecord) -> None:
         """A rank is gone or silent; nobody who has started it has said why."""
-        said = self._common.of(record.rank)
-        if self.record is not None or (said is not None and self._common.raised_here):
+        first = self._first
+        said = first.common.of(record.rank)
+        if first.record is not None or (said is not None and first.common.raised_here):
             return
+        said = said or first.early(record.rank)
         if record.rank != 0:
             self._announce(said or record)
             return
         if said is None:  # with rank 0 the one that prints is gone
             speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
             self.prints_report = self.prints_report or speaks
-        self._take(said or record)
+        first.take(said or record)
 
     def _stopped(self, record: FailureRecord) -> BaseException:
         if record.kind == "interrupt":
@@ -335,10 +288,9 @@ class FailurePropagation:
         return error
 
     def _count_down(self, record: FailureRecord) -> None:
-        armed = self._armed
         time.sleep(self.grace_period * 0.9)
         wait_for_reports(REPORT_LIMIT)
-        if self.record is not record or self._armed != armed or failure_returned():
+        if self._first.record is not record or failure_returned():
             return  # the program has caught it and goes on
         if record.kind == "interrupt" and self._interrupted_here:
             return  # Ctrl-C came here too, and the program has handled it

@@ -61,6 +61,11 @@ class FailureRecord:
     where: Mapping[str, Any] = field(default_factory=dict)
     exit_code: int = 1
 
+    @property
+    def ended(self) -> bool:
+        """Whether the rank's process has ended, so that no program can have caught what happened."""
+        return self.kind in ("exit", "signal", "vanished")
+
     def headline(self) -> str:
         """Return one line: which rank failed, where and with what."""
         place = ", ".join(f"{key} {value}" for key, value in self.where.items())
