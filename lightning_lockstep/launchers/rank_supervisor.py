@@ -13,7 +13,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning_lockstep._lightning import SIGTERMException, _TunerExitException
@@ -26,6 +27,7 @@ from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, guard_on
 from lightning_lockstep.launchers.cpu_threads import apply_threads
 
 __all__ = ["RankSupervisor", "SupervisorSettings"]
@@ -48,6 +50,7 @@ class SupervisorSettings:
     silence_limit: float = 120.0
     threads_per_rank: int | Literal["auto"] = "auto"
     bind_cores: bool = False
+    guard: GuardSettings = field(default_factory=GuardSettings)
 
     def __post_init__(self) -> None:
         faults, threads = Faults(), self.threads_per_rank
@@ -68,6 +71,7 @@ class RankSupervisor:
 
     Attributes:
         propagation: Informs the ranks when one fails; ``None`` until they have met.
+        guard: Watches the collectives; ``None`` until the ranks have met, and where it is off.
         threads: CPU threads of this rank; 0 until the launch.
         cores: Numbers of the cores it may use.
         on_force: Called before this process is ended by force; a launcher ends its children here.
@@ -77,6 +81,7 @@ class RankSupervisor:
     def __init__(self, settings: SupervisorSettings) -> None:
         self.settings = settings
         self.propagation: FailurePropagation | None = None
+        self.guard: CollectiveGuard | None = None
         self.threads = 0
         self.cores: tuple[int, ...] = ()
         self.on_force: Callable[[], None] | None = None
@@ -128,6 +133,9 @@ class RankSupervisor:
             self.propagation.parent_prints = self.parent_prints
             self.propagation.where = self._where
             self.propagation.on_force = self.on_force
+            self.guard = guard_on(communicator.side_channel, self.propagation, self.settings.guard)
+            if self.guard is not None:
+                self.guard.folder = self._folder
         return communicator
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -178,12 +186,22 @@ class RankSupervisor:
         threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "propagation": None, "on_force": None, "_trainer": _no_trainer}
+        return {
+            **self.__dict__,
+            "propagation": None,
+            "guard": None,
+            "on_force": None,
+            "_trainer": _no_trainer,
+        }
 
     def _told_to_end(self, signum: int, _: Any) -> None:
         trainer = self._trainer()
         if trainer is not None:
             mark_sigterm_received(trainer)
+
+    def _folder(self) -> Path | None:
+        trainer = self._trainer()
+        return None if trainer is None else Path(trainer.default_root_dir)
 
     def _where(self) -> Mapping[str, Any]:
         trainer = self._trainer()

@@ -48,6 +48,10 @@ class LockstepDDPStrategy(DDPStrategy):
         threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node.
         bind_cores: Whether each rank is pinned to its own cores.
         timeout: Longest wait for another rank in a collective [s].
+        guard: ``watch`` finds out why a collective does not complete, and all ranks raise the same error;
+            ``verify`` also compares what the ranks call before each collective; ``off`` does neither.
+        stall_timeout: How long a collective may take before the ranks compare where they are [s].
+        guard_history: How many of the last collectives of each rank an error of the guard lists.
         process_group_backend: ``gloo``, ``nccl`` or another registered one; by default that of the device.
         ddp_comm_hook: Gradient compression: ``fp16_compress``, ``bf16_compress``, ``power_sgd``, or a
             function as torch documents it.
@@ -80,6 +84,9 @@ class LockstepDDPStrategy(DDPStrategy):
         threads_per_rank: int | Literal["auto"] = "auto",
         bind_cores: bool = False,
         timeout: float | timedelta = 1800.0,
+        guard: Literal["off", "watch", "verify"] = "watch",
+        stall_timeout: float = 60.0,
+        guard_history: int = 0,
         process_group_backend: str | None = None,
         ddp_comm_hook: str | Callable[..., Any] | None = None,
         ddp_comm_state: object | None = None,
@@ -98,6 +105,9 @@ class LockstepDDPStrategy(DDPStrategy):
             threads_per_rank=threads_per_rank,
             bind_cores=bind_cores,
             timeout=timeout,
+            guard=guard,
+            stall_timeout=stall_timeout,
+            guard_history=guard_history,
             process_group_backend=process_group_backend,
             ddp_comm_hook=ddp_comm_hook,
             ddp_comm_state=ddp_comm_state,

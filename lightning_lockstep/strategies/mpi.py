@@ -190,7 +190,7 @@ class MPIStartup(RankStartup):
                 propagation.check()
             except RankFailedError as error:
                 return error
-            return None
+            return None if supervisor.guard is None else supervisor.guard.error
 
         set_interruption(failed_elsewhere)
         # mpirun ends all ranks once one has ended badly: let the one that prints the report end first.

@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lockstep._environment import debug
 from lightning_lockstep._settings import Faults, is_number
 from lightning_lockstep.distributed.ddp_comm_hooks import HOOKS
+from lightning_lockstep.distributed.guard.guard import GuardSettings
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
 
@@ -37,6 +39,9 @@ class LifecycleSettings:
     threads_per_rank: int | Literal["auto"] = "auto"
     bind_cores: bool = False
     timeout: float | timedelta = 1800.0
+    guard: Literal["off", "watch", "verify"] = "watch"
+    stall_timeout: float = 60.0
+    guard_history: int = 0
 
     def __post_init__(self) -> None:
         faults = Faults()
@@ -64,7 +69,14 @@ class LifecycleSettings:
             silence_limit=self.silence_limit,
             threads_per_rank=self.threads_per_rank,
             bind_cores=self.bind_cores,
+            guard=self.guard_settings,
         )
+
+    @property
+    def guard_settings(self) -> GuardSettings:
+        """The settings of the collective guard; ``LOCKSTEP_DEBUG=1`` turns ``watch`` into ``verify``."""
+        guard = "verify" if self.guard == "watch" and debug() else self.guard
+        return GuardSettings(guard=guard, stall_timeout=self.stall_timeout, guard_history=self.guard_history)
 
     @property
     def duration(self) -> timedelta:

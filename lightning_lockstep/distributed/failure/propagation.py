@@ -70,6 +70,7 @@ class FailurePropagation:
 
     Attributes:
         parent_prints: Whether the process that started this rank, and is no rank, prints the report.
+        explain: Returns the error that all ranks raise in place of one that was raised here, or ``None``.
 
     Ranks: one object on every rank. Nothing is sent until a rank fails.
     """
@@ -86,6 +87,7 @@ class FailurePropagation:
         self.channel, self.grace_period, self.where = channel, grace_period, where
         self.prints_report = channel.rank == 0 if prints_report is None else prints_report
         self.parent_prints = False
+        self.explain: Callable[[BaseException], BaseException | None] | None = None
         self.on_force = on_force
         self._interrupted_here = False
         self._first = FirstFailure(channel, grace_period=lambda: self.grace_period, found=self._found)
@@ -153,6 +155,8 @@ class FailurePropagation:
             return error
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
+        if self.explain is not None and not isinstance(error, SystemExit):
+            error = self.explain(error) or error
         if isinstance(error, LockstepError):
             return self._raised_in_common(error)
         if is_broken_collective(error):

@@ -137,6 +137,8 @@ def _apart(call: CollectiveCall, calls: Collection[CollectiveCall]) -> tuple[str
 
 def _which(calls: Collection[CollectiveCall]) -> str:
     groups, number = {call.group for call in calls}, min(call.number for call in calls)
+    if not any(groups):
+        return "what they send and receive"
     if len(groups) > 1:
         return "which operation comes next"
     which = f"collective #{number}" if number else "a collective"

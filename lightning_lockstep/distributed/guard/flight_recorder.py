@@ -23,6 +23,7 @@ __all__ = ["FlightRecorder", "size_flight_recorder"]
 
 #: Calls that the ring holds; below 1 MiB with their stacks.
 _CALLS = 512
+_AUTOGRAD = f"{os.sep}torch{os.sep}autograd{os.sep}"
 _SIZE = "TORCH_FR_BUFFER_SIZE"
 
 # Torch keeps one ring for process groups of the CPU and, in a build with CUDA, another for nccl.
@@ -70,7 +71,9 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self._since = time.time_ns()
-        self._names: dict[str, str] = {}  # of the process groups in torch, by torch's number on this rank
+        # By torch's number of each process group with an incomplete call: how many were called, which completed last.
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._outstanding: list[Outstanding] | None = None
 
     @property
     def is_recording(self) -> bool:
@@ -78,14 +81,30 @@ class FlightRecorder:
         return any(dump.get("pg_status") for dump in _dumps(includeCollectives=False))
 
     def outstanding(self) -> Sequence[Outstanding]:
-        """See :meth:`CallRecorder.outstanding`; about 0.1 ms."""
-        found = []
+        """See :meth:`CallRecorder.outstanding`; about 0.1 ms.
+
+        What has been called since the last time this was asked is left out.
+        """
+        counts = {}
         for dump in _dumps(includeCollectives=False):
             for number, status in dump.get("pg_status", {}).items():
                 called, done = status["last_enqueued_collective"], status["last_completed_collective"]
-                if called > max(done, 0) and (group := self._title(number)) is not None:
-                    found.append(Outstanding(group, max(done, 0) + 1))
-        return found
+                if called > max(done, 0):
+                    counts[number] = called, done
+        if counts != self._counts:
+            # Calls complete in any order, so the counts alone do not tell; where they stay, the calls are looked at.
+            self._counts, self._outstanding = counts, None
+            return ()
+        if self._outstanding is None:
+            self._outstanding = self._oldest_incomplete() if counts else []
+        return self._outstanding
+
+    def _oldest_incomplete(self) -> list[Outstanding]:
+        found: dict[str, Outstanding] = {}
+        for one in self.calls(sites=False):
+            if not one.done:
+                found.setdefault(one.call.group, Outstanding(one.call.group, one.call.number))
+        return list(found.values())
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
         """See :meth:`CallRecorder.calls`.
@@ -104,15 +123,6 @@ class FlightRecorder:
             for entry in self._entries(stacks=sites)
             if entry["process_group"][0] in titles
         ]
-
-    def _title(self, number: str) -> str | None:
-        """Return what a group is called in reports, or ``None`` for one that is gone or belongs to the guard."""
-        titles = group_titles()
-        name = self._names.get(number)
-        if name not in titles:
-            self._names = {str(e["pg_id"]): e["process_group"][0] for e in self._entries(stacks=False)}
-            name = self._names.get(number)
-        return titles[name][0] if name in titles else None
 
     def _entries(self, *, stacks: bool) -> list[dict[str, Any]]:
         entries = [
@@ -138,6 +148,8 @@ def _call(entry: Mapping[str, Any], group: str) -> CollectiveCall:
 
 def _site(frames: Sequence[Mapping[str, Any]]) -> str:
     for frame in frames:
+        if _AUTOGRAD in frame["filename"]:
+            return "backward"
         if not is_library_file(frame["filename"]):
             return site_text(frame["filename"], frame["line"], frame["name"])
     return "backward" if frames else ""

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 #: Name of the file with what each rank has said of itself.
 REPORT = "guard-report.json"
 # How long the other ranks may take to say where they are when a collective has failed here [s].
-_EXPLAIN_FOR = 4.0
+_EXPLAIN_FOR = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)

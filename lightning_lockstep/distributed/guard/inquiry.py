@@ -31,6 +31,8 @@ _ASK, _TAKEN, _WHERE, _STATE, _ANSWER = (
 )
 # How long a rank may take to say where it is [s]; one that is stopped never does.
 _STATE_LIMIT = 2.0
+# How long it may take if it also says where it has called each of its collectives [s].
+_SITES_LIMIT = 10.0
 # How long a rank may take to say that it takes a question [s].
 _TAKE_LIMIT = 1.0
 
@@ -73,6 +75,7 @@ class _Collection:
     question: Question
     number: int
     deadline: float
+    sites: bool
     states: dict[int, RankState] = field(default_factory=dict)
 
 
@@ -81,7 +84,8 @@ class Inquiries:
 
     Args:
         channel: The side channel of the run.
-        state: Returns where this rank is.
+        state: Returns where this rank is; if asked to, with the places in the program from which each of its
+            collectives was called, which takes seconds.
         silence: Returns what is known of a rank that does not answer.
         conclude: Called on every rank with an answer that is an error, and on the asking one with any other.
         report: Called on the collecting rank, with an error or a remark and what each rank has said.
@@ -95,7 +99,7 @@ class Inquiries:
         self,
         channel: SideChannel,
         *,
-        state: Callable[[], RankState],
+        state: Callable[[bool], RankState],
         silence: Callable[[int], Silence],
         conclude: Callable[[Answer], None],
         report: Callable[[Verdict, Mapping[int, RankState]], None],
@@ -175,11 +179,12 @@ class Inquiries:
         else:
             self._begin(question)
 
-    def _begin(self, question: Question) -> None:
+    def _begin(self, question: Question, *, sites: bool = False) -> None:
         self._count += 1
-        self._collection = _Collection(question, self._count, time.monotonic() + _STATE_LIMIT)
-        self._channel.post(_WHERE, self._count)
-        self._collection.states[self._channel.rank] = self._state()
+        deadline = time.monotonic() + (_SITES_LIMIT if sites else _STATE_LIMIT)
+        self._collection = _Collection(question, self._count, deadline, sites)
+        self._channel.post(_WHERE, [self._count, sites])
+        self._collection.states[self._channel.rank] = self._state(sites)
         self._finish_if_complete()
 
     def _take_state(self, message: Message) -> None:
@@ -207,6 +212,9 @@ class Inquiries:
         verdict = judge(collection.question, states, reasons, history=self._history)
         if verdict is not None and any(rank in silent and silent[rank].has_ended for rank in verdict.ranks):
             verdict = None  # that is a failure, which is reported as such
+        if verdict is not None and verdict.lacks_sites and not collection.sites:
+            self._begin(collection.question, sites=True)
+            return
         if verdict is not None:
             self._report(verdict, states)
         if verdict is not None and verdict.kind != "slow":
@@ -250,7 +258,8 @@ class Inquiries:
     # -- every rank ------------------------------------------------------------------------------------
 
     def _tell(self, message: Message) -> None:
-        self._channel.post(_STATE, [message.body, self._state().to_data()], to=message.sender)
+        number, sites = message.body
+        self._channel.post(_STATE, [number, self._state(sites).to_data()], to=message.sender)
 
     def _take_answer(self, message: Message) -> None:
         self._asked = None

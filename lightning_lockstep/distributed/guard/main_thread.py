@@ -53,8 +53,7 @@ def position() -> Position:
     """
     frames = list(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
     stack = tuple(_place(frame) for frame in frames[:_SHOWN_FRAMES])
-    own = (frame for frame in frames if not is_library_module(frame.f_globals.get("__name__", "")))
-    site = next((_place(frame) for frame in own if not _is_standard(frame)), stack[0] if stack else "")
+    site = next((place for frame in frames if (place := _site(frame))), stack[0] if stack else "")
     for frame in reversed(frames):
         if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
             return Position(site, stack, frame.f_code.co_name, _arguments(frame))
@@ -67,13 +66,17 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _site(frame: FrameType) -> str:
+    """Return what a report shows of a frame of the user's program, or of autograd; empty for others."""
+    name = frame.f_globals.get("__name__", "")
+    if name.startswith("torch.autograd"):
+        return "backward"
+    is_standard = name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+    return "" if is_standard or is_library_module(name) else _place(frame)
+
+
 def _place(frame: FrameType) -> str:
     return site_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-
-
-def _is_standard(frame: FrameType) -> bool:
-    """Return whether a frame is of Python's own library, such as of a lock or a queue."""
-    return frame.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names - {"__main__"}
 
 
 def _arguments(frame: FrameType) -> dict[str, str]:

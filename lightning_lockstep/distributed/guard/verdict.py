@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_lockstep._tables import plain_table
@@ -47,11 +47,13 @@ class Verdict:
             ``slow``: it has not come yet, and moves: a remark, no error.
         text: The report, the same for every rank.
         ranks: The ranks that are the cause; empty where all are.
+        lacks_sites: Whether it does not say of each rank where that has called what it has called.
     """
 
     kind: Kind
     text: str
     ranks: tuple[int, ...] = ()
+    lacks_sites: bool = False
 
     def error(self) -> CollectiveError:
         """Return the error that every rank raises.
@@ -83,8 +85,7 @@ def judge(
     verdict = case.verdict()
     if verdict is None or not history or verdict.kind == "slow":
         return verdict
-    text = f"{verdict.text}\n\n{_histories(states, history)}"
-    return Verdict(kind=verdict.kind, text=text, ranks=verdict.ranks)
+    return replace(verdict, text=f"{verdict.text}\n\n{_histories(states, history)}")
 
 
 class _Case:
@@ -129,8 +130,9 @@ class _Case:
                 continue
             for number in sorted(set.intersection(*(set(calls) for calls in by_rank.values()))):
                 calls = {rank: self.states[rank].call(Outstanding(group, number)) for rank in by_rank}
+                calls = _as_far_as_known(calls)
                 if self._differ(calls, number):
-                    return Verdict(kind="mismatch", text=mismatch_report(calls), ranks=_odd_ones(calls))
+                    return _mismatch(calls)
         return None
 
     def _differ(self, calls: Mapping[int, CollectiveCall], number: int) -> bool:
@@ -227,9 +229,9 @@ class _Case:
         outstanding = self.question.outstanding
         alike = members(self.states, outstanding.group) if outstanding is not None else ()
         ranks = sorted({asker.rank, *(causes or [rank for rank in alike if rank in self.states])})
-        calls = {rank: self._current(self.states[rank]) for rank in ranks}
+        calls = _as_far_as_known({rank: self._current(self.states[rank]) for rank in ranks})
         if len({(*_key(call, exactly=True), call.group, str(call.number)) for call in calls.values()}) > 1:
-            return Verdict(kind="mismatch", text=mismatch_report(calls), ranks=_odd_ones(calls))
+            return _mismatch(calls)
         text = (
             f"{self._what()} does not complete though {_ranks(ranks)} have called it alike,"
             f" {self.question.seconds:.0f} s ago\n\n{self._table(())}\n\n"
@@ -267,6 +269,29 @@ class _Case:
             return place
         site = f" at {last.site}" if last.site else ""
         return f"{place}, after #{last.number} {last.title}{site}"
+
+
+def _as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, CollectiveCall]:
+    """Return the calls without the reduction and root of those whose peers in the same operation have told none."""
+    no_reduction = {call.operation for call in calls.values() if call.reduce_op is None}
+    no_root = {call.operation for call in calls.values() if call.root is None}
+    return {
+        rank: replace(
+            call,
+            reduce_op=None if call.operation in no_reduction else call.reduce_op,
+            root=None if call.operation in no_root else call.root,
+        )
+        for rank, call in calls.items()
+    }
+
+
+def _mismatch(calls: Mapping[int, CollectiveCall]) -> Verdict:
+    return Verdict(
+        kind="mismatch",
+        text=mismatch_report(calls),
+        ranks=_odd_ones(calls),
+        lacks_sites=not all(call.site for call in calls.values()),
+    )
 
 
 def _key(call: CollectiveCall, *, exactly: bool) -> tuple[str, ...]:

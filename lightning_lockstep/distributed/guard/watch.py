@@ -149,13 +149,18 @@ class CollectiveWatch:
             )
         return self.error
 
-    def state(self) -> RankState:
+    def state(self, sites: bool = False) -> RankState:
         """Return where this rank is.
+
+        Args:
+            sites: Whether to say in any case where each collective was called, which takes seconds at first.
 
         Ranks: any rank, alone; nothing is sent.
         """
         self._activity.look()
-        calls = [call for recorder in self._recorders for call in recorder.calls(sites=self._knows_sites)]
+        calls = [
+            call for recorder in self._recorders for call in recorder.calls(sites=sites or self._knows_sites)
+        ]
         return RankState(
             rank=self.channel.rank,
             host=socket.gethostname(),
