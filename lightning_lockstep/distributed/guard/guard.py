@@ -22,7 +22,7 @@ from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import is_broken_collective
 from lightning_lockstep.distributed.guard.flight_recorder import FlightRecorder
-from lightning_lockstep.distributed.guard.main_thread import MainThreadErrors
+from lightning_lockstep.distributed.guard.main_thread import MainThreadErrors, position_of_error
 from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding, RecordedCall
 from lightning_lockstep.distributed.guard.terminate import before_terminate
@@ -153,7 +153,12 @@ class CollectiveGuard:
         """
         self._errors.take()
         if self.error is None and is_broken_collective(error) and not isinstance(error, LockstepError):
-            self.watch.explain(str(error), _EXPLAIN_FOR, unless=lambda: self._propagation.failed)
+            self.watch.explain(
+                str(error),
+                _EXPLAIN_FOR,
+                at=position_of_error(error),
+                unless=lambda: self._propagation.failed,
+            )
         return None if isinstance(error, LockstepError) else self.error
 
     def _conclude(self, error: CollectiveError) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import psutil
 
 from lightning_lockstep.distributed.guard.call_report import is_library_module, site_text
 
-__all__ = ["Activity", "MainThreadErrors", "Position", "position"]
+__all__ = ["Activity", "MainThreadErrors", "Position", "position", "position_of_error"]
 
 # What counts as moving: so much of one core, by the main thread or by child processes that are no ranks ...
 _BUSY_SHARE = 0.05
@@ -51,10 +51,28 @@ def position() -> Position:
 
     Ranks: any rank, alone, from any thread; nothing is sent.
     """
-    frames = list(_frames(sys._current_frames().get(threading.main_thread().ident or 0)))
-    stack = tuple(_place(frame) for frame in frames[:_SHOWN_FRAMES])
-    site = next((place for frame in frames if (place := _site(frame))), stack[0] if stack else "")
-    for frame in reversed(frames):
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return _position([(one, one.f_lineno) for one in _frames(frame)])
+
+
+def position_of_error(error: BaseException) -> Position:
+    """Return where an error was raised.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    places, traceback = [], error.__traceback__
+    while traceback is not None:
+        places.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return _position(places[::-1])
+
+
+def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
+    """Return what is shown of frames and their lines, innermost first."""
+    stack = tuple(_place(frame, line) for frame, line in places[:_SHOWN_FRAMES])
+    sites = (_site(frame, line) for frame, line in places)
+    site = next(filter(None, sites), stack[0] if stack else "")
+    for frame, _ in reversed(places):
         if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
             return Position(site, stack, frame.f_code.co_name, _arguments(frame))
     return Position(site, stack)
@@ -66,17 +84,17 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _site(frame: FrameType) -> str:
+def _site(frame: FrameType, line: int) -> str:
     """Return what a report shows of a frame of the user's program, or of autograd; empty for others."""
     name = frame.f_globals.get("__name__", "")
     if name.startswith("torch.autograd"):
         return "backward"
     is_standard = name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
-    return "" if is_standard or is_library_module(name) else _place(frame)
+    return "" if is_standard or is_library_module(name) else _place(frame, line)
 
 
-def _place(frame: FrameType) -> str:
-    return site_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+def _place(frame: FrameType, line: int) -> str:
+    return site_text(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
 def _arguments(frame: FrameType) -> dict[str, str]:

@@ -30,6 +30,7 @@ class RankState:
         calls: The last calls of all groups, oldest first.
         position: Where its main thread is.
         moves: Whether its main thread computes, reads or writes, rather than waits or sleeps.
+        raised: Whether its last collective has raised an error, at ``position``.
         left: Whether its main thread has left the training, or its program has ended.
         connections: Its TCP connections.
         ports: Ports at one end of connections that are not the backend's.
@@ -43,6 +44,7 @@ class RankState:
     calls: tuple[RecordedCall, ...] = ()
     position: Position = field(default_factory=lambda: Position("", ()))
     moves: bool = False
+    raised: bool = False
     left: bool = False
     connections: tuple[Connection, ...] = ()
     ports: tuple[int, ...] = ()
@@ -50,7 +52,7 @@ class RankState:
     def to_data(self) -> dict[str, Any]:
         """Return the state as plain data, as JSON can hold it."""
         return {
-            **{name: getattr(self, name) for name in ("rank", "host", "pid", "moves", "left")},
+            **{name: getattr(self, name) for name in ("rank", "host", "pid", "moves", "raised", "left")},
             "groups": {name: list(ranks) for name, ranks in self.groups.items()},
             "outstanding": [list(one) for one in self.outstanding],
             "calls": [call.to_data() for call in self.calls],
@@ -64,7 +66,7 @@ class RankState:
         """Return the state that :meth:`to_data` has described, also after a way through JSON."""
         site, stack, function, arguments = data["position"]
         return cls(
-            **{name: data[name] for name in ("rank", "host", "pid", "moves", "left")},
+            **{name: data[name] for name in ("rank", "host", "pid", "moves", "raised", "left")},
             groups={name: tuple(ranks) for name, ranks in data["groups"].items()},
             outstanding=tuple(Outstanding(*one) for one in data["outstanding"]),
             calls=tuple(RecordedCall.from_data(call) for call in data["calls"]),
@@ -106,7 +108,7 @@ class RankState:
         recorded = self.calls_of(wanted.group).get(wanted.number)
         if recorded is None:
             recorded = CollectiveCall(operation="(not recorded)", group=wanted.group, number=wanted.number)
-        if wanted not in self.outstanding:
+        if wanted not in self.outstanding and not (self.raised and self._is_last(wanted)):
             return recorded
         known = {"site": recorded.site or self.position.site}
         names = (recorded.operation, recorded.operation.removeprefix("_"))
@@ -114,6 +116,10 @@ class RankState:
             known["site"] = self.position.site or recorded.site
             return _with_arguments(recorded, self.position.arguments, **known)
         return _with_arguments(recorded, {}, **known)
+
+    def _is_last(self, wanted: Outstanding) -> bool:
+        last = self.last_call(wanted.group)
+        return last is not None and last.number == wanted.number
 
     def message(self) -> CollectiveCall:
         """Return the send or receive that this rank is in."""

@@ -24,7 +24,7 @@ from lightning_lockstep.distributed.guard.connections import (
 )
 from lightning_lockstep.distributed.guard.group_names import group_titles
 from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries, Silence
-from lightning_lockstep.distributed.guard.main_thread import Activity, position
+from lightning_lockstep.distributed.guard.main_thread import Activity, Position, position
 from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding
 from lightning_lockstep.distributed.guard.verdict import Question, Verdict
@@ -92,6 +92,7 @@ class CollectiveWatch:
         self.error: CollectiveError | None = None
         self.left = False
         self._since: dict[Outstanding | None, float] = {}
+        self._raised_at: Position | None = None
         self._next_question: dict[Outstanding | None, float] = {}
         self._prepares = self._knows_sites = False
         self._looked = time.monotonic()
@@ -128,13 +129,19 @@ class CollectiveWatch:
         self._to_do.put(None)
 
     def explain(
-        self, raised: str, timeout: float, *, unless: Callable[[], bool] = lambda: False
+        self,
+        raised: str,
+        timeout: float,
+        *,
+        at: Position | None = None,
+        unless: Callable[[], bool] = lambda: False,
     ) -> CollectiveError | None:
         """Return the error that all ranks raise because the backend has raised an error here, if there is a reason.
 
         Args:
             raised: What it has raised.
             timeout: Longest wait for the other ranks [s].
+            at: Where; by default where the main thread is.
             unless: Returns whether the reason is known otherwise, which ends the wait.
 
         Ranks: any rank whose collective has failed, from its main thread; waits for what the others say.
@@ -142,7 +149,7 @@ class CollectiveWatch:
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             return self.error
         with self._answered:
-            before = self._answers
+            before, self._raised_at = self._answers, at
             self._to_do.put(lambda: self._ask_about(raised))
             self.channel.wait_for(
                 self._answered, lambda: self._answers > before or self.error is not None, timeout
@@ -168,7 +175,8 @@ class CollectiveWatch:
             groups=dict(group_titles().values()),
             outstanding=tuple(self._outstanding()),
             calls=tuple(calls[-_COMPARED:]),
-            position=position(),
+            position=self._raised_at or position(),
+            raised=self._raised_at is not None,
             moves=self._activity.moves,
             left=self.left,
             connections=tuple(connections()),

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_lockstep._tables import plain_table
+from lightning_lockstep.distributed.guard.group_names import WORLD, group_title
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime, start_runtime
 from lightning_lockstep.errors import LaunchError
 
@@ -77,7 +78,7 @@ def _create(given: Any, options: MPIBackendOptions | None = None) -> dist.Proces
     ranks = list(given.global_ranks_in_group) or range(size)
     members = mpi_ranks(runtime, given.store, rank, ranks, given.timeout)
     settings = GroupSettings(
-        name=name if given.global_ranks_in_group else "world",
+        name=group_title(name, ranks) if given.global_ranks_in_group else WORLD,
         ranks=ranks,
         timeout=given.timeout.total_seconds(),
         check=chosen.check and size > 1,

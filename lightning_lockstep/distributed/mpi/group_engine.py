@@ -17,6 +17,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_lockstep.distributed.guard.call_report import CollectiveCall, call_site, call_title
+from lightning_lockstep.distributed.mpi.call_records import CallRecords
 from lightning_lockstep.distributed.mpi.operations import LIMITS, Collective
 from lightning_lockstep.distributed.mpi.peers import Peers
 from lightning_lockstep.distributed.mpi.progress import Body, Task, run_here
@@ -103,6 +104,7 @@ class GroupEngine:
         self.check = RankCheck(comm, settings.ranks) if settings.check else None
         self.broken: BaseException | None = None
         self.peers = Peers(store, runtime, comm, group=settings.name, ranks=settings.ranks)
+        self.records = CallRecords(settings.name)
         self._started, self._queued = 0, 0
         self._coalesced: list[MPIWork] | None = None
         self._lock = threading.Lock()
@@ -131,6 +133,7 @@ class GroupEngine:
         written = [i >= call.reads for i in range(len(call.tensors))]
         inner, finish = staged(call.tensors, written, make, cuda_aware=self.settings.cuda_aware)
         site = "" if here or self.check is None else call_site()
+        self.records.begin(number, call.operation, call.shown, call.reduce_op, self._root(call), site)
         task = Task(
             self._compared(call, number, site, inner, here),
             timeout=timeout,
@@ -235,6 +238,7 @@ class GroupEngine:
             raise self._failed(error, call.operation) from error.__cause__
         finally:
             self.runtime.blocks_no_more(owner)
+            self.records.end(number)
             if not here:
                 with self._lock:
                     self._queued -= 1

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lockstep.distributed.mpi.arguments import one
+from lightning_lockstep.distributed.mpi.call_records import CallRecords
 from lightning_lockstep.distributed.mpi.group_engine import GroupEngine, GroupSettings
 from lightning_lockstep.distributed.mpi.point_to_point import Messages
 from lightning_lockstep.distributed.mpi.reductions import Reductions
@@ -126,6 +127,11 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
     _reduce_scatter_base = Reductions.reduce_scatter_single
     reduce_scatter_tensor_coalesced = Reductions.reduce_scatter_single_coalesced
     alltoall_base = Transfers.all_to_all_single
+
+    @property
+    def call_recorder(self) -> CallRecords:
+        """The last collectives of the group, for the guard."""
+        return self.engine.records
 
     @property
     def compares_calls(self) -> bool:
