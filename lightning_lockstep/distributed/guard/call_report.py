@@ -196,11 +196,14 @@ _OF_LIBRARIES = {
 def call_site() -> str:
     """Return ``file.py:12 in function`` of the nearest caller outside torch, Lightning and this package.
 
-    ``backward`` where there is none: autograd calls from threads of its own.
+    ``backward`` where autograd has called it.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not is_library_module(frame.f_globals.get("__name__", "")):
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("torch.autograd"):
+            break
+        if not is_library_module(name):
             return site_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return "backward"

@@ -1,0 +1,116 @@
+"""The collective guard in scripts as users start them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.mpi.launch import mpi_environ, why_no
+from tests.helpers import ScriptOutcome, run_script
+
+SCRIPT = Path(__file__).with_name("guard_script.py")
+LIMIT = 120.0  # only so that a hang ends the test
+
+
+def run(tmp_path: Path, case: str, start: str = "popen", *options: str) -> ScriptOutcome:
+    environ = mpi_environ() if start == "mpi" else None
+    outcome = run_script([str(SCRIPT), case, str(tmp_path), start, *options], timeout=LIMIT, env=environ)
+    assert not outcome.timed_out, outcome.output
+    assert outcome.leftovers == (), f"no rank is left behind: {outcome.output}"
+    return outcome
+
+
+def rows(text: str) -> list[str]:
+    """Return the rows of the last table of a report, without padding."""
+    return [re.sub(r"\s+", " ", row).strip() for row in re.findall(r"^  +[01]  .*$", text, re.MULTILINE)][-2:]
+
+
+def test_ranks_that_gather_different_shapes_get_one_report(tmp_path: Path) -> None:
+    """gloo ends one of the two processes over it; the guard has the last word there."""
+    outcome = run(tmp_path, "shapes")
+    assert outcome.returncode == 1, outcome.output
+    assert "CollectiveMismatchError: ranks disagree on collective #" in outcome.stderr
+    assert "lightning_lockstep.gather_uneven()" in outcome.stderr
+    first, second = rows(outcome.stderr)
+    assert re.match(r"0 all_gather float32 \(1, 5\) guard_script.py:\d+ in part_ways", first)
+    assert re.match(r"1 all_gather float32 \(1, 2, 5\) guard_script.py:\d+ in part_ways <- differs", second)
+    report = json.loads((tmp_path / "guard-report.json").read_text())
+    assert report["error"] == "CollectiveMismatchError"
+    assert report["text"] in outcome.stderr and [rank["rank"] for rank in report["ranks"]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("case", "start", "expected"),
+    [
+        (
+            "operations",
+            "spawn",
+            (r"0 all_reduce\(sum\) float32 \(4,\) .* in part_ways", r"1 broadcast from 0 .* <- differs"),
+        ),
+        ("roots", "fork", (r"0 broadcast from 0 float32", r"1 broadcast from 1 float32 .* <- differs")),
+        ("messages", "popen", (r"0 receive from 1 .* in part_ways", r"1 receive from 0 .* in part_ways")),
+        ("caught", "popen", (r"0 all_reduce float32 \(4,\)", r"1 all_reduce float32 \(40,\) backward")),
+    ],
+)
+def test_ranks_that_call_different_things_raise_the_same(
+    tmp_path: Path, case: str, start: str, expected: tuple[str, str]
+) -> None:
+    outcome = run(tmp_path, case, start)
+    assert outcome.returncode == 1, outcome.output
+    for found, wanted in zip(rows(outcome.stderr), expected, strict=True):
+        assert re.match(wanted, found), outcome.stderr
+    if case == "messages":
+        assert all(f"rank {rank} raises CollectiveMismatchError" in outcome.stdout for rank in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("case", "start", "place"),
+    [
+        ("sleep", "popen", r"guard_script.py:\d+ in keep_waiting"),
+        ("loader", "popen", r"\w+.py:\d+ in \w+"),
+        ("sleep", "mpi", r"guard_script.py:\d+ in keep_waiting"),
+    ],
+)
+def test_a_rank_that_never_comes_is_named_with_its_place(
+    tmp_path: Path, case: str, start: str, place: str
+) -> None:
+    if start == "mpi" and why_no("openmpi"):
+        pytest.skip(why_no("openmpi"))
+    outcome = run(tmp_path, case, start)
+    assert outcome.returncode == 1, outcome.output
+    assert "CollectiveStallError: rank 1 never came to collective #" in outcome.stderr
+    assert all(f"rank {rank} raises CollectiveStallError" in outcome.stdout for rank in (0, 1))
+    assert re.search(rf"1 +- +{place}, after #\d+ all_reduce.*<- never came", outcome.stderr), outcome.stderr
+    assert "Stack of rank 1, innermost first" in outcome.stderr
+
+
+def test_a_stopped_process_is_named(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "stop")
+    assert outcome.returncode != 0
+    assert re.search(
+        r"1 +- +no answer: its process \d+ is stopped, by a signal .*<- never came", outcome.stderr
+    )
+
+
+def test_a_rank_that_works_is_a_remark_and_no_error(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "busy")
+    assert outcome.returncode == 0, outcome.output
+    assert re.search(
+        r"rank 0 has waited \d+ s in collective #\d+ of group 'world' .* rank 1 works at", outcome.output
+    )
+    assert not (tmp_path / "guard-report.json").exists()
+
+
+def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "pause")
+    assert outcome.returncode == 0, outcome.output
+    assert "never came" not in outcome.output
+
+
+def test_the_history_is_listed_on_request(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "sleep", "popen", "guard_history=3")
+    assert "The last 3 collectives of each rank" in outcome.stderr
+    assert len(re.findall(r"^ +[01] +#\d+ +world +[a-z_]+ ", outcome.stderr, re.MULTILINE)) == 6
