@@ -32,6 +32,9 @@ print("\\n" + json.dumps([
 ]))
 """
 
+# How older checkouts name what the present one names otherwise: a title such as "..., 1 thread a rank".
+_RENAMED = {" a rank": " per rank"}
+
 #: Table title, ``ratio`` or ``difference``, variant.
 _Key = tuple[str, str, str]
 
@@ -116,4 +119,11 @@ def _measure(topic: str, checkout: Path) -> list[tuple[str, str, str, float]]:
         text=True,
         check=True,
     )
-    return [(*row[:3], float(row[3])) for row in json.loads(done.stdout.strip().splitlines()[-1])]
+    rows = json.loads(done.stdout.strip().splitlines()[-1])
+    return [(_as_now(title), by, _as_now(variant), float(value)) for title, by, variant, value in rows]
+
+
+def _as_now(name: str) -> str:
+    for before, now in _RENAMED.items():
+        name = name.replace(before, now)
+    return name

@@ -20,13 +20,10 @@ from lightning_lockstep._application.config_channel import ConfigChannel, Messag
 from lightning_lockstep._application.config_check import JobCheck, preflight, run_requested
 from lightning_lockstep._application.faults import Fault, show_faults
 from lightning_lockstep._application.help import help_text
+from lightning_lockstep._application.stopped_job import Stop, StopElsewhere, ranks_run
 from lightning_lockstep._console import say
 from lightning_lockstep.distributed.failure.process_exit import leaving, return_failure
-from lightning_lockstep.distributed.failure.uncaught import (
-    error_from_bytes,
-    error_to_bytes,
-    fold_tracebacks,
-)
+from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.hydra_rerun import (
@@ -42,37 +39,6 @@ Program = Callable[[DictConfig], Any]
 UNUSABLE = 2
 # How long another rank waits for rank 0 to report the same settings before it does so itself [s].
 _SAME_FAULT = 10.0
-
-
-class _Stop(BaseException):
-    """Carries an error past Hydra, which would print it in its own way and lose its exit code.
-
-    Args:
-        error: The error.
-        running: Whether ranks were running.
-    """
-
-    def __init__(self, error: BaseException, *, running: bool) -> None:
-        super().__init__(error)
-        self.error = error
-        self.running = running
-
-
-class _StopElsewhere(Exception):  # noqa: N818
-    """Carries an error out of a job in another process: the program that reads the job's result finds a `_Stop`."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        (error,) = self.args
-        error = error.error if isinstance(error, _Stop) else error
-        return _stop, (error_to_bytes(error), _ranks_run())
-
-
-def _stop(sent: bytes, running: bool) -> _Stop:
-    return _Stop(error_from_bytes(sent), running=running)
-
-
-def _ranks_run() -> bool:
-    return leaving() or process_group_exists()
 
 
 def hydra_main(
@@ -116,7 +82,7 @@ def hydra_main(
             application = _Application(program, arguments, channel, config_path, config_name, version_base)
             try:
                 return application.run(check, prepare)
-            except _Stop as stop:
+            except Stop as stop:
                 error, running = stop.error, stop.running
             # Outside of the handler, and only the program's own frames: nothing of Hydra is shown.
             _end_if_about_settings(error, running=running)
@@ -197,7 +163,7 @@ class _Application:
                 raise  # whoever asked this process to end (a preempted job begins again) waits for no result
             except BaseException as error:
                 return_failure()
-                raise _StopElsewhere(error) from None
+                raise StopElsewhere(error) from None
 
         hydra.main(self.config_path, self.config_name, self.version_base)(job)()
 
@@ -210,7 +176,7 @@ class _Application:
         except Exception as error:
             # A sweep of one process goes on after a job that failed; ranks that failed cannot.
             if last or leaving() or isinstance(error, ConfigurationError):
-                raise _Stop(error, running=_ranks_run()) from None
+                raise Stop(error, running=ranks_run()) from None
             raise
 
     def _run_job_elsewhere(self, prepare: Callable[[DictConfig], None] | None) -> Any:
@@ -291,7 +257,7 @@ def _let_rank_0_report(channel: ConfigChannel, error: ConfigurationError) -> NoR
         if not process_group_exists():
             channel.receive(patience=_SAME_FAULT)
     except LaunchError:
-        _end_if_about_settings(error, running=_ranks_run())
+        _end_if_about_settings(error, running=ranks_run())
     sys.exit(UNUSABLE)
 
 
@@ -307,7 +273,7 @@ def _run_child(file: Path, program: Program) -> None:
             raise  # this rank failed alone, and rank 0 reports it
         if process_group_exists():
             sys.exit(UNUSABLE)  # every rank raises it once the process group exists; rank 0 prints it
-        _end_if_about_settings(error, running=_ranks_run())
+        _end_if_about_settings(error, running=ranks_run())
         raise
 
 

@@ -8,11 +8,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_lockstep._console import say
 from lightning_lockstep.batch_size.search import ModelSearch, SizeSearch, Trial
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import MissingExtraError
 
-__all__ = ["SearchResult", "draw", "gib", "known_size", "read_result", "table", "trial_line", "write_result"]
+__all__ = [
+    "SearchResult",
+    "draw",
+    "gib",
+    "keep_result",
+    "known_size",
+    "read_result",
+    "table",
+    "trial_line",
+    "write_result",
+]
 
 FILE = "batch_size.json"
 
@@ -98,6 +109,22 @@ def write_result(folder: str | Path, result: SearchResult) -> Path:
     content["fingerprint"] = dict(result.fingerprint)
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
+
+
+def keep_result(folder: str | Path, result: SearchResult, search: SizeSearch | None = None) -> None:
+    """Write the file and, if a search is given, draw it; where that is not possible, say so and go on.
+
+    Args:
+        folder: The run's folder.
+        result: What was found.
+        search: What to draw to ``batch_size.png``.
+    """
+    try:
+        write_result(folder, result)
+        if search is not None:
+            draw(Path(folder) / "batch_size.png", search, result.size)
+    except OSError as error:  # on this rank alone: the others go on
+        say(f"AutoBatchSize: the result could not be written to {folder}: {error}")
 
 
 def read_result(folder: str | Path) -> dict[str, Any]:

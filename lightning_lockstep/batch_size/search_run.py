@@ -12,16 +12,17 @@ import torch
 
 from lightning_lockstep._lightning import Trainer
 from lightning_lockstep.batch_size.memory.malloc import keep_freed_memory, return_freed_memory
-from lightning_lockstep.batch_size.memory.meter import CPUMeter, MemoryMeter
+from lightning_lockstep.batch_size.memory.meter import CPUMeter, MemoryMeter, meter_for, parse_bytes
 from lightning_lockstep.batch_size.refused import SearchRefusedError
 from lightning_lockstep.batch_size.report import gib, trial_line
 from lightning_lockstep.batch_size.search import SizeSearch, Trial
 from lightning_lockstep.batch_size.trial import TrialOutcome, TrialRunner
 from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed.ddp_reducer import untouched_buckets
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.capabilities import missing_capabilities
 
-__all__ = ["Found", "fingerprint_of", "refuse_strategy", "run_search"]
+__all__ = ["Found", "fingerprint_of", "meter_of_run", "refuse_strategy", "run_search"]
 
 # On CPU a malloc that keeps freed blocks needs up to about half as much again as what is in use.
 _SHARE_WITH_KEPT_BLOCKS = 0.6
@@ -53,6 +54,22 @@ def refuse_strategy(trainer: Trainer) -> None:
             " strategy='lockstep_ddp' or on a single device and set the batch size, or use"
             " find_executable_batch_size around the whole run."
         )
+
+
+def meter_of_run(
+    trainer: Trainer, memory_limit: str | int | float | None, communicator: Communicator
+) -> MemoryMeter | None:
+    """Return what reads the memory of this rank in trials, or ``None`` where that cannot be read.
+
+    Ranks: all, together; one gather.
+    """
+    hosts = communicator.gather(communicator.host)
+    return meter_for(
+        trainer.strategy.root_device,
+        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+        local_ranks=hosts.count(communicator.host),
+        owed=untouched_buckets(trainer.strategy.model),
+    )
 
 
 def run_search(

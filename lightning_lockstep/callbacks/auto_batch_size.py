@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal, cast
 
 from lightning_lockstep._console import say
 from lightning_lockstep._lightning import BatchSizeFinder, LightningModule, Trainer, _TunerExitException
 from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.memory.malloc import return_freed_memory
-from lightning_lockstep.batch_size.memory.meter import MemoryMeter, meter_for, parse_bytes
-from lightning_lockstep.batch_size.recovery.guarded_step import GuardedOptimization
+from lightning_lockstep.batch_size.recovery.guarded_fit import guard_fit, unguard_fit
 from lightning_lockstep.batch_size.recovery.recover import Recovery
 from lightning_lockstep.batch_size.refused import SearchRefusedError
-from lightning_lockstep.batch_size.report import SearchResult, draw, known_size, table, write_result
+from lightning_lockstep.batch_size.report import SearchResult, keep_result, known_size, table
 from lightning_lockstep.batch_size.runnable import largest_to_try
 from lightning_lockstep.batch_size.search import SizeSearch, search_for
-from lightning_lockstep.batch_size.search_run import fingerprint_of, refuse_strategy, run_search
+from lightning_lockstep.batch_size.search_run import fingerprint_of, meter_of_run, refuse_strategy, run_search
 from lightning_lockstep.batch_size.settings import AutoBatchSizeSettings
 from lightning_lockstep.batch_size.trial import TrialRunner
 from lightning_lockstep.callbacks.drop_in import faults_as_lightnings
@@ -28,9 +26,7 @@ from lightning_lockstep.callbacks.effective_batch_size import (
     requested_global_batch,
     unaccumulated,
 )
-from lightning_lockstep.distributed import Communicator, current_communicator
-from lightning_lockstep.distributed.ddp_reducer import untouched_buckets, why_not_resumable
-from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.random_state import RandomState
 from lightning_lockstep.steps.snapshot import Snapshot
@@ -152,7 +148,14 @@ class AutoBatchSize(BatchSizeFinder):
             place = unaccumulated(trainer, pl_module, self.settings.batch_arg_name)
             apply_size(trainer, place, place.size, requested=self.settings.effective_batch_size)
         if self.settings.on_oom != "raise":
-            self._guard(trainer, pl_module)
+            refuse_strategy(trainer)
+            self._recovery = guard_fit(
+                trainer,
+                pl_module,
+                on_oom=self.settings.on_oom,
+                loss_reduction=self.settings.loss_reduction,
+                on_count=self._counted,
+            )
 
     def scale_batch_size(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, unless ``mode`` is ``off``; the hooks that come before a loop call this.
@@ -194,10 +197,7 @@ class AutoBatchSize(BatchSizeFinder):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the loop. Ranks: any, alone."""
         if self._recovery is not None:
-            self._recovery.notices.close()
-            loop = trainer.fit_loop.epoch_loop
-            if isinstance(loop.automatic_optimization, GuardedOptimization):
-                loop.automatic_optimization = loop.automatic_optimization.original
+            unguard_fit(trainer, self._recovery)
             self._recovery = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,7 +260,8 @@ class AutoBatchSize(BatchSizeFinder):
         most: int,
         write: Callable[[str], None],
     ) -> int:
-        fingerprint = fingerprint_of(trainer, module, self._conditions(most))
+        conditions = {name: getattr(self.settings, name) for name in ("memory_limit", "margin", "mode")}
+        fingerprint = fingerprint_of(trainer, module, {"most": most, **conditions})
         known = None
         # Who searches in mid-fit does so since something has changed.
         in_mid_fit = in_fit(trainer) and trainer.train_dataloader is not None
@@ -286,7 +287,7 @@ class AutoBatchSize(BatchSizeFinder):
     ) -> int:
         communicator, settings = current_communicator(), self.settings
         began = time.perf_counter()
-        meter = self._meter(trainer, communicator)
+        meter = meter_of_run(trainer, settings.memory_limit, communicator)
         self.search = search = search_for(
             settings.mode,
             init_val=settings.init_val,
@@ -315,56 +316,9 @@ class AutoBatchSize(BatchSizeFinder):
             fingerprint=fingerprint,
         )
         if communicator.is_main:
-            self._report(trainer, self.result, write)
+            write(table(self.result))
+            keep_result(trainer.default_root_dir, self.result, search if settings.plot else None)
         return place.size
-
-    def _meter(self, trainer: Trainer, communicator: Communicator) -> MemoryMeter | None:
-        """What reads the memory of this rank in trials, where that can be read."""
-        given = self.settings.memory_limit
-        hosts = communicator.gather(communicator.host)
-        return meter_for(
-            trainer.strategy.root_device,
-            memory_limit=None if given is None else parse_bytes(given),
-            local_ranks=hosts.count(communicator.host),
-            owed=untouched_buckets(trainer.strategy.model),
-        )
-
-    def _report(self, trainer: Trainer, result: SearchResult, write: Callable[[str], None]) -> None:
-        write(table(result))
-        try:
-            write_result(trainer.default_root_dir, result)
-            if self.settings.plot and self.search is not None:
-                draw(Path(trainer.default_root_dir) / "batch_size.png", self.search, result.size)
-        except OSError as error:  # on this rank alone: the others go on
-            say(f"AutoBatchSize: the result could not be written to {trainer.default_root_dir}: {error}")
-
-    def _conditions(self, most: int) -> dict[str, Any]:
-        return {
-            "most": most,
-            "memory_limit": self.settings.memory_limit,
-            "margin": self.settings.margin,
-            "mode": self.settings.mode,
-        }
-
-    def _guard(self, trainer: Trainer, module: LightningModule) -> None:
-        refuse_strategy(trainer)
-        reason = why_not_resumable(trainer.strategy.model)
-        if not module.automatic_optimization:
-            reason = "the module uses manual optimization, so the step is its own business"
-        if reason:
-            raise BatchSizeError(f"on_oom={self.settings.on_oom!r} is not possible here: {reason}")
-        self._recovery = Recovery(
-            trainer,
-            module,
-            mode="skip" if self.settings.on_oom == "skip" else "split",
-            loss_reduction=self.settings.loss_reduction,
-            communicator=current_communicator(),
-            on_count=self._counted,
-        )
-        loop = trainer.fit_loop.epoch_loop
-        loop.automatic_optimization = GuardedOptimization(
-            trainer, loop.automatic_optimization, self._recovery
-        )
 
     def _counted(self, rank: int, text: str) -> None:
         self.batches_split += 1

@@ -190,6 +190,7 @@ def test_the_tuner_scales_and_the_run_goes_on_with_the_size(world_size, tmp_path
         assert 98 <= tested <= 100 and now == tested == answers[0][5]
 
 
+@pytest.mark.slow
 def test_the_tuner_answers_what_lightnings_answers(tmp_path):
     answers = []
     for kind in (Tuner, LockstepTuner):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.batch_size.models import FULL, trainer
 from tests.batch_size.same_run import strategy_for
-from tests.helpers import run_ranks, world_size
+from tests.helpers import run_ranks
 from tests.steps.models import Hooked
 
 
@@ -93,7 +93,7 @@ def runs(ranks: int, folder: str) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.allow_leaks("env:POPULATE", "env")
-@world_size(1, 2)
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_hooks_act_on_the_gradient_of_the_whole_batch_once(world_size, tmp_path):
     for answer in run_ranks(world_size, runs, world_size, str(tmp_path), backend=None, timeout=170):
         (expected, _, hooked), *split = answer

@@ -75,6 +75,7 @@ def late_decision() -> tuple[bool, float]:
     return bool(agreement), time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_waited_for_and_heard() -> None:
     on_time = run_ranks(2, late_decision)
     assert [said for said, _ in on_time] == [True, True]

@@ -133,7 +133,7 @@ def test_the_exit_code_of_a_rank_that_exits_is_the_jobs() -> None:
     assert [outcome.returncode for outcome in outcomes] == [3, 3]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_when_a_rank_is_killed_the_others_say_which(rank: int) -> None:
     """Nobody of ours has started it, so nobody knows its exit code."""
     outcomes = run_ranks_raw(3, work, "kill", rank, 6.0, timeout=60)
@@ -247,6 +247,7 @@ def raise_beside_a_frozen_rank(frozen: int) -> tuple[str, float, bool]:
     return str(raised), seconds, hasattr(raised, "__lockstep_text__")
 
 
+@pytest.mark.slow
 def test_a_rank_whose_rank_0_is_frozen_prints_its_own_error() -> None:
     outcomes = run_ranks_raw(2, raise_beside_a_frozen_rank, 0, timeout=60)
     text, seconds, quiet = outcomes[1].value

@@ -105,6 +105,7 @@ def as_accelerate_gathers() -> bool:
     return all(torch.equal(part, long[: len(part)]) for part, long in zip(parts, padded, strict=True))
 
 
+@pytest.mark.slow
 def test_uneven_shapes_give_what_accelerate_gathers_without_its_padding() -> None:
     assert run_ranks(2, as_accelerate_gathers) == [True, True]
 
@@ -176,6 +177,7 @@ def under_ddp() -> bool:
     return torch.allclose(model.weight.grad, whole, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_under_ddp_a_loss_of_all_parts_has_the_gradient_of_one_process() -> None:
     """Every rank computes it: the sum over the ranks is undone by DDP's mean."""
     assert run_ranks(2, under_ddp) == [True, True]
@@ -254,6 +256,7 @@ def long_description() -> bool:
     )
 
 
+@pytest.mark.slow
 def test_many_tensors() -> None:
     assert run_ranks(2, long_description) == [True, True]
 
@@ -272,6 +275,7 @@ def independent() -> list[bool]:
     ]
 
 
+@pytest.mark.slow
 def test_entries_are_memory_of_their_own() -> None:
     assert run_ranks(2, independent) == [[True] * 4] * 2
 
@@ -298,6 +302,7 @@ def in_groups() -> list[Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_group_of_some_ranks() -> None:
     assert run_ranks(3, in_groups) == [[True, True], [True], [True, True]]
 
@@ -384,6 +389,7 @@ def alone() -> list[Any]:
     return [[part.tolist() for part in parts], own.grad.tolist()]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_step_on_one_rank_alone_gets_copies_of_its_own() -> None:
     assert run_ranks(2, alone) == [[], [[[1.0] * 3] * 2, [2.0] * 3]]
 

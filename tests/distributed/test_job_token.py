@@ -77,6 +77,7 @@ def other_tokens() -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_ranks_with_different_tokens_are_told_apart_at_once() -> None:
     outcomes = run_ranks_raw(2, other_tokens, timeout=60)
     assert outcomes[0].value == "open: True"

@@ -211,7 +211,7 @@ def check(rank: int, found: dict[str, Any]) -> None:
     assert found == wanted
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_operation_is_answered_and_the_group_is_left_as_it_was(rank: int) -> None:
     both = run_ranks(2, one_alone, rank, timeout=60)
     check(rank, both[rank][0])
@@ -229,6 +229,7 @@ def sub_group() -> Any:
     return tensor.item(), other.item()
 
 
+@pytest.mark.slow
 def test_a_sub_group_counts_its_own_ranks() -> None:
     assert run_ranks(3, sub_group, timeout=60)[2] == (2.0, 3.0)
 

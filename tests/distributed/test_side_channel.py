@@ -101,6 +101,7 @@ def heard_while_stuck() -> bool:
     return answer
 
 
+@pytest.mark.slow
 def test_a_rank_answers_while_it_sits_in_a_collective() -> None:
     assert run_ranks(2, heard_while_stuck) == [True, True]
 
@@ -162,6 +163,7 @@ def lose_rank_zero() -> list[str]:
     return reasons
 
 
+@pytest.mark.slow
 def test_the_end_of_rank_zero_is_noticed_at_once() -> None:
     outcomes = run_ranks_raw(3, lose_rank_zero)
     assert outcomes[0].returncode == 7
@@ -294,6 +296,7 @@ def many_and_large() -> list[Any]:
     return got
 
 
+@pytest.mark.slow
 def test_a_message_may_be_large() -> None:
     assert run_ranks(3, many_and_large) == [[50_000_000] * 2] * 3
 
@@ -322,6 +325,7 @@ def strangers() -> list[Any]:
     return got
 
 
+@pytest.mark.slow
 def test_strangers_are_not_listened_to() -> None:
     assert run_ranks(2, strangers) == [["from rank 1"], []]
 

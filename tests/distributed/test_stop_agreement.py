@@ -57,6 +57,7 @@ def several_cases() -> dict[str, tuple[int, str | None]]:
     return ended
 
 
+@pytest.mark.slow
 def test_all_leave_after_the_same_step():
     values = run_ranks(3, several_cases, timeout=90)
     assert values[0] == values[1] == values[2]

@@ -20,6 +20,7 @@ from tests.distributed.mpi.launch import mpi_command
 from tests.helpers.child_site.fork_start import FOLDER
 from tests.helpers.patience import patience
 from tests.helpers.ranks import server_command
+from tests.helpers.started import Started
 
 __all__ = ["Cluster", "why_not"]
 
@@ -43,7 +44,7 @@ def why_not() -> str | None:
     return None
 
 
-class Cluster:
+class Cluster(Started):
     """Two hosts, ``10.77.<n>.1`` (alpha) and ``10.77.<n>.2`` (beta). Use it as a context manager.
 
     Args:
@@ -72,17 +73,6 @@ class Cluster:
         self._environment = {FOLDER: str(self.folder)}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._servers: list[subprocess.Popen[str]] = []
-
-    def __enter__(self) -> Cluster:
-        try:
-            self._build()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def start(self, host: int, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
         """Start a command on host 0 or 1, in a session of its own; its output is text through pipes.
@@ -204,7 +194,7 @@ class Cluster:
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _build(self) -> None:
+    def _start(self) -> None:
         def ip(*words: str) -> None:
             subprocess.run(["ip", *words], check=True, capture_output=True)
 

@@ -24,6 +24,7 @@ from tests.helpers.patience import patience
 from tests.helpers.ports import reserve_port
 from tests.helpers.ranks import forks_of_launched_ranks
 from tests.helpers.scripts import ScriptOutcome, run_script
+from tests.helpers.started import Started
 
 __all__ = ["Slurm", "why_no_pmix", "why_no_slurm"]
 
@@ -89,7 +90,7 @@ def _found(command: str) -> str | None:
     return shutil.which(command, path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 
 
-class Slurm:
+class Slurm(Started):
     """The cluster. Use it as a context manager.
 
     Attributes:
@@ -100,17 +101,6 @@ class Slurm:
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-slurm-"))
         self.folder.chmod(0o755)  # munged refuses a folder that only root can enter
         self._daemons: list[subprocess.Popen[bytes]] = []
-
-    def __enter__(self) -> Slurm:
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def environment(self, **more: str) -> dict[str, str]:
         """Return what a command of Slurm needs, and ``more``; ranks are forks as those of other launchers are."""

@@ -114,6 +114,7 @@ def test_threads_work_in_forked_ranks() -> None:
     assert run_ranks(2, backward_and_reduce, timeout=60) == [pytest.approx(2 * 512 * 256 * 256)] * 2
 
 
+@pytest.mark.slow
 def test_ports_of_simultaneous_jobs_differ() -> None:
     answers: list[list[tuple[int, float]]] = []
     jobs = [threading.Thread(target=lambda: answers.append(run_ranks(2, add_up, 0.0))) for _ in range(3)]

@@ -101,6 +101,7 @@ def odd_calls() -> list[str]:
     return kept.lines
 
 
+@pytest.mark.slow
 def test_ranks_with_other_levels_silent_ranks_and_double_calls():
     lines = run_ranks(4, odd_calls)[0]
     assert "[ranks 0,2-3] rank 1 has another level" in lines
@@ -148,6 +149,7 @@ def alone_and_out() -> None:
         log.info("only I", in_order=True)
 
 
+@pytest.mark.slow
 def test_what_is_held_back_comes_out_at_the_exit():
     outcomes = run_ranks_raw(2, alone_and_out, timeout=40)
     assert all(o.ok for o in outcomes)
@@ -191,6 +193,7 @@ def late_channel() -> list[str]:
     return kept.lines
 
 
+@pytest.mark.slow
 def test_a_plain_process_group_needs_no_set_up():
     assert run_ranks(2, late_channel)[0] == ["[rank 0] hello 0", "[rank 1] hello 1"]
 
@@ -261,6 +264,7 @@ def merged() -> tuple[list[str], int]:
     return kept.lines, len(senders)
 
 
+@pytest.mark.slow
 def test_lines_of_a_node_reach_rank_0_as_one_message():
     lines, messages = run_ranks(4, merged)[0]
     assert lines == ["[ranks 0-3] same"]

@@ -21,6 +21,9 @@ from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_ranks, run_script
 from tests.overflow.models import WIDTH, Explode, Task, data, fit
 
+# One fit on two ranks for each way to communicate, all in one fixture; test_ranks.py has the ordinary step.
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parent / "program_communicating_step.py"
 BATCH = 2
 

@@ -62,6 +62,7 @@ def test_the_module_the_batch_and_the_sample_are_named(tmp_path: Path, mode: str
     assert printed == (tmp_path / "overflow" / "batch-4.txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_json_holds_what_the_text_does(tmp_path: Path) -> None:
     find(Task(Explode()), data(batches=2, marked={1: 0}), tmp_path)
     (rank,) = json.loads((tmp_path / "overflow" / "batch-1.json").read_text())["ranks"]
@@ -274,6 +275,7 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
     assert all(p.requires_grad and bool(p.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_module_is_replayed_uncompiled_and_hooks_mode_refuses_it(tmp_path: Path) -> None:
     model = Task(torch.compile(nn.Sequential(nn.Tanhshrink(), Explode()), backend="eager"))  # type: ignore[arg-type]
@@ -418,6 +420,7 @@ def test_an_error_of_the_user_takes_the_detector_away_too(tmp_path: Path) -> Non
     assert no_hooks(model)
 
 
+@pytest.mark.slow
 def test_the_picture(tmp_path: Path) -> None:
     for mode in ("replay", "hooks"):
         folder = tmp_path / mode

@@ -236,6 +236,7 @@ def _with_island(model: Task, batch: Tensor) -> Tensor:
         return model.head(inner).square().mean()
 
 
+@pytest.mark.slow
 def test_gradients_of_float32_islands_under_ddp() -> None:
     zero, one = run_ranks(2, islands)
     assert zero["ddp"] == one["ddp"]
@@ -267,6 +268,7 @@ def distributed_tensors() -> list[Any]:
     return [has_bad_values(shards[1])]
 
 
+@pytest.mark.slow
 def test_a_dtensor_is_checked_without_a_message_to_other_ranks() -> None:
     zero, one = run_ranks(2, distributed_tensors)
     assert zero == [False]

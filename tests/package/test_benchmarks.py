@@ -130,23 +130,25 @@ from benchmarks.engine import Comparison, Report
 
 def run(quick):
     samples = {{"peer": [1.0, 1.0], "ours": [{ours}, {ours}], "other": [3.0, 3.0]}}
-    return Report("fake", [Comparison("a step", samples, peer="peer")])
+    return Report("fake", [Comparison("a step, 1 thread {per} rank", samples, peer="peer")])
 """
 
 
 def test_two_checkouts_are_compared_by_what_the_topic_compares(tmp_path: Path) -> None:
     from benchmarks.against import run_against
 
-    for name, ours in (("before", 1.0), ("after", 1.5)):
+    # The title was another one in older checkouts.
+    for name, ours, per in (("before", 1.0, "a"), ("after", 1.5, "per")):
         folder = tmp_path / name / "benchmarks"
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text("")
         (folder / "engine.py").write_text((ROOT / "benchmarks" / "engine.py").read_text())
-        (folder / "bench_fake.py").write_text(FAKE_TOPIC.format(ours=ours))
+        (folder / "bench_fake.py").write_text(FAKE_TOPIC.format(ours=ours, per=per))
     order: list[str] = []
     report = run_against("fake", tmp_path / "before", tmp_path / "after", rounds=2, progress=order.append)
     assert [line.split(": ")[1] for line in order] == ["before", "after", "after", "before"]
     (table,) = report.tables
+    assert table.title == "a step, 1 thread per rank"
     assert table.rows() == [
         ["ours", "1.000", "1.500", "1.500", "1.500 to 1.500", "slower"],
         ["other", "3.000", "3.000", "1.000", "1.000 to 1.000", "no difference"],

@@ -11,7 +11,7 @@ import torch
 from lightning_lockstep import AutoBatchSize
 from tests.batch_size.models import trainer
 from tests.batch_size.same_run import strategy_for
-from tests.helpers import run_ranks, world_size
+from tests.helpers import run_ranks
 from tests.steps.models import AUTOMATIC, Hooked
 
 pytestmark = [
@@ -52,7 +52,7 @@ def sizes(ranks: int, folder: str, cases: list[tuple[str, str]]) -> list[Any]:
     return found
 
 
-@world_size(1, 2)
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_memory_that_runs_out_in_any_hook_is_seen(world_size, tmp_path):
     cases = [(mode, "optimizer_step") for mode in ("binsearch", "model")]
     cases += [("binsearch", where) for where in [*AUTOMATIC[:-1], "hook", "accumulated"]]

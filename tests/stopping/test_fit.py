@@ -119,7 +119,7 @@ def breakpoints(folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_breakpoint_on_rank_1_takes_all_ranks_out_after_the_same_batch(tmp_path, ranks):
     values = run_ranks(ranks, breakpoints, str(tmp_path), backend=None, timeout=120)
     assert all(value == values[0] for value in values)
@@ -156,7 +156,7 @@ def preempted_then_resumed(folder: str, number: int, options: dict[str, Any]) ->
     [
         (1, signal.SIGUSR1, {}, 1),
         (1, signal.SIGTERM, {"num_workers": 1}, 1),
-        (2, signal.SIGTERM, {"accumulate_grad_batches": 3}, 3),
+        pytest.param(2, signal.SIGTERM, {"accumulate_grad_batches": 3}, 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_on_one_rank_saves_ends_all_and_resumes_at_the_next_batch(

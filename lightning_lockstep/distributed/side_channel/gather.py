@@ -165,12 +165,9 @@ class Gather:
         return self._gathered(entries)
 
     def _gathered(self, entries: Mapping[int, Any]) -> Gathered:
-        if len(entries) == self.channel.world_size:
+        if len(entries) == self.channel.world_size:  # as a rule; without a look at every rank
             return Gathered(entries, (), self.timeout)
-        world_size = self.channel.world_size
-        if len(entries) == world_size:
-            return Gathered(entries, (), self.timeout)
-        missing = tuple(rank for rank in range(world_size) if rank not in entries)
+        missing = tuple(rank for rank in range(self.channel.world_size) if rank not in entries)
         return Gathered(entries, missing, self.timeout)
 
     def _take_entry(self, message: Message) -> None:

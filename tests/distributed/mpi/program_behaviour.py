@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep.distributed.guard.call_report import compares_calls
-from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions, register_mpi_backend
-from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
+from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
+from tests.distributed.mpi.ranks_meet import meet
 
 warnings.simplefilter("ignore")
 SEEN = {}
@@ -350,11 +350,7 @@ def main():
         import mpi4py
 
         mpi4py.rc.thread_level = "funneled"
-    register_mpi_backend()
-    env = MPIEnvironment()
-    rank, size = env.global_rank(), env.world_size()
-    store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
-    dist.init_process_group("mpi4py", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=30))
+    rank, size = meet(seconds=30)
     for function in ASKED:
         try:
             SEEN[function.__name__] = function(rank, size)

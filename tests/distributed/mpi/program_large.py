@@ -2,26 +2,19 @@
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
-from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
+from tests.distributed.mpi.ranks_meet import meet
 
 COUNT = 2**31 + 1_000
 PLACES = [0, 2**30, 2**31 - 1, 2**31, COUNT - 1]
 
 
 def main():
-    register_mpi_backend()
-    env = MPIEnvironment()
-    rank, size = env.global_rank(), env.world_size()
-    store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
-    limit = timedelta(seconds=120)
-    dist.init_process_group("mpi4py", rank=rank, world_size=size, store=store, timeout=limit)
+    rank, _ = meet(seconds=120)
     big = torch.zeros(COUNT, dtype=torch.uint8)
     values = torch.arange(1, len(PLACES) + 1, dtype=torch.uint8)
     found = {}

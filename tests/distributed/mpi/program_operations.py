@@ -1,17 +1,13 @@
 """Every operation over mpi4py and over gloo, on the same tensors; writes down where they differ."""
 
 import itertools
-import json
 import sys
 import warnings
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
-from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
+from tests.distributed.mpi.ranks_meet import hand_back, meet
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
@@ -183,11 +179,7 @@ def compare(name, dtype, shape, op, mpi, gloo):
 
 
 def main():
-    register_mpi_backend()
-    env = MPIEnvironment()
-    rank, size = env.global_rank(), env.world_size()
-    store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
-    dist.init_process_group("mpi4py", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=60))
+    rank, size = meet()
     if "--cut" in sys.argv:
         from lightning_lockstep.distributed.mpi.operations import LIMITS
 
@@ -209,9 +201,7 @@ def main():
                 found["not compared"] += 1
             elif wrong:
                 found["wrong"].append(f"{name} {dtype} {shape} {op} group {ranks}: {wrong}")
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    hand_back(rank, found)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,15 @@
 """Sums of sparse tensors over mpi4py and over gloo; writes down where they differ, and what is refused."""
 
 import itertools
-import json
-import sys
 import warnings
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions, register_mpi_backend
-from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
+from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from tests.distributed.mpi.program_behaviour import caught
+from tests.distributed.mpi.ranks_meet import hand_back, meet
 
 # The rows in which each rank has entries: some twice, some on one rank only.
 ROWS = {
@@ -142,19 +138,13 @@ def _sum_of_one(group):
 
 def main():
     warnings.simplefilter("ignore")
-    register_mpi_backend()
-    env = MPIEnvironment()
-    rank, size = env.global_rank(), env.world_size()
-    store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
-    dist.init_process_group("mpi4py", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=60))
+    rank, _ = meet()
     groups = {name: dist.new_group(backend=name) for name in ("mpi4py", "gloo")}
     groups["unchecked"] = dist.new_group(pg_options=MPIBackendOptions(check=False))
     seen = {}
     for function in (sums, asynchronous, embedding, refused, different):
         seen[function.__name__] = function(rank, groups)
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
+    hand_back(rank, seen)
 
 
 if __name__ == "__main__":

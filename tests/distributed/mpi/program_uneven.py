@@ -1,18 +1,13 @@
 """gather_uneven over the backend mpi4py; writes down what each rank saw."""
 
-import json
-import sys
 import warnings
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from lightning_lockstep import CollectiveMismatchError, gather_uneven
-from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
-from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
 from tests.distributed import test_gather_uneven as uneven
+from tests.distributed.mpi.ranks_meet import hand_back, meet
 
 
 def missed_backward(rank):
@@ -29,11 +24,7 @@ def missed_backward(rank):
 
 def main():
     warnings.simplefilter("ignore")
-    register_mpi_backend()
-    env = MPIEnvironment()
-    rank, size = env.global_rank(), env.world_size()
-    store = dist.TCPStore(env.main_address, env.main_port, size, False, multi_tenant=True)
-    dist.init_process_group("mpi4py", rank=rank, world_size=size, store=store, timeout=timedelta(seconds=60))
+    rank, _ = meet()
     seen = {
         "backend": dist.get_backend(),
         "unlike values": uneven.unlike_values(),
@@ -44,9 +35,7 @@ def main():
         "missed backward": missed_backward(rank),
         "groups": uneven.in_groups(),
     }
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
+    hand_back(rank, seen)
 
 
 if __name__ == "__main__":

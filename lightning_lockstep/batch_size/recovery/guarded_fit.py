@@ -1,0 +1,66 @@
+"""The guard around the training steps of a fit, put in place and taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from lightning_lockstep._lightning import LightningModule, Trainer
+from lightning_lockstep.batch_size.recovery.guarded_step import GuardedOptimization
+from lightning_lockstep.batch_size.recovery.recover import Recovery
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.ddp_reducer import why_not_resumable
+from lightning_lockstep.errors import BatchSizeError
+
+__all__ = ["guard_fit", "unguard_fit"]
+
+
+def guard_fit(
+    trainer: Trainer,
+    module: LightningModule,
+    *,
+    on_oom: Literal["split", "skip"],
+    loss_reduction: Literal["mean", "sum"],
+    on_count: Callable[[int, str], None],
+) -> Recovery:
+    """Have the training steps of a fit survive running out of memory.
+
+    Args:
+        trainer: The Trainer, at the start of a fit.
+        module: Its module.
+        on_oom: What becomes of a batch that does not fit.
+        loss_reduction: How the training step's loss adds up over samples.
+        on_count: Called on rank 0 with (rank, text) for each batch split or skipped.
+
+    Raises:
+        BatchSizeError: The steps of this module or strategy cannot be run again.
+
+    Ranks: all, together.
+    """
+    reason = why_not_resumable(trainer.strategy.model)
+    if not module.automatic_optimization:
+        reason = "the module uses manual optimization, so the step is its own business"
+    if reason:
+        raise BatchSizeError(f"on_oom={on_oom!r} is not possible here: {reason}")
+    recovery = Recovery(
+        trainer,
+        module,
+        mode=on_oom,
+        loss_reduction=loss_reduction,
+        communicator=current_communicator(),
+        on_count=on_count,
+    )
+    loop = trainer.fit_loop.epoch_loop
+    loop.automatic_optimization = GuardedOptimization(trainer, loop.automatic_optimization, recovery)
+    return recovery
+
+
+def unguard_fit(trainer: Trainer, recovery: Recovery) -> None:
+    """Let the loop take its steps without a guard again.
+
+    Ranks: every rank, for itself; nothing is sent.
+    """
+    recovery.notices.close()
+    loop = trainer.fit_loop.epoch_loop
+    if isinstance(loop.automatic_optimization, GuardedOptimization):
+        loop.automatic_optimization = loop.automatic_optimization.original
