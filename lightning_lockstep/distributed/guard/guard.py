@@ -182,6 +182,8 @@ class CollectiveGuard:
     def _end(self, error: CollectiveError) -> None:
         prints = self._propagation.prints_report and not self._propagation.parent_prints
         text = f"\nlightning-lockstep: {type(error).__name__}: {error}\n"
+        # The other ranks raise it now; those that print nothing themselves ask this one first.
+        time.sleep(min(1.0, self._propagation.grace_period / 4))
         end_now(1, text if prints else "")
 
     def _report(self, verdict: Verdict, states: Mapping[int, RankState]) -> None:
