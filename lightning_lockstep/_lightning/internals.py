@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -336,3 +336,17 @@ def save_and_requeue(trainer: Any, received: signal.Signals) -> str:
     path = str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
     trainer._signal_connector._slurm_sigusr_handler_fn(received, None)
     return path
+
+
+def part_of_action(action: str) -> Literal["data loading", "callbacks"] | None:
+    """Return what an action of the Trainer belongs to, by the name under which Lightning tells its profiler of it.
+
+    The names are those in the reports of Lightning's profilers, such as
+    ``[Callback]ModelCheckpoint{...}.on_train_batch_end``; they are not documented beyond that.
+
+    Args:
+        action: The name.
+    """
+    if action.startswith("[Callback]"):
+        return "callbacks"
+    return "data loading" if action.endswith(".train_dataloader_next") else None

@@ -43,6 +43,7 @@ from lightning_lockstep._exports import public
 from lightning_lockstep._lightning import Precision, SLURMEnvironment, rank_zero_only, reset_seed
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
+from lightning_lockstep.distributed.guard.flight_recorder import size_flight_recorder
 from lightning_lockstep.distributed.process_group import (
     default_backend,
     process_group_exists,
@@ -187,6 +188,7 @@ class RankLifecycle:
         self.set_world_ranks()
         place, sharing = self.startup.share_of_cores(self._strategy)
         self.supervisor.apply_threads(local_rank=place, local_world_size=sharing)
+        size_flight_recorder()
         is_new = self.startup.connect(self._strategy, self.settings.duration)
         fold_tracebacks()  # in front again: a process group of torch puts its own hook there
         communicator = self.supervisor.ranks_have_met(prints_report=self._prints_report())

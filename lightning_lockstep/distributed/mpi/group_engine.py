@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from lightning_lockstep.distributed.guard.arrivals import ArrivalLog
 from lightning_lockstep.distributed.guard.call_report import CollectiveCall, call_site, call_title
 from lightning_lockstep.distributed.mpi.operations import LIMITS, Collective
 from lightning_lockstep.distributed.mpi.peers import Peers
@@ -104,6 +105,7 @@ class GroupEngine:
         self.broken: BaseException | None = None
         self.peers = Peers(store, runtime, comm, group=settings.name, ranks=settings.ranks)
         self._started, self._queued = 0, 0
+        self._arrivals = ArrivalLog(settings.name)
         self._coalesced: list[MPIWork] | None = None
         self._lock = threading.Lock()
 
@@ -125,6 +127,7 @@ class GroupEngine:
         with self._lock:
             self._started += 1
             number = self._started
+            self._arrivals.note(number)
             here = small and waits and not self._queued and self.runtime.anywhere
             if not here:
                 self._queued += 1
