@@ -33,9 +33,10 @@ _AT_THE_END = 2.0
 class StragglerMonitor(Callback):
     """Says which rank the others wait for, since when, by how much, and in which part of its step.
 
-    Where each rank arrived at which collective comes from torch's flight recorder (or, under the backend ``mpi4py``, from
-    our own notes), so that waiting is told from work. Rank 0 prints a line when another rank becomes the one that
-    the others wait for, gives figures to the Trainer's loggers, and prints a table of the ranks at the end.
+    When each rank arrived at which collective comes from torch's flight recorder (or, under the backend
+    ``mpi4py``, from our own notes), so that waiting is told from work. Rank 0 prints a line when another rank
+    becomes the one that the others wait for, gives figures to the Trainer's loggers, and prints a table of the
+    ranks at the end.
 
     Args:
         every_n_steps: Batches after which rank 0 asks the others for their figures, and decides. Later where reading
@@ -87,9 +88,7 @@ class StragglerMonitor(Callback):
         if world_size == 1:
             return
         if communicator.is_main:
-            tracker = StragglerTracker(
-                world_size, every_n_steps=self.every_n_steps, min_share=self.min_share
-            )
+            tracker = StragglerTracker(world_size, every_n_steps=self.every_n_steps, min_share=self.min_share)
             self._collection = Collection(world_size, tracker)
         self._exchange = StragglerExchange(
             communicator.side_channel,

@@ -127,5 +127,7 @@ def _points(
 
 def _times(one: RankStep, waits: list[float]) -> RankTimes:
     rest = one.seconds - one.data - one.callbacks
-    parts = [max(0.0, spent - waited) for spent, waited in zip((one.data, rest, one.callbacks), waits, strict=True)]
-    return RankTimes(*parts, sum(waits))
+    parts = [
+        max(0.0, spent - waited) for spent, waited in zip((one.data, rest, one.callbacks), waits, strict=True)
+    ]
+    return RankTimes(parts[0], parts[1], parts[2], sum(waits))

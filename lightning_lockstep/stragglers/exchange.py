@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,7 @@ class StragglerExchange:
         self._reached = -1
         self._asked = self._answered = 0
         self._asked_at = time.monotonic()
+        self._sent = threading.Event()
         self._remove = channel.on(_ASK, self._take_question)
         self._remove_answers = channel.on(_ANSWER, self._take_answer) if collection is not None else None
         self._clock.measure(8)
@@ -90,6 +92,9 @@ class StragglerExchange:
         Ranks: every rank, once; rank 0 alone waits.
         """
         self._answer(final=True)
+        if timeout > 0:
+            # By this rank's own sending thread: afterwards the process groups may be destroyed, and their names gone.
+            self._sent.wait(timeout)
         collection = self._collection
         if collection is not None:
             with collection.news:
@@ -125,7 +130,13 @@ class StragglerExchange:
 
     def _made(self, body: tuple[int, list[OwnStep], int, bool]) -> dict[str, Any]:
         """Make the answer, on the thread that sends it."""
-        number, steps, reached, final = body
+        try:
+            return self._described(*body)
+        finally:
+            if body[-1]:
+                self._sent.set()
+
+    def _described(self, number: int, steps: list[OwnStep], reached: int, final: bool) -> dict[str, Any]:
         shift = time.time() - time.perf_counter()
         arrivals = self._reader.read(steps[0].begin + shift) if steps else []
         clock = [self._clock.seconds, self._clock.error]

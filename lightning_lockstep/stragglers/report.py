@@ -25,7 +25,8 @@ def change_line(window: Window, hosts: Hosts) -> str:
     """
     now, before = window.verdict, window.before
     if now.rank is None and before.rank is not None:
-        return f"StragglerMonitor: since step {window.first} the others no longer wait for {_named(before.rank, hosts)}."
+        named = _named(before.rank, hosts)
+        return f"StragglerMonitor: since step {window.first} the others no longer wait for {named}."
     return f"StragglerMonitor: since step {window.first}: {_sentence(now, hosts)}"
 
 
@@ -48,7 +49,7 @@ def conclusion_line(verdict: Verdict, share: float, hosts: Hosts) -> str:
         hosts: Host of each rank.
     """
     if verdict.rank is None:
-        return f"StragglerMonitor: no rank keeps the others waiting; waiting was {share:.0%} of the time."
+        return f"StragglerMonitor: no rank stands out; the ranks waited for each other in {share:.0%} of the time."
     return f"StragglerMonitor: {_sentence(verdict, hosts)}"
 
 
@@ -69,8 +70,8 @@ def report(tracker: StragglerTracker, hosts: Hosts, missing: Iterable[int] = ())
     if not total.steps:
         lines += [
             "StragglerMonitor: the ranks could not be compared: no collectives were recorded for the steps that"
-            " were measured. Expected: two steps or more, a process group of gloo, nccl or mpi4py, and a flight recorder"
-            " that is not switched off (TORCH_FR_BUFFER_SIZE must not be 0)."
+            " were measured. Expected: more than two steps, a process group of gloo, nccl or mpi4py, and a flight"
+            " recorder that is not switched off (TORCH_FR_BUFFER_SIZE must not be 0)."
         ]
     else:
         lines += [conclusion_line(tracker.conclusion(), total.share, hosts)]
@@ -96,18 +97,16 @@ def figures(window: Window) -> dict[str, float]:
 def _sentence(verdict: Verdict, hosts: Hosts) -> str:
     assert verdict.rank is not None
     named, share = _named(verdict.rank, hosts), f"{verdict.share:.0%}"
-    step = f"{verdict.step_seconds * 1000:.0f} ms"
-    counted = f"{verdict.late_steps} of {verdict.steps} steps"
+    lost, step = verdict.lost * 1000, verdict.step_seconds * 1000
     if verdict.kind == "always":
-        often = "every step" if verdict.late_steps == verdict.steps else f"most steps ({counted})"
         return (
-            f"{named} is always slow, in {often}: the others wait {verdict.lost * 1000:.0f} ms of each {step} step for it"
-            f" ({share}), in {verdict.where}."
+            f"{named} is always slow: the others wait {lost:.0f} ms of each {step:.0f} ms step for it ({share}),"
+            f" in {verdict.where}."
         )
-    each = verdict.lost * verdict.steps / verdict.late_steps * 1000
+    each = lost * verdict.steps / max(verdict.slow_steps, 1)
     return (
-        f"{named} is slow at times, in {counted}: the others then wait {each:.0f} ms for it, {share} of all the time"
-        f" (mean step {step}), in {verdict.where}."
+        f"{named} is slow at times, in about {verdict.slow_steps} of {verdict.steps} steps: the others then wait"
+        f" {each:.0f} ms for it ({share} of all the time), in {verdict.where}."
     )
 
 

@@ -147,9 +147,7 @@ class StepTimer:
         done = None
         if begin is not None:
             data, callbacks = times["data loading"], times["callbacks"]
-            done = OwnStep(
-                step, begin, now, data, callbacks, tuple(self._spans), tuple(self._backwards)
-            )
+            done = OwnStep(step, begin, now, data, callbacks, tuple(self._spans), tuple(self._backwards))
         self._clear()
         return done
 

@@ -14,6 +14,8 @@ __all__ = ["RankSummary", "StragglerTracker", "Window"]
 
 # A verdict stands on the steps of the last windows, at least so many.
 _LOOK_BACK = 50
+# While a run goes on, fewer steps than this name nobody.
+_FEWEST = 20
 # Windows whose medians are kept for the table at the end.
 _KEPT_WINDOWS = 1000
 
@@ -85,7 +87,7 @@ class StragglerTracker:
 
     def finish(self) -> Window | None:
         """Return the last window, which may be shorter than the others."""
-        return self._evaluate() if self._steps else None
+        return self._evaluate(at_least=1) if self._steps else None
 
     def conclusion(self) -> Verdict:
         """Return the verdict on all steps so far."""
@@ -104,20 +106,23 @@ class StragglerTracker:
             for rank in range(self._world_size)
         ]
 
-    def _evaluate(self) -> Window:
+    def _evaluate(self, *, at_least: int = _FEWEST) -> Window:
         steps, self._steps = self._steps, []
-        losses = losses_of(steps, self._world_size, min_share=self._min_share)
+        losses = losses_of(steps, self._world_size)
         self.total += losses
         for rank, times in enumerate(self._times):
             of_rank = [step.times[rank] for step in steps if rank in step.times]
             if of_rank:
                 times.append(_medians(of_rank))
         self._recent.append(losses)
-        while len(self._recent) > 1 and sum(one.steps for one in self._recent) - self._recent[0].steps >= _LOOK_BACK:
+        while (
+            len(self._recent) > 1
+            and sum(one.steps for one in self._recent) - self._recent[0].steps >= _LOOK_BACK
+        ):
             self._recent.popleft()
         before = self.verdict
-        if losses.steps:  # a window of which nothing is known changes nothing
-            together = sum(self._recent, start=Losses.none(self._world_size))
+        together = sum(self._recent, start=Losses.none(self._world_size))
+        if losses.steps and together.steps >= at_least:  # a window of which nothing is known changes nothing
             self.verdict = decide(together, min_share=self._min_share, before=before)
         return Window(first=steps[0].step, losses=losses, before=before, verdict=self.verdict)
 

@@ -20,6 +20,8 @@ from lightning_lockstep.distributed import current_communicator
 
 #: How long the slow rank keeps the others waiting, much more than a step takes [s].
 SLOW = 0.06
+#: In the place of a slow rank: all are slow alike.
+ALL = -1
 
 
 class Data(Dataset):  # type: ignore[type-arg]
@@ -62,7 +64,9 @@ class Slow(Callback):
     def __init__(self, slow: Any) -> None:
         self.slow = slow
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.slow("callback", batch_idx)
 
 
@@ -90,6 +94,7 @@ def fit(
     steps: int = 24,
     strategy: Any = None,
     synchronizes: bool = False,
+    devices: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Fit with a slow rank on the ranks of this process group; returns what the monitor of this rank has said."""
@@ -97,8 +102,15 @@ def fit(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
     def slow(place: str, count: int) -> None:
-        if place == where and current_communicator().rank == slow_rank and count % every == 0:
+        if where == place and slow_rank in (ALL, current_communicator().rank) and count % every == 0:
             time.sleep(SLOW)
+        elif (
+            where == "raise"
+            and current_communicator().rank == slow_rank
+            and place == "forward"
+            and count == every
+        ):
+            raise ValueError("a bad batch on purpose")
 
     printed, kept = io.StringIO(), Kept()
     monitor = StragglerMonitor(**{"every_n_steps": 8, **options})
@@ -107,7 +119,7 @@ def fit(
     logger.addHandler(handler)
     trainer = Trainer(
         accelerator="cpu",
-        devices=current_world_size(),
+        devices=devices or current_world_size(),
         strategy=strategy or LockstepDDPStrategy(threads_per_rank=1),
         max_steps=steps,
         logger=kept,
@@ -124,7 +136,12 @@ def fit(
         logger.removeHandler(handler)
     lines = [line for line in printed.getvalue().splitlines() if "StragglerMonitor" in line]
     figures = [one for one in kept.figures if "straggler/rank" in one]
-    found = {"verdict": asdict(monitor.verdict), "lines": lines, "text": printed.getvalue(), "figures": figures}
+    found = {
+        "verdict": asdict(monitor.verdict),
+        "lines": lines,
+        "text": printed.getvalue(),
+        "figures": figures,
+    }
     sys.stderr.write(printed.getvalue())
     return found
 
