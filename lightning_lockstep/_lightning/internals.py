@@ -339,13 +339,10 @@ def save_and_requeue(trainer: Any, received: signal.Signals) -> str:
 
 
 def part_of_action(action: str) -> Literal["data loading", "callbacks"] | None:
-    """Return what an action of the Trainer belongs to, by the name under which Lightning tells its profiler of it.
-
-    The names are those in the reports of Lightning's profilers, such as
-    ``[Callback]ModelCheckpoint{...}.on_train_batch_end``; they are not documented beyond that.
+    """Return what an action belongs to, by its name in the reports of Lightning's profilers (no other document has it).
 
     Args:
-        action: The name.
+        action: The name, such as ``[Callback]ModelCheckpoint{...}.on_train_batch_end``.
     """
     if action.startswith("[Callback]"):
         return "callbacks"

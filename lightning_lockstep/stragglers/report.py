@@ -26,8 +26,8 @@ def change_line(window: Window, hosts: Hosts) -> str:
     now, before = window.verdict, window.before
     if now.rank is None and before.rank is not None:
         named = _named(before.rank, hosts)
-        return f"StragglerMonitor: since step {window.first} the others no longer wait for {named}."
-    return f"StragglerMonitor: since step {window.first}: {_sentence(now, hosts)}"
+        return f"StragglerMonitor: since step {window.since} the others no longer wait for {named}."
+    return f"StragglerMonitor: since step {window.since}: {_sentence(now, hosts)}"
 
 
 def missing_line(ranks: Iterable[int]) -> str:

@@ -26,12 +26,14 @@ class Window:
 
     Attributes:
         first: Its first step.
+        since: First step since the last decision; earlier than ``first`` where there were too few steps to decide.
         losses: Its sums.
         before: The verdict before it.
         verdict: The verdict now, on the last windows together.
     """
 
     first: int
+    since: int
     losses: Losses
     before: Verdict
     verdict: Verdict
@@ -78,6 +80,7 @@ class StragglerTracker:
         self.total = Losses.none(world_size)
         self._steps: list[ComparedStep] = []
         self._recent: deque[Losses] = deque()
+        self._undecided_since: int | None = None
         self._times: list[deque[RankTimes]] = [deque(maxlen=_KEPT_WINDOWS) for _ in range(world_size)]
 
     def add(self, step: ComparedStep) -> Window | None:
@@ -121,10 +124,13 @@ class StragglerTracker:
         ):
             self._recent.popleft()
         before = self.verdict
+        since = steps[0].step if self._undecided_since is None else self._undecided_since
+        self._undecided_since = since
         together = sum(self._recent, start=Losses.none(self._world_size))
         if losses.steps and together.steps >= at_least:  # a window of which nothing is known changes nothing
+            self._undecided_since = None
             self.verdict = decide(together, min_share=self._min_share, before=before)
-        return Window(first=steps[0].step, losses=losses, before=before, verdict=self.verdict)
+        return Window(first=steps[0].step, since=since, losses=losses, before=before, verdict=self.verdict)
 
 
 def _medians(times: Sequence[RankTimes]) -> RankTimes:

@@ -125,10 +125,13 @@ def test_a_line_when_it_changes_and_only_then() -> None:
 
 
 def test_few_steps_name_nobody_until_the_run_is_over() -> None:
-    given = steps(12, lambda i: {1: 0.05})
     tracker = StragglerTracker(2, every_n_steps=4, min_share=0.05)
-    assert [window for one in given if (window := tracker.add(one)) is not None and window.changed] == []
+    windows = [tracker.add(one) for one in steps(12, lambda i: {1: 0.05})]
+    assert [window.changed for window in windows if window is not None] == [False] * 3
     assert tracker.conclusion().rank == 1
+    _, windows = track(steps(24, lambda i: {1: 0.05}), every=4)
+    (changed,) = [window for window in windows if window.changed]
+    assert (changed.first, changed.since) == (16, 0)
 
 
 def test_the_report_is_a_table_in_rank_order_and_a_sentence() -> None:
