@@ -46,6 +46,8 @@ class Job:
     batch: int = 32
     threads: int | None = None
     """The same number of CPU threads for every strategy; None: each strategy's own default."""
+    callbacks: tuple[str, ...] = ()
+    """Callbacks of ours, by name, with their defaults."""
 
 
 class Net(pl.LightningModule):
@@ -71,16 +73,37 @@ class StepTimes(pl.Callback):
 
     def __init__(self) -> None:
         self.starts: list[float] = []
+        self.processor: list[float] = []
         self.threads = 0
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.starts.append(time.perf_counter())
+        self.processor.append(time.process_time())
         self.threads = torch.get_num_threads()
 
     def median(self, skip: int = 10) -> float:
         """Median seconds a step, without the first ones (buckets are rebuilt, memory is allocated)."""
         gaps = [after - before for before, after in itertools.pairwise(self.starts)]
         return statistics.median(gaps[min(skip, len(gaps) // 2) :])
+
+    def mean(self, skip: int = 10) -> float:
+        """Mean seconds a step, without the first ones."""
+        gaps = [after - before for before, after in itertools.pairwise(self.starts)]
+        return statistics.fmean(gaps[min(skip, len(gaps) // 2) :])
+
+    def mean_processor(self, skip: int = 10) -> float:
+        """Mean seconds of processor time a step, of all threads, without the first ones."""
+        skip = min(skip, len(self.processor) // 2)
+        return (self.processor[-1] - self.processor[skip]) / (len(self.processor) - 1 - skip)
+
+
+def make_callbacks(job: Job) -> list[Any]:
+    """Our callbacks of the job."""
+    if not job.callbacks:
+        return []
+    import lightning_lockstep
+
+    return [getattr(lightning_lockstep, name)() for name in job.callbacks]
 
 
 def make_strategy(job: Job) -> Any:
@@ -95,7 +118,7 @@ def make_strategy(job: Job) -> Any:
 
 
 def fit(job: Job) -> dict[str, float]:
-    """Train on this rank; returns the median step time [s] and the number of threads it ran with."""
+    """Train on this rank; returns median and mean step time [s] and the number of threads it ran with."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     if job.threads is not None:
@@ -113,10 +136,15 @@ def fit(job: Job) -> dict[str, float]:
         max_epochs=1,
         use_distributed_sampler=False,
         **BARE,
-        callbacks=[times],
+        callbacks=[*make_callbacks(job), times],
     )
     trainer.fit(Net(widths), torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return {"seconds": times.median(), "threads": float(times.threads)}
+    return {
+        "seconds": times.median(),
+        "mean": times.mean(),
+        "processor": times.mean_processor(),
+        "threads": float(times.threads),
+    }
 
 
 def main() -> None:

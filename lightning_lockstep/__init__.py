@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_lockstep.callbacks import OverflowDetector as OverflowDetector
     from lightning_lockstep.callbacks import RankOrderedLogging as RankOrderedLogging
     from lightning_lockstep.callbacks import StopTogether as StopTogether
+    from lightning_lockstep.callbacks import StragglerMonitor as StragglerMonitor
     from lightning_lockstep.callbacks import SyncedEarlyStopping as SyncedEarlyStopping
     from lightning_lockstep.distributed.gather_uneven import gather_uneven as gather_uneven
     from lightning_lockstep.distributed.rank_order import in_rank_order as in_rank_order

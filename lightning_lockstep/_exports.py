@@ -25,6 +25,7 @@ EXPORTS: dict[str, str] = {
     "OverflowDetector": "callbacks.overflow_detector",
     "RankOrderedLogging": "callbacks.rank_logging",
     "StopTogether": "callbacks.stop_together",
+    "StragglerMonitor": "callbacks.straggler_monitor",
     "SyncedEarlyStopping": "callbacks.early_stopping",
     # in the place of Lightning's Tuner
     "LockstepTuner": "tuner",

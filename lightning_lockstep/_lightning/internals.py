@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -336,3 +336,14 @@ def save_and_requeue(trainer: Any, received: signal.Signals) -> str:
     path = str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
     trainer._signal_connector._slurm_sigusr_handler_fn(received, None)
     return path
+
+
+def part_of_action(action: str) -> Literal["data loading", "callbacks"] | None:
+    """Return what an action belongs to, by its name in the reports of Lightning's profilers (no other document has it).
+
+    Args:
+        action: The name, such as ``[Callback]ModelCheckpoint{...}.on_train_batch_end``.
+    """
+    if action.startswith("[Callback]"):
+        return "callbacks"
+    return "data loading" if action.endswith(".train_dataloader_next") else None

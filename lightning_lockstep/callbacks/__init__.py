@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_lockstep.callbacks.overflow_detector import OverflowDetector as OverflowDetector
     from lightning_lockstep.callbacks.rank_logging import RankOrderedLogging as RankOrderedLogging
     from lightning_lockstep.callbacks.stop_together import StopTogether as StopTogether
+    from lightning_lockstep.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
 else:
     __all__ = sorted(exports_of("callbacks"))
     __getattr__, __dir__ = lazy(__name__, exports_of("callbacks"))

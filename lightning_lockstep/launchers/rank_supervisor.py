@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,9 @@ from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.guard.guard import CollectiveGuard, GuardSettings, guard_on
+from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
+from lightning_lockstep.distributed.guard.settings import GuardSettings
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.cpu_threads import apply_threads
 
 __all__ = ["RankSupervisor", "SupervisorSettings"]
@@ -50,7 +52,9 @@ class SupervisorSettings:
     silence_limit: float = 120.0
     threads_per_rank: int | Literal["auto"] = "auto"
     bind_cores: bool = False
-    guard: GuardSettings = field(default_factory=GuardSettings)
+    guard: Literal["off", "watch", "verify"] = "watch"
+    stall_timeout: float = 60.0
+    guard_history: int = 0
 
     def __post_init__(self) -> None:
         faults, threads = Faults(), self.threads_per_rank
@@ -60,7 +64,18 @@ class SupervisorSettings:
         enough = threads == "auto" or (is_whole(threads) and threads >= 1)
         faults.check(enough, "threads_per_rank", threads, "'auto' or a whole number from 1")
         faults.flag("bind_cores", self.bind_cores)
+        try:
+            _ = self.guard_settings
+        except ConfigurationError as error:
+            faults.texts += error.faults
         faults.raise_all()
+
+    @property
+    def guard_settings(self) -> GuardSettings:
+        """The settings of the collective guard."""
+        return GuardSettings(
+            guard=self.guard, stall_timeout=self.stall_timeout, guard_history=self.guard_history
+        )
 
 
 class RankSupervisor:
@@ -133,7 +148,7 @@ class RankSupervisor:
             self.propagation.parent_prints = self.parent_prints
             self.propagation.where = self._where
             self.propagation.on_force = self.on_force
-            self.guard = guard_on(communicator.side_channel, self.propagation, self.settings.guard)
+            self.guard = guard_on(communicator.side_channel, self.propagation, self.settings.guard_settings)
             if self.guard is not None:
                 self.guard.folder = self._folder
         return communicator

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_lockstep._environment import debug
 from lightning_lockstep._settings import Faults, is_number
 from lightning_lockstep.distributed.ddp_comm_hooks import HOOKS
-from lightning_lockstep.distributed.guard.guard import GuardSettings
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
 
@@ -62,21 +61,17 @@ class LifecycleSettings:
 
     @property
     def supervisor(self) -> SupervisorSettings:
-        """The settings of the rank supervisor."""
+        """The settings of the rank supervisor; ``LOCKSTEP_DEBUG=1`` turns ``watch`` into ``verify``."""
         return SupervisorSettings(
             on_rank_failure=self.on_rank_failure,
             grace_period=self.grace_period,
             silence_limit=self.silence_limit,
             threads_per_rank=self.threads_per_rank,
             bind_cores=self.bind_cores,
-            guard=self.guard_settings,
+            guard="verify" if self.guard == "watch" and debug() else self.guard,
+            stall_timeout=self.stall_timeout,
+            guard_history=self.guard_history,
         )
-
-    @property
-    def guard_settings(self) -> GuardSettings:
-        """The settings of the collective guard; ``LOCKSTEP_DEBUG=1`` turns ``watch`` into ``verify``."""
-        guard = "verify" if self.guard == "watch" and debug() else self.guard
-        return GuardSettings(guard=guard, stall_timeout=self.stall_timeout, guard_history=self.guard_history)
 
     @property
     def duration(self) -> timedelta:

@@ -52,6 +52,7 @@ STRATEGIES = ("LockstepDDPStrategy", "LockstepMPIStrategy")
 TAKEN_BY: dict[str, tuple[str, ...]] = {
     "AutoBatchSizeSettings": ("AutoBatchSize",),
     "DDPSettings": STRATEGIES,
+    "GuardSettings": STRATEGIES,
     "GroupSettings": (),  # the MPI backend makes it for each group
     "LifecycleSettings": STRATEGIES,
     "MPIBackendOptions": ("LockstepMPIStrategy",),

@@ -17,7 +17,7 @@ PACKAGE = Path(lightning_lockstep.__file__).parent
 GROUND = {"errors", "_exports", "_lightning", "_environment", "_settings", "_system", "_tables", "_console"}
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
-FEATURES = MIDDLE | {"overflow", "batch_size"}
+FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers"}
 PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 
 # room (folder or module at the top of the package) -> the rooms it may import; itself always
@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "stopping": TALK,
     "overflow": TALK | {"numerics", "steps"},
     "batch_size": TALK | {"numerics", "steps"},
+    "stragglers": TALK,
     "strategies": MIDDLE,
     "callbacks": FEATURES,
     "tuner": FEATURES | {"callbacks"},

@@ -32,6 +32,7 @@ ALLOWED = {
     # Python
     "_exit": "os",
     "_getframe": "sys",
+    "_current_frames": "sys",
     "_run_exitfuncs": "atexit",
     "_args_from_interpreter_flags": "subprocess",
     "_inst": "random",
@@ -49,6 +50,7 @@ ALLOWED = {
     "_Work": "torch.distributed",
     "_plugins": "torch.distributed.Backend",
     "_get_default_store": "torch.distributed",
+    "_get_backend": "ProcessGroup",
     "_check_reducer_finalized": "Reducer",
     "_iterator": "DataLoader",
     # torchmetrics

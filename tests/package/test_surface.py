@@ -22,6 +22,7 @@ CALLBACKS = [
     "OverflowDetector",
     "RankOrderedLogging",
     "StopTogether",
+    "StragglerMonitor",
     "SyncedEarlyStopping",
 ]
 SURFACE = [

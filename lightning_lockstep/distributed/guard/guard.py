@@ -8,31 +8,26 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 
-import torch.distributed as dist
-
-from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import is_broken_collective
 from lightning_lockstep.distributed.guard.flight_recorder import FlightRecorder
+from lightning_lockstep.distributed.guard.group_recorders import GroupRecorders
 from lightning_lockstep.distributed.guard.main_thread import MainThreadErrors, position_of_error
 from lightning_lockstep.distributed.guard.rank_state import RankState
-from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.settings import GuardSettings
 from lightning_lockstep.distributed.guard.terminate import before_terminate
 from lightning_lockstep.distributed.guard.verdict import Verdict
-from lightning_lockstep.distributed.guard.watch import CollectiveWatch, WatchSettings
-from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.distributed.guard.watch import CollectiveWatch
 from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.errors import CollectiveError, LockstepError
 
-__all__ = ["REPORT", "CollectiveGuard", "GuardSettings", "guard_on"]
+__all__ = ["REPORT", "CollectiveGuard", "guard_on"]
 
 _log = logging.getLogger(__name__)
 
@@ -40,51 +35,6 @@ _log = logging.getLogger(__name__)
 REPORT = "guard-report.json"
 # How long the other ranks may take to say where they are when a collective has failed here [s].
 _EXPLAIN_FOR = 15.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuardSettings:
-    """Settings of the guard; see the strategies for the meaning.
-
-    Raises:
-        ConfigurationError: One message with every value that cannot be used.
-    """
-
-    guard: Literal["off", "watch", "verify"] = "watch"
-    stall_timeout: float = 60.0
-    guard_history: int = 0
-
-    def __post_init__(self) -> None:
-        faults = Faults()
-        faults.choice("guard", self.guard, ("off", "watch", "verify"))
-        faults.number("stall_timeout", self.stall_timeout, what="seconds", above=0, such_as=60)
-        faults.whole("guard_history", self.guard_history, least=0)
-        faults.raise_all()
-
-    @property
-    def watch(self) -> WatchSettings:
-        """The settings of the watch."""
-        return WatchSettings(stall_timeout=self.stall_timeout, history=self.guard_history)
-
-
-class GroupRecorders:
-    """The recorders of process groups that are written in Python, which torch's flight recorder does not see."""
-
-    def outstanding(self) -> Sequence[Outstanding]:
-        """See :meth:`CallRecorder.outstanding`."""
-        return [one for recorder in _group_recorders() for one in recorder.outstanding()]
-
-    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
-        """See :meth:`CallRecorder.calls`."""
-        calls = [call for recorder in _group_recorders() for call in recorder.calls(sites=sites)]
-        return sorted(calls, key=lambda one: one.started)
-
-
-def _group_recorders() -> list[CallRecorder]:
-    if not process_group_exists():
-        return []
-    groups = list(dist.distributed_c10d._world.pg_map)
-    return [group.call_recorder for group in groups if hasattr(group, "call_recorder")]
 
 
 class CollectiveGuard:
@@ -110,7 +60,7 @@ class CollectiveGuard:
         self.watch = CollectiveWatch(
             channel,
             [FlightRecorder(), GroupRecorders()],
-            settings.watch,
+            settings,
             conclude=self._conclude,
             report=self._report,
             store_port=int(os.environ.get("MASTER_PORT") or 0),

@@ -8,7 +8,21 @@ from typing import Any, NamedTuple, Protocol
 
 from lightning_lockstep.distributed.guard.call_report import CollectiveCall
 
-__all__ = ["CallRecorder", "Outstanding", "RecordedCall"]
+__all__ = ["Arrival", "CallRecorder", "Outstanding", "RecordedCall"]
+
+
+class Arrival(NamedTuple):
+    """When this rank has called a collective.
+
+    Attributes:
+        group: Name of its process group, as :attr:`CollectiveCall.group` has it.
+        number: Which collective of the group it is, from 1; the same on every rank of the group.
+        time: When [s since 1970, by this host's clock].
+    """
+
+    group: str
+    number: int
+    time: float
 
 
 class Outstanding(NamedTuple):
@@ -63,6 +77,16 @@ class CallRecorder(Protocol):
 
         Args:
             sites: Whether to say where each was called from, where that takes time.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        ...
+
+    def arrivals(self, since: float) -> Sequence[Arrival]:
+        """Return when this rank has called its last collectives, oldest first.
+
+        Args:
+            since: Earlier ones are left out [s since 1970, by this host's clock].
 
         Ranks: any rank, alone; nothing is sent.
         """

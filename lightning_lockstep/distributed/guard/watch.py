@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import psutil
 
@@ -27,11 +26,12 @@ from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries, Sile
 from lightning_lockstep.distributed.guard.main_thread import Activity, Position, position
 from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding
+from lightning_lockstep.distributed.guard.settings import GuardSettings
 from lightning_lockstep.distributed.guard.verdict import Question, Verdict
 from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.errors import CollectiveError
 
-__all__ = ["CollectiveWatch", "WatchSettings"]
+__all__ = ["CollectiveWatch"]
 
 _log = logging.getLogger(__name__)
 # Calls of each rank that are compared.
@@ -42,19 +42,6 @@ _PART, _OFTEN, _SELDOM = 0.1, 0.05, 1.0
 _MOVEMENT = 10.0
 # A longer time between two looks than this much more than planned [s] means that this process was stopped.
 _STOPPED = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchSettings:
-    """Settings of the watch.
-
-    Attributes:
-        stall_timeout: How long a collective may take before the ranks compare where they are [s].
-        history: How many of the last calls of each rank a report lists.
-    """
-
-    stall_timeout: float = 60.0
-    history: int = 0
 
 
 class CollectiveWatch:
@@ -80,7 +67,7 @@ class CollectiveWatch:
         self,
         channel: SideChannel,
         recorders: Sequence[CallRecorder],
-        settings: WatchSettings,
+        settings: GuardSettings,
         *,
         conclude: Callable[[CollectiveError], None],
         report: Callable[[Verdict, Mapping[int, RankState]], None],
@@ -106,7 +93,7 @@ class CollectiveWatch:
             silence=self._silence,
             conclude=self._take_answer,
             report=self._tell,
-            history=settings.history,
+            history=settings.guard_history,
             run_soon=self._to_do.put,
         )
         self._remove = channel.on("guard/soon", lambda message: self._prepare())

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 
 from lightning_lockstep.distributed.guard.call_report import CollectiveCall
-from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.recorded import Arrival, Outstanding, RecordedCall
 
 __all__ = ["CallRecords"]
 
-_KEPT = 64
+_KEPT = 512
 
 
 class _Record(NamedTuple):
@@ -65,7 +65,15 @@ class CallRecords:
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
         """See :meth:`CallRecorder.calls`."""
-        return [self._recorded(record) for record in tuple(self._records)]
+        return [self._recorded(record) for record in self._records.copy()]
+
+    def arrivals(self, since: float) -> Sequence[Arrival]:
+        """See :meth:`CallRecorder.arrivals`."""
+        return [
+            Arrival(self._group, one.number, one.started)
+            for one in self._records.copy()
+            if one.started >= since
+        ]
 
     def _recorded(self, record: _Record) -> RecordedCall:
         call = CollectiveCall(

@@ -1,0 +1,191 @@
+"""StragglerMonitor: which rank the others wait for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_lockstep._console import say
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._lightning.internals import part_of_action
+from lightning_lockstep._settings import Faults
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.errors import Preempted
+from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.stragglers.collection import Collection
+from lightning_lockstep.stragglers.exchange import StragglerExchange
+from lightning_lockstep.stragglers.report import change_line, figures, missing_line, report
+from lightning_lockstep.stragglers.step_times import Part, StepTimer
+from lightning_lockstep.stragglers.tracker import StragglerTracker
+from lightning_lockstep.stragglers.verdict import NOBODY, Verdict
+
+__all__ = ["StragglerMonitor"]
+
+_log = logging.getLogger(__name__)
+
+# How long rank 0 waits at the end of a fit for the last figures of the others [s].
+_AT_THE_END = 2.0
+
+
+class StragglerMonitor(Callback):
+    """Says which rank the others wait for, since when, by how much, and in which part of its step.
+
+    When each rank arrived at which collective comes from torch's flight recorder (or, under the backend
+    ``mpi4py``, from our own notes), so that waiting is told from work. Rank 0 prints a line when another rank
+    becomes the one that the others wait for, gives figures to the Trainer's loggers, and prints a table of the
+    ranks at the end.
+
+    Args:
+        every_n_steps: Batches after which rank 0 asks the others for their figures, and decides. Later where reading
+            the flight recorder would cost more than 0.5 % of the time.
+        min_share: Share of the time that the others must lose by waiting for a rank, until it is named.
+
+    Attributes:
+        verdict: On rank 0: whom the others wait for now; after the fit: on the whole of it.
+
+    Raises:
+        ConfigurationError: One message with every argument that cannot be used.
+
+    Ranks: every rank has one. Every ``every_n_steps`` a message to each rank and one back, over the side channel; no
+    collective. A step costs some reads of a clock.
+    """
+
+    def __init__(self, *, every_n_steps: int = 50, min_share: float = 0.05) -> None:
+        super().__init__()
+        faults = Faults()
+        faults.whole("every_n_steps", every_n_steps, what="a whole number of steps", such_as=50)
+        faults.number("min_share", min_share, what="a share of the time", above=0, below=1, such_as=0.05)
+        faults.raise_all()
+        self.every_n_steps, self.min_share = every_n_steps, min_share
+        self.verdict: Verdict = NOBODY
+        self._reset()
+
+    def _reset(self) -> None:
+        self._timer = StepTimer()
+        self._exchange: StragglerExchange | None = None
+        self._collection: Collection | None = None
+        self._steps = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Open the side channel while all ranks are here. Ranks: all, together."""
+        if stage == "fit":
+            self._stop()
+            self.verdict = NOBODY
+            if current_communicator().world_size == 1:
+                say("StragglerMonitor: there is one rank, so nobody waits for another; nothing is measured.")
+            else:
+                _ = current_communicator().side_channel
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure. Ranks: all, alike; nothing is sent but a few questions for rank 0's time."""
+        self._stop()
+        communicator = current_communicator()
+        world_size = communicator.world_size
+        if world_size == 1:
+            return
+        if communicator.is_main:
+            tracker = StragglerTracker(world_size, every_n_steps=self.every_n_steps, min_share=self.min_share)
+            self._collection = Collection(world_size, tracker)
+        self._exchange = StragglerExchange(
+            communicator.side_channel,
+            communicator.host,
+            every_n_steps=self.every_n_steps,
+            collection=self._collection,
+            say_missing=lambda ranks: _log.warning("%s", missing_line(ranks)),
+        )
+        self._watch_actions(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out the first step of an epoch, in which loaders start."""
+        self._timer.interrupt()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out validation and the step after it."""
+        self._timer.interrupt()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Note the begin of a backward pass."""
+        self._timer.backward_begins()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note its end."""
+        self._timer.backward_ends()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End the step. Ranks: every rank, after every batch; waits for nobody."""
+        if self._exchange is None:
+            return
+        self._exchange.step_done(self._steps, self._timer.end(self._steps))
+        self._steps += 1
+        if self._collection is not None and self._collection.windows:
+            self._tell(trainer, self._collection)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table. Ranks: all; rank 0 waits for the others' last figures, 2 s at most."""
+        self._end(trainer, timeout=_AT_THE_END)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Print the table of what is known. Ranks: any; waits only where all ranks leave together."""
+        self._end(trainer, timeout=_AT_THE_END if isinstance(exception, Preempted) else 0.0)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop measuring. Ranks: any, alone."""
+        self._stop()
+
+    def _watch_actions(self, trainer: Trainer) -> None:
+        """Learn of loading and of the other callbacks by what Lightning tells its profiler, whichever that is."""
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+        start, stop, timer = profiler.start, profiler.stop, self._timer
+        own = f"]{self.state_key}."
+        parts: dict[str, Part | None] = {}
+
+        def started(action: str) -> None:
+            start(action)
+            if action not in parts:
+                parts[action] = None if own in action else part_of_action(action)
+            part = parts[action]
+            if part is not None:
+                timer.enter(action, part)
+
+        def stopped(action: str) -> None:
+            if parts.get(action) is not None:
+                timer.leave(action)
+            stop(action)
+
+        self._undo = [put_in_place(profiler, "start", started), put_in_place(profiler, "stop", stopped)]
+
+    def _tell(self, trainer: Trainer, collection: Collection) -> None:
+        while collection.windows:
+            window = collection.windows.popleft()
+            self.verdict = window.verdict
+            if window.changed:
+                _log.warning("%s", change_line(window, collection.hosts))
+            if window.losses.steps:
+                for logger in trainer.loggers:
+                    logger.log_metrics(figures(window), step=trainer.global_step)
+
+    def _end(self, trainer: Trainer, *, timeout: float) -> None:
+        exchange, collection = self._exchange, self._collection
+        if exchange is None:
+            return
+        exchange.finish(timeout)
+        if collection is not None:
+            self._tell(trainer, collection)
+            self.verdict = collection.tracker.conclusion()
+            # After a failure nobody waits for the last figures, and that they are not there means nothing.
+            missing = collection.missing if timeout > 0 else ()
+            say(report(collection.tracker, collection.hosts, missing))
+        self._stop()
+
+    def _stop(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        if self._exchange is not None:
+            self._exchange.close()
+        self._reset()

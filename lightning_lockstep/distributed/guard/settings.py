@@ -1,0 +1,36 @@
+"""What a user may set on the collective guard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_lockstep._settings import Faults
+
+__all__ = ["GuardSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings:
+    """Settings of the guard of a run.
+
+    Attributes:
+        guard: ``watch``: find out why a collective does not complete; ``verify``: also compare what the ranks call
+            before each one; ``off``: neither.
+        stall_timeout: How long a collective may take before the ranks compare where they are [s].
+        guard_history: How many of the last calls of each rank a report lists.
+
+    Raises:
+        ConfigurationError: One message with every value that cannot be used.
+    """
+
+    guard: Literal["off", "watch", "verify"] = "watch"
+    stall_timeout: float = 60.0
+    guard_history: int = 0
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        faults.choice("guard", self.guard, ("off", "watch", "verify"))
+        faults.number("stall_timeout", self.stall_timeout, what="seconds", above=0, such_as=60)
+        faults.whole("guard_history", self.guard_history, least=0)
+        faults.raise_all()

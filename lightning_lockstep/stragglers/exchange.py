@@ -1,0 +1,162 @@
+"""How the figures of all ranks come to rank 0: it asks, each rank answers after its next step, nobody waits."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_lockstep.distributed.guard.arrivals import ArrivalReader
+from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
+from lightning_lockstep.distributed.side_channel.clock_offset import ClockOffset
+from lightning_lockstep.stragglers.collection import Collection
+from lightning_lockstep.stragglers.step_times import OwnStep, described
+
+__all__ = ["StragglerExchange"]
+
+_ASK, _ANSWER = "straggler/ask", "straggler/answer"
+
+# To look up the collectives stops a rank for some milliseconds: this share of the time at most.
+_LARGEST_COST = 0.005
+# Torch and we keep the last 512 collectives: ask before half of them are new.
+_CALLS_BETWEEN = 256
+# Steps that a rank keeps where nobody asks.
+_KEPT_STEPS = 5000
+
+_fits = itertools.count()
+
+
+class StragglerExchange:
+    """Sends this rank's steps to rank 0 when rank 0 asks.
+
+    Args:
+        channel: The side channel of the run.
+        host: Name of this host.
+        every_n_steps: Rank 0 asks after so many steps, later where that would cost too much, earlier where a step has
+            many collectives.
+        collection: Of rank 0; ``None`` on the others.
+        say_missing: Told on rank 0 which ranks do not answer any more.
+
+    Ranks: one object on every rank for each fit. A question is a message to every rank and one back.
+    """
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        host: str,
+        *,
+        every_n_steps: int,
+        collection: Collection | None,
+        say_missing: Callable[[frozenset[int]], None],
+    ) -> None:
+        self._channel, self._host, self._every = channel, host, every_n_steps
+        self._collection, self._say_missing = collection, say_missing
+        self._fit = next(_fits)
+        self._clock, self._reader = ClockOffset(channel), ArrivalReader()
+        self._steps: list[OwnStep] = []
+        self._reached = -1
+        self._asked = self._answered = 0
+        self._asked_at = time.monotonic()
+        self._sent = threading.Event()
+        self._remove = channel.on(_ASK, self._take_question)
+        self._remove_answers = channel.on(_ANSWER, self._take_answer) if collection is not None else None
+        self._clock.measure(8)
+
+    def step_done(self, number: int, own: OwnStep | None) -> None:
+        """Note a step, ask if it is time to (rank 0), and answer if this rank was asked.
+
+        Args:
+            number: Of the step.
+            own: The step; ``None`` if it was not measured.
+
+        Ranks: every rank, after each step, from its main thread; about a microsecond where nobody has asked.
+        """
+        self._reached = number
+        if own is not None:
+            self._steps.append(own)
+            if len(self._steps) > _KEPT_STEPS:
+                del self._steps[: _KEPT_STEPS // 2]
+        if self._collection is not None and self._is_time(self._collection):
+            self._ask(self._collection)
+        if self._asked != self._answered:
+            self._answer(final=False)
+
+    def finish(self, timeout: float) -> None:
+        """Send the last steps; rank 0 waits for those of the others and compares what has come.
+
+        Args:
+            timeout: Longest wait of rank 0 [s]; 0 after a failure.
+
+        Ranks: every rank, once; rank 0 alone waits.
+        """
+        self._answer(final=True)
+        if timeout > 0:
+            # By this rank's own sending thread: afterwards the process groups may be destroyed, and their names gone.
+            self._sent.wait(timeout)
+        collection = self._collection
+        if collection is not None:
+            with collection.news:
+                if timeout > 0:
+                    self._channel.wait_for(collection.news, lambda: collection.complete, timeout)
+                collection.finish()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._remove()
+        self._clock.close()
+        if self._remove_answers is not None:
+            self._remove_answers()
+
+    def _is_time(self, collection: Collection) -> bool:
+        steps = len(self._steps)
+        if steps < self._every and steps * collection.calls < _CALLS_BETWEEN:
+            return False
+        return time.monotonic() - self._asked_at >= collection.cost / _LARGEST_COST
+
+    def _ask(self, collection: Collection) -> None:
+        self._asked += 1
+        self._asked_at = time.monotonic()
+        missing = collection.give_up_on_silent(self._asked)
+        if missing:
+            self._say_missing(missing)
+        self._channel.post(_ASK, [self._fit, self._asked])
+
+    def _answer(self, *, final: bool) -> None:
+        self._answered = self._asked
+        steps, self._steps = self._steps, []
+        self._channel.post(_ANSWER, (self._answered, steps, self._reached, final), to=0, make=self._made)
+
+    def _made(self, body: tuple[int, list[OwnStep], int, bool]) -> dict[str, Any]:
+        """Make the answer, on the thread that sends it."""
+        try:
+            return self._described(*body)
+        finally:
+            if body[-1]:
+                self._sent.set()
+
+    def _described(self, number: int, steps: list[OwnStep], reached: int, final: bool) -> dict[str, Any]:
+        shift = time.time() - time.perf_counter()
+        arrivals = self._reader.read(steps[0].begin + shift) if steps else []
+        clock = [self._clock.seconds, self._clock.error]
+        self._clock.measure()
+        return {
+            "fit": self._fit,
+            "round": number,
+            "final": final,
+            "reached": reached,
+            "host": self._host,
+            "clock": clock,
+            "cost": self._reader.seconds,
+            "steps": described(steps, arrivals, shift),
+        }
+
+    def _take_question(self, message: Message) -> None:
+        fit, number = message.body
+        if fit == self._fit:
+            self._asked = number
+
+    def _take_answer(self, message: Message) -> None:
+        if self._collection is not None and message.body["fit"] == self._fit:
+            self._collection.take(message.sender, message.body)

@@ -1,0 +1,137 @@
+"""The verdict as the run goes on, when it changes, and what the whole run comes to."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_lockstep.stragglers.comparison import ComparedStep, RankTimes
+from lightning_lockstep.stragglers.verdict import NOBODY, Losses, Verdict, decide, losses_of
+
+__all__ = ["RankSummary", "StragglerTracker", "Window"]
+
+# A verdict stands on the steps of the last windows, at least so many.
+_LOOK_BACK = 50
+# While a run goes on, fewer steps than this name nobody.
+_FEWEST = 20
+# Windows whose medians are kept for the table at the end.
+_KEPT_WINDOWS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What one window of steps has shown.
+
+    Attributes:
+        first: Its first step.
+        since: First step since the last decision; earlier than ``first`` where there were too few steps to decide.
+        losses: Its sums.
+        before: The verdict before it.
+        verdict: The verdict now, on the last windows together.
+    """
+
+    first: int
+    since: int
+    losses: Losses
+    before: Verdict
+    verdict: Verdict
+
+    @property
+    def changed(self) -> bool:
+        """Whether another rank is named now, or the same in another way."""
+        return not self.verdict.is_like(self.before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSummary:
+    """One rank over the whole run.
+
+    Attributes:
+        rank: The rank.
+        times: Where the time of its steps went, medians [s]; ``None`` if nothing came from it.
+        last: Number of steps in which it was the last.
+        share: Its share of all the time that was spent waiting.
+    """
+
+    rank: int
+    times: RankTimes | None
+    last: int
+    share: float
+
+
+class StragglerTracker:
+    """Takes compared steps in order and decides after each window.
+
+    Args:
+        world_size: Number of ranks.
+        every_n_steps: Steps of a window.
+        min_share: From which share of the time on a rank is named.
+
+    Attributes:
+        verdict: The verdict now.
+        total: Sums over all steps so far.
+    """
+
+    def __init__(self, world_size: int, *, every_n_steps: int, min_share: float) -> None:
+        self._world_size, self._every, self._min_share = world_size, every_n_steps, min_share
+        self.verdict: Verdict = NOBODY
+        self.total = Losses.none(world_size)
+        self._steps: list[ComparedStep] = []
+        self._recent: deque[Losses] = deque()
+        self._undecided_since: int | None = None
+        self._times: list[deque[RankTimes]] = [deque(maxlen=_KEPT_WINDOWS) for _ in range(world_size)]
+
+    def add(self, step: ComparedStep) -> Window | None:
+        """Take the next step; returns the window that it completes, if it does."""
+        self._steps.append(step)
+        return self._evaluate() if len(self._steps) >= self._every else None
+
+    def finish(self) -> Window | None:
+        """Return the last window, which may be shorter than the others."""
+        return self._evaluate(at_least=1) if self._steps else None
+
+    def conclusion(self) -> Verdict:
+        """Return the verdict on all steps so far."""
+        return decide(self.total, min_share=self._min_share)
+
+    def ranks(self) -> list[RankSummary]:
+        """Return each rank over all steps so far, in rank order."""
+        lost = sum(self.total.lost)
+        return [
+            RankSummary(
+                rank=rank,
+                times=_medians(self._times[rank]) if self._times[rank] else None,
+                last=self.total.last[rank],
+                share=self.total.lost[rank] / lost if lost else 0.0,
+            )
+            for rank in range(self._world_size)
+        ]
+
+    def _evaluate(self, *, at_least: int = _FEWEST) -> Window:
+        steps, self._steps = self._steps, []
+        losses = losses_of(steps, self._world_size)
+        self.total += losses
+        for rank, times in enumerate(self._times):
+            of_rank = [step.times[rank] for step in steps if rank in step.times]
+            if of_rank:
+                times.append(_medians(of_rank))
+        self._recent.append(losses)
+        while (
+            len(self._recent) > 1
+            and sum(one.steps for one in self._recent) - self._recent[0].steps >= _LOOK_BACK
+        ):
+            self._recent.popleft()
+        before = self.verdict
+        since = steps[0].step if self._undecided_since is None else self._undecided_since
+        self._undecided_since = since
+        together = sum(self._recent, start=Losses.none(self._world_size))
+        if losses.steps and together.steps >= at_least:  # a window of which nothing is known changes nothing
+            self._undecided_since = None
+            self.verdict = decide(together, min_share=self._min_share, before=before)
+        return Window(first=steps[0].step, since=since, losses=losses, before=before, verdict=self.verdict)
+
+
+def _medians(times: Sequence[RankTimes]) -> RankTimes:
+    return RankTimes(*(statistics.median(values) for values in zip(*times, strict=True)))

@@ -1,0 +1,182 @@
+"""The decision: which rank the others wait for, if any, from sums over many steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_lockstep.stragglers.comparison import ComparedStep
+from lightning_lockstep.stragglers.step_times import PARTS, Part
+
+__all__ = ["NOBODY", "Kind", "Losses", "Verdict", "decide", "losses_of"]
+
+Kind = Literal["always", "at times"]
+
+# A rank that costs the others most of its time in at least this share of the steps is slow always; one already called
+# so stays that down to the second.
+_ALWAYS, _STILL_ALWAYS = 0.5, 0.4
+# How far a rank's loss must stand above what chance gives [standard deviations]: it takes three slow steps, one hiccup
+# is not enough, and ranks that are late in turn are not either.
+_CERTAIN = 1.7
+# Who is named stays named down to this share of both limits, so that a value near a limit prints no lines.
+_STILL_NAMED = 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Sums over steps; the tuples are by rank.
+
+    Attributes:
+        steps: Number of steps in which arrivals were measured.
+        seconds: Their length [s].
+        lost: How long the others waited for the rank, on average over them [s].
+        squares: The squares of that, step by step [s^2].
+        last: Number of steps in which the rank was the last.
+        excess: By how much the rank's parts were longer than those of the others, in the order of :data:`PARTS`,
+            each step weighted by what was lost in it [s^2].
+    """
+
+    steps: int
+    seconds: float
+    lost: tuple[float, ...]
+    squares: tuple[float, ...]
+    last: tuple[int, ...]
+    excess: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def none(cls, world_size: int) -> Losses:
+        """Return the sum over no steps."""
+        zeros = (0.0,) * world_size
+        nothing = ((0.0,) * len(PARTS),) * world_size
+        return cls(steps=0, seconds=0.0, lost=zeros, squares=zeros, last=(0,) * world_size, excess=nothing)
+
+    def __add__(self, other: Losses) -> Losses:
+        return Losses(
+            steps=self.steps + other.steps,
+            seconds=self.seconds + other.seconds,
+            lost=_sums(self.lost, other.lost),
+            squares=_sums(self.squares, other.squares),
+            last=tuple(a + b for a, b in zip(self.last, other.last, strict=True)),
+            excess=tuple(_sums(mine, theirs) for mine, theirs in zip(self.excess, other.excess, strict=True)),
+        )
+
+    @property
+    def share(self) -> float:
+        """The share of the time that was spent waiting, whoever for."""
+        return sum(self.lost) / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Which rank the others wait for.
+
+    Attributes:
+        rank: The rank, or ``None`` for nobody; then all else is zero.
+        kind: Whether it is slow in most steps or in some.
+        where: The part of its step that is longer than that of the others.
+        lost: How long the others wait for it in a step, on average over all steps [s].
+        share: The same as a share of the step time.
+        step_seconds: Mean length of a step [s].
+        slow_steps: In how many steps, about, the others wait for it: as many equal ones would give the same loss
+            with the same spread.
+        steps: Out of how many.
+    """
+
+    rank: int | None = None
+    kind: Kind | None = None
+    where: Part | None = None
+    lost: float = 0.0
+    share: float = 0.0
+    step_seconds: float = 0.0
+    slow_steps: int = 0
+    steps: int = 0
+
+    def is_like(self, other: Verdict) -> bool:
+        """Return whether both name the same rank as slow in the same way, whatever the figures."""
+        return (self.rank, self.kind) == (other.rank, other.kind)
+
+
+NOBODY = Verdict()
+
+
+def losses_of(steps: Sequence[ComparedStep], world_size: int) -> Losses:
+    """Sum up consecutive steps.
+
+    Args:
+        steps: In order; those without arrivals are left out.
+        world_size: Number of ranks.
+    """
+    measured = [step for step in steps if step.measured]
+    before = {one.step: previous for previous, one in itertools.pairwise(steps)}
+    lost, squares, last = [0.0] * world_size, [0.0] * world_size, [0] * world_size
+    excess = [[0.0] * len(PARTS) for _ in range(world_size)]
+    for step in measured:
+        for rank, seconds in step.cost.items():
+            lost[rank] += seconds
+            squares[rank] += seconds**2
+            # What a rank does after the last collective of a step makes it late for the next one.
+            for one in filter(None, (before.get(step.step), step)):
+                _add_excess(excess[rank], one, rank, weight=seconds)
+        if step.last is not None:
+            last[step.last] += 1
+    return Losses(
+        steps=len(measured),
+        seconds=sum(step.seconds for step in measured),
+        lost=tuple(lost),
+        squares=tuple(squares),
+        last=tuple(last),
+        excess=tuple(map(tuple, excess)),
+    )
+
+
+def decide(losses: Losses, *, min_share: float, before: Verdict = NOBODY) -> Verdict:
+    """Decide whom the others wait for.
+
+    A rank is named if waiting for it costs at least ``min_share`` of the time more than waiting for each of the others
+    does on average (where all are late in turn, nobody is slow), and if that is no accident.
+
+    Args:
+        losses: Sums over enough steps.
+        min_share: From which share of the time on a rank is named.
+        before: The verdict so far, which a value near a limit does not change.
+    """
+    world_size = len(losses.lost)
+    if losses.seconds <= 0 or world_size < 2 or not any(losses.lost):
+        return NOBODY
+    rank = max(range(world_size), key=losses.lost.__getitem__)
+    lost = losses.lost[rank]
+    more = lost - (sum(losses.lost) - lost) / (world_size - 1)
+    needed = _STILL_NAMED if before.rank == rank else 1.0
+    by_chance = math.sqrt(sum(losses.squares))
+    if more < needed * min_share * losses.seconds or more < needed * _CERTAIN * by_chance:
+        return NOBODY
+    slow_steps = min(lost**2 / losses.squares[rank], float(losses.steps))
+    limit = _STILL_ALWAYS if (before.rank, before.kind) == (rank, "always") else _ALWAYS
+    excess = losses.excess[rank]
+    return Verdict(
+        rank=rank,
+        kind="always" if slow_steps >= limit * losses.steps else "at times",
+        where=PARTS[max(range(len(PARTS)), key=excess.__getitem__)],
+        lost=lost / losses.steps,
+        share=lost / losses.seconds,
+        step_seconds=losses.seconds / losses.steps,
+        slow_steps=round(slow_steps),
+        steps=losses.steps,
+    )
+
+
+def _add_excess(sums: list[float], step: ComparedStep, rank: int, *, weight: float) -> None:
+    own = step.times.get(rank)
+    others = [times for other, times in step.times.items() if other != rank]
+    if own is None or not others:
+        return
+    for i, part in enumerate(PARTS):
+        sums[i] += weight * (own.of(part) - statistics.median(times.of(part) for times in others))
+
+
+def _sums(mine: Iterable[float], theirs: Iterable[float]) -> tuple[float, ...]:
+    return tuple(a + b for a, b in zip(mine, theirs, strict=True))
