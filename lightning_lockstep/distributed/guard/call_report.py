@@ -189,6 +189,7 @@ def compares_calls(group: object) -> bool:
 
 _OF_LIBRARIES = {
     *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra"),
+    "typing_extensions",  # wraps what torch deprecates
     __name__.partition(".")[0],
 }
 
@@ -226,7 +227,7 @@ def is_library_file(path: str) -> bool:
 
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
-    """Return the folders of those libraries that are loaded."""
+    """Return the folders of those libraries that are loaded; of a library that is one file, that file."""
     loaded = (sys.modules.get(name) for name in _OF_LIBRARIES)
     files = [module.__file__ for module in loaded if module is not None and module.__file__]
-    return tuple(file.rpartition(os.sep)[0] + os.sep for file in files)
+    return tuple(file.removesuffix("__init__.py") for file in files)

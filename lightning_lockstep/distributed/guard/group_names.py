@@ -33,9 +33,9 @@ def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
         return {}
     world = dist.group.WORLD
     titles: dict[str, tuple[str, tuple[int, ...]]] = {}
-    # A copy: the main thread may be making a group.
+    # A copy: the main thread may be making a group. Torch also has an entry for those that this rank is not in.
     for group, ranks_of in list(dist.distributed_c10d._world.pg_group_ranks.items()):
-        if group is None:
+        if not isinstance(group, dist.ProcessGroup):
             continue
         ranks = tuple(sorted(ranks_of, key=ranks_of.__getitem__))
         name: str = group.group_name
