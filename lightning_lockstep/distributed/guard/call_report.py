@@ -41,7 +41,8 @@ class CollectiveCall:
         dtypes: Dtypes of its tensors, such as ``("float32",)``.
         shapes: Shapes of its tensors.
         reduce_op: How it reduces, such as ``sum``; ``None`` where it does not.
-        root: The rank that sends to all or receives from all; ``None`` where there is none.
+        root: The rank that sends to all or receives from all, or the peer of a send or receive; ``None`` where there
+            is none.
         site: Where it was called from, such as ``train.py:88 in training_step``.
         note: What the report shows instead of the shapes, such as what is wrong with the arguments.
         uneven: Whether its shapes may differ between ranks, but for their numbers of dimensions.
@@ -80,9 +81,9 @@ class CollectiveCall:
         return call_title(self.operation, self.reduce_op, self.root)
 
     def compared(self) -> tuple[str, ...]:
-        """Return what must be equal on all ranks: operation, dtype and shape, as text."""
-        dimensions = str([len(shape) for shape in self.shapes])
-        return (*self._columns()[:2], self.note or dimensions) if self.uneven else self._columns()
+        """Return what must be equal on all ranks: operation, dtype and shape, as text, nothing left out."""
+        shapes = [len(shape) if self.uneven else tuple(shape) for shape in self.shapes]
+        return self.title, str(self.dtypes), self.note or str(shapes)
 
     def _columns(self) -> tuple[str, ...]:
         """Return what the report shows: operation, dtype and shape."""
@@ -98,7 +99,7 @@ def call_title(operation: str, reduce_op: str | None, root: int | None) -> str:
         reduce_op: How it reduces, if it does.
         root: The one rank that sends or receives, if there is one.
     """
-    way = "to" if operation in ("reduce", "gather") else "from"
+    way = "to" if operation in ("reduce", "gather", "send") else "from"
     return (
         operation + (f"({reduce_op})" if reduce_op else "") + (f" {way} {root}" if root is not None else "")
     )
