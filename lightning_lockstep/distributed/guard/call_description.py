@@ -154,10 +154,11 @@ def _whole_input(given: _Given, group: GroupIdentity) -> list[Tensor]:
 
 
 def _whole_and_part(wholes: Any, parts: Any, group: GroupIdentity, *, shown: int) -> list[Tensor]:
-    """Tensors as large as the parts of all ranks together; how their rows are arranged is each rank's affair."""
+    """Tensors that hold the parts of all ranks, one after another."""
     tensors: list[Tensor] = []
     for whole, part in zip(_as_list(wholes), _as_list(parts), strict=False):
-        fits = whole.numel() == part.numel() * len(group.ranks) and _kind(whole)[1:] == _kind(part)[1:]
+        together = (len(group.ranks) * (part.shape[0] if part.dim() else 1), *part.shape[1:])
+        fits = whole.shape == together and _kind(whole)[1:] == _kind(part)[1:]
         pair = whole, part
         tensors += [pair[shown]] if fits else pair
     return tensors

@@ -55,7 +55,7 @@ class Entry:
         Args:
             work: Its work handle; ``None`` where there is nothing to wait for.
         """
-        if work is None or work.is_completed():
+        if work is None or work.is_completed() or (self._number and not _tells_completion(work)):
             self.done = True
         else:
             self._work = work
@@ -65,6 +65,18 @@ class Entry:
         if self._work is not None and self._work.is_completed():
             self.done, self._work = True, None
         return self.done
+
+
+def _tells_completion(work: Any) -> bool:
+    """Return whether the handle of a collective ever says that it is complete.
+
+    Gloo's reduce-scatter is an all-reduce whose result is copied by the ``wait`` of a handle that never does.
+    """
+    try:
+        work.get_future()
+    except RuntimeError:
+        return False
+    return True
 
 
 class CallHistory:

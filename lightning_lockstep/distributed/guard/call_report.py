@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import FrameType
 from typing import Any
@@ -179,6 +179,8 @@ _OF_LIBRARIES = {
     *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra"),
     __name__.partition(".")[0],
 }
+# Modules whose decorators and context managers stand between a user's call and torch.
+_WRAPPERS = {"contextlib", "functools", "typing_extensions"}
 
 
 def call_site() -> str:
@@ -201,7 +203,7 @@ def site_text(file: str, line: int, function: str) -> str:
 
 def is_library_module(name: str) -> bool:
     """Return whether a module is torch's, Lightning's or this package's, rather than the user's."""
-    return name.partition(".")[0] in _OF_LIBRARIES
+    return name.partition(".")[0] in _OF_LIBRARIES or name in _WRAPPERS
 
 
 def is_library_file(path: str) -> bool:
@@ -211,7 +213,11 @@ def is_library_file(path: str) -> bool:
 
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
-    """Return the folders of those libraries that are loaded."""
-    loaded = (sys.modules.get(name) for name in _OF_LIBRARIES)
-    files = [module.__file__ for module in loaded if module is not None and module.__file__]
-    return tuple(file.rpartition(os.sep)[0] + os.sep for file in files)
+    """Return the folders of those libraries that are loaded, and the files of the wrappers."""
+    folders = [file.rpartition(os.sep)[0] + os.sep for file in _files(_OF_LIBRARIES)]
+    return (*folders, *_files(_WRAPPERS))
+
+
+def _files(modules: Iterable[str]) -> list[str]:
+    loaded = (sys.modules.get(name) for name in modules)
+    return [module.__file__ for module in loaded if module is not None and module.__file__]

@@ -35,7 +35,7 @@ def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
     titles: dict[str, tuple[str, tuple[int, ...]]] = {}
     # A copy: the main thread may be making a group.
     for group, ranks_of in list(dist.distributed_c10d._world.pg_group_ranks.items()):
-        if group is None:
+        if not isinstance(group, dist.ProcessGroup):  # the mark of a group that others belong to
             continue
         ranks = tuple(sorted(ranks_of, key=ranks_of.__getitem__))
         name: str = group.group_name

@@ -28,7 +28,7 @@ from lightning_lockstep.distributed.guard.call_report import (
 )
 from lightning_lockstep.distributed.guard.companion import Companion
 from lightning_lockstep.distributed.guard.dispatch_hook import POINT_TO_POINT, DispatchedCall, Finish, Hook
-from lightning_lockstep.distributed.guard.group_names import group_title, group_titles
+from lightning_lockstep.distributed.guard.group_names import group_titles
 from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
@@ -129,12 +129,13 @@ class CallVerifier:
         if not process_group_exists():
             return
         for group in list(dist.distributed_c10d._world.pg_map):
-            if type(group) is not dist.ProcessGroup and group.size() > 1 and not compares_calls(group):
+            foreign = isinstance(group, dist.ProcessGroup) and type(group) is not dist.ProcessGroup
+            if foreign and group.size() > 1 and not compares_calls(group):
                 self._cannot_see(group, f"its class {type(group).__name__} is written in Python")
 
     def _cannot_see(self, group: dist.ProcessGroup, why: str) -> None:
         name = group.group_name
-        title = group_titles().get(name, (group_title(name, ()), ()))[0]
+        title = group_titles().get(name, (name, ()))[0]
         if title not in self._said:
             self._said.add(title)
             if group.rank() == 0:
