@@ -19,7 +19,7 @@ __all__ = ["Companion"]
 
 _PREFIX = "lightning_lockstep/verify"
 _ARRIVED = "arrived"
-_LENGTH = 8  # bytes of a length
+_TAG = 1
 
 
 class Companion:
@@ -48,6 +48,10 @@ class Companion:
         )
         self._memory = array.array("q", [0, 0])  # faster to read and fill than a tensor
         self._tensors = [torch.frombuffer(self._memory, dtype=torch.int64)]
+        self._number = array.array("q", [0, 0])
+        whole = torch.frombuffer(self._number, dtype=torch.int64)
+        self._own, self._others = whole[:1], whole[1:]
+        self._other = 1 - rank
         self._max, self._sum = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._max.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self._sum.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
@@ -60,9 +64,11 @@ class Companion:
             number: A whole number of at most 63 bits.
             timeout: Longest wait for the others [s]; by default that of the companion.
 
-        Ranks: all of the group; one all-reduce of 16 bytes.
+        Ranks: all of the group; one all-reduce of 16 bytes, or a message of 8 bytes each way between two ranks.
         """
         memory = self._memory
+        if self._size == 2:
+            return self._received(number, timeout) == number
         memory[0], memory[1] = number, -number
         self._reduce(self._max, timeout)
         return memory[0] == -memory[1]
@@ -89,6 +95,15 @@ class Companion:
         framed = torch.frombuffer(bytearray(data.ljust(max(lengths), b"\0")), dtype=torch.uint8)
         rows = self._gather(framed)
         return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _received(self, number: int, timeout: float | None) -> int:
+        """Return the number of the other of two ranks, by messages: gloo runs a collective in one more thread."""
+        self._number[0] = number
+        receiving = self._group.recv([self._others], self._other, _TAG)
+        sending = self._group.send([self._own], self._other, _TAG)
+        receiving.wait() if timeout is None else receiving.wait(timedelta(seconds=timeout))
+        sending.wait()
+        return self._number[1]
 
     def _reduce(self, options: Any, timeout: float | None) -> None:
         options.timeout = self._unset if timeout is None else timedelta(seconds=timeout)

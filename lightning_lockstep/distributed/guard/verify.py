@@ -179,7 +179,7 @@ class _GroupVerifier:
         Raises:
             CollectiveMismatchError: On every rank alike.
 
-        Ranks: all of the group; one all-reduce of 16 bytes, two for an all-to-all.
+        Ranks: all of the group; see :meth:`Companion.all_equal`; one all-reduce more for an all-to-all.
         """
         if call.operator.name in _RECORDED_ONLY:
             return self._calls.uncounted(uncompared(call, self._identity)).started
