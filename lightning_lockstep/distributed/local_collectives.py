@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_lockstep.distributed.c10d_operators import operator_named, while_answered_locally
 from lightning_lockstep.distributed.local_answers import ANSWERS, LocalCall, UnansweredCollectiveError
 from lightning_lockstep.distributed.process_group import process_group_exists
 
@@ -62,6 +63,7 @@ def local_collectives() -> Iterator[LocalAnswers]:
     """
     answers = LocalAnswers()
     with ExitStack() as stack:
+        stack.enter_context(while_answered_locally())
         if process_group_exists() and dist.get_world_size() > 1:
             stack.enter_context(_replaced_kernels(answers))
             for group in dist.distributed_c10d._world.pg_map:
@@ -85,19 +87,19 @@ def _replaced_kernels(answers: LocalAnswers) -> Iterator[None]:
 
 def _kernel(name: str, answers: LocalAnswers) -> Callable[..., Any]:
     """Return a kernel of an operator; its schema says which values are given and returned."""
-    schema, tensors = _schema(name), _tensors(name)
-    names = [argument.name for argument in schema.arguments]
+    operator = operator_named(name)
 
     def kernel(*args: Any) -> Any:
-        given = dict(zip(names, args, strict=False))  # trailing defaults are left out
-        group = dist.ProcessGroup.unbox(given["process_group"])
-        splits = given.get("output_split_sizes"), given.get("input_split_sizes")
-        reduction, root = given.get("reduce_op"), given.get("root_rank", 0)
-        _answer(name, answers, group, args[:tensors], reduction=reduction, root=root, splits=splits)
-        if not schema.returns:
+        given = partial(operator.argument, args)
+        group = dist.ProcessGroup.unbox(given("process_group"))
+        splits = given("output_split_sizes"), given("input_split_sizes")
+        reduction, root = given("reduce_op"), given("root_rank", 0)
+        tensors = args[: operator.tensors]
+        _answer(name, answers, group, tensors, reduction=reduction, root=root, splits=splits)
+        if not operator.returned:
             return None
         work = _finished(args[0]).boxed()
-        return work if len(schema.returns) == 1 else (args[0], work)
+        return work if operator.returned == 1 else (args[0], work)
 
     return kernel
 
@@ -119,7 +121,7 @@ def _replaced_methods(group: Any, answers: LocalAnswers) -> Iterator[None]:
 
 def _method(name: str, answers: LocalAnswers, group: Any, *args: Any, opts: Any = None) -> Any:
     """Answer a method of a process group that is written in Python."""
-    tensors, options = args[: _tensors(name)], args[-1] if args and opts is None else opts
+    tensors, options = args[: operator_named(name).tensors], args[-1] if args and opts is None else opts
     splits = args[2:4] if name == "alltoall_base_" else (None, None)
     reduction, root = getattr(options, "reduceOp", None), getattr(options, "rootRank", 0)
     _answer(name, answers, group, tensors, reduction=reduction, root=root, splits=splits)
@@ -131,15 +133,6 @@ def _answer(name: str, answers: LocalAnswers, group: Any, tensors: Any, **option
     size = group.size()
     call = LocalCall(operation=_method_name(name), rank=group.rank(), size=size, tensors=tensors, **options)
     ANSWERS[name](call)
-
-
-def _schema(name: str) -> Any:
-    return getattr(torch.ops.c10d, name).default._schema
-
-
-def _tensors(name: str) -> int:
-    """Return how many of the first arguments of an operator are tensors."""
-    return [argument.name for argument in _schema(name).arguments].index("process_group")
 
 
 def _method_name(name: str) -> str:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import FrameType
 from typing import Any
@@ -41,7 +41,8 @@ class CollectiveCall:
         dtypes: Dtypes of its tensors, such as ``("float32",)``.
         shapes: Shapes of its tensors.
         reduce_op: How it reduces, such as ``sum``; ``None`` where it does not.
-        root: The rank that sends to all or receives from all; ``None`` where there is none.
+        root: The rank that sends to all or receives from all, or the peer of a send or receive; ``None`` where there
+            is none.
         site: Where it was called from, such as ``train.py:88 in training_step``.
         note: What the report shows instead of the shapes, such as what is wrong with the arguments.
         uneven: Whether its shapes may differ between ranks, but for their numbers of dimensions.
@@ -80,9 +81,9 @@ class CollectiveCall:
         return call_title(self.operation, self.reduce_op, self.root)
 
     def compared(self) -> tuple[str, ...]:
-        """Return what must be equal on all ranks: operation, dtype and shape, as text."""
-        dimensions = str([len(shape) for shape in self.shapes])
-        return (*self.columns()[:2], self.note or dimensions) if self.uneven else self.columns()
+        """Return what must be equal on all ranks: operation, dtype and shape, as text, nothing left out."""
+        shapes = [len(shape) if self.uneven else tuple(shape) for shape in self.shapes]
+        return self.title, str(self.dtypes), self.note or str(shapes)
 
     def columns(self) -> tuple[str, ...]:
         """Return what the report shows: operation, dtype and shape."""
@@ -98,7 +99,7 @@ def call_title(operation: str, reduce_op: str | None, root: int | None) -> str:
         reduce_op: How it reduces, if it does.
         root: The one rank that sends or receives, if there is one.
     """
-    way = "to" if operation in ("reduce", "gather") else "from"
+    way = "to" if operation in ("reduce", "gather", "send") else "from"
     return (
         operation + (f"({reduce_op})" if reduce_op else "") + (f" {way} {root}" if root is not None else "")
     )
@@ -189,9 +190,10 @@ def compares_calls(group: object) -> bool:
 
 _OF_LIBRARIES = {
     *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra"),
-    "typing_extensions",  # wraps what torch deprecates
     __name__.partition(".")[0],
 }
+# Modules whose decorators and context managers stand between a user's call and torch.
+_WRAPPERS = {"contextlib", "functools", "typing_extensions"}
 
 
 def call_site() -> str:
@@ -217,7 +219,7 @@ def site_text(file: str, line: int, function: str) -> str:
 
 def is_library_module(name: str) -> bool:
     """Return whether a module is torch's, Lightning's or this package's, rather than the user's."""
-    return name.partition(".")[0] in _OF_LIBRARIES
+    return name.partition(".")[0] in _OF_LIBRARIES or name in _WRAPPERS
 
 
 def is_library_file(path: str) -> bool:
@@ -227,7 +229,11 @@ def is_library_file(path: str) -> bool:
 
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
-    """Return the folders of those libraries that are loaded; of a library that is one file, that file."""
-    loaded = (sys.modules.get(name) for name in _OF_LIBRARIES)
-    files = [module.__file__ for module in loaded if module is not None and module.__file__]
-    return tuple(file.removesuffix("__init__.py") for file in files)
+    """Return the folders of those libraries that are loaded, and the files of the wrappers."""
+    folders = [file.rpartition(os.sep)[0] + os.sep for file in _files(_OF_LIBRARIES)]
+    return (*folders, *_files(_WRAPPERS))
+
+
+def _files(modules: Iterable[str]) -> list[str]:
+    loaded = (sys.modules.get(name) for name in modules)
+    return [module.__file__ for module in loaded if module is not None and module.__file__]

@@ -23,9 +23,10 @@ from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.settings import GuardSettings
 from lightning_lockstep.distributed.guard.terminate import before_terminate
 from lightning_lockstep.distributed.guard.verdict import Verdict
+from lightning_lockstep.distributed.guard.verify import CallVerifier
 from lightning_lockstep.distributed.guard.watch import CollectiveWatch
 from lightning_lockstep.distributed.side_channel.base import SideChannel
-from lightning_lockstep.errors import CollectiveError, LockstepError
+from lightning_lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
 __all__ = ["REPORT", "CollectiveGuard", "guard_on"]
 
@@ -56,10 +57,11 @@ class CollectiveGuard:
     ) -> None:
         self.settings, self._propagation = settings, propagation
         self.folder: Callable[[], Path | None] = lambda: None
+        self._verifier = CallVerifier() if settings.guard == "verify" else None
         self._errors = MainThreadErrors(_deals_with_errors)
         self.watch = CollectiveWatch(
             channel,
-            [FlightRecorder(), GroupRecorders()],
+            [self._verifier or FlightRecorder(), GroupRecorders()],
             settings,
             conclude=self._conclude,
             report=self._report,
@@ -72,20 +74,24 @@ class CollectiveGuard:
         return self.watch.error
 
     def start(self) -> None:
-        """Begin to watch.
+        """Begin to watch, and to verify if that is wanted.
 
-        Ranks: any rank, alone, from its main thread; nothing is sent.
+        Ranks: all, between the same two collectives, from their main threads; nothing is sent.
         """
+        if self._verifier is not None:
+            self._verifier.start()
         self._errors.install()
         self.watch.start()
         self._propagation.explain = self.explain
         before_terminate(self._before_terminate)
 
     def stop(self) -> None:
-        """Stop watching.
+        """Stop watching and verifying.
 
-        Ranks: any rank, alone; nothing is sent.
+        Ranks: all, between the same two collectives; nothing is sent.
         """
+        if self._verifier is not None:
+            self._verifier.stop()
         self.watch.stop()
         self._errors.remove()
         before_terminate(None)
@@ -155,6 +161,18 @@ def _deals_with_errors(frame: FrameType) -> bool:
     return bool(name.startswith("lightning_lockstep.distributed.failure"))
 
 
+def _check_alike(channel: SideChannel, settings: GuardSettings) -> None:
+    """Raise unless all ranks have the same guard: one that compares would wait for one that does not."""
+    _asked[channel] = _asked.get(channel, 0) + 1
+    first = channel.claim(f"guard/{_asked[channel]}", settings.guard)
+    if first != settings.guard:
+        raise ConfigurationError(
+            f"guard={settings.guard!r} on rank {channel.rank}, and {first!r} on another rank: expected the same on all."
+            " Give every rank the same strategy, and the same LOCKSTEP_DEBUG in its environment."
+        )
+
+
+_asked: weakref.WeakKeyDictionary[SideChannel, int] = weakref.WeakKeyDictionary()
 _guards: weakref.WeakKeyDictionary[SideChannel, CollectiveGuard] = weakref.WeakKeyDictionary()
 
 
@@ -168,8 +186,12 @@ def guard_on(
         propagation: What becomes of errors on this rank.
         settings: What the user has set; another guard of this channel is stopped if its settings were others.
 
-    Ranks: every rank, alike, from its main thread; nothing is sent.
+    Raises:
+        ConfigurationError: Another rank was given another guard.
+
+    Ranks: every rank, alike, from its main thread; one round trip to rank 0.
     """
+    _check_alike(channel, settings)
     guard = _guards.get(channel)
     if guard is not None and guard.settings == settings:
         return guard

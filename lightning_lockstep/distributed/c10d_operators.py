@@ -1,0 +1,113 @@
+"""The operators of torch's ``c10d``, by which torch.distributed calls its process groups through the dispatcher."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["OPERATIONS", "Operator", "answered_locally", "operator_named", "while_answered_locally"]
+
+#: What torch.distributed calls the operation of each operator.
+OPERATIONS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+    "allgather_": "all_gather",
+    "allgather_coalesced_": "all_gather_coalesced",
+    "_allgather_base_": "all_gather_into_tensor",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "barrier": "barrier",
+    "monitored_barrier_": "monitored_barrier",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+}
+
+_local = 0  # how many contexts answer collectives on this rank alone
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One operator, as its schema describes it.
+
+    Attributes:
+        name: Its name in ``c10d``.
+        operation: What torch.distributed calls it.
+        overload: The operator itself.
+        positions: Where each argument stands.
+        tensors: How many of the first arguments are tensors, lists of them or lists of those.
+        returned: How many values it returns; the last one is the work handle.
+    """
+
+    name: str
+    operation: str
+    overload: Any
+    positions: dict[str, int]
+    tensors: int
+    returned: int
+
+    def argument(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
+        """Return an argument by its name.
+
+        Args:
+            args: What a kernel was given; trailing defaults are left out.
+            name: Its name in the schema.
+            default: What to return where it is left out, or the operator has no such argument.
+        """
+        position = self.positions.get(name)
+        return default if position is None or position >= len(args) else args[position]
+
+
+@functools.cache
+def operator_named(name: str) -> Operator:
+    """Return an operator.
+
+    Args:
+        name: Its name in ``c10d``, such as ``allreduce_``.
+    """
+    overload = getattr(torch.ops.c10d, name).default
+    positions = {argument.name: i for i, argument in enumerate(overload._schema.arguments)}
+    return Operator(
+        name=name,
+        operation=OPERATIONS[name],
+        overload=overload,
+        positions=positions,
+        tensors=positions["process_group"],
+        returned=len(overload._schema.returns),
+    )
+
+
+@contextmanager
+def while_answered_locally() -> Iterator[None]:
+    """Let :func:`answered_locally` be true in the body, for all threads."""
+    global _local
+    with _lock:
+        _local += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _local -= 1
+
+
+def answered_locally() -> bool:
+    """Return whether collectives are answered on this rank now, so that no other rank takes part in them.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    return _local > 0

@@ -1,0 +1,224 @@
+"""What must be equal on all ranks of a group when they call a collective.
+
+A tensor that stands for one rank, beside a list with one tensor per rank, is left out where the list says the same.
+What a rank alone gives (the list of a root) is left out where it fits what all ranks give; where it does not fit, it
+is shown, and so differs from the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_lockstep.distributed.guard.call_report import CollectiveCall
+from lightning_lockstep.distributed.guard.dispatch_hook import POINT_TO_POINT, DispatchedCall
+
+__all__ = ["Description", "GroupIdentity", "description", "signature", "uncompared"]
+
+
+class GroupIdentity(NamedTuple):
+    """A process group as reports name it.
+
+    Attributes:
+        title: Its name.
+        ranks: Its ranks, by their numbers in the default group, in its order.
+        rank: This rank, in the group.
+    """
+
+    title: str
+    ranks: Sequence[int]
+    rank: int
+
+
+class Description(NamedTuple):
+    """One collective as this rank calls it.
+
+    Attributes:
+        call: What is compared, without number and call site.
+        sent: Elements for each rank, where what a rank sends must be as much as the receiver expects.
+        expected: Elements from each rank.
+    """
+
+    call: CollectiveCall
+    sent: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
+
+
+def signature(call: DispatchedCall) -> Hashable:
+    """Return what the description of a call depends on, cheaper than the description."""
+    kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in call.flat_tensors()]
+    lists = [[len(part) for part in given] for given in call.tensors if _is_nested(given)]
+    splits = tuple(map(tuple, call.splits))
+    return call.operator.name, call.reduce_op, call.group_root, splits, str(lists), *kinds
+
+
+def description(call: DispatchedCall, group: GroupIdentity) -> Description:
+    """Return what must be equal on all ranks, and what must fit pairwise.
+
+    Args:
+        call: The call.
+        group: The process group.
+    """
+    name, size = call.operator.name, len(group.ranks)
+    sent: tuple[int, ...] = ()
+    expected: tuple[int, ...] = ()
+    if name.startswith("alltoall"):
+        outputs, inputs = _exchanged(call, size)
+        sent, expected = tuple(inputs), tuple(outputs)
+    shown = _SHOWN.get(name, _own)(call.tensors, group)
+    dtypes = [_dtype(tensor) for tensor in shown]
+    root = call.group_root
+    described = CollectiveCall(
+        operation=call.operation,
+        group=group.title,
+        dtypes=tuple(dtypes if len(set(dtypes)) > 1 else dtypes[:1]),
+        shapes=() if sent else tuple(tuple(tensor.shape) for tensor in shown),
+        reduce_op=call.reduce_op,
+        root=None if root is None else group.ranks[root],
+    )
+    return Description(described, sent, expected)
+
+
+def uncompared(call: DispatchedCall, group: GroupIdentity) -> CollectiveCall:
+    """Return the description of an operation that is recorded only, such as a send.
+
+    Args:
+        call: The call.
+        group: The process group.
+    """
+    tensors = call.flat_tensors() if call.operator.name in POINT_TO_POINT else []
+    peer = call.group_peer
+    return CollectiveCall(
+        operation=call.operation,
+        group=group.title,
+        dtypes=tuple(dict.fromkeys(map(_dtype, tensors))),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        root=None if peer is None else group.ranks[peer],
+    )
+
+
+# -- which tensors of each operator are compared ---------------------------------------------------------
+
+_Given = Sequence[Any]
+
+
+def _own(given: _Given, group: GroupIdentity) -> list[Tensor]:
+    """What is reduced or broadcast in place."""
+    return list(given[0])
+
+
+def _listed_outputs(given: _Given, group: GroupIdentity) -> list[Tensor]:
+    return [t for parts, one in zip(*given, strict=False) for t in _list_and_one(parts, one, group)]
+
+
+def _listed_inputs(given: _Given, group: GroupIdentity) -> list[Tensor]:
+    ones, lists = given
+    return [t for one, parts in zip(ones, lists, strict=False) for t in _list_and_one(parts, one, group)]
+
+
+def _list_and_one(parts: Sequence[Tensor], one: Tensor, group: GroupIdentity) -> list[Tensor]:
+    """A list with a part per rank, and the part of this one; parts may differ if all ranks give the same list."""
+    own = _kind(one)
+    kinds = [_kind(part) for part in parts]
+    if len(kinds) != len(group.ranks) or kinds[group.rank] != own:
+        return [one, *parts]
+    return [one] if all(kind == own for kind in kinds) else list(parts)
+
+
+def _gathered(given: _Given, group: GroupIdentity) -> list[Tensor]:
+    """The list is there on the root alone, and its parts must be equal."""
+    return _with_list_of_root(given[1], given[0])
+
+
+def _scattered(given: _Given, group: GroupIdentity) -> list[Tensor]:
+    return _with_list_of_root(given[0], given[1])
+
+
+def _with_list_of_root(ones: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    wrong = [
+        part for one, parts in zip(ones, lists, strict=False) for part in parts if _kind(part) != _kind(one)
+    ]
+    return [*ones, *wrong]
+
+
+def _whole_output(given: _Given, group: GroupIdentity) -> list[Tensor]:
+    return _whole_and_part(given[0], given[1], group, shown=1)
+
+
+def _whole_input(given: _Given, group: GroupIdentity) -> list[Tensor]:
+    return _whole_and_part(given[1], given[0], group, shown=0)
+
+
+def _whole_and_part(wholes: Any, parts: Any, group: GroupIdentity, *, shown: int) -> list[Tensor]:
+    """Tensors that hold the parts of all ranks, one after another."""
+    tensors: list[Tensor] = []
+    for whole, part in zip(_as_list(wholes), _as_list(parts), strict=False):
+        together = (len(group.ranks) * (part.shape[0] if part.dim() else 1), *part.shape[1:])
+        fits = whole.shape == together and _kind(whole)[1:] == _kind(part)[1:]
+        pair = whole, part
+        tensors += [pair[shown]] if fits else pair
+    return tensors
+
+
+def _first_of_each(given: _Given, group: GroupIdentity) -> list[Tensor]:
+    """Dtypes alone are compared, and sizes in pairs."""
+    return [tensor for tensors in given for tensor in _as_list(tensors)]
+
+
+def _nothing(given: _Given, group: GroupIdentity) -> list[Tensor]:
+    return []
+
+
+_SHOWN: dict[str, Callable[[_Given, GroupIdentity], list[Tensor]]] = {
+    "allgather_": _listed_outputs,
+    "allgather_coalesced_": lambda given, group: list(given[1]),
+    "_allgather_base_": _whole_output,
+    "allgather_into_tensor_coalesced_": _whole_output,
+    "gather_": _gathered,
+    "scatter_": _scattered,
+    "reduce_scatter_": _listed_inputs,
+    "_reduce_scatter_base_": _whole_input,
+    "reduce_scatter_tensor_coalesced_": _whole_input,
+    "alltoall_": _first_of_each,
+    "alltoall_base_": _first_of_each,
+    "barrier": _nothing,
+}
+
+
+def _exchanged(call: DispatchedCall, size: int) -> tuple[list[int], list[int]]:
+    """Return the elements from and for each rank."""
+    if call.operator.name == "alltoall_":
+        return [t.numel() for t in call.tensors[0]], [t.numel() for t in call.tensors[1]]
+    outputs, inputs = (
+        _elements(tensor, splits, size) for tensor, splits in zip(call.tensors, call.splits, strict=True)
+    )
+    return outputs, inputs
+
+
+def _elements(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    if splits:
+        return [rows * prod(tensor.shape[1:]) for rows in splits]
+    return [tensor.numel() // size] * size
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device.type, tensor.layout
+
+
+def _dtype(tensor: Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided:
+        name += f" {str(tensor.layout).removeprefix('torch.')}"
+    return name if tensor.device.type == "cpu" else f"{name} on {tensor.device.type}"
+
+
+def _as_list(tensors: Any) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _is_nested(given: Any) -> bool:
+    return not isinstance(given, Tensor) and len(given) > 0 and not isinstance(given[0], Tensor)

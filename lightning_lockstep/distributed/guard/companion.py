@@ -1,0 +1,138 @@
+"""A small gloo group beside a process group, over which its ranks compare what they are about to call.
+
+It is built by the ranks of the group alone, and torch.distributed does not know of it: what is sent over it goes past
+torch's dispatcher, and is not seen by whoever watches that.
+"""
+
+from __future__ import annotations
+
+import array
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Companion"]
+
+_PREFIX = "lightning_lockstep/verify"
+_ARRIVED = "arrived"
+_TAG = 1
+
+
+class Companion:
+    """Compares numbers and exchanges texts between the ranks of a group; used by one thread at a time.
+
+    Args:
+        store: Store of the group.
+        rank: This rank, in the group.
+        size: Number of ranks of the group.
+        timeout: Longest wait for the other ranks, here and in each comparison [s].
+
+    Raises:
+        dist.DistStoreError: Not all ranks have arrived in time.
+
+    Ranks: all of the group; waits for all of them. Each adds 1 to a number in the store.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float) -> None:
+        # A connection of its own, so that nobody else has to wait for the store meanwhile.
+        own = dist.PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
+        number = _wait_for_all(own, size, timeout)
+        self._size = size
+        # Torch states no types for its methods.
+        self._group: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore(str(number), own), rank, size, timedelta(seconds=timeout)
+        )
+        self._memory = array.array("q", [0, 0])  # faster to read and fill than a tensor
+        self._tensors = [torch.frombuffer(self._memory, dtype=torch.int64)]
+        self._number = array.array("q", [0, 0])
+        whole = torch.frombuffer(self._number, dtype=torch.int64)
+        self._own, self._others = whole[:1], whole[1:]
+        self._other = 1 - rank
+        self._max, self._sum = dist.AllreduceOptions(), dist.AllreduceOptions()
+        self._max.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self._sum.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
+        self._unset = self._max.timeout
+
+    def all_equal(self, number: int, *, timeout: float | None = None) -> bool:
+        """Return whether all ranks have the same number.
+
+        Args:
+            number: A whole number of at most 63 bits.
+            timeout: Longest wait for the others [s]; by default that of the companion.
+
+        Ranks: all of the group; one all-reduce of 16 bytes, or a message of 8 bytes each way between two ranks.
+        """
+        memory = self._memory
+        if self._size == 2:
+            return self._received(number, timeout) == number
+        memory[0], memory[1] = number, -number
+        self._reduce(self._max, timeout)
+        return memory[0] == -memory[1]
+
+    def sum_is_zero(self, number: int, *, timeout: float | None = None) -> bool:
+        """Return whether the numbers of all ranks add up to 0.
+
+        Args:
+            number: A whole number; the sum must have at most 63 bits.
+            timeout: As for :meth:`all_equal`.
+
+        Ranks: all of the group; one all-reduce of 16 bytes.
+        """
+        self._memory[0] = number
+        self._reduce(self._sum, timeout)
+        return self._memory[0] == 0
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return the data of every rank, in the order of the group.
+
+        Ranks: all of the group; one all-gather of 8 bytes, one of the longest data.
+        """
+        lengths = [int(row.item()) for row in self._gather(torch.tensor([len(data)]))]
+        framed = torch.frombuffer(bytearray(data.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+        rows = self._gather(framed)
+        return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _received(self, number: int, timeout: float | None) -> int:
+        """Return the number of the other of two ranks, by messages: gloo runs a collective in one more thread."""
+        self._number[0] = number
+        receiving = self._group.recv([self._others], self._other, _TAG)
+        sending = self._group.send([self._own], self._other, _TAG)
+        receiving.wait() if timeout is None else receiving.wait(timedelta(seconds=timeout))
+        sending.wait()
+        return self._number[1]
+
+    def _reduce(self, options: Any, timeout: float | None) -> None:
+        options.timeout = self._unset if timeout is None else timedelta(seconds=timeout)
+        self._group.allreduce(self._tensors, options).wait()
+
+    def _gather(self, own: torch.Tensor) -> Sequence[torch.Tensor]:
+        rows = [torch.empty_like(own) for _ in range(self._size)]
+        self._group.allgather([rows], [own]).wait()
+        return rows
+
+
+def _wait_for_all(store: dist.Store, size: int, timeout: float) -> int:
+    """Wait until all ranks are here, and return how many companions were made over this store before.
+
+    The ranks are counted rather than named: a group may be made anew with the name of an earlier one, and have the
+    same store. Nobody can arrive for the next companion before all have arrived for this one. It is Python that waits,
+    so that a signal is noticed.
+    """
+    arrived = store.add(_ARRIVED, 1)
+    number = (arrived - 1) // size
+    deadline, pause = time.monotonic() + timeout, 0.001
+    while arrived < (number + 1) * size:
+        if time.monotonic() > deadline:
+            missing = (number + 1) * size - arrived
+            raise dist.DistStoreError(
+                f"Timed out after {timeout:g} s: {missing} of {size} ranks have not called the first collective of"
+                " their process group."
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+        arrived = store.add(_ARRIVED, 0)
+    return number

@@ -1,0 +1,297 @@
+"""Ranks that call different collectives under guard="verify": the same error on each, and the group goes on."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_lockstep.distributed.guard.verify import CallVerifier
+from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
+from tests.helpers import run_ranks
+
+Case = Callable[[int], Any]
+EQUAL_CALLS = "Call the same collectives with the same arguments in the same order on every rank."
+
+
+def empty(*shape: int) -> list[Tensor]:
+    return [torch.empty(shape) for _ in range(dist.get_world_size())]
+
+
+def gather_of_other_shapes(rank: int) -> None:
+    shape = (1, 2, 5) if rank else (1, 5)
+    dist.all_gather(empty(*shape), torch.ones(shape))
+
+
+def skipped(rank: int) -> None:
+    """Rank 1 is one operation ahead."""
+    if rank == 0:
+        dist.all_reduce(torch.ones(3))
+    dist.barrier()
+
+
+def other_operation(rank: int) -> None:
+    if rank == 0:
+        dist.all_reduce(torch.ones(3))
+    else:
+        dist.broadcast(torch.ones(3), 0)
+
+
+def other_dtype(rank: int) -> None:
+    dist.all_reduce(torch.ones(3, dtype=torch.bfloat16 if rank else torch.float32))
+
+
+def other_reduction(rank: int) -> None:
+    dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+
+
+def other_source(rank: int) -> None:
+    dist.broadcast(torch.ones(3), src=rank)
+
+
+def other_destination(rank: int) -> None:
+    dist.gather(torch.ones(3), empty(3), dst=rank)
+
+
+def wrong_list_of_root(rank: int) -> None:
+    dist.scatter(torch.empty(2), None if rank else [torch.ones(2), torch.ones(3)], src=0)
+
+
+def wrong_whole(rank: int) -> None:
+    dist.all_gather_into_tensor(torch.empty(5 if rank else 4), torch.ones(2))
+
+
+def one_of_many(rank: int) -> None:
+    with dist._coalescing_manager():
+        for i in range(12):
+            dist.all_reduce(torch.ones(3 if rank and i == 10 else 2))
+
+
+def wrong_splits(rank: int) -> None:
+    """Rank 0 sends 3 values to rank 1, which expects 2."""
+    splits = ([1, 2], [1, 1]) if rank else ([1, 1], [1, 3])
+    dist.all_to_all_single(torch.empty(sum(splits[0])), torch.ones(sum(splits[1])), *splits)
+
+
+def asynchronous(rank: int) -> None:
+    dist.all_reduce(torch.ones(2 + rank), async_op=True).wait()
+
+
+class Half(torch.nn.Module):
+    """Uses its second layer on rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+
+    def forward(self, batch: Tensor, rank: int) -> Tensor:
+        found: Tensor = self.one(batch)
+        return found.sum() if rank else self.two(found).sum()
+
+
+def unused_parameters(rank: int) -> None:
+    """Rank 1 never reduces its gradients, and reports its loss while rank 0 waits in backward."""
+    model = DistributedDataParallel(Half())
+    loss = model(torch.ones(1, 2), rank)
+    loss.backward()
+    dist.all_reduce(loss.detach())
+
+
+CASES: dict[str, tuple[Case, list[list[str]], str]] = {
+    "shapes": (
+        gather_of_other_shapes,
+        [["all_gather", "float32", "(1, 5)"], ["all_gather", "float32", "(1, 2, 5)"]],
+        "Make the shapes equal on all ranks before the call, or use lightning_lockstep.gather_uneven().",
+    ),
+    "skipped": (skipped, [["all_reduce(sum)", "float32", "(3,)"], ["barrier"]], EQUAL_CALLS),
+    "operation": (
+        other_operation,
+        [["all_reduce(sum)", "float32", "(3,)"], ["broadcast from 0", "float32", "(3,)"]],
+        EQUAL_CALLS,
+    ),
+    "dtype": (
+        other_dtype,
+        [["all_reduce(sum)", "float32", "(3,)"], ["all_reduce(sum)", "bfloat16", "(3,)"]],
+        "Make the dtypes equal on all ranks before the call.",
+    ),
+    "reduction": (
+        other_reduction,
+        [["all_reduce(sum)", "float32", "(3,)"], ["all_reduce(max)", "float32", "(3,)"]],
+        EQUAL_CALLS,
+    ),
+    "source": (
+        other_source,
+        [["broadcast from 0", "float32", "(3,)"], ["broadcast from 1", "float32", "(3,)"]],
+        EQUAL_CALLS,
+    ),
+    "destination": (
+        other_destination,
+        [["gather to 0", "float32", "(3,)"], ["gather to 1", "float32", "(3,)"]],
+        EQUAL_CALLS,
+    ),
+    "list of the root": (
+        wrong_list_of_root,
+        [["scatter from 0", "float32", "(2,), (3,)"], ["scatter from 0", "float32", "(2,)"]],
+        "Make the shapes equal on all ranks before the call.",
+    ),
+    "whole": (
+        wrong_whole,
+        [
+            ["all_gather_into_tensor", "float32", "(2,)"],
+            ["all_gather_into_tensor", "float32", "(5,), (2,)"],
+        ],
+        "Make the shapes equal on all ranks before the call, or use lightning_lockstep.gather_uneven().",
+    ),
+    "one of many": (
+        one_of_many,
+        [
+            ["all_reduce_coalesced(sum) of 12 tensors, at 10", "float32", "(2,)"],
+            ["all_reduce_coalesced(sum) of 12 tensors, at 10", "float32", "(3,)"],
+        ],
+        "Make the shapes equal on all ranks before the call.",
+    ),
+    "splits": (
+        wrong_splits,
+        [
+            ["all_to_all_single", "float32", "sends [1, 3], expects [1, 1] elements"],
+            ["all_to_all_single", "float32", "sends [1, 1], expects [1, 2] elements"],
+        ],
+        "Make the arguments of the ranks fit together before the call.",
+    ),
+    "asynchronous": (
+        asynchronous,
+        [["all_reduce(sum)", "float32", "(2,)"], ["all_reduce(sum)", "float32", "(3,)"]],
+        "Make the shapes equal on all ranks before the call.",
+    ),
+    "unused parameters": (
+        unused_parameters,
+        [["all_reduce(sum)", "float32", "(9,)"], ["all_reduce(sum)", "float32", "()"]],
+        "Make the shapes equal on all ranks before the call.",
+    ),
+}
+
+
+def caught(case: Case, rank: int) -> str:
+    try:
+        case(rank)
+    except CollectiveMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def all_cases() -> dict[str, tuple[str, float]]:
+    """The error of each, and what an all-reduce gives after it."""
+    verifier, rank, found = CallVerifier(), dist.get_rank(), {}
+    verifier.start()
+    for name, (case, _, _) in CASES.items():
+        message, total = caught(case, rank), torch.ones(1)
+        dist.all_reduce(total)
+        found[name] = message, total.item()
+    assert verifier.outstanding() == []
+    verifier.stop()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, tuple[str, float]]]:
+    return run_ranks(2, all_cases, timeout=120)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_rank_raises_the_same_error_and_the_group_goes_on(
+    name: str, found: list[dict[str, tuple[str, float]]]
+) -> None:
+    (message, total), other = found[0][name], found[1][name]
+    assert other == (message, total) and total == 2.0
+    _, expected, remedy = CASES[name]
+    lines = message.splitlines()
+    assert re.fullmatch(r"ranks disagree on collective #\d+ of group 'world'", lines[0])
+    assert re.split(r"  +", lines[2].strip()) == ["rank", "operation", "dtype", "shape", "called from"]
+    file = re.escape(Path(__file__).name)
+    for rank, cells in enumerate(expected):
+        row = re.split(r"  +", lines[3 + rank].strip())
+        assert row[: 1 + len(cells)] == [str(rank), *cells]
+        assert re.fullmatch(rf"{file}:\d+ in \w+", row[1 + len(cells)])
+        assert row[2 + len(cells) :] == (["<- differs"] if rank else [])
+    assert lines[-1] == remedy
+
+
+def sub_groups() -> Any:
+    """Four ranks: 1 and 3 disagree in their group while 0 and 2 agree in theirs."""
+    verifier, rank = CallVerifier(), dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    verifier.start()
+    own, total = groups[rank % 2], torch.ones(1)
+    dist.all_reduce(torch.ones(1), group=own)
+    message = caught(lambda _: dist.broadcast(torch.ones(4 if rank == 3 else 2), rank % 2, group=own), rank)
+    root = caught(lambda _: dist.reduce(torch.ones(2), 3 if rank == 3 else rank % 2, group=own), rank)
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=own)
+    counted = {(call.call.group, call.call.number) for call in verifier.calls()}
+    verifier.stop()
+    return message, root, total.item(), sorted(counted)
+
+
+def test_a_sub_group_is_compared_by_itself() -> None:
+    four = run_ranks(4, sub_groups, timeout=90)
+    assert [each[2] for each in four] == [8.0] * 4
+    assert four[0][:2] == four[2][:2] == ("no error", "no error")
+    assert four[1] == four[3]
+    title, _, _, first, second, _, remedy = four[1][0].splitlines()
+    assert re.fullmatch(r"ranks disagree on collective #2 of group '\S+ \(ranks 1, 3\)'", title)
+    assert re.match(r"  1     broadcast from 1  float32  \(2,\)", first)
+    assert re.match(r"  3     broadcast from 1  float32  \(4,\).*<- differs", second)
+    assert remedy == "Make the shapes equal on all ranks before the call."
+    assert "  1     reduce(sum) to 1" in four[1][1] and "  3     reduce(sum) to 3" in four[1][1]
+    numbers = [number for group, number in four[1][3] if group != "world"]
+    assert numbers == [1, 2, 3, 4] and ("world", 1) in four[1][3]
+
+
+def seen_by_another_thread() -> Any:
+    """Rank 1 comes only once a thread of rank 0 has seen what rank 0 waits in; so at the first collective, too."""
+    verifier, rank, seen = CallVerifier(history=2), dist.get_rank(), []
+    store = dist.distributed_c10d._get_default_store()
+    verifier.start()
+
+    def look(key: str) -> None:
+        while not (waiting := verifier.outstanding()):
+            pass
+        seen.append((waiting, [call.done for call in verifier.calls()]))
+        store.set(key, "")
+
+    for number in range(3):
+        if rank == 1:
+            store.wait([f"seen {number}"])
+            dist.all_reduce(torch.ones(1))
+        else:
+            thread = threading.Thread(target=look, args=(f"seen {number}",))
+            thread.start()
+            dist.all_reduce(torch.ones(1))
+            thread.join()
+    seen.append((verifier.outstanding(), [(call.call.number, call.done) for call in verifier.calls()]))
+    verifier.stop()
+    return seen
+
+
+def test_a_collective_that_waits_for_the_others_is_outstanding() -> None:
+    assert run_ranks(2, seen_by_another_thread, timeout=60)[0] == [
+        ([("world", 1)], [False]),
+        ([("world", 2)], [True, False]),
+        ([("world", 3)], [True, False]),
+        ([], [(2, True), (3, True)]),
+    ]
+
+
+def test_no_history_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"history=0: expected the number of calls to keep, at least 1\."
+    ):
+        CallVerifier(history=0)
