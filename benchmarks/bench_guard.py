@@ -1,0 +1,176 @@
+"""What guard="watch" costs: step time and a small all_reduce with and without it, memory, and how soon it speaks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from benchmarks.engine import Comparison, Report, Samples, interleave
+from lightning_lockstep.distributed.guard.flight_recorder import size_flight_recorder
+from lightning_lockstep.errors import LockstepError
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
+from tests.helpers import run_ranks, run_ranks_raw
+
+OFF, WATCH, NO_RECORDER = "off", "watch", "off, and torch's flight recorder off"
+WIDTHS = {"1 M": [512, 1024, 512], "10 M": [1024, 3072, 2048, 512]}
+STALL_TIMEOUT = 3.0
+
+Act = Callable[[], Any]
+
+
+def supervised(guard: Any, **options: Any) -> RankSupervisor:
+    supervisor = RankSupervisor(SupervisorSettings(guard=guard, grace_period=6.0, **options))
+    supervisor.ranks_have_met(prints_report=False)
+    return supervisor
+
+
+def small() -> Act:
+    tensor = torch.ones(8)
+    return lambda: dist.all_reduce(tensor)
+
+
+def step(widths: list[int]) -> Act:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randn(32, widths[0])
+
+    def act() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return act
+
+
+def seconds(act: Act, calls: int) -> float:
+    """Median of many calls."""
+    found = []
+    for _ in range(calls):
+        started = time.perf_counter()
+        act()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found)
+
+
+def in_turn(counts: dict[str, int], rounds: int) -> dict[str, Samples]:
+    """Watch and off in turn on the same ranks."""
+    torch.set_num_threads(1)
+    acts = {"small": small(), **{name: step(widths) for name, widths in WIDTHS.items()}}
+    samples: dict[str, Samples] = {}
+    for name, act in acts.items():
+
+        def sample(guard: str, act: Act = act, count: int = counts[name]) -> float:
+            supervised(guard)
+            return seconds(act, count)
+
+        samples[name] = interleave(
+            {guard: partial(sample, guard) for guard in (OFF, WATCH)}, rounds=rounds, warmup=1
+        )
+    return samples
+
+
+def one_process(guard: str, calls: int) -> dict[str, float]:
+    """A small all_reduce, and the memory that all calls have taken, in a process of its own."""
+    torch.set_num_threads(1)
+    size_flight_recorder()
+    dist.init_process_group("gloo")
+    try:
+        supervised(guard)
+        act = small()
+        seconds(act, 50)
+        before = psutil.Process().memory_info().rss
+        took = seconds(act, calls)
+        return {"seconds": took, "MiB": (psutil.Process().memory_info().rss - before) / 2**20}
+    finally:
+        dist.destroy_process_group()
+
+
+def apart(size: int, calls: int, rounds: int) -> dict[str, Samples]:
+    """The variants, each in fresh processes, in turn."""
+    found: dict[str, Samples] = {"seconds": {}, "MiB": {}}
+    variants = {
+        OFF: (OFF, {}),
+        WATCH: (WATCH, {}),
+        NO_RECORDER: (OFF, {"TORCH_FR_BUFFER_SIZE": "0"}),
+    }
+    for number in range(rounds):
+        for name, (guard, environment) in list(variants.items())[:: 1 if number % 2 else -1]:
+            values = run_ranks(size, one_process, guard, calls, env=environment, backend=None)[0]
+            for kind, value in values.items():
+                found[kind].setdefault(name, []).append(value)
+    return found
+
+
+def part_ways(case: str) -> tuple[float, str]:
+    """Return when this rank got its error, after the ranks have parted ways, and of which type."""
+    supervisor = supervised(WATCH, stall_timeout=STALL_TIMEOUT)
+
+    def work() -> None:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            if case == "sleeps":
+                time.sleep(100)
+            if case == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.broadcast(torch.ones(4), 0)
+        dist.all_reduce(torch.ones(4))
+
+    started = time.time()
+    try:
+        supervisor.run(work)
+    except (LockstepError, RuntimeError) as error:
+        return time.time() - started, type(error).__name__
+    return time.time() - started, "no error"
+
+
+def delays(rounds: int) -> Samples:
+    """Seconds from the divergence to the error on the last rank."""
+    found: Samples = {}
+    for _ in range(rounds):
+        for case in ("calls something else", "sleeps", "is killed"):
+            outcomes = run_ranks_raw(2, part_ways, case, timeout=60)
+            times = [outcome.value[0] for outcome in outcomes if outcome.value is not None]
+            found.setdefault(f"rank 1 {case}", []).append(max(times))
+    return found
+
+
+def run(quick: bool) -> Report:
+    """Everything, one after the other."""
+    rounds = 3 if quick else 11
+    counts = {"small": 300, "1 M": 30, "10 M": 8}
+    tables = []
+    for size in (2, 4):
+        samples = run_ranks(size, in_turn, counts, rounds, timeout=400)[0]
+        for name, limit in (("1 M", 1.02), ("10 M", 1.01)):
+            title = f"DDP step, {name} parameters, {size} ranks"
+            tables.append(Comparison(title, samples[name], peer=OFF, at_most={WATCH: limit}))
+        tables.append(Comparison(f"all_reduce of 8 float32, {size} ranks", samples["small"], peer=OFF))
+    found = apart(2, 2000, 2 if quick else 7)
+    tables.append(
+        Comparison(
+            "all_reduce of 8 float32, 2 ranks, a process each time", found["seconds"], peer=NO_RECORDER
+        )
+    )
+    notes = [
+        "Memory that 2,000 collectives took, MiB per rank: "
+        + ", ".join(f"{name} {statistics.median(values):.2f}" for name, values in found["MiB"].items()),
+        f"Seconds from the divergence to the error on all ranks, stall_timeout={STALL_TIMEOUT:g}: "
+        + ", ".join(
+            f"{case} {statistics.median(values):.2f} (at most {max(values):.2f})"
+            for case, values in delays(2 if quick else 5).items()
+        ),
+        "In torch 2.13 the flight recorder is on unless TORCH_FR_BUFFER_SIZE=0, so guard=off has it too.",
+    ]
+    return Report("guard='watch' over off, gloo", tables, notes)
