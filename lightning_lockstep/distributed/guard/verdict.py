@@ -68,7 +68,12 @@ class Verdict:
 
 
 def judge(
-    question: Question, states: Mapping[int, RankState], silent: Mapping[int, str], *, history: int = 0
+    question: Question,
+    states: Mapping[int, RankState],
+    silent: Mapping[int, str],
+    *,
+    left: Collection[int] = (),
+    history: int = 0,
 ) -> Verdict | None:
     """Return why a collective does not complete, or ``None`` where the records say nothing, or it has completed.
 
@@ -76,11 +81,12 @@ def judge(
         question: Who waits, and for what.
         states: What each rank has said of itself, by rank.
         silent: Why a rank that has not answered is silent, by rank.
+        left: Those of the silent ranks whose program has come to its end, which breaks connections with others.
         history: How many of the last calls of each rank the report lists.
 
     Ranks: the rank that has asked, alone; nothing is sent.
     """
-    case = _Case(question, states, silent)
+    case = _Case(question, states, silent, left)
     verdict = case.verdict()
     if verdict is None or not history or verdict.kind == "slow":
         return verdict
@@ -91,9 +97,13 @@ class _Case:
     """One question and what the ranks have said."""
 
     def __init__(
-        self, question: Question, states: Mapping[int, RankState], silent: Mapping[int, str]
+        self,
+        question: Question,
+        states: Mapping[int, RankState],
+        silent: Mapping[int, str],
+        left: Collection[int],
     ) -> None:
-        self.question, self.states, self.silent = question, states, silent
+        self.question, self.states, self.silent, self.left = question, states, silent, left
 
     def verdict(self) -> Verdict | None:
         asker = self.states.get(self.question.rank)
@@ -102,8 +112,12 @@ class _Case:
         differing = self._first_difference(asker)
         if differing is not None:
             return differing
-        if self.question.raised or not self._waits(asker):
-            return None  # the backend's own error, or it has gone on meanwhile
+        if (
+            self.question.raised
+        ):  # the backend's own error, unless a rank that has left has broken the connections
+            return self._stall(asker, sorted(self.left)) if self.left else None
+        if not self._waits(asker):
+            return None  # it has gone on meanwhile
         hopeless = self._hopeless()
         if asker.rank not in hopeless:
             return self._slow(asker)
@@ -200,7 +214,10 @@ class _Case:
     def _what(self) -> str:
         outstanding = self.question.outstanding
         if outstanding is None:
-            return "a send or receive"
+            calls = self.states[self.question.rank].calls
+            if not (self.question.raised and calls):
+                return "a send or receive"
+            outstanding = Outstanding(calls[-1].call.group, calls[-1].call.number)
         call = self.states[self.question.rank].call(outstanding)
         return f"collective #{outstanding.number} of group {outstanding.group!r} ({call.title})"
 
@@ -216,10 +233,10 @@ class _Case:
 
     def _stall(self, asker: RankState, causes: Sequence[int]) -> Verdict:
         whom = _ranks(causes)
-        text = (
-            f"{whom} never came to {self._what()}: {_ranks(self._waiting())} waited"
-            f" {self.question.seconds:.0f} s\n\n{self._table(causes)}"
-        )
+        waited = f"{_ranks(self._waiting())} waited {self.question.seconds:.0f} s"
+        if self.question.raised:
+            waited = f"the wait of rank {asker.rank} was ended by {self.question.raised}"
+        text = f"{whom} never came to {self._what()}: {waited}\n\n{self._table(causes)}"
         for rank in causes:
             if rank in self.states and self.states[rank].position.stack:
                 stack = "\n".join(f"      {place}" for place in self.states[rank].position.stack)

@@ -80,6 +80,18 @@ def test_an_error_of_the_backend_that_the_records_do_not_explain_stays_as_it_is(
     assert verdict(rank(0, call()), rank(1), raised="Connection closed by peer") is None
 
 
+def test_an_error_of_the_backend_because_a_rank_has_left() -> None:
+    question = Question(rank=0, outstanding=None, seconds=0.0, raised="Connection closed by peer")
+    states = {0: rank(0, call(3, done=True), of=3), 1: rank(1, of=3)}
+    found = judge(question, states, {2: "it has come to the end of its program"}, left=[2])
+    assert lines(found)[0] == (
+        "rank 2 never came to collective #3 of group 'world' (all_reduce): the wait of rank 0 was ended by Connection"
+        " closed by peer"
+    )
+    assert lines(found)[5].endswith("no answer: it has come to the end of its program  <- never came")
+    assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
+
+
 # -- what differs --------------------------------------------------------------------------------------
 
 
