@@ -59,12 +59,14 @@ class Silence(NamedTuple):
         reason: Why it does not.
         host: Name of its host; empty where that is not known.
         has_ended: Whether its process is known to have ended.
+        has_left: Whether its program has come to its end, without an error.
         connections: Its TCP connections, as far as this rank can see them.
     """
 
     reason: str
     host: str = ""
     has_ended: bool = False
+    has_left: bool = False
     connections: tuple[Connection, ...] = ()
 
 
@@ -198,10 +200,11 @@ class Inquiries:
             self._finish(self._collection)
 
     def _only_ended_missing(self) -> bool:
-        """Return whether the processes of all ranks that have not answered have ended."""
+        """Return whether all ranks that have not answered have ended or left."""
         assert self._collection is not None
         missing = set(range(self._channel.world_size)) - set(self._collection.states)
-        return all(self._silence(rank).has_ended for rank in missing)
+        silent = [self._silence(rank) for rank in missing]
+        return all(one.has_ended or one.has_left for one in silent)
 
     def _finish(self, collection: _Collection) -> None:
         self._collection = None
@@ -209,8 +212,10 @@ class Inquiries:
         missing = [rank for rank in range(self._channel.world_size) if rank not in states]
         silent = {rank: self._silence(rank) for rank in missing}
         reasons = {rank: silence.reason for rank, silence in silent.items()}
-        verdict = judge(collection.question, states, reasons, history=self._history)
-        if verdict is not None and any(rank in silent and silent[rank].has_ended for rank in verdict.ranks):
+        left = [rank for rank, silence in silent.items() if silence.has_left]
+        verdict = judge(collection.question, states, reasons, left=left, history=self._history)
+        failed = [rank for rank, silence in silent.items() if silence.has_ended and not silence.has_left]
+        if verdict is not None and set(failed) & set(verdict.ranks):
             verdict = None  # that is a failure, which is reported as such
         if verdict is not None and verdict.lacks_sites and not collection.sites:
             self._begin(collection.question, sites=True)

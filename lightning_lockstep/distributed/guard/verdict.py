@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_lockstep._tables import plain_table
 from lightning_lockstep.distributed.guard.call_report import CollectiveCall, mismatch_report
+from lightning_lockstep.distributed.guard.comparison import as_far_as_known, comparison_key, odd_ones
 from lightning_lockstep.distributed.guard.rank_state import RankState, members
 from lightning_lockstep.distributed.guard.recorded import Outstanding
 from lightning_lockstep.errors import CollectiveError, CollectiveMismatchError, CollectiveStallError
@@ -16,8 +17,6 @@ __all__ = ["Question", "Verdict", "judge"]
 
 # How a rank is marked in the table of a stall.
 _CAUSE = "<- never came"
-# Operations whose shapes may differ between ranks, by a part of their names.
-_OWN_SHAPES = ("all_to_all", "alltoall", "scatter", "gather_object", "send", "recv")
 Kind = Literal["mismatch", "stall", "slow"]
 
 
@@ -69,7 +68,12 @@ class Verdict:
 
 
 def judge(
-    question: Question, states: Mapping[int, RankState], silent: Mapping[int, str], *, history: int = 0
+    question: Question,
+    states: Mapping[int, RankState],
+    silent: Mapping[int, str],
+    *,
+    left: Collection[int] = (),
+    history: int = 0,
 ) -> Verdict | None:
     """Return why a collective does not complete, or ``None`` where the records say nothing, or it has completed.
 
@@ -77,11 +81,12 @@ def judge(
         question: Who waits, and for what.
         states: What each rank has said of itself, by rank.
         silent: Why a rank that has not answered is silent, by rank.
+        left: Those of the silent ranks whose program has come to its end, which breaks connections with others.
         history: How many of the last calls of each rank the report lists.
 
     Ranks: the rank that has asked, alone; nothing is sent.
     """
-    case = _Case(question, states, silent)
+    case = _Case(question, states, silent, left)
     verdict = case.verdict()
     if verdict is None or not history or verdict.kind == "slow":
         return verdict
@@ -92,9 +97,13 @@ class _Case:
     """One question and what the ranks have said."""
 
     def __init__(
-        self, question: Question, states: Mapping[int, RankState], silent: Mapping[int, str]
+        self,
+        question: Question,
+        states: Mapping[int, RankState],
+        silent: Mapping[int, str],
+        left: Collection[int],
     ) -> None:
-        self.question, self.states, self.silent = question, states, silent
+        self.question, self.states, self.silent, self.left = question, states, silent, left
 
     def verdict(self) -> Verdict | None:
         asker = self.states.get(self.question.rank)
@@ -103,8 +112,12 @@ class _Case:
         differing = self._first_difference(asker)
         if differing is not None:
             return differing
-        if self.question.raised or not self._waits(asker):
-            return None  # the backend's own error, or it has gone on meanwhile
+        if (
+            self.question.raised
+        ):  # the backend's own error, unless a rank that has left has broken the connections
+            return self._stall(asker, sorted(self.left)) if self.left else None
+        if not self._waits(asker):
+            return None  # it has gone on meanwhile
         hopeless = self._hopeless()
         if asker.rank not in hopeless:
             return self._slow(asker)
@@ -120,17 +133,23 @@ class _Case:
     # -- what differs ----------------------------------------------------------------------------------
 
     def _first_difference(self, asker: RankState) -> Verdict | None:
-        """Return the first collective of a group of the asker's that its ranks called differently."""
-        groups = [one.group for one in asker.outstanding]
+        """Return the first collective that its ranks called differently.
+
+        It is of a group in which the asker waits, or one of those that it waits for.
+        """
+        reached = [
+            self.states[rank] for rank in sorted(self._reached_from(asker.rank)) if rank in self.states
+        ]
+        groups = [one.group for state in (asker, *reached) for one in state.outstanding]
         if self.question.raised:
-            groups = list(dict.fromkeys((*groups, *(one.call.group for one in reversed(asker.calls)))))
-        for group in groups:
+            groups += [one.call.group for one in reversed(asker.calls)]
+        for group in dict.fromkeys(groups):
             by_rank = {rank: s.calls_of(group) for rank, s in self.states.items() if group in s.groups}
             if len(by_rank) < 2:
                 continue
             for number in sorted(set.intersection(*(set(calls) for calls in by_rank.values()))):
                 calls = {rank: self.states[rank].call(Outstanding(group, number)) for rank in by_rank}
-                calls = _as_far_as_known(calls)
+                calls = as_far_as_known(calls)
                 if self._differ(calls, number):
                     return _mismatch(calls)
         return None
@@ -139,7 +158,7 @@ class _Case:
         """Return whether calls cannot belong together; of those that are complete, less is asked."""
         open_on = [one.number for state in self.states.values() for one in state.outstanding]
         is_open = number in open_on or bool(self.question.raised)
-        keys = {_key(call, exactly=is_open) for call in calls.values()}
+        keys = {comparison_key(call, exactly=is_open) for call in calls.values()}
         return len(keys) > 1
 
     # -- who waits for whom ----------------------------------------------------------------------------
@@ -195,7 +214,10 @@ class _Case:
     def _what(self) -> str:
         outstanding = self.question.outstanding
         if outstanding is None:
-            return "a send or receive"
+            calls = self.states[self.question.rank].calls
+            if not (self.question.raised and calls):
+                return "a send or receive"
+            outstanding = Outstanding(calls[-1].call.group, calls[-1].call.number)
         call = self.states[self.question.rank].call(outstanding)
         return f"collective #{outstanding.number} of group {outstanding.group!r} ({call.title})"
 
@@ -211,10 +233,10 @@ class _Case:
 
     def _stall(self, asker: RankState, causes: Sequence[int]) -> Verdict:
         whom = _ranks(causes)
-        text = (
-            f"{whom} never came to {self._what()}: {_ranks(self._waiting())} waited"
-            f" {self.question.seconds:.0f} s\n\n{self._table(causes)}"
-        )
+        waited = f"{_ranks(self._waiting())} waited {self.question.seconds:.0f} s"
+        if self.question.raised:
+            waited = f"the wait of rank {asker.rank} was ended by {self.question.raised}"
+        text = f"{whom} never came to {self._what()}: {waited}\n\n{self._table(causes)}"
         for rank in causes:
             if rank in self.states and self.states[rank].position.stack:
                 stack = "\n".join(f"      {place}" for place in self.states[rank].position.stack)
@@ -228,9 +250,17 @@ class _Case:
     def _cycle(self, asker: RankState, causes: Sequence[int]) -> Verdict:
         outstanding = self.question.outstanding
         alike = members(self.states, outstanding.group) if outstanding is not None else ()
-        ranks = sorted({asker.rank, *(causes or [rank for rank in alike if rank in self.states])})
-        calls = _as_far_as_known({rank: self._current(self.states[rank]) for rank in ranks})
-        if len({(*_key(call, exactly=True), call.group, str(call.number)) for call in calls.values()}) > 1:
+        ranks = sorted({asker.rank, *(causes or filter(self._is_blocked, alike))})
+        calls = as_far_as_known({rank: self._current(self.states[rank]) for rank in ranks})
+        if (
+            len(
+                {
+                    (*comparison_key(call, exactly=True), call.group, str(call.number))
+                    for call in calls.values()
+                }
+            )
+            > 1
+        ):
             return _mismatch(calls)
         text = (
             f"{self._what()} does not complete though {_ranks(ranks)} have called it alike,"
@@ -271,52 +301,13 @@ class _Case:
         return f"{place}, after #{last.number} {last.title}{site}"
 
 
-def _as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, CollectiveCall]:
-    """Return the calls without the reduction and root of those whose peers in the same operation have told none."""
-    no_reduction = {call.operation for call in calls.values() if call.reduce_op is None}
-    no_root = {call.operation for call in calls.values() if call.root is None}
-    return {
-        rank: replace(
-            call,
-            reduce_op=None if call.operation in no_reduction else call.reduce_op,
-            root=None if call.operation in no_root else call.root,
-        )
-        for rank, call in calls.items()
-    }
-
-
 def _mismatch(calls: Mapping[int, CollectiveCall]) -> Verdict:
     return Verdict(
         kind="mismatch",
         text=mismatch_report(calls),
-        ranks=_odd_ones(calls),
+        ranks=odd_ones(calls),
         lacks_sites=not all(call.site for call in calls.values()),
     )
-
-
-def _key(call: CollectiveCall, *, exactly: bool) -> tuple[str, ...]:
-    """Return what must be equal on all ranks of a call; of a complete one, less."""
-    own_shapes = any(name in call.operation for name in _OWN_SHAPES)
-    if exactly:
-        columns = call.compared()
-        return columns[:2] if own_shapes else columns
-    sizes = "" if own_shapes else str([_count(shape) for shape in call.shapes])
-    return call.operation, ",".join(call.dtypes), sizes
-
-
-def _count(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
-    """Return the ranks that did not call what most of them did."""
-    keys = {rank: (*call.compared(), call.group, call.number) for rank, call in calls.items()}
-    compared = list(keys.values())
-    usual = max(compared, key=compared.count)
-    return tuple(rank for rank, key in keys.items() if key != usual)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

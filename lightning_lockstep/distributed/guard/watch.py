@@ -241,6 +241,8 @@ class CollectiveWatch:
 
     def _silence(self, rank: int) -> Silence:
         host, pid = self.channel.process_of(rank)
+        if self.channel.has_closed(rank):
+            return Silence("it has come to the end of its program", host, has_left=True)
         if host != socket.gethostname() or not pid:
             place = f" (process {pid} on host {host})" if pid else ""
             return Silence(f"it is stopped, has ended or cannot be reached{place}", host)

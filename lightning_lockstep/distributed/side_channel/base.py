@@ -95,6 +95,13 @@ class SideChannel(ABC):
         """
         return "", 0
 
+    def has_closed(self, rank: int) -> bool:
+        """Return whether another rank has closed its channel, as it does when its program comes to its end.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        return False
+
     @property
     def usable(self) -> bool:
         """Whether a message that is posted now can still arrive."""

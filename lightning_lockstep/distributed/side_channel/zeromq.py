@@ -153,6 +153,10 @@ class ZeroMQSideChannel(SideChannel):
         """See :meth:`SideChannel.process_of`."""
         return self._processes.get(rank) or super().process_of(rank)
 
+    def has_closed(self, rank: int) -> bool:
+        """See :meth:`SideChannel.has_closed`."""
+        return rank in self._closed_ranks
+
     def _put(self, post: Post) -> None:
         self._sender.put(post)
 

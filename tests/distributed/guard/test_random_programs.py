@@ -1,0 +1,108 @@
+"""Random programs of collectives: the right error naming the right rank, never a hang, never a false alarm.
+
+These are few; ``python -m tests.distributed.guard.random_programs`` runs as many as one likes.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.distributed.guard.program_expectation import expected
+from tests.distributed.guard.program_model import (
+    COLLECTIVES,
+    DIVERGENCES,
+    Divergence,
+    Program,
+    Step,
+    random_program,
+)
+from tests.distributed.guard.random_programs import MODES, check, launches
+
+# Numbers of programs whose divergences are found, each of another kind.
+SEEDS = {"skip": 0, "other": 0, "shape": 0, "root": 2, "sleep": 1, "kill": 0, "raise": 0, "extra": 0}
+
+
+@pytest.mark.parametrize("guard", MODES)
+def test_programs_without_divergence_raise_nothing(guard: str) -> None:
+    results = [result for programs in launches(range(4), None) for result in check(programs, guard)]
+    assert len(results) == 4
+    assert [result for result in results if result.faults] == []
+
+
+@pytest.mark.parametrize("guard", MODES)
+def test_a_divergence_is_found_and_the_right_rank_named(guard: str) -> None:
+    programs = [random_program(seed, kind) for kind, seed in SEEDS.items()]
+    assert all("completes" not in expected(program).ends for program in programs)
+    with ThreadPoolExecutor(4) as pool:
+        found = [
+            result for results in pool.map(lambda one: check([one], guard), programs) for result in results
+        ]
+    assert [(one.kind, one.program.seed, *one.faults) for one in found if one.faults] == []
+
+
+# -- what is expected, without processes ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [None, *DIVERGENCES])
+def test_a_number_always_makes_the_same_program(kind: str) -> None:
+    assert random_program(7, kind) == random_program(7, kind) != random_program(8, kind)
+
+
+def test_all_ranks_do_the_same_but_for_the_divergence() -> None:
+    for kind in DIVERGENCES:
+        for seed in range(20):
+            program = random_program(seed, kind)
+            usual = Program(
+                seed=seed, world_size=program.world_size, groups=program.groups, steps=program.steps
+            )
+            differ = [r for r in range(program.world_size) if program.steps_of(r) != usual.steps_of(r)]
+            assert program.divergence is not None and differ == [program.divergence.rank]
+            assert expected(usual).ends == ("completes",)
+
+
+def test_every_operation_and_divergence_comes_up() -> None:
+    programs = [random_program(seed, None) for seed in range(60)]
+    assert {step.operation for program in programs for step in program.steps} == {*COLLECTIVES, "message"}
+    assert {program.world_size for program in programs} == {2, 3, 4}
+    assert any(len(program.groups) > 1 for program in programs)
+
+
+def diverging(step: Step, instead: Step | None, *, rank: int = 1, world_size: int = 3) -> Program:
+    """Return a program of two operations, of which one rank calls the first differently."""
+    return Program(
+        seed=0,
+        world_size=world_size,
+        groups=(tuple(range(world_size)),),
+        steps=(step, Step(operation="barrier")),
+        divergence=Divergence(kind="other", rank=rank, index=0, step=instead),
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "instead", "ends"),
+    [
+        (Step(operation="all_reduce"), Step(operation="all_reduce", dtype="int32"), ("completes",)),
+        (Step(operation="all_reduce"), Step(operation="reduce_scatter_tensor"), ("completes",)),
+        (Step(operation="all_gather"), Step(operation="all_gather_into_tensor"), ("completes",)),
+        (Step(operation="all_reduce"), Step(operation="all_reduce", dtype="int64"), ("mismatch",)),
+        (Step(operation="all_reduce"), Step(operation="all_reduce", shape=(2, 2)), ("completes",)),
+        (Step(operation="all_reduce"), Step(operation="all_reduce", shape=(8,)), ("mismatch",)),
+        (Step(operation="all_reduce"), None, ("mismatch",)),
+        (Step(operation="broadcast", root=0), Step(operation="broadcast", root=2), ("mismatch",)),
+        (Step(operation="broadcast", root=0), Step(operation="broadcast", root=0, shape=(2,)), ("mismatch",)),
+        (
+            Step(operation="broadcast", root=0),
+            Step(operation="broadcast", root=0, shape=(9,)),
+            ("completes", "mismatch"),
+        ),
+        (Step(operation="barrier"), None, ("mismatch", "stall", "failed")),
+        (Step(operation="message", root=1, receiver=0), None, ("mismatch", "stall")),
+    ],
+)
+def test_what_gloo_completes_and_what_it_does_not(
+    step: Step, instead: Step | None, ends: tuple[str, ...]
+) -> None:
+    found = expected(diverging(step, instead))
+    assert (found.ends, found.rank) == (ends, 1)

@@ -1,0 +1,357 @@
+"""Why a collective does not complete, from what the ranks say of themselves: each way it can end, and its words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from lightning_lockstep.distributed.guard.call_report import CollectiveCall
+from lightning_lockstep.distributed.guard.main_thread import Position
+from lightning_lockstep.distributed.guard.rank_state import RankState
+from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.verdict import Question, Verdict, judge
+from lightning_lockstep.errors import CollectiveMismatchError, CollectiveStallError
+
+PAIR = "1 (ranks 0, 1)"
+LONGER = (
+    "Look at what keeps it there; every rank must call the same collectives. A rank that only needs longer can be given"
+    " time by a larger stall_timeout."
+)
+IN_ORDER = "Call the same collectives with the same arguments in the same order on every rank."
+
+
+def call(number: int = 1, *, done: bool = False, **changes: Any) -> RecordedCall:
+    usual = {"operation": "all_reduce", "group": "world", "dtypes": ("float32",), "shapes": ((4,),)}
+    made = CollectiveCall(**{"number": number, "site": f"train.py:{number} in step", **usual, **changes})
+    return RecordedCall(call=made, started=float(number), done=done)
+
+
+def rank(number: int, *calls: RecordedCall, of: int = 2, function: str = "", **changes: Any) -> RankState:
+    """Return a rank that waits in those of its calls that are not done."""
+    waits = {one.call.group: one.call.number for one in reversed(calls) if not one.done}
+    arguments = changes.pop("arguments", {})
+    groups = {"world": tuple(range(of)), **changes.pop("groups", {})}
+    place = Position(
+        "train.py:99 in step", ("train.py:99 in step", "train.py:7 in main"), function, arguments
+    )
+    return RankState(
+        rank=number,
+        groups=groups,
+        calls=calls,
+        outstanding=tuple(Outstanding(group, waits[group]) for group in waits),
+        **{"position": place, **changes},
+    )
+
+
+def verdict(
+    *states: RankState,
+    silent: Mapping[int, str] | None = None,
+    of: tuple[str, int] | None = ("world", 1),
+    asker: int = 0,
+    raised: str = "",
+    history: int = 0,
+) -> Verdict | None:
+    wanted = None if of is None else Outstanding(*of)
+    question = Question(rank=asker, outstanding=wanted, seconds=61.0, raised=raised)
+    return judge(question, {state.rank: state for state in states}, silent or {}, history=history)
+
+
+def lines(found: Verdict | None) -> list[str]:
+    assert found is not None
+    return found.text.splitlines()
+
+
+# -- no answer -----------------------------------------------------------------------------------------
+
+
+def test_without_a_word_of_the_rank_that_asks_there_is_no_answer() -> None:
+    assert verdict(rank(1), silent={0: "it has ended"}) is None
+
+
+def test_what_has_completed_meanwhile_needs_no_answer() -> None:
+    assert verdict(rank(0, call(done=True)), rank(1, call(done=True))) is None
+    assert verdict(rank(0, call(2)), rank(1, call(done=True))) is None
+    assert verdict(rank(0), rank(1), of=None) is None
+
+
+def test_an_error_of_the_backend_that_the_records_do_not_explain_stays_as_it_is() -> None:
+    assert verdict(rank(0, call()), rank(1), raised="Connection closed by peer") is None
+
+
+def test_an_error_of_the_backend_because_a_rank_has_left() -> None:
+    question = Question(rank=0, outstanding=None, seconds=0.0, raised="Connection closed by peer")
+    states = {0: rank(0, call(3, done=True), of=3), 1: rank(1, of=3)}
+    found = judge(question, states, {2: "it has come to the end of its program"}, left=[2])
+    assert lines(found)[0] == (
+        "rank 2 never came to collective #3 of group 'world' (all_reduce): the wait of rank 0 was ended by Connection"
+        " closed by peer"
+    )
+    assert lines(found)[5].endswith("no answer: it has come to the end of its program  <- never came")
+    assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
+
+
+# -- what differs --------------------------------------------------------------------------------------
+
+
+def test_an_open_collective_that_ranks_have_called_differently() -> None:
+    found = verdict(rank(0, call(), of=3), rank(1, call(shapes=((5,),)), of=3), rank(2, call(), of=3))
+    assert lines(found) == [
+        "ranks disagree on collective #1 of group 'world'",
+        "",
+        "  rank  operation   dtype    shape  called from",
+        "  0     all_reduce  float32  (4,)   train.py:1 in step",
+        "  1     all_reduce  float32  (5,)   train.py:1 in step  <- differs",
+        "  2     all_reduce  float32  (4,)   train.py:1 in step",
+        "",
+        "Make the shapes equal on all ranks before the call.",
+    ]
+    assert found is not None and (found.kind, found.ranks, found.lacks_sites) == ("mismatch", (1,), False)
+
+
+def test_a_call_whose_place_is_not_known_is_asked_for() -> None:
+    nowhere = Position("", ())
+    states = (rank(0, call(site=""), position=nowhere), rank(1, call(site="", operation="barrier")))
+    found = verdict(*states)
+    assert found is not None and found.lacks_sites
+
+
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        ({}, False),
+        (
+            {"shapes": ((2, 2),)},
+            False,
+        ),  # as many elements: what gloo and nccl complete is not said to be wrong
+        ({"shapes": ((5,),)}, True),
+        ({"dtypes": ("float64",)}, True),
+        ({"operation": "broadcast"}, True),
+    ],
+)
+def test_of_complete_collectives_less_must_be_equal(other: dict[str, Any], differs: bool) -> None:
+    found = verdict(
+        rank(0, call(done=True), call(2)), rank(1, call(done=True, **other), call(2)), of=("world", 2)
+    )
+    assert ("collective #1 of" in lines(found)[0]) == differs
+    assert found is not None and found.kind == ("mismatch" if differs else "stall")
+
+
+def test_the_first_difference_is_reported_not_the_last() -> None:
+    here = [call(1, done=True), call(2, done=True), call(3)]
+    there = [call(1, done=True), call(2, done=True, operation="barrier"), call(3, operation="gather")]
+    found = verdict(rank(0, *here), rank(1, *there), of=("world", 3))
+    assert lines(found)[0] == "ranks disagree on collective #2 of group 'world'"
+
+
+@pytest.mark.parametrize("operation", ["all_to_all", "scatter", "gather_object_list"])
+def test_shapes_that_ranks_may_choose_are_no_difference(operation: str) -> None:
+    kinds = {"operation": operation}
+    found = verdict(rank(0, call(**kinds)), rank(1, call(shapes=((9,),), **kinds)))
+    assert found is not None and found.kind == "stall"
+
+
+def test_in_a_scatter_only_the_root_records_tensors() -> None:
+    root, other = {"operation": "scatter"}, {"operation": "scatter", "dtypes": (), "shapes": ()}
+    states = [
+        rank(0, call(done=True, **root), call(2), of=3),
+        rank(1, call(done=True, **other), call(2), of=3),
+        rank(2, call(done=True, **other), of=3),
+    ]
+    found = verdict(*states, of=("world", 2))
+    assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
+    found = verdict(rank(0, call(**root), of=3), rank(1, call(**other), of=3), rank(2, of=3))
+    assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
+    found = verdict(rank(0, call(**root), of=3), rank(1, call(**other), of=3), rank(2, call(), of=3))
+    assert found is not None and (found.kind, found.ranks) == ("mismatch", (2,))
+
+
+def test_a_reduction_and_a_root_are_known_of_ranks_that_are_in_the_call() -> None:
+    kinds = {"operation": "broadcast"}
+    inside = [
+        rank(number, call(**kinds), of=3, function="broadcast", arguments={"src": str(root)})
+        for number, root in enumerate((0, 1, 0))
+    ]
+    found = verdict(*inside)
+    assert ["broadcast from 0" in line for line in lines(found)[3:6]] == [True, False, True]
+    assert ["differs" in line for line in lines(found)[3:6]] == [False, True, False]
+    sums = [
+        rank(number, call(), function="all_reduce", arguments={"op": op})
+        for number, op in enumerate(("sum", "max"))
+    ]
+    assert ["all_reduce(sum)" in line for line in lines(verdict(*sums))[3:5]] == [True, False]
+
+
+def test_a_root_that_a_rank_does_not_tell_any_more_is_no_difference_but_two_are() -> None:
+    def inside(number: int, root: str) -> RankState:
+        return rank(number, call(**kinds), of=3, function="broadcast", arguments={"src": root})
+
+    kinds = {"operation": "broadcast"}
+    gone_on = rank(2, call(done=True, **kinds), of=3)
+    found = verdict(inside(0, "0"), inside(1, "0"), gone_on)
+    assert found is not None and found.kind == "stall"
+    assert "though ranks 0, 1 have called it alike" in found.text
+    found = verdict(inside(0, "0"), inside(1, "1"), gone_on)
+    assert lines(found)[0] == "ranks disagree on collective #1 of group 'world'"
+    assert found is not None and 1 in found.ranks
+
+
+def test_after_an_error_of_the_backend_all_groups_are_compared() -> None:
+    calls = [call(group=PAIR, done=True), call(done=True)]
+    others = [call(group=PAIR, done=True, operation="barrier"), call(done=True)]
+    states = rank(0, *calls, groups={PAIR: (0, 1)}), rank(1, *others, groups={PAIR: (0, 1)})
+    assert lines(verdict(*states, of=None, raised="gloo"))[0] == (
+        f"ranks disagree on collective #1 of group '{PAIR}'"
+    )
+    assert verdict(*states, of=None) is None
+
+
+def test_a_difference_in_a_group_that_the_asker_is_not_in() -> None:
+    """Rank 2 waits for rank 0, which waits in another group for a call that rank 1 has made differently."""
+    zero = rank(0, call(group=PAIR), of=3, groups={PAIR: (0, 1)})
+    one = rank(1, call(group=PAIR, operation="barrier", dtypes=(), shapes=()), of=3, groups={PAIR: (0, 1)})
+    found = verdict(zero, one, rank(2, call(), of=3), asker=2)
+    assert found is not None and found.kind == "mismatch"
+    assert lines(found)[0] == f"ranks disagree on collective #1 of group '{PAIR}'"
+    receiver = rank(2, of=3, function="recv", arguments={"src": "0"})
+    assert verdict(zero, one, receiver, asker=2, of=None) == found
+
+
+# -- who does not come ---------------------------------------------------------------------------------
+
+
+def test_a_rank_that_never_comes_and_does_not_move() -> None:
+    found = verdict(rank(0, call(1, done=True), call(2)), rank(1, call(1, done=True)), of=("world", 2))
+    assert lines(found) == [
+        "rank 1 never came to collective #2 of group 'world' (all_reduce): rank 0 waited 61 s",
+        "",
+        "  rank  operation   dtype    shape  called from / now at",
+        "  0     all_reduce  float32  (4,)   train.py:2 in step",
+        "  1     -                           train.py:99 in step, after #1 all_reduce at train.py:1 in step"
+        "  <- never came",
+        "",
+        "    Stack of rank 1, innermost first:",
+        "      train.py:99 in step",
+        "      train.py:7 in main",
+        "",
+        LONGER,
+    ]
+    assert found is not None and (found.kind, found.ranks) == ("stall", (1,))
+
+
+def test_a_rank_that_does_not_answer() -> None:
+    found = verdict(rank(0, call(), of=3), rank(2, call(), of=3), silent={1: "its process 7 is stopped"})
+    assert lines(found)[0] == (
+        "rank 1 never came to collective #1 of group 'world' (all_reduce): ranks 0, 2 waited 61 s"
+    )
+    assert "no answer: its process 7 is stopped  <- never came" in lines(found)[4]
+    assert "Stack of" not in "".join(lines(found))
+
+
+def test_a_rank_that_has_left_is_not_waited_for_though_it_moves() -> None:
+    found = verdict(rank(0, call()), rank(1, moves=True, left=True))
+    assert found is not None and (found.kind, found.ranks) == ("stall", (1,))
+    assert "has left the training" in lines(found)[4]
+
+
+def test_a_rank_that_moves_is_slow() -> None:
+    found = verdict(rank(0, call()), rank(1, moves=True))
+    assert found == Verdict(
+        kind="slow",
+        text=(
+            "rank 0 has waited 61 s in collective #1 of group 'world' (all_reduce) at train.py:99 in step for rank 1."
+            " rank 1 works at train.py:99 in step. Nothing is done about it as long as that moves."
+        ),
+        ranks=(1,),
+    )
+
+
+def test_a_rank_that_waits_for_one_that_moves_is_slow_too() -> None:
+    """Rank 0 waits for rank 1, which waits in a group of its own for rank 2, which computes."""
+    one = rank(1, call(group="2 (ranks 1, 2)"), of=3, groups={"2 (ranks 1, 2)": (1, 2)})
+    two = rank(2, of=3, moves=True, groups={"2 (ranks 1, 2)": (1, 2)})
+    found = verdict(rank(0, call(), of=3), one, two)
+    assert found is not None and (found.kind, found.ranks) == ("slow", (2,))
+    still = rank(2, of=3, groups={"2 (ranks 1, 2)": (1, 2)})
+    found = verdict(rank(0, call(), of=3), one, still)
+    assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
+
+
+def test_one_that_moves_does_not_excuse_one_that_does_not() -> None:
+    found = verdict(rank(0, call(), of=3), rank(1, of=3, moves=True), rank(2, of=3))
+    assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
+
+
+def test_a_receive_that_nobody_sends_for() -> None:
+    found = verdict(rank(0, function="recv", arguments={"src": "1"}), rank(1), of=None)
+    assert lines(found)[0] == "rank 1 never came to a send or receive: rank 0 waited 61 s"
+    assert lines(found)[3].startswith("  0     receive from 1")
+    assert lines(found)[4].rstrip().endswith("train.py:99 in step   <- never came")
+
+
+# -- nobody can go on ----------------------------------------------------------------------------------
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
+    pair = {PAIR: (0, 1)}
+    found = verdict(rank(0, call(7), groups=pair), rank(1, call(3, group=PAIR), groups=pair), of=("world", 7))
+    assert found is not None and found.kind == "mismatch"
+    assert lines(found)[0] == "ranks disagree on which operation comes next"
+    assert "#7 all_reduce in 'world'" in lines(found)[3]
+    assert f"#3 all_reduce in '{PAIR}'" in lines(found)[4]
+    assert lines(found)[-1] == IN_ORDER
+
+
+def test_two_ranks_that_both_receive() -> None:
+    first = rank(0, function="recv", arguments={"src": "1"})
+    found = verdict(first, rank(1, function="recv", arguments={"src": "0"}), of=None)
+    assert lines(found)[0] == "ranks disagree on what they send and receive"
+    assert ["receive from 1" in line for line in lines(found)[3:5]] == [True, False]
+
+
+def test_a_receive_and_a_collective_that_wait_for_each_other() -> None:
+    found = verdict(rank(0, function="recv", arguments={"src": "1"}), rank(1, call(4)), of=None)
+    assert found is not None and found.kind == "mismatch"
+    assert "receive from 1" in lines(found)[3] and "#4 all_reduce in 'world'" in lines(found)[4]
+
+
+def test_a_collective_that_all_have_called_alike_and_that_does_not_complete() -> None:
+    found = verdict(rank(0, call()), rank(1, call()))
+    assert lines(found) == [
+        "collective #1 of group 'world' (all_reduce) does not complete though ranks 0, 1 have called it alike,"
+        " 61 s ago",
+        "",
+        "  rank  operation   dtype    shape  called from / now at",
+        "  0     all_reduce  float32  (4,)   train.py:1 in step",
+        "  1     all_reduce  float32  (4,)   train.py:1 in step",
+        "",
+        "Look at the network between the hosts, or at what runs beside it on other threads.",
+    ]
+    assert found is not None and (found.kind, found.ranks) == ("stall", ())
+
+
+# -- what is made of it --------------------------------------------------------------------------------
+
+
+def test_the_history_lists_the_last_calls_of_each_rank_but_not_of_a_remark() -> None:
+    states = rank(0, call(1, done=True), call(2), call(3)), rank(1, call(1, done=True))
+    found = lines(verdict(*states, of=("world", 2), history=2))
+    assert found[-6:] == [
+        "The last 2 collectives of each rank:",
+        "",
+        "  rank      group  operation   dtype    shape  called from",
+        "  0     #2  world  all_reduce  float32  (4,)   train.py:2 in step  not complete",
+        "  0     #3  world  all_reduce  float32  (4,)   train.py:3 in step  not complete",
+        "  1     #1  world  all_reduce  float32  (4,)   train.py:1 in step",
+    ]
+    slow = verdict(rank(0, call()), rank(1, moves=True), history=2)
+    assert slow is not None and "The last" not in slow.text
+
+
+def test_the_error_that_every_rank_raises() -> None:
+    assert type(Verdict(kind="mismatch", text="m").error()) is CollectiveMismatchError
+    error = Verdict(kind="stall", text="s").error()
+    assert type(error) is CollectiveStallError and str(error) == "s"
+    with pytest.raises(ValueError, match="a slow rank is no error"):
+        Verdict(kind="slow", text="").error()
