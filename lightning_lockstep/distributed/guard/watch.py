@@ -268,7 +268,12 @@ class CollectiveWatch:
         reason = (
             "is stopped, by a signal or a debugger" if status == psutil.STATUS_STOPPED else "does not answer"
         )
-        return Silence(f"its process {pid} {reason}", host, connections=tuple(connections(pid)))
+        return Silence(
+            f"its process {pid} {reason}",
+            host,
+            is_stopped=status == psutil.STATUS_STOPPED,
+            connections=tuple(connections(pid)),
+        )
 
     # -- what comes of a question ----------------------------------------------------------------------
 
