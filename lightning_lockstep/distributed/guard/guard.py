@@ -113,6 +113,7 @@ class CollectiveGuard:
             settings.watch,
             conclude=self._conclude,
             report=self._report,
+            has_failed=lambda: propagation.failed,
             store_port=int(os.environ.get("MASTER_PORT") or 0),
         )
 
