@@ -65,6 +65,7 @@ class CollectiveGuard:
             settings,
             conclude=self._conclude,
             report=self._report,
+            has_failed=lambda: propagation.failed,
             store_port=int(os.environ.get("MASTER_PORT") or 0),
         )
 

@@ -29,8 +29,8 @@ __all__ = ["Answer", "Inquiries", "Silence"]
 _ASK, _TAKEN, _WHERE, _STATE, _ANSWER = (
     f"guard/{name}" for name in ("ask", "taken", "where", "state", "answer")
 )
-# How long a rank may take to say where it is [s]; one that is stopped never does.
-_STATE_LIMIT = 2.0
+# How long a rank may take to say where it is [s], where it is known to be stopped, and where its host may be busy.
+_STATE_LIMIT, _BUSY_LIMIT = 2.0, 10.0
 # How long it may take if it also says where it has called each of its collectives [s].
 _SITES_LIMIT = 10.0
 # How long a rank may take to say that it takes a question [s].
@@ -60,6 +60,7 @@ class Silence(NamedTuple):
         host: Name of its host; empty where that is not known.
         has_ended: Whether its process is known to have ended.
         has_left: Whether its program has come to its end, without an error.
+        is_stopped: Whether its process is known to be stopped.
         connections: Its TCP connections, as far as this rank can see them.
     """
 
@@ -67,6 +68,7 @@ class Silence(NamedTuple):
     host: str = ""
     has_ended: bool = False
     has_left: bool = False
+    is_stopped: bool = False
     connections: tuple[Connection, ...] = ()
 
 
@@ -76,6 +78,7 @@ class _Collection:
 
     question: Question
     number: int
+    soonest: float
     deadline: float
     sites: bool
     states: dict[int, RankState] = field(default_factory=dict)
@@ -143,7 +146,9 @@ class Inquiries:
         if self._asked is not None and now > self._asked[2]:
             question, to, _ = self._asked
             self._ask(question, to + 1)
-        if self._collection is not None and (now > self._collection.deadline or self._only_ended_missing()):
+        if self._collection is not None and (
+            now > self._collection.deadline or self._only_mute_missing(now > self._collection.soonest)
+        ):
             self._finish(self._collection)
 
     @property
@@ -183,8 +188,9 @@ class Inquiries:
 
     def _begin(self, question: Question, *, sites: bool = False) -> None:
         self._count += 1
-        deadline = time.monotonic() + (_SITES_LIMIT if sites else _STATE_LIMIT)
-        self._collection = _Collection(question, self._count, deadline, sites)
+        now = time.monotonic()
+        deadline = now + (_SITES_LIMIT if sites else _BUSY_LIMIT)
+        self._collection = _Collection(question, self._count, now + _STATE_LIMIT, deadline, sites)
         self._channel.post(_WHERE, [self._count, sites])
         self._collection.states[self._channel.rank] = self._state(sites)
         self._finish_if_complete()
@@ -199,12 +205,12 @@ class Inquiries:
         if self._collection is not None and len(self._collection.states) == self._channel.world_size:
             self._finish(self._collection)
 
-    def _only_ended_missing(self) -> bool:
-        """Return whether all ranks that have not answered have ended or left."""
+    def _only_mute_missing(self, stopped: bool) -> bool:
+        """Return whether all ranks that have not answered have ended or left or, if that is to count, are stopped."""
         assert self._collection is not None
         missing = set(range(self._channel.world_size)) - set(self._collection.states)
         silent = [self._silence(rank) for rank in missing]
-        return all(one.has_ended or one.has_left for one in silent)
+        return all(one.has_ended or one.has_left or (stopped and one.is_stopped) for one in silent)
 
     def _finish(self, collection: _Collection) -> None:
         self._collection = None

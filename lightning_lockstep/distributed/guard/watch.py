@@ -55,6 +55,7 @@ class CollectiveWatch:
             this rank are ended.
         report: Called on the one rank that has asked the others, with an error and what each rank has said.
         is_rank: Returns whether a child process of this one is a rank of the run.
+        has_failed: Returns whether a rank is known to have failed, which then explains what it no longer does.
         store_port: Port of the store at which the ranks have met.
 
     Attributes:
@@ -72,10 +73,12 @@ class CollectiveWatch:
         conclude: Callable[[CollectiveError], None],
         report: Callable[[Verdict, Mapping[int, RankState]], None],
         is_rank: Callable[[int], bool] = lambda pid: False,
+        has_failed: Callable[[], bool] = lambda: False,
         store_port: int = 0,
     ) -> None:
         self.channel, self.settings, self._recorders = channel, settings, tuple(recorders)
         self._conclude, self._report, self._store_port = conclude, report, store_port
+        self._has_failed = has_failed
         self.error: CollectiveError | None = None
         self.left = False
         self._since: dict[Outstanding | None, float] = {}
@@ -242,7 +245,10 @@ class CollectiveWatch:
     def _silence(self, rank: int) -> Silence:
         host, pid = self.channel.process_of(rank)
         if self.channel.has_closed(rank):
-            return Silence("it has come to the end of its program", host, has_left=True)
+            failed = self._has_failed()  # a rank that fails says so before it closes its channel
+            return Silence(
+                "it has come to the end of its program", host, has_ended=failed, has_left=not failed
+            )
         if host != socket.gethostname() or not pid:
             place = f" (process {pid} on host {host})" if pid else ""
             return Silence(f"it is stopped, has ended or cannot be reached{place}", host)
@@ -255,7 +261,12 @@ class CollectiveWatch:
         reason = (
             "is stopped, by a signal or a debugger" if status == psutil.STATUS_STOPPED else "does not answer"
         )
-        return Silence(f"its process {pid} {reason}", host, connections=tuple(connections(pid)))
+        return Silence(
+            f"its process {pid} {reason}",
+            host,
+            is_stopped=status == psutil.STATUS_STOPPED,
+            connections=tuple(connections(pid)),
+        )
 
     # -- what comes of a question ----------------------------------------------------------------------
 

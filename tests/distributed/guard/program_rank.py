@@ -31,6 +31,10 @@ def run_programs(programs: list[Program], guard: Any, stall_timeout: float, grac
         )
     )
     supervisor.ranks_have_met(prints_report=dist.get_rank() == 0)
+    # Each has opened its side channel; in a group of its own, since programs count the calls of the default group.
+    everyone = dist.new_group(list(range(dist.get_world_size())))
+    dist.barrier(everyone)
+    dist.destroy_process_group(everyone)
     return int(supervisor.run(_run_all, programs))
 
 

@@ -34,6 +34,8 @@ def kind_of(program: Program, wanted: Expected) -> str:
     """Return under which heading a program counts."""
     if program.divergence is None:
         return "none"
+    if program.divergence.rank == 0 and program.divergence.kind == "early":
+        return "early (rank 0, with which the side channel ends)"
     note = " (silent)" if "completes" in wanted.ends else " (not recorded)" if wanted.unseen else ""
     return f"{program.divergence.kind}{note}"
 
