@@ -235,7 +235,7 @@ class _Case:
         whom = _ranks(causes)
         waited = f"{_ranks(self._waiting())} waited {self.question.seconds:.0f} s"
         if self.question.raised:
-            waited = f"the wait of rank {asker.rank} was ended by {self.question.raised}"
+            waited = f"the wait of rank {asker.rank} was ended by {self.question.raised.splitlines()[0]}"
         text = f"{whom} never came to {self._what()}: {waited}\n\n{self._table(causes)}"
         for rank in causes:
             if rank in self.states and self.states[rank].position.stack:

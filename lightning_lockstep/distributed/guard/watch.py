@@ -278,7 +278,8 @@ class CollectiveWatch:
 
     def _take_answer(self, answer: Answer) -> None:
         verdict = answer.verdict
-        if verdict is not None and verdict.kind != "slow" and self.error is None:
+        is_news = self.error is None and not self._has_failed()
+        if verdict is not None and verdict.kind != "slow" and is_news:
             self.error = verdict.error()
             self._conclude(self.error)
         if self.error is not None:

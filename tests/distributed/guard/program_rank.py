@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.guard.guard import GuardSettings
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from tests.distributed.guard.program_model import Program, Step
 
@@ -26,9 +25,7 @@ class UserError(Exception):
 def run_programs(programs: list[Program], guard: Any, stall_timeout: float, grace_period: float) -> int:
     """Run programs one after the other under the guard, as the strategies set it up; return how many were run."""
     supervisor = RankSupervisor(
-        SupervisorSettings(
-            guard=GuardSettings(guard=guard, stall_timeout=stall_timeout), grace_period=grace_period
-        )
+        SupervisorSettings(guard=guard, stall_timeout=stall_timeout, grace_period=grace_period)
     )
     supervisor.ranks_have_met(prints_report=dist.get_rank() == 0)
     # Each has opened its side channel; in a group of its own, since programs count the calls of the default group.
