@@ -92,6 +92,7 @@ def fit(
     every: int = 1,
     *,
     steps: int = 24,
+    seconds: float = SLOW,
     strategy: Any = None,
     synchronizes: bool = False,
     devices: Any = None,
@@ -103,7 +104,7 @@ def fit(
 
     def slow(place: str, count: int) -> None:
         if where == place and slow_rank in (ALL, current_communicator().rank) and count % every == 0:
-            time.sleep(SLOW)
+            time.sleep(seconds)
         elif (
             where == "raise"
             and current_communicator().rank == slow_rank
