@@ -31,7 +31,6 @@ class RankState:
         position: Where its main thread is.
         moves: Whether its main thread computes, reads or writes, rather than waits or sleeps.
         raised: Whether its last collective has raised an error, at ``position``.
-        left: Whether its main thread has left the training, or its program has ended.
         connections: Its TCP connections.
         ports: Ports at one end of connections that are not the backend's.
     """
@@ -45,14 +44,13 @@ class RankState:
     position: Position = field(default_factory=lambda: Position("", ()))
     moves: bool = False
     raised: bool = False
-    left: bool = False
     connections: tuple[Connection, ...] = ()
     ports: tuple[int, ...] = ()
 
     def to_data(self) -> dict[str, Any]:
         """Return the state as plain data, as JSON can hold it."""
         return {
-            **{name: getattr(self, name) for name in ("rank", "host", "pid", "moves", "raised", "left")},
+            **{name: getattr(self, name) for name in ("rank", "host", "pid", "moves", "raised")},
             "groups": {name: list(ranks) for name, ranks in self.groups.items()},
             "outstanding": [list(one) for one in self.outstanding],
             "calls": [call.to_data() for call in self.calls],
@@ -66,7 +64,7 @@ class RankState:
         """Return the state that :meth:`to_data` has described, also after a way through JSON."""
         site, stack, function, arguments = data["position"]
         return cls(
-            **{name: data[name] for name in ("rank", "host", "pid", "moves", "raised", "left")},
+            **{name: data[name] for name in ("rank", "host", "pid", "moves", "raised")},
             groups={name: tuple(ranks) for name, ranks in data["groups"].items()},
             outstanding=tuple(Outstanding(*one) for one in data["outstanding"]),
             calls=tuple(RecordedCall.from_data(call) for call in data["calls"]),

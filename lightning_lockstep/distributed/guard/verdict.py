@@ -185,7 +185,7 @@ class _Case:
 
     def _hopeless(self) -> set[int]:
         """Return the ranks that will not go on by themselves: all but those that move, or wait for such alone."""
-        hopeful = {r for r, s in self.states.items() if s.moves and not s.left and not self._is_blocked(r)}
+        hopeful = {r for r, s in self.states.items() if s.moves and not self._is_blocked(r)}
         while True:
             more = {
                 rank
@@ -294,7 +294,7 @@ class _Case:
     def _place(self, state: RankState) -> str:
         asked = self.question.outstanding
         last = state.last_call(asked.group) if asked is not None else None
-        place = "has left the training" if state.left else state.position.site
+        place = state.position.site
         if last is None:
             return place
         site = f" at {last.site}" if last.site else ""

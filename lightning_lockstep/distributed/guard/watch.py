@@ -80,7 +80,6 @@ class CollectiveWatch:
         self._conclude, self._report, self._store_port = conclude, report, store_port
         self._has_failed = has_failed
         self.error: CollectiveError | None = None
-        self.left = False
         self._since: dict[Outstanding | None, float] = {}
         self._raised_at: Position | None = None
         self._next_question: dict[Outstanding | None, float] = {}
@@ -168,7 +167,6 @@ class CollectiveWatch:
             position=self._raised_at or position(),
             raised=self._raised_at is not None,
             moves=self._activity.moves,
-            left=self.left,
             connections=tuple(connections()),
             ports=(self.channel.port, self._store_port),
         )

@@ -249,12 +249,6 @@ def test_a_rank_that_does_not_answer() -> None:
     assert "Stack of" not in "".join(lines(found))
 
 
-def test_a_rank_that_has_left_is_not_waited_for_though_it_moves() -> None:
-    found = verdict(rank(0, call()), rank(1, moves=True, left=True))
-    assert found is not None and (found.kind, found.ranks) == ("stall", (1,))
-    assert "has left the training" in lines(found)[4]
-
-
 def test_a_rank_that_moves_is_slow() -> None:
     found = verdict(rank(0, call()), rank(1, moves=True))
     assert found == Verdict(
