@@ -21,7 +21,7 @@ from lightning_lockstep.distributed.mpi import backend as mpi_backend
 from lightning_lockstep.distributed.mpi.progress import set_interruption
 from lightning_lockstep.distributed.mpi.runtime import abort_when_leaving
 from lightning_lockstep.distributed.process_group import has_backend
-from lightning_lockstep.errors import LaunchError, MissingExtraError, RankFailedError
+from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError, RankFailedError
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, detect_environment
 from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
 from lightning_lockstep.launchers.mpirun.command import MPIRunSettings, find_mpirun
@@ -47,7 +47,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
             installed, else gloo. Or one of ``mpi4py``, ``gloo``, ``nccl``, and ``mpi`` for a torch built
             with it.
         check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before
-            each collective, which costs some microseconds.
+            each collective, which costs some microseconds; so it is also under ``guard="watch"``.
         cuda_aware: Whether the MPI library takes CUDA memory; by default the library is asked.
         shared_memory: Has no effect any more; the next release will not take it.
         hostfile: File with the hosts to start ranks on and their slots, in the form of the mpirun in use.
@@ -84,6 +84,11 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         **options: Any,
     ) -> None:
         _check_backend(backend, options)
+        if not check and options.get("guard") == "verify":
+            raise ConfigurationError(
+                "guard='verify' and check=False: over mpi4py the one asks for what the other leaves out. Give one of"
+                " them."
+            )
         self.backend = backend
         self._backend_options = mpi_backend.MPIBackendOptions(check=check, cuda_aware=cuda_aware)
         self._mpirun = MPIRunSettings(

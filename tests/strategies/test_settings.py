@@ -49,6 +49,9 @@ def test_unknown_options_of_a_strategy_on_top_of_another_are_compared_with_the_o
         ({"grace_period": -1}, "grace_period=-1: expected seconds"),
         ({"threads_per_rank": 0}, "threads_per_rank=0: expected 'auto' or a whole number"),
         ({"bind_cores": "yes"}, "bind_cores='yes': expected true or false"),
+        ({"guard": "verfy"}, "guard='verfy': expected one of 'off', 'watch', 'verify'"),
+        ({"stall_timeout": 0}, "stall_timeout=0: expected seconds, more than 0"),
+        ({"guard_history": -1}, "guard_history=-1: expected"),
         ({"on_rank_failure": "restart"}, "on_rank_failure='restart': expected 'abort'"),
     ],
 )
@@ -56,6 +59,17 @@ def test_values_out_of_range_say_what_was_expected(options: dict[str, object], t
     with pytest.raises(ConfigurationError, match="expected") as caught:
         LockstepDDPStrategy(**options)  # type: ignore[arg-type]
     assert text in str(caught.value)
+
+
+def test_a_guard_that_compares_over_a_backend_that_does_not_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"guard='verify' and check=False: .* Give one of them"):
+        LockstepMPIStrategy(guard="verify", check=False)
+
+
+def test_an_environment_variable_turns_watch_into_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_DEBUG", "1")
+    assert LockstepDDPStrategy().settings.supervisor.guard == "verify"
+    assert LockstepDDPStrategy(guard="off").settings.supervisor.guard == "off"
 
 
 def test_all_faults_of_a_group_come_together() -> None:

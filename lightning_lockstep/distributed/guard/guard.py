@@ -66,6 +66,7 @@ class CollectiveGuard:
             conclude=self._conclude,
             report=self._report,
             has_failed=lambda: propagation.failed,
+            is_rank=lambda pid: pid in {channel.process_of(rank)[1] for rank in range(channel.world_size)},
             store_port=int(os.environ.get("MASTER_PORT") or 0),
         )
 
@@ -140,7 +141,9 @@ class CollectiveGuard:
         prints = self._propagation.prints_report and not self._propagation.parent_prints
         text = f"\nlightning-lockstep: {type(error).__name__}: {error}\n"
         # The other ranks raise it now; those that print nothing themselves ask this one first.
-        time.sleep(min(1.0, self._propagation.grace_period / 4))
+        time.sleep(min(2.5, self._propagation.grace_period / 4))
+        if self._propagation.on_force is not None:
+            self._propagation.on_force()
         end_now(1, text if prints else "")
 
     def _report(self, verdict: Verdict, states: Mapping[int, RankState]) -> None:

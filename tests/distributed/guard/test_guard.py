@@ -1,0 +1,105 @@
+"""The guard of a run: its settings on several ranks, where the main thread is, and how an error gets there."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.distributed.guard.guard import guard_on
+from lightning_lockstep.distributed.guard.main_thread import Activity, MainThreadErrors, position
+from lightning_lockstep.distributed.guard.settings import GuardSettings
+from lightning_lockstep.errors import CollectiveStallError, ConfigurationError
+from tests.helpers import run_ranks
+
+
+def two_guards() -> tuple[str, list[str]]:
+    """Another guard on each rank; then the same, of three kinds one after the other."""
+    channel = current_communicator().side_channel
+    propagation = propagation_on(channel)
+    error = ""
+    try:
+        guard_on(channel, propagation, GuardSettings(guard="watch" if channel.rank else "verify"))
+    except ConfigurationError as raised:
+        error = str(raised)
+    kinds: list[Any] = ["watch", "verify", "off", "watch"]
+    sums = []
+    for kind in kinds:
+        guard = guard_on(channel, propagation, GuardSettings(guard=kind))
+        assert (guard is None) == (kind == "off")
+        assert guard_on(channel, propagation, GuardSettings(guard=kind)) is guard
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        sums.append(str(tensor.tolist()))
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("lockstep-guard") <= 2, "one that was stopped may still be on its way out"
+    return error, sums
+
+
+def test_all_ranks_have_the_same_guard_and_may_change_it_between_fits() -> None:
+    errors, sums = zip(*run_ranks(2, two_guards, timeout=60), strict=True)
+    assert sums[0] == sums[1] == ["[2.0, 2.0]"] * 4
+    (told,) = [error for error in errors if error]
+    assert "on another rank: expected the same on all" in told and "LOCKSTEP_DEBUG" in told
+
+
+def test_the_place_of_the_main_thread_is_that_of_the_program() -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(position()))
+    thread.start()
+    thread.join()
+    assert found[0].site.startswith("test_guard.py:") and found[0].site.endswith(
+        "in test_the_place_of_the_main_thread_is_that_of_the_program"
+    )
+
+
+@pytest.mark.parametrize("waits", [lambda: time.sleep(60), lambda: threading.Event().wait(60)])
+def test_an_error_reaches_a_main_thread_that_sleeps_or_waits(waits: Any) -> None:
+    before = signal.getsignal(signal.SIGURG)
+    errors = MainThreadErrors(lambda frame: False)
+    errors.install()
+    try:
+        timer = threading.Timer(0.2, errors.raise_soon, [CollectiveStallError("rank 1 never came")])
+        timer.start()
+        with pytest.raises(CollectiveStallError, match="rank 1 never came"):
+            waits()
+        timer.join()
+    finally:
+        errors.remove()
+    assert signal.getsignal(signal.SIGURG) == before
+    assert errors.take() is None
+
+
+def test_an_error_is_left_to_code_that_deals_with_errors() -> None:
+    errors = MainThreadErrors(lambda frame: True)
+    errors.install()
+    try:
+        errors_thread = threading.Thread(target=errors.raise_soon, args=[CollectiveStallError("later")])
+        errors_thread.start()
+        errors_thread.join()
+        time.sleep(0.05)
+        assert str(errors.take()) == "later"
+    finally:
+        errors.remove()
+
+
+def test_computing_is_moving_and_sleeping_is_not() -> None:
+    activity = Activity(60.0, lambda pid: False)
+    activity.look()
+    time.sleep(0.3)
+    activity.look()
+    assert not activity.moves
+    activity.forget()
+    activity.look()
+    end = time.thread_time() + 0.3
+    while time.thread_time() < end:
+        sum(range(1000))
+    activity.look()
+    assert activity.moves
