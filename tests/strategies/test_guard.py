@@ -16,7 +16,7 @@ LIMIT = 120.0  # only so that a hang ends the test
 
 
 def run(tmp_path: Path, case: str, start: str = "popen", *options: str) -> ScriptOutcome:
-    environ = mpi_environ() if start == "mpi" else None
+    environ = {"TORCH_FR_BUFFER_SIZE": "0"} if case == "blind" else mpi_environ() if start == "mpi" else None
     outcome = run_script([str(SCRIPT), case, str(tmp_path), start, *options], timeout=LIMIT, env=environ)
     assert not outcome.timed_out, outcome.output
     assert outcome.leftovers == (), f"no rank is left behind: {outcome.output}"
@@ -108,6 +108,14 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     outcome = run(tmp_path, "pause")
     assert outcome.returncode == 0, outcome.output
     assert "never came" not in outcome.output
+
+
+def test_what_is_not_seen_is_said_once(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "blind", "popen", "timeout=4")
+    assert outcome.output.count("guard='watch' does not see the all_reduce that rank 0 waits in") == 1, (
+        outcome.output
+    )
+    assert "TORCH_FR_BUFFER_SIZE=0" in outcome.output
 
 
 def test_the_history_is_listed_on_request(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import psutil
+import torch
 
+from lightning_lockstep._console import say
 from lightning_lockstep.distributed.guard.connections import (
     abort_devices,
     connections,
@@ -84,6 +86,7 @@ class CollectiveWatch:
         self._raised_at: Position | None = None
         self._next_question: dict[Outstanding | None, float] = {}
         self._prepares = self._knows_sites = False
+        self._sees = False
         self._looked = time.monotonic()
         self._activity = Activity(min(_MOVEMENT, settings.stall_timeout / 2), is_rank)
         self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -199,6 +202,7 @@ class CollectiveWatch:
             self._since = {key: since + lost for key, since in self._since.items()}
             self._activity.forget()
         self._activity.look()
+        self._sees = self._sees or self._has_seen()
         waits: list[Outstanding | None] = list(self._outstanding())
         if not waits and position().function in ("send", "recv"):
             waits = [None]
@@ -206,6 +210,20 @@ class CollectiveWatch:
         self._next_question = {one: at for one, at in self._next_question.items() if one in self._since}
         for one, since in self._since.items():
             self._consider(one, now - since, now)
+
+    def _has_seen(self) -> bool:
+        """Return whether it is settled that the recorders see this rank's collectives; says so where they do not."""
+        if any(recorder.arrivals(0.0) for recorder in self._recorders):
+            return True
+        function = position().function
+        if function and self.channel.rank == 0:
+            size = os.environ.get("TORCH_FR_BUFFER_SIZE", "not set")
+            say(
+                f"lightning-lockstep: guard='watch' does not see the {function} that rank 0 waits in: torch's flight"
+                f" recorder has no collective (TORCH_FR_BUFFER_SIZE={size}, torch {torch.__version__})."
+                " guard='verify' records by itself."
+            )
+        return bool(function)
 
     def _consider(self, one: Outstanding | None, waited: float, now: float) -> None:
         timeout = self.settings.stall_timeout
