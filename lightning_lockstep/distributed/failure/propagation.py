@@ -103,6 +103,13 @@ class FailurePropagation:
         """Whether any rank is known to have failed; costs two attribute reads."""
         return self._first.record is not None
 
+    def has_raised(self, rank: int) -> bool:
+        """Return whether a rank has said that it raises an error of this package, which all ranks may raise alike.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        return self._first.common.of(rank) is not None
+
     def arm(self) -> None:
         """Begin anew: what this rank raised before was caught by the program.
 

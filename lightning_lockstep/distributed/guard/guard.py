@@ -66,6 +66,7 @@ class CollectiveGuard:
             conclude=self._conclude,
             report=self._report,
             has_failed=lambda: propagation.failed,
+            has_raised=propagation.has_raised,
             is_rank=lambda pid: pid in {channel.process_of(rank)[1] for rank in range(channel.world_size)},
             store_port=int(os.environ.get("MASTER_PORT") or 0),
         )

@@ -106,7 +106,7 @@ class _Sample(NamedTuple):
     time: float
     cpu: float
     bytes: float
-    children: float
+    children: float | None
 
 
 class Activity:
@@ -124,15 +124,19 @@ class Activity:
         self._samples: deque[_Sample] = deque()
         self._main = threading.main_thread()
 
-    def look(self) -> None:
+    def look(self, *, children: bool) -> None:
         """Take a sample; to be called a few times in each window, from one thread.
+
+        Args:
+            children: Whether to look at child processes too, which takes some milliseconds.
 
         Ranks: any rank, alone; nothing is sent.
         """
         now = time.monotonic()
         while len(self._samples) > 1 and self._samples[1].time < now - self._window:
             self._samples.popleft()
-        self._samples.append(_Sample(now, self._cpu_seconds(), self._bytes(), self._children_seconds()))
+        spent = self._children_seconds() if children else None
+        self._samples.append(_Sample(now, self._cpu_seconds(), self._bytes(), spent))
 
     def forget(self) -> None:
         """Forget the samples, so that the time before now does not count."""
@@ -145,8 +149,15 @@ class Activity:
             return False
         first, last = self._samples[0], self._samples[-1]
         seconds = max(last.time - first.time, 1e-3)
-        busy = max(last.cpu - first.cpu, last.children - first.children) / seconds
-        return busy > _BUSY_SHARE or (last.bytes - first.bytes) / seconds > _IO_RATE
+        busy = (last.cpu - first.cpu) / seconds > _BUSY_SHARE
+        return busy or (last.bytes - first.bytes) / seconds > _IO_RATE or self._children_move()
+
+    def _children_move(self) -> bool:
+        known = [(one.time, one.children) for one in self._samples if one.children is not None]
+        if len(known) < 2:
+            return False
+        (began, first), (ended, last) = known[0], known[-1]
+        return (last - first) / max(ended - began, 1e-3) > _BUSY_SHARE
 
     def _cpu_seconds(self) -> float:
         with suppress(OSError, AttributeError, TypeError):

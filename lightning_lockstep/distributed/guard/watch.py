@@ -58,6 +58,7 @@ class CollectiveWatch:
         report: Called on the one rank that has asked the others, with an error and what each rank has said.
         is_rank: Returns whether a child process of this one is a rank of the run.
         has_failed: Returns whether a rank is known to have failed, which then explains what it no longer does.
+        has_raised: Returns whether a rank has said that it raises an error, which may be one of all ranks.
         store_port: Port of the store at which the ranks have met.
 
     Attributes:
@@ -76,11 +77,12 @@ class CollectiveWatch:
         report: Callable[[Verdict, Mapping[int, RankState]], None],
         is_rank: Callable[[int], bool] = lambda pid: False,
         has_failed: Callable[[], bool] = lambda: False,
+        has_raised: Callable[[int], bool] = lambda rank: False,
         store_port: int = 0,
     ) -> None:
         self.channel, self.settings, self._recorders = channel, settings, tuple(recorders)
         self._conclude, self._report, self._store_port = conclude, report, store_port
-        self._has_failed = has_failed
+        self._has_failed, self._has_raised = has_failed, has_raised
         self.error: CollectiveError | None = None
         self._since: dict[Outstanding | None, float] = {}
         self._raised_at: Position | None = None
@@ -156,7 +158,7 @@ class CollectiveWatch:
 
         Ranks: any rank, alone; nothing is sent.
         """
-        self._activity.look()
+        self._activity.look(children=self._prepares)
         calls = [
             call for recorder in self._recorders for call in recorder.calls(sites=sites or self._knows_sites)
         ]
@@ -201,7 +203,7 @@ class CollectiveWatch:
         if lost > 0:  # this process was stopped meanwhile, perhaps all of them
             self._since = {key: since + lost for key, since in self._since.items()}
             self._activity.forget()
-        self._activity.look()
+        self._activity.look(children=self._prepares)
         self._sees = self._sees or self._has_seen()
         waits: list[Outstanding | None] = list(self._outstanding())
         if not waits and position().function in ("send", "recv"):
@@ -235,7 +237,7 @@ class CollectiveWatch:
             self._inquiries.ask(Question(rank=self.channel.rank, outstanding=one, seconds=waited))
 
     def _prepare(self) -> None:
-        """Let torch load what it needs to say where a recorded collective was called from, which takes seconds."""
+        """Begin with what takes time: look at child processes, too, and let torch say where calls came from."""
         if self._prepares:
             return
         self._prepares = True
@@ -261,7 +263,8 @@ class CollectiveWatch:
     def _silence(self, rank: int) -> Silence:
         host, pid = self.channel.process_of(rank)
         if self.channel.has_closed(rank):
-            failed = self._has_failed()  # a rank that fails says so before it closes its channel
+            # A rank that fails says so before it closes its channel.
+            failed = self._has_failed() or self._has_raised(rank)
             return Silence(
                 "it has come to the end of its program", host, has_ended=failed, has_left=not failed
             )

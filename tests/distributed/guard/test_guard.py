@@ -92,14 +92,14 @@ def test_an_error_is_left_to_code_that_deals_with_errors() -> None:
 
 def test_computing_is_moving_and_sleeping_is_not() -> None:
     activity = Activity(60.0, lambda pid: False)
-    activity.look()
+    activity.look(children=False)
     time.sleep(0.3)
-    activity.look()
+    activity.look(children=False)
     assert not activity.moves
     activity.forget()
-    activity.look()
+    activity.look(children=False)
     end = time.thread_time() + 0.3
     while time.thread_time() < end:
         sum(range(1000))
-    activity.look()
+    activity.look(children=False)
     assert activity.moves
