@@ -15,6 +15,11 @@ __all__ = ["GroupRecorders"]
 class GroupRecorders:
     """The recorders of such groups, which torch's flight recorder does not see: each has a ``call_recorder``."""
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether any of them has recorded anything yet."""
+        return any(recorder.is_recording for recorder in _group_recorders())
+
     def outstanding(self) -> Sequence[Outstanding]:
         """See :meth:`CallRecorder.outstanding`."""
         return [one for recorder in _group_recorders() for one in recorder.outstanding()]

@@ -65,6 +65,11 @@ class RecordedCall:
 class CallRecorder(Protocol):
     """Knows which collectives this rank has called; any thread may ask it while the main thread waits in one."""
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether it has recorded anything yet."""
+        ...
+
     def outstanding(self) -> Sequence[Outstanding]:
         """Return the oldest incomplete collective of each group that has one; cheap enough to ask every second.
 

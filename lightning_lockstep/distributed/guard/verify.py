@@ -87,6 +87,11 @@ class CallVerifier:
             self._hook = None
             self._groups.clear()
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether it is at work."""
+        return self._hook is not None
+
     def outstanding(self) -> Sequence[Outstanding]:
         """See :meth:`CallRecorder.outstanding`; a collective that waits in the comparison is outstanding."""
         return self._history.outstanding()

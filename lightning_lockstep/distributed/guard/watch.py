@@ -215,7 +215,7 @@ class CollectiveWatch:
 
     def _has_seen(self) -> bool:
         """Return whether it is settled that the recorders see this rank's collectives; says so where they do not."""
-        if any(recorder.arrivals(0.0) for recorder in self._recorders):
+        if any(recorder.is_recording for recorder in self._recorders):
             return True
         function = position().function
         if function and self.channel.rank == 0:

@@ -58,6 +58,11 @@ class CallRecords:
         """Note that a collective is complete, or has failed."""
         self._open.pop(number, None)
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a collective was called yet."""
+        return bool(self._records)
+
     def outstanding(self) -> Sequence[Outstanding]:
         """See :meth:`CallRecorder.outstanding`."""
         number = next(iter(tuple(self._open)), None)
