@@ -51,6 +51,10 @@ ALLOWED = {
     "_plugins": "torch.distributed.Backend",
     "_get_default_store": "torch.distributed",
     "_get_backend": "ProcessGroup",
+    "_device_types": "ProcessGroup",
+    "_timeout": "Backend.Options",
+    "_destroy": "torch.library.Library",
+    "_dispatch_keyset_full_after": "torch",
     "_check_reducer_finalized": "Reducer",
     "_iterator": "DataLoader",
     # torchmetrics

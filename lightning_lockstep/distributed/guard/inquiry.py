@@ -33,8 +33,8 @@ _ASK, _TAKEN, _WHERE, _STATE, _ANSWER = (
 _STATE_LIMIT, _BUSY_LIMIT = 2.0, 10.0
 # How long it may take if it also says where it has called each of its collectives [s].
 _SITES_LIMIT = 10.0
-# How long a rank may take to say that it takes a question [s].
-_TAKE_LIMIT = 1.0
+# How long a rank may take to say that it takes a question [s], where it is known to be stopped, and else.
+_TAKE_LIMIT, _BUSY_TAKE_LIMIT = 1.0, 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +143,18 @@ class Inquiries:
         Ranks: any rank; sends a message to the next rank where one has not taken a question.
         """
         now = time.monotonic()
-        if self._asked is not None and now > self._asked[2]:
-            question, to, _ = self._asked
-            self._ask(question, to + 1)
+        if self._asked is not None and now > self._asked[2] and self._takes_no_question(*self._asked[1:]):
+            self._ask(self._asked[0], self._asked[1] + 1)
         if self._collection is not None and (
             now > self._collection.deadline or self._only_mute_missing(now > self._collection.soonest)
         ):
             self._finish(self._collection)
+
+    def _takes_no_question(self, rank: int, asked_until: float) -> bool:
+        """Return whether a rank that has not taken a question in time will not do so, rather than be busy."""
+        known = self._silence(rank)
+        mute = known.is_stopped or known.has_ended or known.has_left
+        return mute or time.monotonic() > asked_until - _TAKE_LIMIT + _BUSY_TAKE_LIMIT
 
     @property
     def is_busy(self) -> bool:
