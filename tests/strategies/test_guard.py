@@ -82,7 +82,7 @@ def test_a_rank_that_never_comes_is_named_with_its_place(
     check_stall(run(tmp_path, case, start), place)
 
 
-@pytest.mark.skipif(bool(why_no("openmpi")), reason=str(why_no("openmpi")))
+@pytest.mark.skipif(bool(why_no("open_mpi")), reason=str(why_no("open_mpi")))
 def test_a_rank_that_never_comes_over_mpi_is_named_with_its_place(tmp_path: Path) -> None:
     script = [str(SCRIPT), "sleep", str(tmp_path), "mpi"]
     outcome = ended(run_script(script, timeout=LIMIT, env=mpi_environ()))

@@ -23,7 +23,7 @@ from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.settings import GuardSettings
 from lightning_lockstep.distributed.guard.terminate import before_terminate
 from lightning_lockstep.distributed.guard.verdict import Verdict
-from lightning_lockstep.distributed.guard.verify import CallVerifier
+from lightning_lockstep.distributed.guard.verification.verify import CallVerifier
 from lightning_lockstep.distributed.guard.watch import CollectiveWatch
 from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.errors import CollectiveError, ConfigurationError, LockstepError

@@ -12,24 +12,29 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lightning_lockstep._console import say
-from lightning_lockstep.distributed.guard.call_description import (
-    Description,
-    GroupIdentity,
-    description,
-    signature,
-    uncompared,
-)
-from lightning_lockstep.distributed.guard.call_history import CallHistory, Entry
 from lightning_lockstep.distributed.guard.call_report import (
     CollectiveCall,
     compares_calls,
     fingerprint,
     mismatch_report,
 )
-from lightning_lockstep.distributed.guard.companion import Companion
-from lightning_lockstep.distributed.guard.dispatch_hook import POINT_TO_POINT, DispatchedCall, Finish, Hook
 from lightning_lockstep.distributed.guard.group_names import group_titles
 from lightning_lockstep.distributed.guard.recorded import Arrival, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.verification.call_description import (
+    Description,
+    GroupIdentity,
+    description,
+    signature,
+    uncompared,
+)
+from lightning_lockstep.distributed.guard.verification.call_history import CallHistory, Entry
+from lightning_lockstep.distributed.guard.verification.companion import Companion
+from lightning_lockstep.distributed.guard.verification.dispatch_hook import (
+    POINT_TO_POINT,
+    DispatchedCall,
+    Finish,
+    Hook,
+)
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep.distributed.guard.call_report import CollectiveCall
-from lightning_lockstep.distributed.guard.dispatch_hook import POINT_TO_POINT, DispatchedCall
+from lightning_lockstep.distributed.guard.verification.dispatch_hook import POINT_TO_POINT, DispatchedCall
 
 __all__ = ["Description", "GroupIdentity", "description", "signature", "uncompared"]
 

@@ -1,0 +1,1 @@
+"""Compares what the ranks call before each collective: seen in torch's dispatcher, compared over a small gloo group."""
