@@ -18,7 +18,8 @@ from lightning_lockstep._application.value_types import mismatch
 from lightning_lockstep._lightning import LightningEnvironment
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep.demo.global_batch_sampler import batch_size_per_rank
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.errors import ConfigurationError, LaunchError
+from lightning_lockstep.launchers.slurm_environment import SlurmStepEnvironment, find_slurm_step
 
 _SWITCHES: dict[str, Any] = {
     "seed": int,
@@ -48,7 +49,9 @@ def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
         "trainer", strategy="auto", logger=False, plugins=[LightningEnvironment()], default_root_dir=None
     )
     external = external_ranks()
-    return [*faults, *_single_device(config), *_external(config, external), *_global_batch(config, external)]
+    uneven = _uneven_tasks()
+    counts = uneven or _external(config, external)
+    return [*faults, *_single_device(config), *counts, *_global_batch(config, external)]
 
 
 def prepare_training(config: DictConfig) -> None:
@@ -154,6 +157,18 @@ def _ranks(config: DictConfig, external: ExternalRanks | None) -> int | None:
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
         return devices * nodes
     return None
+
+
+def _uneven_tasks() -> list[Fault]:
+    """Nodes of a Slurm step with different numbers of tasks, whatever the Trainer is given."""
+    step = find_slurm_step()
+    if step is None or len(set(step.tasks_per_node)) < 2:
+        return []
+    try:
+        SlurmStepEnvironment(step).validate_settings(max(step.tasks_per_node), len(step.tasks_per_node))
+    except LaunchError as error:
+        return [Fault(str(error), error)]
+    return []
 
 
 def _external(config: DictConfig, external: ExternalRanks | None) -> list[Fault]:

@@ -13,6 +13,7 @@ from lightning_lockstep._lightning import (
     LSFEnvironment,
     TorchElasticEnvironment,
 )
+from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.mpi_environment import (
     SRUN,
     MPIEnvironment,
@@ -21,7 +22,7 @@ from lightning_lockstep.launchers.mpi_environment import (
 )
 from lightning_lockstep.launchers.slurm_environment import SlurmStepEnvironment
 
-__all__ = ["LockstepEnvironment", "detect_environment"]
+__all__ = ["LockstepEnvironment", "check_has_device", "detect_environment"]
 
 
 class LockstepEnvironment(LightningEnvironment):
@@ -58,3 +59,25 @@ def detect_environment(*, mpi: bool = False) -> ClusterEnvironment:
     if LSFEnvironment.detect():
         return LSFEnvironment()
     return LockstepEnvironment()
+
+
+def check_has_device(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
+    """Raise if more ranks were started on this node than the Trainer has devices for.
+
+    Args:
+        environment: Who this rank is.
+        num_devices: Number of devices of a node, as the Trainer expects them.
+        num_nodes: Number of nodes.
+
+    Raises:
+        LaunchError: This rank would have no device.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    if not environment.creates_processes_externally or environment.local_rank() < num_devices:
+        return
+    environment.validate_settings(num_devices=num_devices, num_nodes=num_nodes)
+    raise LaunchError(
+        f"devices={num_devices}, but at least {environment.local_rank() + 1} ranks were started on this node: expected"
+        " as many devices as ranks. Set devices in the Trainer to the number of ranks of a node, or start fewer."
+    )

@@ -49,7 +49,7 @@ from lightning_lockstep.distributed.process_group import (
     process_group_exists,
     start_process_group,
 )
-from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
+from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, check_has_device
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.slurm_environment import check_srun_is_used, hide_srun_hint
@@ -164,7 +164,8 @@ class RankLifecycle:
 
         Raises:
             ConfigurationError: The precision is not supported; no rank has been started yet.
-            LaunchError: Nobody starts the ranks of the other nodes.
+            LaunchError: Nobody starts the ranks of the other nodes, or more were started on this one than the Trainer
+                has devices.
         """
         strategy = self._strategy
         fold_tracebacks()
@@ -172,6 +173,7 @@ class RankLifecycle:
         if isinstance(strategy.cluster_environment, LockstepEnvironment):
             check_srun_is_used(strategy.num_nodes)
         self.startup.adopt_ranks(strategy)
+        check_has_device(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         strategy.precision_plugin = self._precision(
             strategy.precision_plugin, requested_precision(), strategy.root_device.type
         )

@@ -74,13 +74,14 @@ class RankState:
         )
 
     def calls_of(self, group: str) -> dict[int, CollectiveCall]:
-        """Return the last calls of a group by their numbers."""
-        return {one.call.number: one.call for one in self.calls if one.call.group == group}
+        """Return the last collectives of a group by their numbers; sends and receives have none."""
+        return {
+            one.call.number: one.call for one in self.calls if one.call.group == group and one.call.number
+        }
 
     def last_call(self, group: str) -> CollectiveCall | None:
-        """Return the last call of a group, if it is known."""
-        of_group = [one.call for one in self.calls if one.call.group == group]
-        return of_group[-1] if of_group else None
+        """Return the last collective of a group, if it is known."""
+        return next(reversed(self.calls_of(group).values()), None)
 
     def has_called(self, wanted: Outstanding) -> bool:
         """Return whether this rank has called a collective, complete or not."""

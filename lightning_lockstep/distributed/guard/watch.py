@@ -146,7 +146,10 @@ class CollectiveWatch:
             before, self._raised_at = self._answers, at
             self._to_do.put(lambda: self._ask_about(raised))
             self.channel.wait_for(
-                self._answered, lambda: self._answers > before or self.error is not None, timeout
+                self._answered,
+                lambda: self._answers > before or self.error is not None or unless(),
+                timeout,
+                needs_main=False,  # the next rank collects
             )
         return self.error
 

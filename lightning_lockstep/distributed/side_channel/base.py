@@ -191,7 +191,14 @@ class SideChannel(ABC):
         Ranks: any rank, alone; one round trip. Every caller of a key gets the same answer.
         """
 
-    def wait_for(self, news: threading.Condition, arrived: Callable[[], bool], timeout: float) -> bool:
+    def wait_for(
+        self,
+        news: threading.Condition,
+        arrived: Callable[[], bool],
+        timeout: float,
+        *,
+        needs_main: bool = True,
+    ) -> bool:
         """Wait until messages of other ranks have made ``arrived`` true.
 
         The one place in which a rank waits for what others send over this channel.
@@ -200,6 +207,7 @@ class SideChannel(ABC):
             news: Held by the caller; a handler notifies it of each message that matters.
             arrived: Tells whether the wait is over.
             timeout: Longest wait [s].
+            needs_main: Whether nothing can arrive any more once rank 0 has left.
 
         Returns:
             Whether it is; false when the time is over or nothing can arrive any more.
@@ -209,7 +217,7 @@ class SideChannel(ABC):
         deadline = time.monotonic() + timeout
         while not arrived():
             left = deadline - time.monotonic()
-            if left <= 0 or not self.usable:
+            if left <= 0 or (needs_main and not self.usable):
                 return False
             news.wait(min(left, _LOOK_EVERY))
         return True

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lightning_lockstep._tables import plain_table
-from tests.distributed.guard.program_expectation import expected
+from tests.distributed.guard.program_expectation import Guard, expected
 from tests.distributed.guard.program_model import DIVERGENCES, Kind, Program, random_program
 from tests.distributed.guard.program_rank import run_programs
 from tests.distributed.guard.program_verdict import faults_of, kind_of
@@ -21,8 +21,8 @@ from tests.helpers import run_ranks_raw
 
 __all__ = ["Result", "check", "launches", "main"]
 
-#: How a guard is to behave; another mode is one line.
-MODES = ("watch",)
+#: The guards that have a simulation of what must happen.
+MODES: tuple[Guard, ...] = ("watch", "verify")
 # Programs without divergence that one launch runs one after the other.
 _AT_ONCE = 20
 _STALL_TIMEOUT, _GRACE_PERIOD, _LIMIT = 2.5, 8.0, 120.0
@@ -45,7 +45,7 @@ class Result:
     faults: Sequence[str]
 
 
-def check(programs: Sequence[Program], guard: str = "watch") -> list[Result]:
+def check(programs: Sequence[Program], guard: Guard = "watch") -> list[Result]:
     """Run one program, or several without divergence for one world size, and judge what became of it."""
     outcomes = run_ranks_raw(
         programs[0].world_size,
@@ -60,8 +60,8 @@ def check(programs: Sequence[Program], guard: str = "watch") -> list[Result]:
     )
     results = []
     for program in programs:
-        wanted = expected(program)
-        results.append(Result(program, kind_of(program, wanted), faults_of(program, wanted, outcomes)))
+        wanted = expected(program, guard)
+        results.append(Result(program, kind_of(program, wanted), faults_of(program, wanted, outcomes, guard)))
     return results
 
 

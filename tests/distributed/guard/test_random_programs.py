@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.guard.program_expectation import expected
+from tests.distributed.guard.program_expectation import Guard, expected
 from tests.distributed.guard.program_model import (
     COLLECTIVES,
     DIVERGENCES,
@@ -20,7 +20,7 @@ from tests.distributed.guard.random_programs import MODES, check, launches
 
 
 @pytest.mark.parametrize("guard", MODES)
-def test_programs_without_divergence_raise_nothing(guard: str) -> None:
+def test_programs_without_divergence_raise_nothing(guard: Guard) -> None:
     results = [result for programs in launches(range(4), None) for result in check(programs, guard)]
     assert len(results) == 4
     assert [result for result in results if result.faults] == []
@@ -90,3 +90,25 @@ def test_what_gloo_completes_and_what_it_does_not(
 ) -> None:
     found = expected(diverging(step, instead))
     assert (found.ends, found.rank) == (ends, 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "instead", "ends"),
+    [
+        (Step(operation="all_reduce"), Step(operation="all_reduce", dtype="int32"), ("mismatch",)),
+        (Step(operation="all_reduce"), Step(operation="reduce_scatter_tensor"), ("mismatch",)),
+        (Step(operation="all_reduce"), Step(operation="all_reduce", shape=(2, 2)), ("mismatch",)),
+        (Step(operation="all_reduce", waited_after=1), None, ("mismatch",)),
+        (
+            Step(operation="all_to_all_single", shape=(6,)),
+            Step(operation="all_to_all_single", shape=(3, 2)),
+            None,
+        ),
+        (Step(operation="scatter", root=0), Step(operation="scatter", root=0, shape=(8,)), ("mismatch",)),
+        (Step(operation="message", root=1, receiver=0), None, ("mismatch", "stall")),
+    ],
+)
+def test_what_is_compared_before_it_runs(
+    step: Step, instead: Step | None, ends: tuple[str, ...] | None
+) -> None:
+    assert expected(diverging(step, instead), "verify").ends == (ends or ("completes",))

@@ -92,6 +92,16 @@ def test_an_error_of_the_backend_because_a_rank_has_left() -> None:
     assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
 
 
+def test_records_of_sends_and_receives_have_no_number_and_are_not_compared() -> None:
+    sent, received = (call(0, done=True, operation=name, root=1) for name in ("send", "recv"))
+    waits, sleeps = rank(0, call(), sent), rank(1, received, position=Position("loader.py:3 in read", ()))
+    found = verdict(waits, sleeps)
+    assert found is not None and (found.kind, found.ranks) == ("stall", (1,))
+    # The last collective counts, whatever was sent after it.
+    came = rank(1, call(), received)
+    assert came.last_call("world") == call().call and came.has_called(Outstanding("world", 1))
+
+
 # -- what differs --------------------------------------------------------------------------------------
 
 

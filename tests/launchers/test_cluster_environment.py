@@ -1,0 +1,50 @@
+"""Who started the ranks, and whether the Trainer has as many devices as there are ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, check_has_device
+from lightning_lockstep.launchers.slurm_environment import SlurmStep, SlurmStepEnvironment
+
+
+class ElasticEnvironment(LockstepEnvironment):
+    """A second rank that somebody else has started, who says nothing of the number of devices."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def local_rank(self) -> int:
+        return 1
+
+
+def second_of_three() -> SlurmStepEnvironment:
+    step = SlurmStep(
+        job="7",
+        step="0",
+        restarts="0",
+        rank=1,
+        size=3,
+        local_rank=1,
+        node=0,
+        tasks_per_node=(2, 1),
+        nodes="n",
+    )
+    return SlurmStepEnvironment(step)
+
+
+def test_a_rank_without_a_device_is_told_what_srun_has_started() -> None:
+    with pytest.raises(LaunchError, match=r"srun +3 +2\+1 +2"):
+        check_has_device(second_of_three(), num_devices=1, num_nodes=3)
+
+
+def test_a_rank_without_a_device_is_told_how_many_there_are() -> None:
+    with pytest.raises(LaunchError, match="devices=1, but at least 2 ranks were started on this node"):
+        check_has_device(ElasticEnvironment(), num_devices=1, num_nodes=1)
+
+
+def test_a_rank_with_a_device_goes_on() -> None:
+    check_has_device(ElasticEnvironment(), num_devices=2, num_nodes=1)
+    check_has_device(LockstepEnvironment(), num_devices=1, num_nodes=1)
