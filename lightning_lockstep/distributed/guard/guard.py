@@ -207,5 +207,6 @@ def guard_on(
         return None
     guard = _guards[channel] = CollectiveGuard(channel, propagation, settings)
     guard.start()
-    channel.at_close(guard.stop)
+    # A rank that has come to its end answers no questions: the next one collects, and names it.
+    channel.before_close(guard.stop)
     return guard

@@ -66,6 +66,7 @@ class SideChannel(ABC):
         self._handlers: dict[str, tuple[Handler, ...]] = {}
         self._unread: dict[str, deque[Message]] = defaultdict(lambda: deque(maxlen=_KEPT_UNREAD))
         self._lock = threading.RLock()
+        self._before_close: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
         self._on_lost: Callable[[int, str], None] | None = None
         self._on_silent: Callable[[int, float, str], None] | None = None
@@ -112,12 +113,24 @@ class SideChannel(ABC):
         """Whether the channel broke though no rank has closed it."""
         return False
 
+    def before_close(self, function: Callable[[], None]) -> None:
+        """Call ``function`` once when this rank begins to close the channel, while the others may still use theirs.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        self._before_close.append(function)
+
     def at_close(self, function: Callable[[], None]) -> None:
         """Call ``function`` once when the channel is closed, after the last message has arrived.
 
         Ranks: any rank, alone; nothing is sent.
         """
         self._at_close.append(function)
+
+    def _begins_to_close(self) -> None:
+        for function in self._before_close:
+            function()
+        self._before_close.clear()
 
     def _closed(self) -> None:
         for function in self._at_close:
@@ -287,6 +300,7 @@ class LocalSideChannel(SideChannel):
 
     def close(self, timeout: float = 2.0) -> None:
         """See :meth:`SideChannel.close`."""
+        self._begins_to_close()
         self._closed()
 
 

@@ -201,6 +201,7 @@ class ZeroMQSideChannel(SideChannel):
         """See :meth:`SideChannel.close`."""
         if self._closing or self._process != os.getpid():
             return
+        self._begins_to_close()
         if self.rank == 0 and timeout:
             self._all_closed.wait(timeout)
         self._closing = True

@@ -115,7 +115,12 @@ def _text_faults(program: Program, end: str, text: str, guard: Guard) -> Iterato
     one = program.divergence
     assert one is not None
     if end == "failed":
-        if not text.startswith(f"RankFailedError: rank {one.rank} of {program.world_size}"):
+        # With rank 0 gone, a rank may hear of the error from the first that has raised it.
+        names = (
+            f"RankFailedError: rank {one.rank} of {program.world_size}",
+            f"Error: rank {one.rank} never came",
+        )
+        if not text.startswith(names[0]) and not (one.rank == 0 and names[1] in text):
             yield f"rank {one.rank} is not named"
         return
     table = text.partition("\n\n")[2].partition("\n\n")[0]
