@@ -35,6 +35,9 @@ _STATE_LIMIT, _BUSY_LIMIT = 2.0, 10.0
 _SITES_LIMIT = 10.0
 # How long a rank may take to say that it takes a question [s], where it is known to be stopped, and else.
 _TAKE_LIMIT, _BUSY_TAKE_LIMIT = 1.0, 8.0
+# After which time all are asked once more where an error of the backend is not explained [s]: the connections of a rank
+# that comes to its end are closed a moment before it says so.
+_LEAVES_WITHIN = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,7 @@ class _Collection:
     soonest: float
     deadline: float
     sites: bool
+    is_second: bool
     states: dict[int, RankState] = field(default_factory=dict)
 
 
@@ -92,6 +96,7 @@ class Inquiries:
         state: Returns where this rank is; if asked to, with the places in the program from which each of its
             collectives was called, which takes seconds.
         silence: Returns what is known of a rank that does not answer.
+        decided: Called on the collecting rank with an error, before any rank hears of it.
         conclude: Called on every rank with an answer that is an error, and on the asking one with any other.
         report: Called on the collecting rank, with an error or a remark and what each rank has said.
         history: How many of the last calls of each rank a report lists.
@@ -106,15 +111,18 @@ class Inquiries:
         *,
         state: Callable[[bool], RankState],
         silence: Callable[[int], Silence],
+        decided: Callable[[Verdict], None],
         conclude: Callable[[Answer], None],
         report: Callable[[Verdict, Mapping[int, RankState]], None],
         history: int,
         run_soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._channel, self._state, self._silence, self._conclude = channel, state, silence, conclude
+        self._channel, self._state, self._silence = channel, state, silence
+        self._decided, self._conclude = decided, conclude
         self._report, self._history = report, history
         self._count = 0
         self._collection: _Collection | None = None
+        self._second: tuple[Question, float] | None = None  # what is to be asked once more, and when
         self._waiting: list[Question] = []
         self._asked: tuple[Question, int, float] | None = None  # the question, who is to take it, until when
         self._answered: Verdict | None = None  # the verdict, on the collecting rank
@@ -149,6 +157,9 @@ class Inquiries:
             now > self._collection.deadline or self._only_mute_missing(now > self._collection.soonest)
         ):
             self._finish(self._collection)
+        if self._second is not None and now > self._second[1]:
+            question, self._second = self._second[0], None
+            self._begin(question, is_second=True)
 
     def _takes_no_question(self, rank: int, asked_until: float) -> bool:
         """Return whether a rank that has not taken a question in time will not do so, rather than be busy."""
@@ -159,7 +170,7 @@ class Inquiries:
     @property
     def is_busy(self) -> bool:
         """Whether :meth:`work` has to be called soon."""
-        return self._asked is not None or self._collection is not None
+        return self._asked is not None or self._collection is not None or self._second is not None
 
     def close(self) -> None:
         """Stop listening."""
@@ -186,16 +197,16 @@ class Inquiries:
             self._channel.post(_TAKEN, to=question.rank)
         if self._answered is not None:
             self._send_answer(Answer(verdict=self._answered), question)
-        elif self._collection is not None:
+        elif self._collection is not None or self._second is not None:
             self._waiting.append(question)
         else:
             self._begin(question)
 
-    def _begin(self, question: Question, *, sites: bool = False) -> None:
+    def _begin(self, question: Question, *, sites: bool = False, is_second: bool = False) -> None:
         self._count += 1
         now = time.monotonic()
         deadline = now + (_SITES_LIMIT if sites else _BUSY_LIMIT)
-        self._collection = _Collection(question, self._count, now + _STATE_LIMIT, deadline, sites)
+        self._collection = _Collection(question, self._count, now + _STATE_LIMIT, deadline, sites, is_second)
         self._channel.post(_WHERE, [self._count, sites])
         self._collection.states[self._channel.rank] = self._state(sites)
         self._finish_if_complete()
@@ -229,12 +240,16 @@ class Inquiries:
         if verdict is not None and set(failed) & set(verdict.ranks):
             verdict = None  # that is a failure, which is reported as such
         if verdict is not None and verdict.lacks_sites and not collection.sites:
-            self._begin(collection.question, sites=True)
+            self._begin(collection.question, sites=True, is_second=collection.is_second)
+            return
+        if verdict is None and collection.question.raised and not silent and not collection.is_second:
+            self._second = collection.question, time.monotonic() + _LEAVES_WITHIN
             return
         if verdict is not None:
             self._report(verdict, states)
         if verdict is not None and verdict.kind != "slow":
             self._answered = verdict
+            self._decided(verdict)
             self._send_error(verdict, states, silent)
         else:
             self._send_answer(Answer(verdict=verdict), collection.question)

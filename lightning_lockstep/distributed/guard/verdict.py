@@ -17,6 +17,8 @@ __all__ = ["Question", "Verdict", "judge"]
 
 # How a rank is marked in the table of a stall.
 _CAUSE = "<- never came"
+# What a backend says that has received other sizes than it expected: shapes that ranks may choose did not fit.
+_SIZES = ("ended the process", "data size")
 Kind = Literal["mismatch", "stall", "slow"]
 
 
@@ -110,6 +112,8 @@ class _Case:
         if asker is None:
             return None
         differing = self._first_difference(asker)
+        if differing is None and any(word in self.question.raised for word in _SIZES):
+            differing = self._first_difference(asker, with_own_shapes=True)
         if differing is not None:
             return differing
         if (
@@ -132,10 +136,14 @@ class _Case:
 
     # -- what differs ----------------------------------------------------------------------------------
 
-    def _first_difference(self, asker: RankState) -> Verdict | None:
+    def _first_difference(self, asker: RankState, *, with_own_shapes: bool = False) -> Verdict | None:
         """Return the first collective that its ranks called differently.
 
         It is of a group in which the asker waits, or one of those that it waits for.
+
+        Args:
+            asker: The rank that asks.
+            with_own_shapes: Whether shapes count that ranks may choose, as in an all-to-all of parts that differ.
         """
         reached = [
             self.states[rank] for rank in sorted(self._reached_from(asker.rank)) if rank in self.states
@@ -150,16 +158,17 @@ class _Case:
             for number in sorted(set.intersection(*(set(calls) for calls in by_rank.values()))):
                 calls = {rank: self.states[rank].call(Outstanding(group, number)) for rank in by_rank}
                 calls = as_far_as_known(calls)
-                if self._differ(calls, number):
+                if self._differ(calls, number, with_own_shapes):
                     return _mismatch(calls)
         return None
 
-    def _differ(self, calls: Mapping[int, CollectiveCall], number: int) -> bool:
+    def _differ(self, calls: Mapping[int, CollectiveCall], number: int, with_own_shapes: bool) -> bool:
         """Return whether calls cannot belong together; of those that are complete, less is asked."""
         open_on = [one.number for state in self.states.values() for one in state.outstanding]
         is_open = number in open_on or bool(self.question.raised)
-        keys = {comparison_key(call, exactly=is_open) for call in calls.values()}
-        return len(keys) > 1
+        if with_own_shapes and is_open:
+            return len({call.compared() for call in calls.values()}) > 1
+        return len({comparison_key(call, exactly=is_open) for call in calls.values()}) > 1
 
     # -- who waits for whom ----------------------------------------------------------------------------
 

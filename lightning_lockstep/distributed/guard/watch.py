@@ -87,7 +87,7 @@ class CollectiveWatch:
         self._since: dict[Outstanding | None, float] = {}
         self._raised_at: Position | None = None
         self._next_question: dict[Outstanding | None, float] = {}
-        self._prepares = self._knows_sites = False
+        self._prepares = self._knows_sites = self._concluded = False
         self._sees = False
         self._looked = time.monotonic()
         self._activity = Activity(min(_MOVEMENT, settings.stall_timeout / 2), is_rank)
@@ -98,6 +98,7 @@ class CollectiveWatch:
             channel,
             state=self.state,
             silence=self._silence,
+            decided=self._decide,
             conclude=self._take_answer,
             report=self._tell,
             history=settings.guard_history,
@@ -298,13 +299,21 @@ class CollectiveWatch:
         else:
             self._report(verdict, states)
 
-    def _take_answer(self, answer: Answer) -> None:
-        verdict = answer.verdict
-        is_news = self.error is None and not self._has_failed()
-        if verdict is not None and verdict.kind != "slow" and is_news:
+    def _decide(self, verdict: Verdict) -> None:
+        """Take an error for that of this rank, unless a rank that has failed explains everything.
+
+        The rank that collects does so before the others hear of it: theirs is no failure that explains its own.
+        """
+        if self.error is None and not self._has_failed():
             self.error = verdict.error()
-            self._conclude(self.error)
+
+    def _take_answer(self, answer: Answer) -> None:
+        if answer.verdict is not None and answer.verdict.kind != "slow":
+            self._decide(answer.verdict)
         if self.error is not None:
+            if not self._concluded:
+                self._concluded = True
+                self._conclude(self.error)
             end_connections(answer.ends, hosts=answer.hosts)
             abort_devices()
         with self._answered:

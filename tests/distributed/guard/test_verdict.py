@@ -162,6 +162,15 @@ def test_shapes_that_ranks_may_choose_are_no_difference(operation: str) -> None:
     assert found is not None and found.kind == "stall"
 
 
+def test_shapes_that_ranks_may_choose_count_once_the_backend_has_found_other_sizes() -> None:
+    parts = [call(operation="all_to_all", shapes=((count,),)) for count in (6, 3)]
+    ranks = rank(0, parts[0]), rank(1, parts[1])
+    found = verdict(*ranks, raised="Received data size doesn't match expected size")
+    assert found is not None and found.kind == "mismatch"
+    assert lines(found)[0] == "ranks disagree on collective #1 of group 'world'"
+    assert verdict(*ranks, raised="Connection closed by peer") is None
+
+
 def test_in_a_scatter_only_the_root_records_tensors() -> None:
     root, other = {"operation": "scatter"}, {"operation": "scatter", "dtypes": (), "shapes": ()}
     states = [
