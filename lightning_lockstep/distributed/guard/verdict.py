@@ -127,6 +127,8 @@ class _Case:
             return self._slow(asker)
         causes = [rank for rank in sorted(self._reached_from(asker.rank)) if rank in hopeless]
         idle = [rank for rank in causes if not self._waits_for(rank)]
+        if any(rank in self.states and self.states[rank].raised for rank in idle):
+            return None  # the backend has raised an error there, about which that rank asks itself
         return self._stall(asker, idle) if idle else self._cycle(asker, causes)
 
     def _waits(self, state: RankState) -> bool:

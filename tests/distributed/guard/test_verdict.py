@@ -259,6 +259,10 @@ def test_a_rank_that_never_comes_and_does_not_move() -> None:
     assert found is not None and (found.kind, found.ranks) == ("stall", (1,))
 
 
+def test_a_rank_that_asks_about_an_error_of_the_backend_itself_is_no_cause() -> None:
+    assert verdict(rank(0, call()), rank(1, raised=True)) is None
+
+
 def test_a_rank_that_does_not_answer() -> None:
     found = verdict(rank(0, call(), of=3), rank(2, call(), of=3), silent={1: "its process 7 is stopped"})
     assert lines(found)[0] == (
