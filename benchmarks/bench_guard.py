@@ -31,7 +31,7 @@ Act = Callable[[], Any]
 
 def supervised(guard: Any, **options: Any) -> RankSupervisor:
     supervisor = RankSupervisor(SupervisorSettings(guard=guard, grace_period=6.0, **options))
-    supervisor.ranks_have_met(prints_report=False)
+    supervisor.ranks_have_met(prints_report=dist.get_rank() == 0)
     return supervisor
 
 

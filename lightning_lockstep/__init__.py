@@ -19,10 +19,12 @@ if TYPE_CHECKING:
         find_executable_batch_size as find_executable_batch_size,
     )
     from lightning_lockstep.callbacks import AutoBatchSize as AutoBatchSize
+    from lightning_lockstep.callbacks import ConsolidateCheckpoints as ConsolidateCheckpoints
     from lightning_lockstep.callbacks import EffectiveBatchSize as EffectiveBatchSize
     from lightning_lockstep.callbacks import FP32Modules as FP32Modules
     from lightning_lockstep.callbacks import OverflowDetector as OverflowDetector
     from lightning_lockstep.callbacks import RankOrderedLogging as RankOrderedLogging
+    from lightning_lockstep.callbacks import RecompileMonitor as RecompileMonitor
     from lightning_lockstep.callbacks import StopTogether as StopTogether
     from lightning_lockstep.callbacks import StragglerMonitor as StragglerMonitor
     from lightning_lockstep.callbacks import SyncedEarlyStopping as SyncedEarlyStopping
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from lightning_lockstep.stopping.breakpoint import check_breakpoint as check_breakpoint
     from lightning_lockstep.stopping.breakpoint import set_breakpoint as set_breakpoint
     from lightning_lockstep.strategies import LockstepDDPStrategy as LockstepDDPStrategy
+    from lightning_lockstep.strategies import LockstepDeepSpeedStrategy as LockstepDeepSpeedStrategy
     from lightning_lockstep.strategies import LockstepMPIStrategy as LockstepMPIStrategy
+    from lightning_lockstep.strategies import LockstepXLASPMDStrategy as LockstepXLASPMDStrategy
     from lightning_lockstep.tuner import LockstepTuner as LockstepTuner
 else:
     __all__ = sorted(_EXPORTS)

@@ -17,13 +17,17 @@ from typing import Any
 EXPORTS: dict[str, str] = {
     # strategies
     "LockstepDDPStrategy": "strategies.ddp",
+    "LockstepDeepSpeedStrategy": "strategies.deepspeed",
     "LockstepMPIStrategy": "strategies.mpi",
+    "LockstepXLASPMDStrategy": "strategies.xla_spmd",
     # callbacks
     "AutoBatchSize": "callbacks.auto_batch_size",
+    "ConsolidateCheckpoints": "callbacks.consolidate_checkpoints",
     "EffectiveBatchSize": "callbacks.effective_batch_size",
     "FP32Modules": "callbacks.fp32_modules",
     "OverflowDetector": "callbacks.overflow_detector",
     "RankOrderedLogging": "callbacks.rank_logging",
+    "RecompileMonitor": "callbacks.recompile_monitor",
     "StopTogether": "callbacks.stop_together",
     "StragglerMonitor": "callbacks.straggler_monitor",
     "SyncedEarlyStopping": "callbacks.early_stopping",

@@ -33,6 +33,19 @@ def register_strategies() -> None:
     _register(
         "lockstep_mpi", "DDP over MPI, started by mpirun or srun", "strategies.mpi", "LockstepMPIStrategy"
     )
+    _register(
+        "lockstep_xla_spmd",
+        "one process over all XLA devices",
+        "strategies.xla_spmd",
+        "LockstepXLASPMDStrategy",
+    )
+    deepspeed = partial(_register, module="strategies.deepspeed", cls="LockstepDeepSpeedStrategy")
+    deepspeed("lockstep_deepspeed", "DeepSpeed that keeps all ranks in step")
+    for stage in (1, 2, 3):
+        text = f"lockstep_deepspeed, ZeRO stage {stage}"
+        deepspeed(f"lockstep_deepspeed_stage_{stage}", text, stage=stage)
+        parts = {"offload_optimizer": "cpu"} | ({"offload_param": "cpu"} if stage == 3 else {})
+        deepspeed(f"lockstep_deepspeed_stage_{stage}_offload", f"{text}, offloaded", stage=stage, **parts)
     ddp = partial(_register, module="strategies.ddp", cls="LockstepDDPStrategy")
     for name, (method, text) in _DDP_START_METHODS.items():
         ddp(name, text, start_method=method)

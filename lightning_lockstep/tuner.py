@@ -84,9 +84,13 @@ class LockstepTuner(Tuner):
         search_only(finder)
         trainer.callbacks = [finder, *trainer.callbacks]
         loaders = (train_dataloaders, val_dataloaders) if method == "fit" else (dataloaders,)
+        modes = {each: each.training for each in model.modules()}
         try:
             getattr(trainer, method)(model, *loaders, datamodule=datamodule)
         finally:
+            # A loop that is left before its first batch leaves the modules in the mode of evaluation.
+            for each, training in modes.items():
+                each.training = training
             trainer.callbacks = [each for each in trainer.callbacks if each is not finder]
         return finder.optimal_batch_size
 

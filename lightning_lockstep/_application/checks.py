@@ -173,13 +173,23 @@ def _uneven_tasks() -> list[Fault]:
 
 def _external(config: DictConfig, external: ExternalRanks | None) -> list[Fault]:
     asked = _ranks(config, external)
-    if external is None or external.count is None or asked in (None, external.count):
+    if external is None or external.count is None or asked is None:
         return []
     devices, nodes = config.trainer.devices, config.trainer.num_nodes
+    started_on = external.count // external.per_node if external.per_node else None
+    if devices == "auto" and started_on is not None and nodes not in (1, started_on):
+        return [
+            Fault(
+                f"trainer.num_nodes={nodes}: {external.count} rank(s) were started on {started_on} node(s). Leave it"
+                " out, or start them on as many nodes."
+            )
+        ]
+    if asked == external.count:
+        return []
     return [
         Fault(
-            f"trainer.devices={devices}: {devices} x {nodes} node(s) = {asked} rank(s), but"
-            f" {external.count} were started. Leave out trainer.devices, or start as many."
+            f"trainer.devices={devices} on trainer.num_nodes={nodes} node(s) = {asked} rank(s), but"
+            f" {external.count} were started. Leave both out, or start as many."
         )
     ]
 

@@ -22,7 +22,7 @@ from lightning_lockstep._application.faults import Fault, show_faults
 from lightning_lockstep._application.help import help_text
 from lightning_lockstep._application.stopped_job import Stop, StopElsewhere, ranks_run
 from lightning_lockstep._console import say
-from lightning_lockstep.distributed.failure.process_exit import leaving, return_failure
+from lightning_lockstep.distributed.failure.process_exit import expect_exit, leaving, return_failure
 from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError, LaunchError
@@ -299,6 +299,8 @@ def _end_if_about_settings(error: BaseException, *, running: bool) -> None:
         faults = [Fault(text, error) for text in error.faults]
         outcome = "all ranks were stopped" if running else "nothing was started"
         show_faults(program_name(), faults, stack_traces=stack_traces(), outcome=outcome)
+        if running:
+            expect_exit(UNUSABLE)  # every rank raises it, and ends so
         sys.exit(UNUSABLE)
 
 

@@ -127,8 +127,13 @@ def _check_group(loader: Loader, override: Override) -> tuple[str | None, Fault 
     """The override to go on with (the nearest choice in place of a wrong one), and what is wrong with it."""
     group, line = override.key_or_group, str(override.input_line)
     value = override.value()
-    if override.is_delete() or value is None:
+    if override.is_delete():
         return line, None
+    if value is None:
+        names = ", ".join(loader.choices(group))
+        return None, Fault(
+            f"{line}: expected a choice of group {group!r}: {names}; or ~{group}, for none of them."
+        )
     given = value if isinstance(value, list) else [value]
     wrong = [str(choice) for choice in given if not loader.is_choice(group, str(choice))]
     if not wrong:

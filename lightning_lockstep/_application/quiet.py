@@ -25,10 +25,10 @@ _NOISE = (
 _LOGGERS = tuple(
     f"{family}.{module}"
     for family in ("lightning.pytorch", "pytorch_lightning")
-    for module in ("utilities.rank_zero", "loggers.mlflow")
+    for module in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector", "loggers.mlflow")
 )
-# Loggers that say how MLflow makes its file.
-_TALKATIVE = ("mlflow.store", "alembic")
+# Loggers that say how MLflow makes its file, and how DeepSpeed tries a compiler.
+_TALKATIVE = ("mlflow.store", "alembic", "compilers")
 _THEIRS = r"(lightning|pytorch_lightning|torch|hydra|omegaconf)\."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_lockstep._lightning import (
     _MultiProcessingLauncher,
     seed_everything,
 )
+from lightning_lockstep._lightning.internals import weights_as_they_are
 from lightning_lockstep.launchers.mpirun.launcher import ran_under_mpirun
 
 
@@ -87,12 +89,19 @@ def _loops(config: DictConfig, parts: Components, record: RunRecord) -> dict[str
         resume = None
         _keep_the_training_log(trainer)
     if config.validate and record.validation_is_stale():
-        trainer.validate(**given, ckpt_path=resume, verbose=False)
+        with _weights_of(trainer, resume, fitted=config.fit):
+            trainer.validate(**given, ckpt_path=resume, verbose=False)
         metrics.update(_metrics(trainer))
     if config.test:
-        trainer.test(**given, ckpt_path=_best(trainer) if config.fit else resume, verbose=False)
+        path = _best(trainer) if config.fit else resume
+        with _weights_of(trainer, path, fitted=config.fit):
+            trainer.test(**given, ckpt_path=path, verbose=False)
         metrics.update(_metrics(trainer))
     return metrics
+
+
+def _weights_of(trainer: Any, path: str | None, *, fitted: bool) -> AbstractContextManager[None]:
+    return weights_as_they_are(trainer) if fitted and path is None else nullcontext()
 
 
 def _keep_the_training_log(trainer: Any) -> None:

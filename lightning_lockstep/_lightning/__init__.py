@@ -44,6 +44,10 @@ _PUBLIC: dict[str, str] = {
     "TensorBoardLogger": "pytorch.loggers.TensorBoardLogger",
     "WandbLogger": "pytorch.loggers.WandbLogger",
     "DDPStrategy": "pytorch.strategies.DDPStrategy",
+    "DeepSpeedStrategy": "pytorch.strategies.DeepSpeedStrategy",
+    "CPUAccelerator": "pytorch.accelerators.CPUAccelerator",
+    "XLAAccelerator": "pytorch.accelerators.XLAAccelerator",
+    "ParallelStrategy": "pytorch.strategies.ParallelStrategy",
     "Strategy": "pytorch.strategies.Strategy",
     "SingleDeviceStrategy": "pytorch.strategies.SingleDeviceStrategy",
     "StrategyRegistry": "pytorch.strategies.StrategyRegistry",
@@ -51,6 +55,7 @@ _PUBLIC: dict[str, str] = {
     "MixedPrecision": "pytorch.plugins.precision.MixedPrecision",
     "HalfPrecision": "pytorch.plugins.precision.HalfPrecision",
     "DoublePrecision": "pytorch.plugins.precision.DoublePrecision",
+    "DeepSpeedPrecision": "pytorch.plugins.precision.DeepSpeedPrecision",
     "Tuner": "pytorch.tuner.Tuner",
     "TrainerFn": "pytorch.trainer.states.TrainerFn",
     "RunningStage": "pytorch.trainer.states.RunningStage",
@@ -58,6 +63,7 @@ _PUBLIC: dict[str, str] = {
     "CombinedLoader": "pytorch.utilities.CombinedLoader",
     "DummyLogger": "pytorch.loggers.logger.DummyLogger",
     "PassThroughProfiler": "pytorch.profilers.PassThroughProfiler",
+    "move_data_to_device": "fabric.utilities.move_data_to_device",
     "MisconfigurationException": "pytorch.utilities.exceptions.MisconfigurationException",
     "ClusterEnvironment": "fabric.plugins.environments.ClusterEnvironment",
     "LightningEnvironment": "fabric.plugins.environments.LightningEnvironment",
@@ -165,10 +171,12 @@ if TYPE_CHECKING:
         _check_missing_main_guard,
     )
     from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
+    from lightning.fabric.utilities import move_data_to_device
     from lightning.fabric.utilities.distributed import _destroy_dist_connection
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.fabric.utilities.seed import reset_seed
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+    from lightning.pytorch.accelerators import CPUAccelerator, XLAAccelerator
     from lightning.pytorch.callbacks import (
         BatchSizeFinder,
         Checkpoint,
@@ -184,9 +192,22 @@ if TYPE_CHECKING:
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
     from lightning.pytorch.loops.optimization.manual import _ManualOptimization
     from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
-    from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from lightning.pytorch.plugins.precision import (
+        DeepSpeedPrecision,
+        DoublePrecision,
+        HalfPrecision,
+        MixedPrecision,
+        Precision,
+    )
     from lightning.pytorch.profilers import PassThroughProfiler
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        ParallelStrategy,
+        SingleDeviceStrategy,
+        Strategy,
+        StrategyRegistry,
+    )
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from lightning_lockstep._lightning import SLURMEnvironment, _AcceleratorConnector
+from lightning_lockstep._lightning import SLURMEnvironment, Trainer, _AcceleratorConnector
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -27,6 +27,8 @@ OWNERS: dict[str, str] = {
     "LightningOptimizer": "core.optimizer",
     "Strategy": "strategies",
     "DDPStrategy": "strategies",
+    "SingleDeviceStrategy": "strategies",
+    "DeepSpeedStrategy": "strategies",
     "BatchSizeFinder": "callbacks",
     "EarlyStopping": "callbacks",
     "MLFlowLogger": "loggers",
@@ -51,6 +53,12 @@ TOUCHED: dict[str, str] = {}
 INHERITED: dict[str, str] = {
     "Strategy._configure_launcher": "the Trainer asks a strategy for its launcher by this method",
     "Strategy._launcher": "where Lightning looks for the launcher of a strategy",
+    "SingleDeviceStrategy._root_device": "the device is known once torch-xla has been told how many there are",
+    "DeepSpeedStrategy._init_config_if_needed": "the configuration is completed from the Trainer by our rules",
+    "DeepSpeedStrategy._init_optimizers": "where several optimizers are refused, which we say more about",
+    "DeepSpeedStrategy._setup_model_and_optimizer": "Lightning's gives DeepSpeed no index of a CPU, which it needs",
+    "DeepSpeedStrategy._initialize_deepspeed_inference": "as above; and it takes all hooks off the user's modules",
+    "DeepSpeedStrategy._set_deepspeed_activation_checkpointing": "Lightning's does not hand over all of its options",
     "BatchSizeFinder._early_exit": "the Tuner sets it, so that the run ends with the search",
     "EarlyStopping._evaluate_stopping_criteria": "the rule of Lightning's early stopping, replaced by ours",
     "EarlyStopping._log_info": "prints the reason of a stop as Lightning does",
@@ -93,19 +101,38 @@ def touches(*names: str, why: str) -> Callable[[_F], _F]:
 def given_to_trainer(name: str) -> Any:
     """Return an argument of the Trainer under construction as the user gave it, or ``None`` without one.
 
-    By the time a strategy is asked, the Trainer's connector has overwritten what it changed its mind about; the
-    argument is left only in the frame that received it.
+    By the time a strategy is asked, the Trainer's connector has overwritten what it changed its mind about, and the
+    Trainer has not kept the others yet; an argument is left only in the frame that received it.
 
     Args:
         name: Of the argument, such as ``precision``.
     """
-    code = _AcceleratorConnector.__init__.__code__
+    codes = _AcceleratorConnector.__init__.__code__, Trainer.__init__.__code__
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is code:
-            return frame.f_locals.get(name)
+        if frame.f_code in codes:
+            # The Trainer's own frame is a wrapper, which has only what was given.
+            given = frame.f_locals.get("kwargs", frame.f_locals)
+            if name in given:
+                return given[name]
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def show_accelerator(accelerator: Any) -> None:
+    """Have the Trainer under construction check another accelerator than the strategy's own.
+
+    It accepts its accelerator for TPU only with its own two strategies for it.
+
+    Args:
+        accelerator: What it is to check.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _AcceleratorConnector.__init__.__code__:
+            frame.f_locals["self"].accelerator = accelerator
+            return
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 @touches(
@@ -336,6 +363,30 @@ def save_and_requeue(trainer: Any, received: signal.Signals) -> str:
     path = str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
     trainer._signal_connector._slurm_sigusr_handler_fn(received, None)
     return path
+
+
+@touches(
+    "_CheckpointConnector._user_managed",
+    "_CheckpointConnector._ckpt_path",
+    why="after a requeue Lightning evaluates with the checkpoint of the requeue, whatever was trained since",
+)
+@contextmanager
+def weights_as_they_are(trainer: Any) -> Iterator[None]:
+    """Have ``validate`` and ``test`` without a ``ckpt_path`` take the weights that the model has.
+
+    Under Slurm Lightning loads the newest ``hpc_ckpt_<n>.ckpt`` of the run's folder instead.
+
+    Args:
+        trainer: The Trainer, after a fit.
+
+    Ranks: every rank; nothing is sent.
+    """
+    connector = trainer._checkpoint_connector
+    connector._user_managed, connector._ckpt_path = True, None
+    try:
+        yield
+    finally:
+        connector._user_managed = False
 
 
 def part_of_action(action: str) -> Literal["data loading", "callbacks"] | None:

@@ -19,6 +19,7 @@ from lightning_lockstep._lightning.internals import data_source, divides_data, d
 from lightning_lockstep.batch_size.attributes import SizeAttributes
 from lightning_lockstep.batch_size.refused import SearchRefusedError
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.engines import HasEngineTrials
 
 __all__ = ["BatchLoaders", "samples_of_rank", "with_batch_size"]
 
@@ -111,12 +112,21 @@ class BatchLoaders:
         if not self.in_attribute:
             self._source.instance = self._rebuilt(size)
         self.size = size
+        strategy = self._trainer.strategy
+        if isinstance(strategy, HasEngineTrials) and self._fits:
+            strategy.engine_trials.take_sizes(
+                batch_size=size, accumulate=self._trainer.accumulate_grad_batches
+            )
         if drop_loaders(self._loop):
             self._loop.setup_data()
-            if self._trainer.state.fn is not None and self._trainer.state.fn.value != "fit":
-                self._loop.reset()
-            else:
+            if self._fits:
                 self._go_on_in_fit()
+            else:
+                self._loop.reset()
+
+    @property
+    def _fits(self) -> bool:
+        return self._trainer.state.fn is None or self._trainer.state.fn.value == "fit"
 
     def _go_on_in_fit(self) -> None:
         """In the midst of a fit: shuffle for this epoch, and validate with the new size from the next time on."""

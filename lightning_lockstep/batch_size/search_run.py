@@ -21,8 +21,9 @@ from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.ddp_reducer import untouched_buckets
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.capabilities import missing_capabilities
+from lightning_lockstep.steps.engines import HasEngineTrials
 
-__all__ = ["Found", "fingerprint_of", "meter_of_run", "refuse_strategy", "run_search"]
+__all__ = ["Found", "fingerprint_of", "meter_of_run", "refuse_fixed_sizes", "refuse_strategy", "run_search"]
 
 # On CPU a malloc that keeps freed blocks needs up to about half as much again as what is in use.
 _SHARE_WITH_KEPT_BLOCKS = 0.6
@@ -48,12 +49,41 @@ def refuse_strategy(trainer: Trainer) -> None:
 
     Ranks: all, alike; nothing is sent.
     """
+    if isinstance(trainer.strategy, HasEngineTrials):
+        refuse_fixed_sizes(trainer, "AutoBatchSize is to choose the batch size")
+        if why := trainer.strategy.engine_trials.why_not_possible():
+            raise SearchRefusedError(
+                f"no batch size can be tried with {type(trainer.strategy).__name__}: {why}."
+                " Set the batch size yourself."
+            )
+        return
     for why in missing_capabilities(trainer.strategy, "step_alone", "sees_out_of_memory"):
         raise SearchRefusedError(
             f"no batch size can be tried with {type(trainer.strategy).__name__}: {why}. Search with"
             " strategy='lockstep_ddp' or on a single device and set the batch size, or use"
             " find_executable_batch_size around the whole run."
         )
+
+
+def refuse_fixed_sizes(trainer: Trainer, what: str, *, accumulates: bool = False) -> None:
+    """Raise where the configuration of an engine says a size that is to be changed.
+
+    Args:
+        trainer: The Trainer.
+        what: Who changes it, for people.
+        accumulates: Whether the number of accumulated batches is changed too.
+
+    Raises:
+        SearchRefusedError: It says one; the message has both.
+
+    Ranks: all, alike; nothing is sent.
+    """
+    if not isinstance(trainer.strategy, HasEngineTrials):
+        return
+    trials = trainer.strategy.engine_trials
+    why = trials.why_size_is_fixed() or (trials.why_accumulation_is_fixed() if accumulates else "")
+    if why:
+        raise SearchRefusedError(f"{what}, and {why}.")
 
 
 def meter_of_run(

@@ -1,14 +1,16 @@
 """One trial of a batch size: real steps on a real batch, on this rank alone, then one message to the others.
 
 A trial runs on the module itself, not on its distributed wrapper, so no gradient is reduced and no rank can
-leave another in a collective. What the step itself would say to other ranks is answered on the spot, with
-tensors of the size that the real answer would have. After each trial the ranks agree on how it went.
+leave another in a collective. Where an engine makes the steps, it makes those of a trial too. What is sent to other
+ranks is answered on the spot, with tensors of the size that the real answer would have. After each trial the ranks
+agree on how it went.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +26,10 @@ from lightning_lockstep.batch_size.memory.out_of_memory import Failure, attempt,
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.engines import EngineState, EngineTrials, HasEngineTrials
 from lightning_lockstep.steps.isolated import isolated, run_step
-from lightning_lockstep.steps.snapshot import Gradients, Snapshot, whole_run
+from lightning_lockstep.steps.module_attributes import ModuleAttributes
+from lightning_lockstep.steps.snapshot import Gradients, Snapshot, whole_run, without_tensors
 
 __all__ = ["TrialOutcome", "TrialRunner", "step_arguments"]
 
@@ -63,6 +67,7 @@ class TrialRunner:
         steps: Steps of a trial; the second is the first with the optimizer's state in place.
         meter: Reads the memory of this rank, or ``None``.
         communicator: How the ranks agree.
+        accumulates: Whether the run may accumulate gradients though the Trainer does not say so yet.
 
     Ranks: every rank.
     """
@@ -76,13 +81,24 @@ class TrialRunner:
         steps: int,
         meter: MemoryMeter | None,
         communicator: Communicator,
+        accumulates: bool = False,
     ) -> None:
         self._trainer, self._module, self._place = trainer, module, place
         self._steps, self._meter, self._communicator = steps, meter, communicator
         self._kind = trainer.state.fn.value if trainer.state.fn is not None else "fit"
+        self._accumulates = accumulates
+        strategy = trainer.strategy
+        self._engine: EngineTrials | None = (
+            strategy.engine_trials if isinstance(strategy, HasEngineTrials) else None
+        )
+        self._engine_state: EngineState | None = None
 
     def preserved(self) -> Snapshot:
         """Return the state of the run, to put back once sizes have been tried."""
+        if self._engine is not None:
+            others = without_tensors(self._module, generators=self._place.generators())
+            self._engine_state = self._engine.state()  # with no gradients any more
+            return Snapshot(others, self._engine_state)
         return whole_run(
             self._module,
             self._trainer.strategy.optimizers if self._kind == "fit" else (),
@@ -102,18 +118,32 @@ class TrialRunner:
 
         Ranks: all, together; one all-reduce of 24 bytes, and a gather when a rank did not fit.
         """
-        gradients = Gradients(self._module)
-        with isolated(self._trainer, self._module):
+        # What a trial leaves in attributes of the module must not be memory of the next one, nor what that one reads.
+        gradients, attributes = Gradients(self._module), ModuleAttributes(self._module)
+        with self._alone() as passes:
             if self._meter is not None:
                 self._meter.start()
             with limited_memory(self._meter):
-                failure = attempt(lambda: self._steps_of(size))
+                failure = attempt(lambda: self._steps_of(size, passes))
             used = self._meter.stop() if self._meter is not None else None
         if failure is None and used is not None:
             failure = self._over_the_limit(used)
+        if self._engine_state is not None:
+            self._engine_state.restore_structure()
+        attributes.restore()
         gradients.restore()  # and the flags of an optimizer that was toggled when memory ran out
         release_memory(collect=failure is not None)
         return self._agree(size, failure, used)
+
+    @contextmanager
+    def _alone(self) -> Iterator[int]:
+        """Keep steps of the body from the run; yields how many batches make an optimizer step."""
+        with isolated(self._trainer, self._module, by_module=self._engine is None):
+            if self._engine is None:
+                yield 1
+                return
+            with self._engine.alone(accumulates=self._accumulates and self._kind == "fit") as passes:
+                yield passes
 
     def _over_the_limit(self, used: MemoryUse) -> Failure | None:
         over = self._meter is not None and self._meter.judges and used.peak is not None
@@ -153,13 +183,13 @@ class TrialRunner:
             f"the step failed on rank {rank} with batch size {size}, so every rank stops: {text}"
         )
 
-    def _steps_of(self, size: int) -> None:
+    def _steps_of(self, size: int, passes: int) -> None:
         self._place.attributes.set(size)  # a step may read it
-        for index in range(self._steps):
+        for index in range(self._steps * passes):
             batch = self._on_device(self._place.batch(size))
             if self._kind == "fit":
                 arguments = step_arguments(self._module.training_step, batch, index)
-                step = partial(run_step, self._trainer, self._module, arguments, index)
+                step = partial(run_step, self._trainer, self._module, arguments, index, accumulate=passes)
             else:
                 step = partial(self._evaluate, batch, index)
             try:

@@ -10,13 +10,19 @@ from lightning_lockstep._console import say
 from lightning_lockstep._lightning import BatchSizeFinder, LightningModule, Trainer, _TunerExitException
 from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.memory.malloc import return_freed_memory
-from lightning_lockstep.batch_size.recovery.guarded_fit import guard_fit, unguard_fit
+from lightning_lockstep.batch_size.recovery.guarded_fit import guard_fit, refuse_engine, unguard_fit
 from lightning_lockstep.batch_size.recovery.recover import Recovery
 from lightning_lockstep.batch_size.refused import SearchRefusedError
 from lightning_lockstep.batch_size.report import SearchResult, keep_result, known_size, table
 from lightning_lockstep.batch_size.runnable import largest_to_try
 from lightning_lockstep.batch_size.search import SizeSearch, search_for
-from lightning_lockstep.batch_size.search_run import fingerprint_of, meter_of_run, refuse_strategy, run_search
+from lightning_lockstep.batch_size.search_run import (
+    fingerprint_of,
+    meter_of_run,
+    refuse_fixed_sizes,
+    refuse_strategy,
+    run_search,
+)
 from lightning_lockstep.batch_size.settings import AutoBatchSizeSettings
 from lightning_lockstep.batch_size.trial import TrialRunner
 from lightning_lockstep.callbacks.drop_in import faults_as_lightnings
@@ -138,6 +144,12 @@ class AutoBatchSize(BatchSizeFinder):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
         """Refuse a strategy under which no size can be tried. Ranks: all, alike; nothing is sent."""
+        if self.settings.on_oom != "raise":
+            refuse_engine(trainer, self.settings.on_oom)
+        if self.settings.effective_batch_size is not None:
+            refuse_fixed_sizes(
+                trainer, f"effective_batch_size={self.settings.effective_batch_size}", accumulates=True
+            )
         if self.settings.mode != "off" and not getattr(trainer, "fast_dev_run", False):
             refuse_strategy(trainer)
 
@@ -296,7 +308,13 @@ class AutoBatchSize(BatchSizeFinder):
             noise=None if meter is None else meter.noise,
         )
         runner = TrialRunner(
-            trainer, module, place, steps=settings.steps_per_trial, meter=meter, communicator=communicator
+            trainer,
+            module,
+            place,
+            steps=settings.steps_per_trial,
+            meter=meter,
+            communicator=communicator,
+            accumulates=requested_global_batch(trainer, settings.effective_batch_size) is not None,
         )
         margin = 0.0 if settings.mode == "power" else settings.margin
         found = run_search(search, runner, meter=meter, margin=margin, communicator=communicator, say=write)

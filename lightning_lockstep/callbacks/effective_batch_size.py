@@ -17,6 +17,7 @@ from lightning_lockstep.batch_size.effective_batch import (
 )
 from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.refused import SearchRefusedError
+from lightning_lockstep.batch_size.search_run import refuse_fixed_sizes
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.patching import replaced
@@ -71,9 +72,10 @@ class EffectiveBatchSize(Callback):
         self.plan: EffectiveBatch | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the plan of an earlier fit. Ranks: any, alone."""
+        """Forget the plan of an earlier fit, and refuse an engine whose sizes are fixed. Ranks: all, alike."""
         if stage == "fit":
             self.plan = None
+            refuse_fixed_sizes(trainer, f"EffectiveBatchSize({self.global_batch_size})", accumulates=True)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Divide the global batch, unless a search has just done that. Ranks: all, alike; nothing is sent."""

@@ -59,8 +59,8 @@ class OverflowDetector(Callback):
     Raises:
         ConfigurationError: Options that cannot be used, all of them named.
 
-    Ranks: all ranks alike. A step without a hit sends nothing; after a hit each rank sends its findings over the
-    side channel.
+    Ranks: all ranks alike. A step without a hit sends nothing, or 4 bytes where an engine divides the gradients among
+    the ranks; after a hit each rank sends its findings over the side channel.
     """
 
     def __init__(

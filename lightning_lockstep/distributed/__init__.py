@@ -27,6 +27,7 @@ from lightning_lockstep.distributed.side_channel.gather import Gather, Gathered
 from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
 from lightning_lockstep.distributed.torch_communicator import (
     TorchCommunicator,
+    at_shut_down,
     current_communicator,
     shut_down,
     use_communicator,
@@ -46,6 +47,7 @@ __all__ = [
     "SideChannel",
     "SingleProcessCommunicator",
     "TorchCommunicator",
+    "at_shut_down",
     "current_communicator",
     "rendezvous_store",
     "shut_down",

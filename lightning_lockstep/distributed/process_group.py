@@ -105,6 +105,7 @@ def _store() -> Store | None:
 
 _stores: dict[tuple[str, int], TCPStore] = {}
 _made: Counter[tuple[str, int]] = Counter()  # process groups made on each of them
+_place_before: dict[str, str | None] = {}  # variables of the place as they were before this package set them
 _NAME = "lockstep/name"
 _RESOLVE_FOR = 60.0  # how long the name of rank 0's host may take to be known [s]
 
@@ -257,12 +258,20 @@ def free_port() -> int:
 
 
 def forget_rendezvous() -> None:
-    """Drop every store made so far, so that the next job of this process meets anew.
+    """Drop every store made so far, so that the next job of this process meets anew, and at another place.
+
+    Whoever still holds a process group of this job keeps its store alive, and with it all its keys.
 
     Ranks: any rank, alone, once no process group that was built on the store is left.
     """
     _stores.clear()
     _made.clear()
+    while _place_before:
+        variable, value = _place_before.popitem()
+        if value is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = value
 
 
 # ------------------------------------------------------------------ torch's default process group
@@ -313,7 +322,9 @@ def start_process_group(
     """
     if process_group_exists():
         return
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    for variable, value in (("MASTER_ADDR", address), ("MASTER_PORT", str(port))):
+        _place_before.setdefault(variable, os.environ.get(variable))
+        os.environ[variable] = value
     limit = timeout.total_seconds()
     try:
         store = rendezvous_store(rank, world_size, address=address, port=port, timeout=limit, name=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lockstep.distributed.backend_threads import wait_for_backend_threads
 from lightning_lockstep.distributed.communicator import (
     Communicator,
     PendingReduction,
@@ -27,7 +29,7 @@ from lightning_lockstep.distributed.process_group import (
 from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.distributed.side_channel.opening import close_side_channel, open_side_channel
 
-__all__ = ["TorchCommunicator", "current_communicator", "shut_down", "use_communicator"]
+__all__ = ["TorchCommunicator", "at_shut_down", "current_communicator", "shut_down", "use_communicator"]
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -142,6 +144,20 @@ def use_communicator(communicator: Communicator, group: RankGroup) -> None:
     _current = (group, communicator)
 
 
+_at_shut_down: list[Callable[[], None]] = []
+
+
+def at_shut_down(function: Callable[[], None]) -> None:
+    """Have ``function`` called once when the current group of ranks is forgotten, the newest first.
+
+    Args:
+        function: Lets go of what belongs to the group; it must wait for no rank.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    _at_shut_down.append(function)
+
+
 def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> None:
     """Close the side channel of the current communicator and forget the communicator and its group.
 
@@ -155,9 +171,16 @@ def shut_down(timeout: float = 2.0, *, destroy_process_group: bool = False) -> N
     close_side_channel(timeout)
     _current = None
     use_group(None)
+    while _at_shut_down:
+        _at_shut_down.pop()()
     if destroy_process_group and process_group_exists():
         with suppress(RuntimeError):
             dist.destroy_process_group()
 
 
-at_exit(shut_down)
+def _at_exit() -> None:
+    shut_down()
+    wait_for_backend_threads()
+
+
+at_exit(_at_exit)

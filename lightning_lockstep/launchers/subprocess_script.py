@@ -7,6 +7,7 @@ multirun does) as if there had been none before.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -21,7 +22,14 @@ from lightning_lockstep._console import say
 from lightning_lockstep._environment import LAUNCHER_PID, launcher_pid
 from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep.distributed import shut_down
-from lightning_lockstep.distributed.failure.process_exit import at_exit, end_now, expected_exit, leaving
+from lightning_lockstep.distributed.failure.process_exit import (
+    at_exit,
+    end_now,
+    expected_exit,
+    leaving,
+    printed_a_line,
+    repeat_headline,
+)
 from lightning_lockstep.distributed.failure.record import describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous, host_rendezvous
 from lightning_lockstep.distributed.side_channel.job_token import token_for_children
@@ -228,6 +236,7 @@ def forget_earlier_job(patience: float) -> None:
     earlier.end_watch()
     shut_down(destroy_process_group=True)
     earlier.end(patience)
+    gc.collect()  # an engine of that job, in a cycle of references, would keep its group and the group's store
     forget_rendezvous()
 
 
@@ -261,6 +270,8 @@ def _end_children() -> None:
                 f"lightning-lockstep: rank(s) {killed} of this host did not end within"
                 f" {_started.grace_period:g} s and were killed."
             )
+            printed_a_line()
+            repeat_headline()
     elif failed := _started.wait():
         codes = ", ".join(describe_exit(_started.processes[rank - 1].returncode)[1] for rank in failed)
         end_now(1, f"\nlightning-lockstep: rank(s) {failed} of this host ended badly: {codes}.\n")

@@ -18,6 +18,7 @@ from lightning_lockstep.overflow.publishing import ReportPublisher
 from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.report import RankReport
 from lightning_lockstep.overflow.settings import OverflowSettings
+from lightning_lockstep.steps.engines import EngineGradients
 
 __all__ = ["Counters", "Response"]
 
@@ -53,6 +54,7 @@ class Response:
         publisher: Publishes the ranks' reports.
         watch: The watch of all activations, if there is one.
         counters: Counters to update.
+        engine: The engine that keeps the gradients and makes the steps, if there is one.
     """
 
     trainer: Trainer
@@ -62,6 +64,7 @@ class Response:
     publisher: ReportPublisher
     watch: ActivationWatch | None
     counters: Counters
+    engine: EngineGradients | None = None
 
     def to_common_hit(self, optimizer: Optimizer, record: StepRecord) -> None:
         """Act on a hit that every rank knows of.
@@ -104,7 +107,9 @@ class Response:
             self.publisher.publish_single(self._diagnose(record, all_ranks=False))
 
     def _diagnose(self, record: StepRecord, *, all_ranks: bool) -> RankReport:
-        diagnosis = Diagnosis(self.trainer, self.module, self.settings, self.communicator)
+        diagnosis = Diagnosis(
+            self.trainer, self.module, self.settings, self.communicator, self.publisher.all_arrive
+        )
         with self._unwatched():
             report = diagnosis.run(record, all_ranks=all_ranks)
         self.counters.reports.append(report)
@@ -112,27 +117,37 @@ class Response:
 
     def _why_alarm(self, record: StepRecord) -> str | None:
         """Return why this is an alarm, the same on every rank; ``None`` for an ordinary skip of a loss scaler."""
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is None:
+        scaling = self._loss_scale()
+        if scaling is None:
             return "the loss or the gradients are not finite"
+        scale, floor = scaling
         bad = any(
             value is not None and has_bad_values(value) for value in (record.loss, record.activation_flag)
         )
-        entries = self.publisher.collect(
-            {"forward": bad, "scale": float(scaler.get_scale())}
-        ).entries.values()
+        entries = self.publisher.collect({"forward": bad, "scale": scale}).entries.values()
         if any(entry["forward"] for entry in entries):
             return "the forward is not finite, which no loss scale can fix"
         lowest = min(entry["scale"] for entry in entries)
-        if lowest <= self.settings.scale_floor:
+        if lowest <= max(floor, self.settings.scale_floor):
             return f"gradients are not finite although the loss scale is down to {lowest:g}"
-        return None
+        too_many = None if self.engine is None else self.engine.why_skips_are_too_many()
+        return None if too_many is None else too_many.rstrip(".")
+
+    def _loss_scale(self) -> tuple[float, float] | None:
+        """Return the loss scale and its floor; ``None`` where the loss is not scaled."""
+        if self.engine is not None:
+            return self.engine.loss_scale()
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return None if scaler is None else (float(scaler.get_scale()), 0.0)
 
     def _skip(self, optimizer: Optimizer, record: StepRecord) -> None:
         """Skip this optimizer step: without gradients an optimizer changes nothing."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        if self.engine is not None:
+            self.engine.skip_step()
+        else:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         counters = self.counters
         counters.skipped_steps += 1
         record.skipped = True

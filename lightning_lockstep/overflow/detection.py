@@ -25,6 +25,7 @@ from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.overflow.step_check import StepCheck, spread_bad_values
 from lightning_lockstep.overflow.trace import BatchTrace
 from lightning_lockstep.overflow.underflow import UnderflowCheck
+from lightning_lockstep.steps.engines import EngineGradients, HasEngineGradients
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.random_state import RandomState
 from lightning_lockstep.steps.snapshot import BufferCopies
@@ -58,17 +59,28 @@ class Detection:
         folder = Path(settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir) / "overflow")
         self._publisher = ReportPublisher(self._communicator, folder, settings)
         self._trace = BatchTrace(settings)
-        # A warning must not change the run, and one process has no other rank to inform.
-        self._spreads = settings.action != "warn" and self._communicator.world_size > 1
+        self._engine = _engine_of(trainer)
+        # A warning must not change the run, one process has no other rank to inform, and with an engine all ask.
+        self._spreads = (
+            settings.action != "warn" and self._communicator.world_size > 1 and self._engine is None
+        )
         self._buffers = BufferCopies(module)
-        self._check = StepCheck(settings, self._communicator)
+        self._check = StepCheck(settings, self._communicator, engine=self._engine)
         self._underflow = UnderflowCheck(settings, module)
         self._watch = _activation_watch(module, settings) if settings.mode == "hooks" else None
         self._response = Response(
-            trainer, module, settings, self._communicator, self._publisher, self._watch, counters
+            trainer,
+            module,
+            settings,
+            self._communicator,
+            self._publisher,
+            self._watch,
+            counters,
+            self._engine,
         )
         self.record: StepRecord | None = None
         self._suspect: StepRecord | None = None
+        self._last: StepRecord | None = None
         self._remove = _wrap_training_step(module, self._begin_step)
 
     def remove(self) -> None:
@@ -102,11 +114,14 @@ class Detection:
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Check, and act on a hit before the weights change.
 
-        Ranks: all alike. Nothing is sent without a hit, but for 4 bytes with ``gradients=False`` on several ranks.
+        Ranks: all alike. Nothing is sent without a hit, but for 4 bytes on several ranks with ``gradients=False``, or
+            where an engine divides the gradients.
         """
         record = self.record
         if record is None or self._trace.active:
             return
+        if self._engine is not None and not self._engine.steps_now():
+            return  # an accumulated batch, at whose end it is looked at
         record.optimizer_steps += 1
         record.stepped = True
         if self._watch is not None:
@@ -133,6 +148,8 @@ class Detection:
         record, self.record = self.record, None
         if record is None:
             return
+        if self._engine is not None and self._watch is not None:
+            self._last = record
         if not record.stepped and not self._trace.active:
             self._check.keep(record)
             if self._suspect is None and self._check.micro_batch_is_bad(
@@ -152,6 +169,13 @@ class Detection:
     def end(self) -> None:
         """Act on a bad activation of the last steps, where the run ends between two reads."""
         origin = self._check.read_rest()
+        if self._engine is not None:
+            # Its next step would be in another fit, so that nothing is left to skip.
+            if self._settings.mode == "hooks" and self._check.on_any_rank(origin is not None):
+                origin = origin or self._last
+                if origin is not None:
+                    self._response.to_common_hit(self._trainer.optimizers[0], origin)
+            return
         if origin is None:
             return
         if self._communicator.world_size == 1:
@@ -175,6 +199,12 @@ class Detection:
         if self._watch is not None:
             self._watch.begin_step()
         return self._trace.context(self._module, self.record)
+
+
+def _engine_of(trainer: Trainer) -> EngineGradients | None:
+    """Return what tells of gradients that an engine keeps to itself; ``None`` where they are in ``.grad``."""
+    strategy = trainer.strategy
+    return strategy.engine_gradients() if isinstance(strategy, HasEngineGradients) else None
 
 
 def _activation_watch(module: LightningModule, settings: OverflowSettings) -> ActivationWatch:

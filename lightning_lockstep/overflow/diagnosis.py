@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,14 @@ from lightning_lockstep.overflow.remedy import Remedy, advice, search
 from lightning_lockstep.overflow.replay import StepRecord, replay
 from lightning_lockstep.overflow.report import Occasion, RankReport
 from lightning_lockstep.overflow.settings import OverflowSettings
-from lightning_lockstep.steps.capabilities import missing_capabilities
+from lightning_lockstep.steps.capabilities import capabilities_of, missing_capabilities
+from lightning_lockstep.steps.engines import HasEngineGradients
 
 __all__ = ["Diagnosis"]
+
+_TOGETHER = (
+    "all ranks replayed a batch whose loss or gradients are not finite, to find the module that made them so."
+)
 
 
 @dataclass(frozen=True)
@@ -45,43 +51,81 @@ class Diagnosis:
         module: Its LightningModule.
         settings: The detector's options.
         communicator: Of the run.
+        all_arrive: Returns whether all ranks call it before long, without a collective.
     """
 
     trainer: Trainer
     module: LightningModule
     settings: OverflowSettings
     communicator: Communicator
+    all_arrive: Callable[[], bool]
 
     def run(self, record: StepRecord, *, all_ranks: bool) -> RankReport:
         """Replay the recorded batch under a recorder and report what was found on this rank.
 
         Collectives of the step are answered on this rank. Where that shows no bad value on any rank, and all of
-        them are here, they replay it once more with real collectives.
+        them are here, they replay it once more with real collectives. Where the parameters are divided among the
+        ranks, they replay it together in the first place.
 
         Args:
             record: The step.
             all_ranks: Whether every rank runs its diagnosis now.
 
+        Raises:
+            Exception: Ranks have replayed together, and this error of the step has made one leave the others.
+
         Ranks: with ``all_ranks`` all of them, one all-reduce of 12 bytes, and what the step sends where it is
             replayed once more; otherwise this rank, alone.
         """
         report = self._report(record)
-        missing = missing_capabilities(self.trainer.strategy, "step_alone")
-        if missing:
-            report.notes.append(f"Not replayed: on {type(self.trainer.strategy).__name__}, {missing[0]}.")
+        strategy = self.trainer.strategy
+        missing = missing_capabilities(strategy, "step_alone")
+        if missing and not isinstance(strategy, HasEngineGradients):
+            report.notes.append(f"Not replayed: on {type(strategy).__name__}, {missing[0]}.")
             return report
-        attempt = self._attempt(record, alone=True)
-        if all_ranks and self._only_together(attempt):
+        if self._divided and not all_ranks:
+            report.notes.append(
+                "Not replayed: the parameters are divided among the ranks, and this rank alone knows of it."
+            )
+            return report
+        attempt = self._attempt_together(record) if self._divided else self._attempt(record, alone=True)
+        if attempt.alone and all_ranks and self._only_together(attempt):
             attempt = self._attempt(record, alone=False)
         report.notes += self._notes(attempt, record)
         self._add_findings(report, attempt, record)
         report.remedy = self._remedy(report, record, attempt)
         return report
 
+    @property
+    def _divided(self) -> bool:
+        return capabilities_of(self.trainer.strategy).replays == "together"
+
+    def _attempt_together(self, record: StepRecord) -> _Attempt:
+        """Replay with parameters gathered from all ranks.
+
+        A rank that fails leaves the others waiting for its part, unless they fail at the same place or are through.
+        """
+        attempt = self._attempt(record, alone=False)
+        if self.all_arrive():
+            return attempt
+        if attempt.error is None:
+            raise RuntimeError(f"Another rank did not finish this: {_TOGETHER}")
+        getattr(attempt.error, "add_note", str)(
+            f"It was raised meanwhile: {_TOGETHER}"
+        )  # from Python 3.11 on
+        raise attempt.error
+
     def _attempt(self, record: StepRecord, *, alone: bool) -> _Attempt:
         recorder = self._recorder()
         try:
-            replayed = replay(self.trainer, self.module, record, recorder, answer_collectives=alone)
+            replayed = replay(
+                self.trainer,
+                self.module,
+                record,
+                recorder,
+                answer_collectives=alone,
+                by_call=self._divided,
+            )
         except Exception as error:  # the diagnosis must not replace what it was called for
             return _Attempt(alone, recorder, error=error)
         return _Attempt(alone, recorder, replayed.loss, replayed.answered)
@@ -132,6 +176,7 @@ class Diagnosis:
             allow_inf=NamePatterns(settings.allow_inf),
             modules=None if settings.modules is None else NamePatterns(settings.modules),
             gradients=settings.gradients,
+            divided=self._divided,
         )
 
     def _is_bad(self, loss: Tensor | None) -> bool:
@@ -189,9 +234,9 @@ class Diagnosis:
     def _bad_optimizer_state(self) -> list[str]:
         names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
         return [
-            f"{key} of {names.get(parameter, '?')} ({type(optimizer).__name__}): {_counts(value)}"
+            f"{key} of {names.get(parameter, 'the part on this rank')} ({type(optimizer).__name__}): {_counts(value)}"
             for optimizer in self.trainer.optimizers
-            for parameter, state in optimizer.state.items()
+            for parameter, state in getattr(optimizer, "state", {}).items()
             for key, value in (state.items() if isinstance(state, dict) else ())
             if has_bad_values(value)
         ]

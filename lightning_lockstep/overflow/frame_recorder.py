@@ -37,6 +37,7 @@ class FrameRecorder:
         allow_inf: Names of values that may be infinite.
         modules: Names of the modules to record; ``None`` for all.
         gradients: Whether to record the gradients too.
+        divided: Whether parameters are gathered for each module, and let go by a hook of the strategy after it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class FrameRecorder:
         allow_inf: NamePatterns,
         modules: NamePatterns | None = None,
         gradients: bool = True,
+        divided: bool = False,
     ) -> None:
         self.root, self.allow_inf, self.modules, self.gradients = root, allow_inf, modules, gradients
         self.names = module_names(root)
@@ -58,7 +60,7 @@ class FrameRecorder:
         self.propagators: list[str] = []
         self.calls = 0
         self.in_backward = False
-        self._keep_all = max_frames is None
+        self._keep_all, self._divided = max_frames is None, divided
         self._stack: list[tuple[str, nn.Module, list[Value]]] = []
         self._first_bad_gradient: dict[str, int] = {}
 
@@ -71,7 +73,9 @@ class FrameRecorder:
             for module in self.root.modules():
                 if self.modules is None or self.modules.match(self.names[module]):
                     handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-                    handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
+                    handles.append(
+                        module.register_forward_hook(self._leave, with_kwargs=True, prepend=self._divided)
+                    )
             if self.gradients:
                 handles += list(self._watch_parameters())
             yield self

@@ -31,6 +31,8 @@ __all__ = ["ReportPublisher"]
 _log = logging.getLogger(__name__)
 _SINGLE = "overflow/single-rank"
 _SINGLE_RANK_REPORTS = 5
+# Ranks that replay together are at most a step apart from each other [s].
+_PATIENCE = 30.0
 
 # Counts the runs of this process, alike on every rank, so that no two runs share a topic.
 _runs = 0
@@ -54,11 +56,14 @@ class ReportPublisher:
         self._collections, self._single_reports = 0, 0
         channel = communicator.side_channel
         self._gather = Gather(channel, f"overflow/{_runs}", timeout=settings.timeout)
+        patience = min(settings.timeout, _PATIENCE)
+        self._arrivals = Gather(channel, f"overflow/{_runs}/arrivals", timeout=patience)
         self._remove = channel.on(_SINGLE, self._print_single) if communicator.is_main else None
 
     def close(self) -> None:
         """Stop receiving."""
         self._gather.close()
+        self._arrivals.close()
         if self._remove is not None:
             self._remove()
 
@@ -73,6 +78,19 @@ class ReportPublisher:
         """
         self._collections += 1
         return self._gather.collect(self._collections, dict(entry), to=to)
+
+    def all_arrive(self) -> bool:
+        """Return whether all ranks get here within half a minute; one that does not may wait in a collective.
+
+        Ranks: all, after the same attempt; two messages per rank over the side channel.
+        """
+        for _ in range(
+            2
+        ):  # one that came late finds the word of others that have left since; not a second time
+            self._collections += 1
+            if self._arrivals.collect(self._collections, None).missing:
+                return False
+        return True
 
     @writing_report()
     def publish(self, report: RankReport, why: str, watch: ActivationWatch | None) -> str:

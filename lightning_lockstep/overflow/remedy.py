@@ -108,8 +108,8 @@ def advice(producer: Producer) -> str:
         return "The batch itself holds nan or inf. Check the samples named above, and the code that prepares them."
     if producer.kind == "weight":
         return (
-            "An earlier optimizer step made the weights nan or inf. See the optimizer state below; lower the learning"
-            " rate, raise the optimizer's eps, or use action='skip' from the start of the run."
+            "An earlier optimizer step made the weights nan or inf. Lower the learning rate,"
+            " raise the optimizer's eps, or use action='skip' from the start of the run."
         )
     if producer.low_precision:
         return (

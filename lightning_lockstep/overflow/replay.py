@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.overflow.frame_recorder import FrameRecorder
 from lightning_lockstep.steps.isolated import isolated, run_forward_backward
+from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.random_state import RandomState
 from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, Snapshot
 
@@ -80,6 +81,7 @@ def replay(
     recorder: FrameRecorder,
     *,
     answer_collectives: bool,
+    by_call: bool = False,
 ) -> Replayed:
     """Run the recorded step again under a recorder, and leave no trace of it.
 
@@ -94,6 +96,8 @@ def replay(
         recorder: Records the frames.
         answer_collectives: Whether collectives of the step are answered on this rank. Otherwise they are real,
             and every rank must replay its step now.
+        by_call: Whether the step runs inside a call of the module, where hooks of a strategy fire that gather
+            parameters.
 
     Raises:
         UnansweredCollectiveError: The step needs what only another rank has.
@@ -101,6 +105,7 @@ def replay(
     Ranks: nothing is sent while collectives are answered; otherwise what the step itself sends.
     """
     losses: list[Tensor] = []
+    step = partial(_called_by, module, record.function) if by_call else record.function
 
     @contextmanager
     def backward(loss: Tensor) -> Iterator[None]:
@@ -124,12 +129,23 @@ def replay(
         run_forward_backward(
             trainer,
             module,
-            partial(record.function, *record.args, **record.kwargs),
+            partial(step, *record.args, **record.kwargs),
             optimizer_steps=record.optimizer_steps,
             around_backward=backward,
         )
         recorder.finish()
     return Replayed(losses[-1] if losses else None, answers.count)
+
+
+def _called_by(module: LightningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function in the place of ``module.forward``, once."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        put_back()
+        return function(*args, **kwargs)
+
+    put_back = put_in_place(module, "forward", forward)
+    return module(*args, **kwargs)
 
 
 def _uncompiled() -> Any:

@@ -8,19 +8,22 @@ from lightning_lockstep._lightning import Trainer
 from lightning_lockstep._lightning.internals import averages_models, is_compiled
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.capabilities import missing_capabilities
+from lightning_lockstep.steps.engines import HasEngineGradients
 
 __all__ = ["refuse_compiled", "refuse_strategy"]
 
 
 def refuse_strategy(trainer: Trainer) -> None:
-    """Raise where gradients are not the same on all ranks, or not there to be checked.
+    """Raise where gradients are not the same on all ranks and no engine tells of them, or not there to be checked.
 
     Args:
         trainer: The Trainer, set up for fitting.
 
     Raises:
-        ConfigurationError: The strategy has no whole gradients, or averages the ranks' models now and then.
+        ConfigurationError: The strategy has no gradients to be checked, or averages the ranks' models now and then.
     """
+    if isinstance(trainer.strategy, HasEngineGradients):
+        return
     name = type(trainer.strategy).__name__
     for why in missing_capabilities(trainer.strategy, "whole_gradients"):
         raise ConfigurationError(

@@ -16,6 +16,7 @@ from lightning_lockstep.numerics.module_values import NamePatterns
 from lightning_lockstep.numerics.statistics import has_bad_values
 from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.settings import OverflowSettings
+from lightning_lockstep.steps.engines import EngineGradients
 
 __all__ = ["PendingCheck", "StepCheck", "spread_bad_values"]
 
@@ -44,13 +45,19 @@ class StepCheck:
     Args:
         settings: The detector's options.
         communicator: Of the run.
+        engine: The engine that keeps the gradients, a part of them on each rank; ``None`` where they are whole.
         finishes_late: Whether gradients may have changed by the time a check is finished.
     """
 
     def __init__(
-        self, settings: OverflowSettings, communicator: Communicator, *, finishes_late: bool = False
+        self,
+        settings: OverflowSettings,
+        communicator: Communicator,
+        *,
+        engine: EngineGradients | None = None,
+        finishes_late: bool = False,
     ) -> None:
-        self._settings, self._communicator = settings, communicator
+        self._settings, self._communicator, self._engine = settings, communicator, engine
         self._finishes_late = finishes_late
         self.loss_allowed = NamePatterns(settings.allow_inf).match("loss")
         self._of_optimizer: dict[int, tuple[list[Tensor], GradientCheck]] = {}
@@ -74,18 +81,29 @@ class StepCheck:
         Returns:
             Whether every rank knows of something bad, and the step to replay if this rank knows it.
 
-        Ranks: all alike. Nothing is sent, but for 4 bytes with ``gradients=False`` on several ranks.
+        Ranks: all alike. Nothing is sent, but for 4 bytes on several ranks with ``gradients=False`` or an engine.
         """
-        # A mean over ranks carries a nan of any of them into the gradients of all.
-        on_all_ranks = None if pending.gradients is None else pending.gradients.result()
+        # A mean over ranks carries a nan of any of them into the gradients of all, unless each holds but a part.
+        here = None if pending.gradients is None else pending.gradients.result()
         steps = [step for step in (pending.suspect, pending.record) if step is not None]
         origin = next((step for step in steps if self._is_bad(step)), None)
         origin = self._read_activations(pending.record) or origin
         alone = self._communicator.world_size == 1
-        if on_all_ranks is None and not alone:
-            here = torch.tensor(int(origin is not None), dtype=torch.int32)
-            on_all_ranks = bool(self._communicator.all_reduce(here, "max"))
-        return bool(on_all_ranks) or (alone and origin is not None), origin
+        if alone or self._engine is not None or here is None:
+            return self.on_any_rank(bool(here) or origin is not None), origin
+        return here, origin
+
+    def on_any_rank(self, here: bool) -> bool:
+        """Return whether this is so on any rank.
+
+        Args:
+            here: Whether it is so on this one.
+
+        Ranks: all; an all-reduce of 4 bytes.
+        """
+        if self._communicator.world_size == 1:
+            return here
+        return bool(self._communicator.all_reduce(torch.tensor(int(here), dtype=torch.int32), "max"))
 
     def micro_batch_is_bad(self, parameters: Sequence[Tensor], record: StepRecord) -> bool:
         """Return whether the gradients or the loss are bad after a micro-batch that no optimizer step follows.
@@ -93,7 +111,12 @@ class StepCheck:
         Args:
             parameters: The model's.
             record: The step.
+
+        Ranks: any rank, alone; with an engine all, and 4 bytes are sent, since a bad gradient may lie on another rank.
         """
+        if self._engine is not None:
+            bad = self._settings.gradients and self._of_engine(self._of_micro_batches).result()
+            return self.on_any_rank(bad or self._is_bad(record))
         gradients = [g for p in parameters if (g := p.grad) is not None]
         return self._of_micro_batches.start(gradients).result() or self._is_bad(record)
 
@@ -114,7 +137,15 @@ class StepCheck:
             check = GradientCheck(storages=not self._finishes_late)
             known = self._of_optimizer[id(optimizer)] = (parameters, check)
         parameters, check = known
+        if self._engine is not None:
+            return self._of_engine(check)
         return check.start([g for p in parameters if (g := p.grad) is not None])
+
+    def _of_engine(self, check: GradientCheck) -> PendingFlag:
+        assert self._engine is not None
+        if self._engine.known_bad():
+            return PendingFlag((), known=True)
+        return check.start([g for g in self._engine.gradients() if g.numel()])
 
     def _is_bad(self, record: StepRecord) -> bool:
         loss = record.loss

@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
-
-from lightning_lockstep._lightning import Trainer
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.numerics.module_values import NamePatterns
 from lightning_lockstep.overflow.frame_recorder import FrameRecorder
 from lightning_lockstep.overflow.publishing import ReportPublisher
 from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.settings import OverflowSettings
+from lightning_lockstep.steps.capabilities import capabilities_of
 
 __all__ = ["BatchTrace"]
 
@@ -36,7 +35,7 @@ class BatchTrace:
         """Whether the batch under way is traced."""
         return self._recorder is not None
 
-    def context(self, module: nn.Module, record: StepRecord) -> AbstractContextManager[Any]:
+    def context(self, module: LightningModule, record: StepRecord) -> AbstractContextManager[Any]:
         """Return the context for a training step; it records if this batch is to be traced."""
         if record.batch_number not in self._batches:
             return nullcontext()
@@ -46,6 +45,7 @@ class BatchTrace:
             allow_inf=NamePatterns(self._settings.allow_inf),
             modules=None if self._settings.modules is None else NamePatterns(self._settings.modules),
             gradients=False,
+            divided=capabilities_of(module.trainer.strategy).replays == "together",
         )
         return self._recorder.recording()
 

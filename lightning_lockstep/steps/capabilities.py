@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from lightning_lockstep._lightning import DDPStrategy, SingleDeviceStrategy, Strategy
 
-__all__ = ["Capabilities", "StatesCapabilities", "capabilities_of", "missing_capabilities"]
+__all__ = [
+    "Capabilities",
+    "StatesCapabilities",
+    "capabilities_of",
+    "missing_capabilities",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +23,14 @@ class Capabilities:
         whole_gradients: After a backward made by autograd, each rank holds whole gradients in ``.grad``.
         step_alone: One rank can make a step of the run by itself, without the others.
         sees_out_of_memory: Running out of memory is raised at the call that needs the memory.
+        replays: How a recorded forward and backward is run again: by one rank ``alone``, or by all ranks
+            ``together``, since each holds a part of the parameters.
     """
 
     whole_gradients: bool = True
     step_alone: bool = True
     sees_out_of_memory: bool = True
+    replays: Literal["alone", "together"] = "alone"
 
 
 _WHY = {

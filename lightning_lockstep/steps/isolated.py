@@ -27,6 +27,7 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep._lightning.internals import closure_parts, no_model_averaging, optimizer_step_hooks
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.steps.engines import StepsApart
 from lightning_lockstep.steps.patching import replaced
 
 __all__ = ["isolated", "on_plain_module", "run_forward_backward", "run_step"]
@@ -34,7 +35,7 @@ __all__ = ["isolated", "on_plain_module", "run_forward_backward", "run_step"]
 
 @contextmanager
 def isolated(
-    trainer: Trainer, module: LightningModule, *, answer_collectives: bool = True
+    trainer: Trainer, module: LightningModule, *, answer_collectives: bool = True, by_module: bool = True
 ) -> Iterator[LocalAnswers]:
     """Keep steps of the body from callbacks, loggers, the profiler and other ranks.
 
@@ -46,6 +47,7 @@ def isolated(
         trainer: The Trainer, in a loop.
         module: Its LightningModule, not wrapped.
         answer_collectives: Whether this rank is alone; where every rank runs the body, collectives may be real.
+        by_module: Whether the steps go by the module itself; else the wrapper or engine of the strategy makes them.
 
     Yields:
         What was answered.
@@ -56,7 +58,10 @@ def isolated(
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out
     callbacks, loggers, profiler = run.callbacks, run.loggers, run.profiler
     with ExitStack() as stack:
-        stack.enter_context(on_plain_module(strategy))
+        if by_module and isinstance(strategy, StepsApart):
+            stack.enter_context(strategy.steps_apart(module))
+        if by_module:
+            stack.enter_context(on_plain_module(strategy))
         stack.enter_context(replaced(module, log=_nothing))
         # A toggled optimizer asks for it, and only a wrapper of DDP could give it.
         stack.enter_context(replaced(strategy, block_backward_sync=nullcontext))
@@ -75,23 +80,31 @@ def isolated(
             run.callbacks, run.loggers, run.profiler = callbacks, loggers, profiler
 
 
-def run_step(trainer: Trainer, module: LightningModule, arguments: Sequence[Any], batch_idx: int) -> None:
+def run_step(
+    trainer: Trainer,
+    module: LightningModule,
+    arguments: Sequence[Any],
+    batch_idx: int,
+    *,
+    accumulate: int = 1,
+) -> None:
     """Run one whole training step by Lightning's own optimization, with every hook of the module.
 
-    Accumulation of gradients is set aside: the step ends with an optimizer step. Schedulers and the counters of
-    the run stay as they are. To be called in :func:`isolated`.
+    Accumulation of gradients is set aside, unless an engine counts batches: the step ends with an optimizer step.
+    Schedulers and the counters of the run stay as they are. To be called in :func:`isolated`.
 
     Args:
         trainer: The Trainer, in a fit.
         module: Its LightningModule.
         arguments: What ``training_step`` is called with.
         batch_idx: Number of the batch for the other hooks.
+        accumulate: Batches in an optimizer step of an engine, which counts them itself.
     """
     kwargs: Any = OrderedDict(enumerate(arguments))
     if not module.automatic_optimization:
         _ManualOptimization(trainer).run(kwargs)
         return
-    with replaced(trainer, accumulate_grad_batches=1):
+    with replaced(trainer, accumulate_grad_batches=accumulate):
         _AutomaticOptimization(trainer).run(trainer.optimizers[0], batch_idx, kwargs)
 
 

@@ -25,14 +25,17 @@ class ModuleAttributes:
     _OTHERS = frozenset({"_parameters", "_modules", "_trainer", "_fabric", "trainer"})
 
     def __init__(self, module: nn.Module) -> None:
+        # An engine that divides them keeps them in containers too, and they may be whole or in parts by then.
+        self._parameters = {id(parameter) for parameter in module.parameters()}
         self._kept = [
             (m, {name: self._kept_value(name, v) for name, v in vars(m).items() if name not in self._OTHERS})
             for m in module.modules()
         ]
 
-    @staticmethod
-    def _kept_value(name: str, value: Any) -> Callable[[], Any]:
-        return partial(_refill, value, dict(value), {}) if name == "_buffers" else _kept(value, set())
+    def _kept_value(self, name: str, value: Any) -> Callable[[], Any]:
+        if name == "_buffers":
+            return partial(_refill, value, dict(value), {})
+        return _kept(value, set(self._parameters))
 
     def restore(self) -> None:
         """Put every attribute back."""

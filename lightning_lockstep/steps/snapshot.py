@@ -10,8 +10,6 @@ measured or has run out.
 from __future__ import annotations
 
 import copy
-import tempfile
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from types import TracebackType
@@ -25,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_lockstep._lightning.internals import untoggled_flags
 from lightning_lockstep.steps.module_attributes import ModuleAttributes
 from lightning_lockstep.steps.random_state import RandomState
+from lightning_lockstep.steps.stored_copies import StoredCopies
 
 __all__ = [
     "BufferCopies",
@@ -36,6 +35,7 @@ __all__ = [
     "Snapshot",
     "TensorValues",
     "whole_run",
+    "without_tensors",
 ]
 
 # Buffers up to this size [elements] are copied at each refresh; batch norm changes its own without a trace.
@@ -96,6 +96,18 @@ def whole_run(
     return Snapshot(*parts)
 
 
+def without_tensors(module: nn.Module, *, generators: Iterable[torch.Generator] = ()) -> Snapshot:
+    """Return a snapshot of what steps change beside parameters, buffers and optimizers, which an engine keeps.
+
+    Args:
+        module: The module: gradients, modes and plain attributes.
+        generators: Random generators of loaders and samplers, beside the global ones.
+    """
+    return Snapshot(
+        RandomState.capture(), Generators(generators), ModuleAttributes(module), Gradients(module)
+    )
+
+
 class Gradients:
     """Gradients and ``requires_grad`` flags; the parameters have none until they are put back.
 
@@ -128,28 +140,11 @@ class TensorValues:
 
     def __init__(self, module: nn.Module) -> None:
         self._tensors = list({id(t): t for t in [*module.parameters(), *module.buffers()]}.values())
-        self._copies = _StoredCopies(self._tensors)
+        self._copies = StoredCopies(self._tensors)
 
     def restore(self) -> None:
         """Put the values back."""
         self._copies.write_to(self._tensors)
-
-
-class _StoredCopies:
-    def __init__(self, tensors: list[Tensor]) -> None:
-        # It lives as long as this object; the system deletes it when it is closed.
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115
-        weakref.finalize(self, self._file.close)
-        torch.save([t.detach() for t in tensors if t.device.type == "cpu"], self._file)
-        self._copies = [t.detach().cpu() for t in tensors if t.device.type != "cpu"]
-
-    def write_to(self, tensors: list[Tensor]) -> None:
-        self._file.seek(0)
-        stored = iter(torch.load(self._file, weights_only=True))
-        copies = iter(self._copies)
-        with torch.no_grad():
-            for tensor in tensors:
-                tensor.copy_(next(stored) if tensor.device.type == "cpu" else next(copies))
 
 
 class BufferCopies:
@@ -214,7 +209,7 @@ class OptimizerState:
         ]
         self._attributes = {key: value for key, value in vars(optimizer).items() if _is_plain(value)}
         tensors = _tensors_in(self._state)
-        self._values = _StoredCopies(tensors) if tensors else None
+        self._values = StoredCopies(tensors) if tensors else None
         self._entries = _with_the_same_tensors(self._state)
         if self._values is None:
             # Nothing in it yet: the steps fill another one, and this stays as it is.

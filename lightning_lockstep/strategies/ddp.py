@@ -6,13 +6,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
-from lightning_lockstep._lightning import ClusterEnvironment, DDPStrategy, _register_ddp_comm_hook
+from lightning_lockstep._lightning import DDPStrategy, _register_ddp_comm_hook
 from lightning_lockstep.distributed.ddp_comm_hooks import compression_hook
-from lightning_lockstep.launchers.cluster_environment import detect_environment
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.strategies.given_environment import GivenEnvironment
+from lightning_lockstep.strategies.hooks import LifecycleHooks
 from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
-from lightning_lockstep.strategies.options import DDPSettings, reject_unknown
+from lightning_lockstep.strategies.options import DDPSettings, options_of_ddp, reject_unknown
 
 __all__ = ["LockstepDDPStrategy"]
 
@@ -27,7 +26,7 @@ _OF_LIGHTNING = (
 )
 
 
-class LockstepDDPStrategy(DDPStrategy):
+class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
     """DDP on CPU or CUDA, one process a device, on one or several nodes.
 
     What it adds to Lightning's: a rank that fails ends all of them, with its own traceback printed last; the
@@ -71,7 +70,6 @@ class LockstepDDPStrategy(DDPStrategy):
     """
 
     strategy_name = "lockstep_ddp"
-    cluster_environment: Any = GivenEnvironment()
 
     def __init__(
         self,
@@ -95,7 +93,7 @@ class LockstepDDPStrategy(DDPStrategy):
         **options: Any,
     ) -> None:
         of_lightning = {name: options.pop(name) for name in _OF_LIGHTNING if name in options}
-        reject_unknown(options, type(self))
+        reject_unknown(options, type(self), options_of_ddp())
         self.settings = DDPSettings(
             start_method=start_method,
             on_rank_failure=on_rank_failure,
@@ -125,37 +123,11 @@ class LockstepDDPStrategy(DDPStrategy):
             **of_lightning,
             **options,
         )
-        if cluster_environment is None:
-            GivenEnvironment.detected(self, self.detect_environment())
-
-    @staticmethod
-    def detect_environment() -> ClusterEnvironment:
-        """Return the cluster environment of this process, by environment variables.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
-        return detect_environment()
+        self.detect_unless_given(cluster_environment)
 
     def make_startup(self) -> RankStartup:
         """Return how the ranks are started and connected."""
         return RankStartup(self.settings.start_method, self.settings.process_group_backend)
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Name of the backend of the process group; ``None`` until the ranks are connected, if none was given."""
-        return self.lifecycle.startup.backend
-
-    def _configure_launcher(self) -> None:
-        # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
-        GivenEnvironment.settle(self)
-        self._launcher = self.lifecycle.launcher()
-
-    def setup_distributed(self) -> None:
-        """Make the process group, open the side channel and show which rank runs where.
-
-        Ranks: all, together.
-        """
-        self.lifecycle.connect()
 
     def configure_ddp(self) -> None:
         """Wrap the model in DistributedDataParallel and register the gradient compression hook.
@@ -173,70 +145,7 @@ class LockstepDDPStrategy(DDPStrategy):
                 ddp_comm_wrapper=self._comm_wrapper,
             )
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Make every rank take the same number of training batches.
-
-        Ranks: all, together, once for each loader; one gather for a training loader.
-        """
-        return self.lifecycle.process_dataloader(super().process_dataloader(dataloader))
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step, in which every rank contributes to the reductions.
-
-        Ranks: all, together.
-        """
-        with self.lifecycle.contributing():
-            return super().training_step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step, unless the run is to stop.
-
-        Ranks: every rank; nothing is sent.
-        """
-        self.lifecycle.supervisor.at_step_boundary()
-        return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step, unless the run is to stop.
-
-        Ranks: every rank; nothing is sent.
-        """
-        self.lifecycle.supervisor.at_step_boundary()
-        return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's prediction step, unless the run is to stop.
-
-        Ranks: every rank; nothing is sent.
-        """
-        self.lifecycle.supervisor.at_step_boundary()
-        return super().predict_step(*args, **kwargs)
-
     @property
     def step_capabilities(self) -> Capabilities:
         """What can be done with a training step: everything, as each rank has the whole model and its gradients."""
         return Capabilities()
-
-    def is_padding_batch(self) -> bool:
-        """Return whether this rank's current training batch is a padding batch, which must contribute nothing."""
-        return self.lifecycle.is_padding_batch()
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for every rank; after a failure, return at once.
-
-        Ranks: all, together.
-        """
-        if not self.lifecycle.failed:
-            super().barrier(*args, **kwargs)
-
-    def teardown(self) -> None:
-        """Release what the run used; the ranks stay connected for a next call of the Trainer.
-
-        Ranks: every rank; waits for none.
-        """
-        self.lifecycle.teardown()
-        super().teardown()
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Do nothing: the package registers its strategies when it is imported."""

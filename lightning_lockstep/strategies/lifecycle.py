@@ -159,6 +159,17 @@ class RankLifecycle:
         failed = propagation is not None and propagation.failed
         return failed or (guard is not None and guard.error is not None)
 
+    def check(self) -> None:
+        """Raise if another rank has failed, or if all ranks are to raise an error of the guard.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        guard = self.supervisor.guard
+        if guard is not None and guard.error is not None:
+            raise guard.error
+        if self.supervisor.propagation is not None:
+            self.supervisor.propagation.check()
+
     def launcher(self) -> Any:
         """Resolve the precision and return the launcher, while the Trainer is under construction.
 

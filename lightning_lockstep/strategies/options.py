@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from lightning_lockstep.distributed.ddp_comm_hooks import HOOKS
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
 
-__all__ = ["DDPSettings", "LifecycleSettings", "reject_unknown"]
+__all__ = ["DDPSettings", "DeepSpeedSettings", "LifecycleSettings", "options_of_ddp", "reject_unknown"]
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 UNEVEN_INPUTS = ("error", "truncate", "join")
@@ -100,18 +100,45 @@ class DDPSettings(LifecycleSettings):
         faults.flag("gradient_as_bucket_view", self.gradient_as_bucket_view)
 
 
-def reject_unknown(options: Mapping[str, Any], strategy: type) -> None:
-    """Raise if an option is neither the strategy's nor DistributedDataParallel's.
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedSettings(LifecycleSettings):
+    """Settings of the strategy of DeepSpeed that are not part of DeepSpeed's configuration.
+
+    Raises:
+        ConfigurationError: One message with every value that cannot be used.
+    """
+
+    consolidate: bool = False
+    adapt: bool = False
+    remove_stale_locks: bool = False
+    exclude_frozen_parameters: bool = False
+    process_group_backend: str | None = None
+
+    def check(self, faults: Faults) -> None:
+        """See :meth:`LifecycleSettings.check`."""
+        super().check(faults)
+        faults.choice("start_method", self.start_method, ("popen",))
+        for name in ("consolidate", "adapt", "remove_stale_locks", "exclude_frozen_parameters"):
+            faults.flag(name, getattr(self, name))
+
+
+def options_of_ddp() -> set[str]:
+    """Return the options of DistributedDataParallel that a strategy hands on."""
+    of_ddp = set(inspect.signature(DistributedDataParallel.__init__).parameters)
+    return of_ddp - {"self", "module", "device_ids", "output_device", "process_group"}
+
+
+def reject_unknown(options: Mapping[str, Any], strategy: type, accepted: Collection[str]) -> None:
+    """Raise if an option is neither the strategy's nor one that it hands on.
 
     Args:
         options: Keyword arguments that the strategy did not take itself.
         strategy: The strategy's class.
+        accepted: Those that it hands on.
 
     Raises:
         ConfigurationError: One message with every unknown name and its nearest right names.
     """
-    of_ddp = set(inspect.signature(DistributedDataParallel.__init__).parameters)
-    of_ddp -= {"self", "module", "device_ids", "output_device", "process_group"}
     own = {
         name
         for cls in strategy.__mro__
@@ -119,5 +146,6 @@ def reject_unknown(options: Mapping[str, Any], strategy: type) -> None:
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     faults = Faults()
-    faults.unknown([name for name in options if name not in of_ddp], of_ddp | own, owner=strategy.__name__)
+    unknown = [name for name in options if name not in accepted]
+    faults.unknown(unknown, {*accepted, *own}, owner=strategy.__name__)
     faults.raise_all()

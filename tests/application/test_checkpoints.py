@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -52,5 +54,32 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         ConfigurationError, match=r"ckpt_path=last: no run under .* has a checkpoints/last.ckpt yet"
     ):
         find_checkpoint("last", run_folder=tmp_path / "c", started_in=tmp_path)
-    with pytest.raises(ConfigurationError, match=r"ckpt_path=no\.ckpt: there is no file"):
+    with pytest.raises(ConfigurationError, match=r"ckpt_path=no\.ckpt: there is no checkpoint"):
         find_checkpoint("no.ckpt", run_folder=tmp_path, started_in=tmp_path)
+
+
+def make_folder(path: Path, *, age: float) -> Path:
+    """A checkpoint as DeepSpeed leaves it, as far as names tell."""
+    (path / "checkpoint").mkdir(parents=True)
+    (path / "checkpoint" / "mp_rank_00_model_states.pt").write_bytes(b"weights")
+    (path / "latest").write_text("checkpoint")
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def test_a_folder_of_deepspeed_is_a_checkpoint(tmp_path: Path) -> None:
+    here = tmp_path / "run"
+    newest = make_folder(here / "checkpoints" / "last.ckpt", age=10)
+    make_folder(here / "checkpoints" / "best.ckpt", age=50)
+    for given in ("auto", "last", str(newest), str(here)):
+        assert find_checkpoint(given, run_folder=here, started_in=tmp_path) == str(newest)
+
+
+def test_neither_an_unfinished_folder_nor_a_consolidated_file_is_resumed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    whole = make_folder(folder / "last.ckpt", age=50)
+    make_folder(folder / "last.ckpt.writing", age=1)
+    with zipfile.ZipFile(folder / "last.consolidated.ckpt", "w") as archive:
+        archive.writestr("weights", b"")
+    (folder / "empty.ckpt").mkdir()
+    assert find_checkpoint("auto", run_folder=tmp_path, started_in=tmp_path) == str(whole)

@@ -32,6 +32,7 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
         ("callbacks=[lr_monitr]", "no choice 'lr_monitr'. Did you mean 'lr_monitor'"),
         ("precision=16-mixd", "Did you mean '16-mixed'"),
         ("precision=16", "group 'precision' has no choice '16'. Did you mean"),
+        ("precision=null", "expected a choice of group 'precision': 16-mixed,"),
         ("trainer.precision=16-mixd", "Did you mean '16-mixed'"),
         ("trainer.max_epochs=abc", "expected a whole number or null, given the text 'abc'."),
         ("trainer.fast_dev_run=maybe", "expected a whole number or true or false"),
@@ -52,7 +53,7 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
         ("seed=1,2", "Add -m to run a job for each, or write a list as seed=[1,2]."),
         ("data._target_=lightning_lockstep.demo.DigitData", "Did you mean 'DigitsData'?"),
         ("data._target_=no_such_module.Data", "cannot be imported. No module named 'no_such_module'"),
-        ("ckpt_path=nowhere.ckpt", "ckpt_path=nowhere.ckpt: there is no file"),
+        ("ckpt_path=nowhere.ckpt", "ckpt_path=nowhere.ckpt: there is no checkpoint"),
         ("ckpt_path=last", "ckpt_path=last: no run under"),
         ("trainer.max_epochs=-5", "max_epochs"),
     ],
@@ -168,3 +169,32 @@ def test_the_message_numbers_the_faults_and_says_that_nothing_was_started() -> N
         "",
         "HYDRA_FULL_ERROR=1 shows the exceptions behind this.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("trainer.num_nodes=1",), ""),
+        (
+            ("trainer.num_nodes=2",),
+            "trainer.num_nodes=2: 2 rank(s) were started on 1 node(s). Leave it out, or",
+        ),
+        (
+            ("trainer.devices=2", "trainer.num_nodes=2"),
+            "trainer.devices=2 on trainer.num_nodes=2 node(s) = 4 rank(s)",
+        ),
+    ],
+)
+def test_other_numbers_of_nodes_and_devices_than_were_started(
+    arguments: tuple[str, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {
+        **torchrun,
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    found = faults_of("strategy=ddp", *arguments)
+    assert only(found).startswith(expected) if expected else found == []

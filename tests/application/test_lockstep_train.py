@@ -156,6 +156,22 @@ def test_what_a_users_own_constructor_objects_to_is_a_message_too(tmp_path: Path
     assert "Traceback" not in outcome.stderr
 
 
+def test_settings_that_all_ranks_refuse_once_they_have_met_are_one_message_too(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from lightning_lockstep import ConfigurationError\n"
+        "from lightning_lockstep.demo.cnn import ConvNet\n"
+        "class Own(ConvNet):\n"
+        "    def on_fit_start(self):\n"
+        "        raise ConfigurationError('width=8: expected an even wider one.')\n"
+    )
+    choice = ("strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "model._target_=own.Own")
+    outcome = lockstep_train(*choice, "model.width=8", cwd=tmp_path, PYTHONPATH=path_with(tmp_path))
+    assert outcome.returncode == 2, outcome.output
+    assert "one fault in the configuration; all ranks were stopped." in outcome.stderr
+    assert outcome.stderr.rstrip().splitlines()[-1] == "HYDRA_FULL_ERROR=1 shows the exceptions behind this."
+    assert "ended badly" not in outcome.output and outcome.leftovers == ()
+
+
 def path_with(folder: Path) -> str:
     import os
 

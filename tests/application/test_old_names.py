@@ -110,6 +110,7 @@ def fit_and_save(path: str) -> int:
     return int(ConvNet.load_from_checkpoint(path, weights_only=True).hparams["width"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_names_no_module_of_the_package(tmp_path: Path) -> None:
     """So it loads however files are moved, and whatever release wrote it."""
     path = tmp_path / "last.ckpt"

@@ -69,6 +69,10 @@ def test_a_requeued_run_goes_on_in_its_folder(slurm: Slurm, tmp_path: Path) -> N
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 60
     assert 0 < summary["samples_per_second"] < 100_000
+    metrics = summary["metrics"]
+    # The weights of step 60 are validated, not those of the requeue, whose loss is that of an untrained model, about 4.
+    assert metrics["val_loss"] < metrics["train_loss"] + 0.5, metrics
+    assert Path(summary["files"]["best checkpoint"]).is_file()
     # Lightning logs a batch after its last hook, in which the ranks leave: that batch is trained, but has no row.
     left = re.search(r"optimizer step (\d+)\)", output)
     assert left is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ def sweep(*arguments: str, cwd: Path, **env: str) -> ScriptOutcome:
 
 def summaries(cwd: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(cwd.glob("sweep/*/summary.json"))]
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_each_job_in_one_process_has_engines_of_its_own(tmp_path: Path) -> None:
+    jobs = ("strategy=deepspeed_stage_1,deepspeed_stage_3", "trainer.max_steps=2")
+    outcome = sweep(*TEXT, *jobs, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.output
+    assert not outcome.leftovers
+    losses = [found["metrics"]["train_loss"] for found in summaries(tmp_path)]
+    assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 # A script with Hydra's own decorator, by joblib: tests/application/test_foreign_app.py.

@@ -178,6 +178,9 @@ def tunes(ranks: int, folder: str) -> Any:
     steps, callbacks_kept = run.global_step, run.callbacks == before
     run.fit(module)
     tested = LockstepTuner(run).scale_batch_size(module, method="test", mode="binsearch", margin=0.0)
+    assert all(part.training for part in module.modules()), (
+        "a fit after it would train in the mode of evaluation"
+    )
     return size, steps, callbacks_kept, module.sizes, run.global_step, tested, module.batch_size
 
 

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,16 @@ def test_a_record_names_rank_host_place_and_ends_with_the_traceback() -> None:
     ending = f"Traceback of rank 2:\n\nTraceback ...\nValueError: boom\n\n{RECORD.headline()}"
     assert RECORD.report().endswith(ending)
     assert FailureRecord.from_json(RECORD.to_json()) == RECORD
+
+
+def test_of_a_very_long_text_the_headline_has_the_beginning_and_the_traceback_all() -> None:
+    text = "ValueError: " + "x" * 9_000_000
+    record = replace(RECORD, summary=text, traceback=f"Traceback ...\n{text}")
+    assert (
+        len(record.headline()) < 1200
+        and "9,000,012 characters; all of them are in the traceback" in record.headline()
+    )
+    assert record.report().count(text) == 1
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_lockstep import LockstepDDPStrategy, LockstepMPIStrategy
+from lightning_lockstep import LockstepDDPStrategy, LockstepDeepSpeedStrategy, LockstepMPIStrategy
 
 DO, NODES = sys.argv[1], int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
 STEPS = 40
@@ -43,10 +43,16 @@ class Model(L.LightningModule):
         return DataLoader(torch.randn(64, 4), batch_size=2)
 
 
-def main() -> None:
+def strategy() -> Any:
+    if DO == "deepspeed":
+        return LockstepDeepSpeedStrategy(stage=3, grace_period=5.0)
     made = LockstepMPIStrategy if DO == "mpi" else LockstepDDPStrategy
+    return made(grace_period=5.0)
+
+
+def main() -> None:
     trainer = L.Trainer(
-        strategy=made(grace_period=5.0),
+        strategy=strategy(),
         accelerator="cpu",
         devices=int(os.environ.get("DEVICES", "2")),
         num_nodes=int(os.environ.get("NODES", NODES)),

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def test_ddp_is_no_mpi_whatever_srun_offers(
     ranks = 4 if options == TWO_NODES else 2
     expected = [f"rank {rank} of {ranks}: SlurmStepEnvironment 6" for rank in range(ranks)]
     assert sorted(re.findall(r"rank .*", outcome.stdout)) == expected
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    outcome = srun(slurm, "deepspeed", *TWO_NODES, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.output
+    expected = [f"rank {rank} of 4: SlurmStepEnvironment 6" for rank in range(4)]
+    assert sorted(re.findall(r"rank \d of .*", outcome.stdout)) == expected
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,12 @@ BY_MPIRUN = "mpirun starts the ranks"
 LEFT_OUT: dict[tuple[str, str], str] = {
     ("LockstepDDPStrategy", "cluster_environment"): OBJECT,
     ("LockstepDDPStrategy", "ddp_comm_state"): OBJECT,
+    ("LockstepDeepSpeedStrategy", "cluster_environment"): OBJECT,
     ("LockstepMPIStrategy", "cluster_environment"): OBJECT,
     ("LockstepMPIStrategy", "ddp_comm_state"): OBJECT,
     ("LockstepMPIStrategy", "start_method"): BY_MPIRUN,
+    ("LockstepXLASPMDStrategy", "checkpoint_io"): OBJECT,
+    ("LockstepXLASPMDStrategy", "precision_plugin"): OBJECT,
     ("LockstepMPIStrategy", "process_group_backend"): "it is called `backend` there",
 }
 # Values of a file that are no default of the class, each with the reason.
@@ -48,10 +51,12 @@ OTHER_VALUE: dict[tuple[str, str], str] = {
 }
 
 # Settings class -> the public classes that take its fields as arguments of their own.
-STRATEGIES = ("LockstepDDPStrategy", "LockstepMPIStrategy")
+OF_DDP = ("LockstepDDPStrategy", "LockstepMPIStrategy")
+STRATEGIES = (*OF_DDP, "LockstepDeepSpeedStrategy")
 TAKEN_BY: dict[str, tuple[str, ...]] = {
     "AutoBatchSizeSettings": ("AutoBatchSize",),
-    "DDPSettings": STRATEGIES,
+    "DDPSettings": OF_DDP,
+    "DeepSpeedSettings": ("LockstepDeepSpeedStrategy",),
     "GuardSettings": STRATEGIES,
     "GroupSettings": (),  # the MPI backend makes it for each group
     "LifecycleSettings": STRATEGIES,
@@ -80,7 +85,8 @@ def defaults_of(cls: type) -> dict[str, Any]:
 
 
 def _is_ours(cls: type) -> bool:
-    return cls.__module__.startswith("lightning_lockstep.")
+    """Whether a class of the package has a constructor of its own."""
+    return cls.__module__.startswith("lightning_lockstep.") and "__init__" in vars(cls)
 
 
 def own_defaults_of(cls: type) -> dict[str, Any]:

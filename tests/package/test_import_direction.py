@@ -17,7 +17,7 @@ PACKAGE = Path(lightning_lockstep.__file__).parent
 GROUND = {"errors", "_exports", "_lightning", "_environment", "_settings", "_system", "_tables", "_console"}
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
-FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers"}
+FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers", "deepspeed", "xla", "recompilation"}
 PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 
 # room (folder or module at the top of the package) -> the rooms it may import; itself always
@@ -42,7 +42,10 @@ ALLOWED: dict[str, set[str]] = {
     "overflow": TALK | {"numerics", "steps"},
     "batch_size": TALK | {"numerics", "steps"},
     "stragglers": TALK,
-    "strategies": MIDDLE,
+    "deepspeed": TALK | {"numerics", "steps"},
+    "xla": TALK | {"numerics", "steps"},
+    "recompilation": TALK | {"xla"},
+    "strategies": MIDDLE | {"deepspeed", "xla"},
     "callbacks": FEATURES,
     "tuner": FEATURES | {"callbacks"},
     # programs, what they build and what they train
@@ -55,7 +58,8 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": PARTS | {"_application"},
 }
 
-BETWEEN_RANKS = {"torch.distributed", "mpi4py", "torch_xla"}
+BETWEEN_RANKS = {"torch.distributed", "mpi4py"}
+TORCH_XLA = {"torch_xla"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
@@ -214,6 +218,11 @@ def used_outside(door: str, roots: set[str]) -> str:
 def test_only_distributed_talks_between_ranks() -> None:
     assert used_outside("distributed", BETWEEN_RANKS) == ""
     assert used_outside("nowhere", BETWEEN_RANKS), "what is looked for is found where it is allowed"
+
+
+def test_only_the_room_of_xla_asks_for_torch_xla() -> None:
+    assert used_outside("xla", TORCH_XLA) == ""
+    assert used_outside("nowhere", TORCH_XLA), "what is looked for is found where it is allowed"
 
 
 def test_lightning_comes_through_one_door() -> None:

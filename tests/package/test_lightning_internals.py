@@ -61,6 +61,15 @@ ALLOWED = {
     "_copy_state_dict": "Metric",
     "_update_count": "Metric",
     "_computed": "Metric",
+    "_cdata": "torch.UntypedStorage",
+    "_get_build_directory": "torch.utils.cpp_extension",
+    "_metadata": "what Module.state_dict() returns",
+    "_load_from_state_dict": "torch.nn.Module",
+    "_is_mkldnn_fp16_supported": "torch.ops.mkldnn",
+    # DeepSpeed
+    "_name": "DeepSpeedAccelerator",
+    "_hp_mapping": "a parameter under ZeRO 1 or 2",
+    "_loaded_ops": "OpBuilder",
     # numpy, tqdm
     "_rand": "numpy.random.mtrand",
     "_instances": "tqdm",

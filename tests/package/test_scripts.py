@@ -81,7 +81,7 @@ def test_a_python_without_venv(project: Path) -> None:
 def test_an_unknown_argument(project: Path) -> None:
     done = setup(project, "everything")
     assert done.returncode == 2
-    assert "usage: scripts/setup [run|dev]" in done.stderr
+    assert "usage: scripts/setup [run|dev|xla]" in done.stderr
 
 
 def check_docstrings(project: Path, module: str) -> subprocess.CompletedProcess[str]:

@@ -14,13 +14,20 @@ import lightning_lockstep
 from lightning_lockstep import errors
 from tests.helpers import run_ranks
 
-STRATEGIES = ["LockstepDDPStrategy", "LockstepMPIStrategy"]
+STRATEGIES = [
+    "LockstepDDPStrategy",
+    "LockstepDeepSpeedStrategy",
+    "LockstepMPIStrategy",
+    "LockstepXLASPMDStrategy",
+]
 CALLBACKS = [
     "AutoBatchSize",
+    "ConsolidateCheckpoints",
     "EffectiveBatchSize",
     "FP32Modules",
     "OverflowDetector",
     "RankOrderedLogging",
+    "RecompileMonitor",
     "StopTogether",
     "StragglerMonitor",
     "SyncedEarlyStopping",

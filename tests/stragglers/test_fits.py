@@ -32,6 +32,7 @@ def cases() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_with_its_host_and_the_part_of_its_step() -> None:
     rank_0, rank_1 = run_ranks(2, cases, backend="gloo", timeout=120)
     assert not any(case["lines"] for case in rank_1.values()), "rank 0 alone speaks"
@@ -59,6 +60,7 @@ def quiet() -> dict[str, Any]:
     return fit(ALL, min_share=0.3)
 
 
+@pytest.mark.slow
 def test_no_line_where_no_rank_is_slow_and_none_on_one_rank() -> None:
     rank_0, _ = run_ranks(2, quiet, backend="gloo", timeout=60)
     assert "no rank stands out" in rank_0["lines"][-1], rank_0["text"]
@@ -87,6 +89,7 @@ def shifted() -> dict[str, Any]:
     return fit(2)
 
 
+@pytest.mark.slow
 def test_three_ranks_whose_clocks_differ() -> None:
     found = run_ranks(3, shifted, backend="gloo", timeout=60)[0]
     verdict = found["verdict"]
@@ -126,6 +129,7 @@ def silent() -> dict[str, Any]:
     return fit(ALL, steps=12)
 
 
+@pytest.mark.slow
 def test_a_rank_from_which_nothing_comes_is_named_and_stops_nobody() -> None:
     rank_0, _ = run_ranks(2, silent, backend="gloo", timeout=60)
     assert any("no step times came from rank(s) 1" in line for line in rank_0["lines"]), rank_0["text"]

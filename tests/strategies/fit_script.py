@@ -2,7 +2,8 @@
 
 python fit_script.py FAULT START_METHOD
 
-``endless`` trains until it is stopped; the start method ``mpi`` is the strategy's own mpirun.
+``endless`` trains until it is stopped; the start method ``mpi`` is the strategy's own mpirun, ``deepspeed`` and
+``deepspeed_mpi`` are DeepSpeed over gloo and over mpi4py.
 """
 
 from __future__ import annotations
@@ -116,8 +117,13 @@ def main() -> None:
         raise RuntimeError("boom before the ranks met")
     L.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(320, 8), torch.randint(0, 4, (320,)))
-    strategy: lightning_lockstep.LockstepDDPStrategy
-    if START == "mpi":
+    strategy: lightning_lockstep.LockstepDDPStrategy | lightning_lockstep.LockstepDeepSpeedStrategy
+    if START.startswith("deepspeed"):
+        backend = "mpi4py" if START == "deepspeed_mpi" else None
+        strategy = lightning_lockstep.LockstepDeepSpeedStrategy(
+            stage=2, process_group_backend=backend, grace_period=8.0
+        )
+    elif START == "mpi":
         strategy = lightning_lockstep.LockstepMPIStrategy(grace_period=8.0)
     else:
         strategy = lightning_lockstep.LockstepDDPStrategy(start_method=START, grace_period=8.0)

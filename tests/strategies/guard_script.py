@@ -121,6 +121,8 @@ def main() -> None:
     try:
         trainer.fit(Net(), loader)
     except BaseException as error:
+        if CASE == "sleep" and trainer.global_rank == 1:
+            time.sleep(0.5)  # what a program does about an error may take a while
         print(f"rank {trainer.global_rank} raises {type(error).__name__}", flush=True)
         raise
     print(f"rank {trainer.global_rank} is done", flush=True)

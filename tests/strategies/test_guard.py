@@ -98,8 +98,11 @@ def check_stall(outcome: ScriptOutcome, place: str) -> None:
 
 
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "stop")
+    outcome = run(tmp_path, "stop", "popen", "grace_period=2.0")
     assert outcome.returncode != 0
+    *_, killed, _, last = outcome.stderr.rstrip().splitlines()
+    assert killed == "lightning-lockstep: rank(s) [1] of this host did not end within 2 s and were killed."
+    assert last.startswith("lightning-lockstep: this rank failed: CollectiveStallError: rank 1 never came to")
     assert re.search(
         r"1 +- +no answer: its process \d+ is stopped, by a signal .*<- never came", outcome.stderr
     )

@@ -8,11 +8,33 @@ from typing import Literal
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.batch_size.recovery.guarded_step import GuardedOptimization
 from lightning_lockstep.batch_size.recovery.recover import Recovery
+from lightning_lockstep.batch_size.refused import SearchRefusedError
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.ddp_reducer import why_not_resumable
 from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.steps.engines import HasEngineTrials
 
-__all__ = ["guard_fit", "unguard_fit"]
+__all__ = ["guard_fit", "refuse_engine", "unguard_fit"]
+
+
+def refuse_engine(trainer: Trainer, on_oom: str) -> None:
+    """Raise where an engine makes the steps, which cannot be run again in parts.
+
+    Args:
+        trainer: The Trainer.
+        on_oom: What was to become of a batch that does not fit.
+
+    Raises:
+        SearchRefusedError: An engine makes the steps.
+
+    Ranks: all, alike; nothing is sent.
+    """
+    if isinstance(trainer.strategy, HasEngineTrials):
+        raise SearchRefusedError(
+            f"on_oom={on_oom!r} is not possible with {type(trainer.strategy).__name__}: its engine reduces gradients"
+            " while the backward runs, and a batch that ended half way cannot be finished in parts. Write"
+            " on_oom='raise'; the search for a batch size works."
+        )
 
 
 def guard_fit(

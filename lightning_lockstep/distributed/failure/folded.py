@@ -21,6 +21,7 @@ _FOLDED = {
     "lightning_utilities": "lightning",
     "hydra": "hydra",
     "omegaconf": "hydra",
+    "deepspeed": "deepspeed",
     "lightning_lockstep": "lightning_lockstep",
 }
 _OWN = Path(__file__).parents[2]

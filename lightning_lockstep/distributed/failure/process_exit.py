@@ -43,6 +43,7 @@ __all__ = [
     "leaving_code",
     "on_flush",
     "printed_a_line",
+    "repeat_headline",
     "return_failure",
     "run_flushers",
     "say_last",
@@ -163,7 +164,7 @@ def end_now(exit_code: int, message: str = "") -> NoReturn:
 def _print_last(message: str) -> None:
     flush_everything()
     say_last(message)
-    _repeat_headline()
+    repeat_headline()
 
 
 def say_last(text: str) -> None:
@@ -179,9 +180,11 @@ def was_last(text: str) -> None:
     _last_said, _said_since = text, False
 
 
-def _repeat_headline() -> None:
-    """Let the last line name the failure where lines of other ranks that were under way came after its report."""
+def repeat_headline() -> None:
+    """Let the last line name the failure where lines that were under way came after its report."""
+    global _said_since
     if _last_said and _said_since:
+        _said_since = False
         say("\n" + next(line for line in _last_said.splitlines() if line))
 
 
@@ -206,7 +209,7 @@ def end_after_exit_functions(exit_code: int) -> NoReturn:
     flush_everything()
     atexit._run_exitfuncs()
     flush_everything()
-    _repeat_headline()
+    repeat_headline()
     os._exit(exit_code)
 
 

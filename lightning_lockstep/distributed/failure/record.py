@@ -71,7 +71,10 @@ class FailureRecord:
         place = ", ".join(f"{key} {value}" for key, value in self.where.items())
         place = f" at {place}" if place else ""
         process = f" (host {self.host}, process {self.pid})" if self.host else ""
-        return f"rank {self.rank} of {self.world_size}{process} {_VERBS[self.kind]}{place}: {self.summary}"
+        what = self.summary
+        if self.traceback and len(what) > _HEADLINE:
+            what = f"{what[:_HEADLINE]}... ({len(what):,} characters; all of them are in the traceback)"
+        return f"rank {self.rank} of {self.world_size}{process} {_VERBS[self.kind]}{place}: {what}"
 
     def report(self) -> str:
         """Return the headline, the failed rank's own traceback and, below that, the headline once more."""
@@ -129,6 +132,8 @@ def _printable(text: str) -> str:
     return "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")
 
 
+# How much of a text stands in a headline [characters].
+_HEADLINE = 1000
 _VERBS: dict[str, str] = {
     "exception": "failed",
     "exit": "ended",

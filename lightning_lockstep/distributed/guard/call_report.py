@@ -189,7 +189,7 @@ def compares_calls(group: object) -> bool:
 
 
 _OF_LIBRARIES = {
-    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra"),
+    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra", "deepspeed"),
     __name__.partition(".")[0],
 }
 # Modules whose decorators and context managers stand between a user's call and torch.

@@ -38,6 +38,8 @@ _TAKE_LIMIT, _BUSY_TAKE_LIMIT = 1.0, 8.0
 # After which time all are asked once more where an error of the backend is not explained [s]: the connections of a rank
 # that comes to its end are closed a moment before it says so.
 _LEAVES_WITHIN = 0.5
+# After which time they are asked once more where what they have said may have passed already [s].
+_PASSES_WITHIN = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ class Inquiries:
         decided: Called on the collecting rank with an error, before any rank hears of it.
         conclude: Called on every rank with an answer that is an error, and on the asking one with any other.
         report: Called on the collecting rank, with an error or a remark and what each rank has said.
+        stall_timeout: How long a collective may take that all ranks have called [s].
         history: How many of the last calls of each rank a report lists.
         run_soon: Runs a function on the guard's thread.
 
@@ -114,17 +117,19 @@ class Inquiries:
         decided: Callable[[Verdict], None],
         conclude: Callable[[Answer], None],
         report: Callable[[Verdict, Mapping[int, RankState]], None],
+        stall_timeout: float,
         history: int,
         run_soon: Callable[[Callable[[], None]], None],
     ) -> None:
         self._channel, self._state, self._silence = channel, state, silence
         self._decided, self._conclude = decided, conclude
-        self._report, self._history = report, history
+        self._report, self._stall_timeout, self._history = report, stall_timeout, history
         self._count = 0
         self._collection: _Collection | None = None
         self._second: tuple[Question, float] | None = None  # what is to be asked once more, and when
         self._waiting: list[Question] = []
         self._asked: tuple[Question, int, float] | None = None  # the question, who is to take it, until when
+        self._taken_by: tuple[Question, int] | None = None  # the question, and who collects answers to it
         self._answered: Verdict | None = None  # the verdict, on the collecting rank
 
         def on(topic: str, handler: Callable[[Message], None]) -> Callable[[], None]:
@@ -132,7 +137,7 @@ class Inquiries:
 
         self._remove = [
             on(_ASK, lambda message: self._take_question(_question(message.body))),
-            on(_TAKEN, lambda message: self._taken()),
+            on(_TAKEN, lambda message: self._taken(message.sender)),
             on(_WHERE, self._tell),
             on(_STATE, self._take_state),
             on(_ANSWER, self._take_answer),
@@ -153,6 +158,8 @@ class Inquiries:
         now = time.monotonic()
         if self._asked is not None and now > self._asked[2] and self._takes_no_question(*self._asked[1:]):
             self._ask(self._asked[0], self._asked[1] + 1)
+        if self._taken_by is not None and self._silence(self._taken_by[1]).has_left:
+            self._ask(self._taken_by[0], self._taken_by[1] + 1)  # it has come to its end without an answer
         if self._collection is not None and (
             now > self._collection.deadline or self._only_mute_missing(now > self._collection.soonest)
         ):
@@ -170,7 +177,8 @@ class Inquiries:
     @property
     def is_busy(self) -> bool:
         """Whether :meth:`work` has to be called soon."""
-        return self._asked is not None or self._collection is not None or self._second is not None
+        asks = self._asked is not None or self._taken_by is not None
+        return asks or self._collection is not None or self._second is not None
 
     def close(self) -> None:
         """Stop listening."""
@@ -178,7 +186,7 @@ class Inquiries:
             remove()
 
     def _ask(self, question: Question, to: int) -> None:
-        self._asked = None
+        self._asked = self._taken_by = None
         if to >= self._channel.world_size:
             return
         if to == self._channel.rank:
@@ -187,7 +195,9 @@ class Inquiries:
         self._asked = question, to, time.monotonic() + _TAKE_LIMIT
         self._channel.post(_ASK, asdict(question), to=to)
 
-    def _taken(self) -> None:
+    def _taken(self, by: int) -> None:
+        if self._asked is not None:
+            self._taken_by = self._asked[0], by
         self._asked = None
 
     # -- the collecting rank ---------------------------------------------------------------------------
@@ -235,15 +245,22 @@ class Inquiries:
         silent = {rank: self._silence(rank) for rank in missing}
         reasons = {rank: silence.reason for rank, silence in silent.items()}
         left = [rank for rank, silence in silent.items() if silence.has_left]
-        verdict = judge(collection.question, states, reasons, left=left, history=self._history)
+        verdict = judge(
+            collection.question,
+            states,
+            reasons,
+            left=left,
+            stall_timeout=self._stall_timeout,
+            history=self._history,
+        )
         failed = [rank for rank, silence in silent.items() if silence.has_ended and not silence.has_left]
         if verdict is not None and set(failed) & set(verdict.ranks):
             verdict = None  # that is a failure, which is reported as such
         if verdict is not None and verdict.lacks_sites and not collection.sites:
             self._begin(collection.question, sites=True, is_second=collection.is_second)
             return
-        if verdict is None and collection.question.raised and not silent and not collection.is_second:
-            self._second = collection.question, time.monotonic() + _LEAVES_WITHIN
+        if not collection.is_second and (once_more := _once_more(collection, verdict, silent)):
+            self._second = collection.question, time.monotonic() + once_more
             return
         if verdict is not None:
             self._report(verdict, states)
@@ -293,8 +310,17 @@ class Inquiries:
         self._channel.post(_STATE, [number, self._state(sites).to_data()], to=message.sender)
 
     def _take_answer(self, message: Message) -> None:
-        self._asked = None
+        self._asked = self._taken_by = None
         self._conclude(_answer(message.body))
+
+
+def _once_more(
+    collection: _Collection, verdict: Verdict | None, silent: Mapping[int, Silence]
+) -> float | None:
+    """Return after which time the ranks are to be asked once more [s], if they are."""
+    if verdict is not None:
+        return _PASSES_WITHIN if verdict.may_pass else None
+    return _LEAVES_WITHIN if collection.question.raised and not silent else None
 
 
 def _shared(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from lightning_lockstep.distributed.guard.call_report import is_library_module, site_text
+from lightning_lockstep.distributed.guard.group_names import WORLD, group_titles
 
 __all__ = ["Activity", "MainThreadErrors", "Position", "position", "position_of_error"]
 
@@ -38,12 +39,14 @@ class Position(NamedTuple):
         stack: All places, innermost first.
         function: Function of ``torch.distributed`` that it is in, such as ``broadcast``; empty where it is in none.
         arguments: What that function was called with, as far as a report shows it: ``op``, ``src``, ``dst``.
+        group: What reports call the process group that it was called with; empty where that is not known.
     """
 
     site: str
     stack: tuple[str, ...]
     function: str = ""
     arguments: Mapping[str, str] = {}
+    group: str = ""
 
 
 def position() -> Position:
@@ -74,7 +77,7 @@ def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
     site = next(filter(None, sites), stack[0] if stack else "")
     for frame, _ in reversed(places):
         if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
-            return Position(site, stack, frame.f_code.co_name, _arguments(frame))
+            return Position(site, stack, frame.f_code.co_name, _arguments(frame), _group(frame))
     return Position(site, stack)
 
 
@@ -100,6 +103,14 @@ def _place(frame: FrameType, line: int) -> str:
 def _arguments(frame: FrameType) -> dict[str, str]:
     found = {name: frame.f_locals.get(name) for name in ("op", "src", "dst", "group_src", "group_dst")}
     return {name: str(value).lower().rpartition(".")[2] for name, value in found.items() if value is not None}
+
+
+def _group(frame: FrameType) -> str:
+    group = frame.f_locals.get("group", "")
+    if group is None:
+        return WORLD
+    title, _ = group_titles().get(getattr(group, "group_name", ""), ("", ()))
+    return title
 
 
 class _Sample(NamedTuple):

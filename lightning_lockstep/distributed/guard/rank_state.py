@@ -15,6 +15,8 @@ __all__ = ["RankState"]
 
 # Functions of torch.distributed by which one rank waits for one other.
 _MESSAGES = ("send", "recv")
+# What is sent of a state as it is.
+_PLAIN = ("rank", "host", "pid", "seconds_since_call", "moves", "raised")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,8 @@ class RankState:
         groups: Ranks of each process group that it belongs to, by the group's name.
         outstanding: The oldest incomplete collective of each group that has one.
         calls: The last calls of all groups, oldest first.
+        seconds_since_call: How long ago the last of them was called [s], by this host's clock; ``None`` if there is
+            none.
         position: Where its main thread is.
         moves: Whether its main thread computes, reads or writes, rather than waits or sleeps.
         raised: Whether its last collective has raised an error, at ``position``.
@@ -41,6 +45,7 @@ class RankState:
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     outstanding: tuple[Outstanding, ...] = ()
     calls: tuple[RecordedCall, ...] = ()
+    seconds_since_call: float | None = None
     position: Position = field(default_factory=lambda: Position("", ()))
     moves: bool = False
     raised: bool = False
@@ -50,7 +55,7 @@ class RankState:
     def to_data(self) -> dict[str, Any]:
         """Return the state as plain data, as JSON can hold it."""
         return {
-            **{name: getattr(self, name) for name in ("rank", "host", "pid", "moves", "raised")},
+            **{name: getattr(self, name) for name in _PLAIN},
             "groups": {name: list(ranks) for name, ranks in self.groups.items()},
             "outstanding": [list(one) for one in self.outstanding],
             "calls": [call.to_data() for call in self.calls],
@@ -62,13 +67,13 @@ class RankState:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RankState:
         """Return the state that :meth:`to_data` has described, also after a way through JSON."""
-        site, stack, function, arguments = data["position"]
+        site, stack, function, arguments, group = data["position"]
         return cls(
-            **{name: data[name] for name in ("rank", "host", "pid", "moves", "raised")},
+            **{name: data[name] for name in _PLAIN},
             groups={name: tuple(ranks) for name, ranks in data["groups"].items()},
             outstanding=tuple(Outstanding(*one) for one in data["outstanding"]),
             calls=tuple(RecordedCall.from_data(call) for call in data["calls"]),
-            position=Position(site, tuple(stack), function, dict(arguments)),
+            position=Position(site, tuple(stack), function, dict(arguments), group),
             connections=tuple((here, there) for here, there in data["connections"]),
             ports=tuple(data["ports"]),
         )
@@ -111,7 +116,9 @@ class RankState:
             return recorded
         known = {"site": recorded.site or self.position.site}
         names = (recorded.operation, recorded.operation.removeprefix("_"))
-        if self.position.function in names or self.position.function.removesuffix("_object_list") in names:
+        is_of_group = self.position.group in ("", wanted.group)
+        function = self.position.function
+        if is_of_group and (function in names or function.removesuffix("_object_list") in names):
             known["site"] = self.position.site or recorded.site
             return _with_arguments(recorded, self.position.arguments, **known)
         return _with_arguments(recorded, {}, **known)

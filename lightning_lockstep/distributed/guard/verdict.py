@@ -49,12 +49,15 @@ class Verdict:
         text: The report, the same for every rank.
         ranks: The ranks that are the cause; empty where all are.
         lacks_sites: Whether it does not say of each rank where that has called what it has called.
+        may_pass: Whether it rests on where the ranks were when each of them said so, a moment apart: it holds once it
+            is found twice.
     """
 
     kind: Kind
     text: str
     ranks: tuple[int, ...] = ()
     lacks_sites: bool = False
+    may_pass: bool = False
 
     def error(self) -> CollectiveError:
         """Return the error that every rank raises.
@@ -75,6 +78,7 @@ def judge(
     silent: Mapping[int, str],
     *,
     left: Collection[int] = (),
+    stall_timeout: float = 0.0,
     history: int = 0,
 ) -> Verdict | None:
     """Return why a collective does not complete, or ``None`` where the records say nothing, or it has completed.
@@ -84,11 +88,12 @@ def judge(
         states: What each rank has said of itself, by rank.
         silent: Why a rank that has not answered is silent, by rank.
         left: Those of the silent ranks whose program has come to its end, which breaks connections with others.
+        stall_timeout: How long a collective may take that all ranks have called [s].
         history: How many of the last calls of each rank the report lists.
 
     Ranks: the rank that has asked, alone; nothing is sent.
     """
-    case = _Case(question, states, silent, left)
+    case = _Case(question, states, silent, left, stall_timeout)
     verdict = case.verdict()
     if verdict is None or not history or verdict.kind == "slow":
         return verdict
@@ -104,8 +109,10 @@ class _Case:
         states: Mapping[int, RankState],
         silent: Mapping[int, str],
         left: Collection[int],
+        stall_timeout: float,
     ) -> None:
         self.question, self.states, self.silent, self.left = question, states, silent, left
+        self.stall_timeout = stall_timeout
 
     def verdict(self) -> Verdict | None:
         asker = self.states.get(self.question.rank)
@@ -256,9 +263,10 @@ class _Case:
             "Look at what keeps it there; every rank must call the same collectives. A rank that only needs longer can"
             " be given time by a larger stall_timeout."
         )
-        return Verdict(kind="stall", text=f"{text}\n\n{remedy}", ranks=tuple(causes))
+        may_pass = not self.question.raised and not set(causes) <= set(self.silent)
+        return Verdict(kind="stall", text=f"{text}\n\n{remedy}", ranks=tuple(causes), may_pass=may_pass)
 
-    def _cycle(self, asker: RankState, causes: Sequence[int]) -> Verdict:
+    def _cycle(self, asker: RankState, causes: Sequence[int]) -> Verdict | None:
         outstanding = self.question.outstanding
         alike = members(self.states, outstanding.group) if outstanding is not None else ()
         ranks = sorted({asker.rank, *(causes or filter(self._is_blocked, alike))})
@@ -272,13 +280,17 @@ class _Case:
             )
             > 1
         ):
-            return _mismatch(calls)
+            return replace(_mismatch(calls), may_pass=True)
+        ranks = sorted({*ranks, *(rank for rank in alike if rank in self.states)})
+        since = [self.states[rank].seconds_since_call for rank in ranks]
+        if any(seconds is not None and seconds < self.stall_timeout for seconds in since):
+            return None  # the last of them has come only now
         text = (
             f"{self._what()} does not complete though {_ranks(ranks)} have called it alike,"
             f" {self.question.seconds:.0f} s ago\n\n{self._table(())}\n\n"
             "Look at the network between the hosts, or at what runs beside it on other threads."
         )
-        return Verdict(kind="stall", text=text)
+        return Verdict(kind="stall", text=text, may_pass=True)
 
     def _current(self, state: RankState) -> CollectiveCall:
         if state.outstanding:

@@ -30,6 +30,7 @@ from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding
 from lightning_lockstep.distributed.guard.settings import GuardSettings
 from lightning_lockstep.distributed.guard.verdict import Question, Verdict
+from lightning_lockstep.distributed.guard.verification.host_sockets import end_host_sockets
 from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.errors import CollectiveError
 
@@ -42,6 +43,8 @@ _COMPARED = 100
 _PART, _OFTEN, _SELDOM = 0.1, 0.05, 1.0
 # How far back the main thread's movements count, at most [s].
 _MOVEMENT = 10.0
+# How long the thread may take to end [s].
+_ENDS_WITHIN = 2.0
 # A longer time between two looks than this much more than planned [s] means that this process was stopped.
 _STOPPED = 2.0
 
@@ -101,11 +104,13 @@ class CollectiveWatch:
             decided=self._decide,
             conclude=self._take_answer,
             report=self._tell,
+            stall_timeout=settings.stall_timeout,
             history=settings.guard_history,
             run_soon=self._to_do.put,
         )
         self._remove = channel.on("guard/soon", lambda message: self._prepare())
         self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
+        self._sites: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to watch.
@@ -115,13 +120,18 @@ class CollectiveWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching.
+        """Stop watching, and wait a moment until its threads have noticed.
+
+        One that is inside of torch when Python ends is ended there, which C++ answers with an abort.
 
         Ranks: any rank, alone; nothing is sent.
         """
         self._inquiries.close()
         self._remove()
         self._to_do.put(None)
+        for thread in (self._thread, self._sites):
+            if thread is not None and thread.is_alive() and threading.current_thread() is not thread:
+                thread.join(_ENDS_WITHIN)
 
     def explain(
         self,
@@ -173,6 +183,7 @@ class CollectiveWatch:
             groups=dict(group_titles().values()),
             outstanding=tuple(self._outstanding()),
             calls=tuple(calls[-_COMPARED:]),
+            seconds_since_call=time.time() - max(call.started for call in calls) if calls else None,
             position=self._raised_at or position(),
             raised=self._raised_at is not None,
             moves=self._activity.moves,
@@ -186,7 +197,7 @@ class CollectiveWatch:
         period = min(max(self.settings.stall_timeout * _PART, _OFTEN), _SELDOM)
         while True:
             try:
-                to_do = self._to_do.get(timeout=min(period, _PART) if self._inquiries.is_busy else period)
+                to_do = self._to_do.get(timeout=self._until_next_look(period))
             except queue.Empty:
                 to_do = self._look
             if to_do is None:
@@ -198,12 +209,23 @@ class CollectiveWatch:
                 if self.channel.usable:  # the watch must not end because of one fault
                     _log.exception("the watch of the collectives failed")
 
+    def _until_next_look(self, period: float) -> float:
+        """Return how long until the next look [s]: not beyond the moment at which a wait has become too long."""
+        if self._inquiries.is_busy:
+            return min(period, _PART)
+        timeout, now = self.settings.stall_timeout, time.monotonic()
+        due = [
+            max(since + timeout, self._next_question.get(one, 0.0)) - now
+            for one, since in self._since.items()
+        ]
+        return max(min([period, *due]), _OFTEN)
+
     def _look(self) -> None:
         if self.error is not None:
             return
         now = time.monotonic()
-        lost = now - self._looked - _SELDOM - _STOPPED
-        self._looked = now
+        before, self._looked = self._looked, now
+        lost = now - before - _SELDOM - _STOPPED
         if lost > 0:  # this process was stopped meanwhile, perhaps all of them
             self._since = {key: since + lost for key, since in self._since.items()}
             self._activity.forget()
@@ -212,10 +234,22 @@ class CollectiveWatch:
         waits: list[Outstanding | None] = list(self._outstanding())
         if not waits and position().function in ("send", "recv"):
             waits = [None]
-        self._since = {one: self._since.get(one, now) for one in waits}
+        started = (
+            {} if all(one in self._since for one in waits) else self._ages(2 * min(now - before, _SELDOM))
+        )
+        self._since = {one: self._since.get(one, now - started.get(one, 0.0)) for one in waits}
         self._next_question = {one: at for one, at in self._next_question.items() if one in self._since}
         for one, since in self._since.items():
             self._consider(one, now - since, now)
+
+    def _ages(self, longest: float) -> dict[Outstanding | None, float]:
+        """Return how long ago each incomplete collective was called [s], at most ``longest`` whatever the clock did."""
+        now = time.time()
+        calls = (one for recorder in self._recorders for one in recorder.calls(sites=False) if not one.done)
+        return {
+            Outstanding(one.call.group, one.call.number): min(max(now - one.started, 0.0), longest)
+            for one in calls
+        }
 
     def _has_seen(self) -> bool:
         """Return whether it is settled that the recorders see this rank's collectives; says so where they do not."""
@@ -236,7 +270,7 @@ class CollectiveWatch:
         if waited > timeout / 2 and not self._prepares:
             self.channel.post("guard/soon", to=0)
             self._prepare()
-        if waited > timeout and now >= self._next_question.get(one, 0.0):
+        if waited >= timeout and now >= self._next_question.get(one, 0.0):
             self._next_question[one] = now + timeout
             self._inquiries.ask(Question(rank=self.channel.rank, outstanding=one, seconds=waited))
 
@@ -253,7 +287,8 @@ class CollectiveWatch:
                 recorder.calls(sites=True)
             self._knows_sites = True
 
-        threading.Thread(target=prepare, name="lockstep-guard-sites", daemon=True).start()
+        self._sites = threading.Thread(target=prepare, name="lockstep-guard-sites", daemon=True)
+        self._sites.start()
 
     def _ask_about(self, raised: str) -> None:
         outstanding = next(iter(self._outstanding()), None)
@@ -315,6 +350,7 @@ class CollectiveWatch:
                 self._concluded = True
                 self._conclude(self.error)
             end_connections(answer.ends, hosts=answer.hosts)
+            end_host_sockets()
             abort_devices()
         with self._answered:
             self._answers += 1

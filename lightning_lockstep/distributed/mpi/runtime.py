@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from lightning_lockstep.distributed.failure.process_exit import at_exit, flush_everything, leaving_code
 from lightning_lockstep.distributed.failure.uncaught import on_uncaught
 from lightning_lockstep.distributed.mpi.progress import ProgressThread, set_listener
+from lightning_lockstep.distributed.side_channel.opening import close_side_channel
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 
 __all__ = ["MPIRuntime", "abort_when_leaving", "start_runtime"]
@@ -158,6 +159,8 @@ class MPIRuntime:
 
 _TOGETHER = 2.0  # ranks that exit within this time of each other send no notices [s]
 _EXIT_TAG = 31_007  # of the message that a rank has exited
+# How long the rank that ends the job waits for the others [s], whose programs deal with the failure, too.
+_OTHERS_RAISE = 2.0
 _ABORTED = 10.0  # MPI_Abort has ended this process within this time, or it ends itself [s]
 
 _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
@@ -206,6 +209,7 @@ def _at_exit() -> None:
         _runtime.failed = leaving_code()
     if _runtime.failed is not None:
         flush_everything()
+        close_side_channel(_OTHERS_RAISE)
         time.sleep(_delay)  # mpirun ends this process meanwhile, once the rank that reports has exited
     _runtime.end()
 

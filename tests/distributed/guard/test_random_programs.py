@@ -12,6 +12,7 @@ from tests.distributed.guard.program_model import (
     COLLECTIVES,
     DIVERGENCES,
     Divergence,
+    Kind,
     Program,
     Step,
     random_program,
@@ -19,11 +20,25 @@ from tests.distributed.guard.program_model import (
 from tests.distributed.guard.random_programs import MODES, check, launches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", MODES)
 def test_programs_without_divergence_raise_nothing(guard: Guard) -> None:
     results = [result for programs in launches(range(4), None) for result in check(programs, guard)]
     assert len(results) == 4
     assert [result for result in results if result.faults] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("guard", "kind", "seed"),
+    [
+        pytest.param("watch", "early", 12, id="the rank that collects answers leaves before it has any"),
+        pytest.param("verify", "early", 1, id="the root of a call belongs to a call of another group"),
+    ],
+)
+def test_programs_that_went_wrong_once(guard: Guard, kind: Kind, seed: int) -> None:
+    (result,) = check([random_program(seed, kind)], guard)
+    assert result.faults == []
 
 
 # -- what is expected, without processes ---------------------------------------------------------------

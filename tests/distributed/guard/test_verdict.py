@@ -51,11 +51,13 @@ def verdict(
     of: tuple[str, int] | None = ("world", 1),
     asker: int = 0,
     raised: str = "",
+    stall_timeout: float = 0.0,
     history: int = 0,
 ) -> Verdict | None:
     wanted = None if of is None else Outstanding(*of)
     question = Question(rank=asker, outstanding=wanted, seconds=61.0, raised=raised)
-    return judge(question, {state.rank: state for state in states}, silent or {}, history=history)
+    said = {state.rank: state for state in states}
+    return judge(question, said, silent or {}, stall_timeout=stall_timeout, history=history)
 
 
 def lines(found: Verdict | None) -> list[str]:
@@ -100,6 +102,19 @@ def test_records_of_sends_and_receives_have_no_number_and_are_not_compared() -> 
     # The last collective counts, whatever was sent after it.
     came = rank(1, call(), received)
     assert came.last_call("world") == call().call and came.has_called(Outstanding("world", 1))
+
+
+def test_arguments_of_the_main_thread_belong_to_a_call_of_their_own_group_alone() -> None:
+    part = {"group": "1 (ranks 0, 1)", "groups": {"1 (ranks 0, 1)": (0, 1)}}
+    place = Position("train.py:9 in step", ("train.py:9 in step",), "reduce", {"dst": "0"}, "world")
+    one = rank(1, call(operation="reduce", group=part["group"]), groups=part["groups"], position=place)
+    of_part, of_world = Outstanding("1 (ranks 0, 1)", 1), Outstanding("world", 1)
+    assert one.call(of_part).root is None
+    there = rank(1, call(operation="reduce"), position=place)
+    assert there.call(of_world).root == 0
+    # Where the group is not known, the function alone tells.
+    unknown = rank(1, call(operation="reduce"), position=place._replace(group=""))
+    assert unknown.call(of_world).root == 0
 
 
 # -- what differs --------------------------------------------------------------------------------------
@@ -210,7 +225,7 @@ def test_a_root_that_a_rank_does_not_tell_any_more_is_no_difference_but_two_are(
     gone_on = rank(2, call(done=True, **kinds), of=3)
     found = verdict(inside(0, "0"), inside(1, "0"), gone_on)
     assert found is not None and found.kind == "stall"
-    assert "though ranks 0, 1 have called it alike" in found.text
+    assert "though ranks 0, 1, 2 have called it alike" in found.text
     found = verdict(inside(0, "0"), inside(1, "1"), gone_on)
     assert lines(found)[0] == "ranks disagree on collective #1 of group 'world'"
     assert found is not None and 1 in found.ranks
@@ -346,6 +361,23 @@ def test_a_collective_that_all_have_called_alike_and_that_does_not_complete() ->
         "Look at the network between the hosts, or at what runs beside it on other threads.",
     ]
     assert found is not None and (found.kind, found.ranks) == ("stall", ())
+
+
+def test_a_collective_that_the_last_rank_has_called_only_now() -> None:
+    late = rank(1, call(), seconds_since_call=3.0), rank(1, call(done=True), seconds_since_call=3.0)
+    for one in late:
+        assert verdict(rank(0, call(), seconds_since_call=61.0), one, stall_timeout=60.0) is None
+        assert verdict(rank(0, call(), seconds_since_call=61.0), one, stall_timeout=2.0) is not None
+
+
+def test_what_rests_on_one_moment_is_to_be_found_twice() -> None:
+    asker, idle, receiver = rank(0, call()), rank(1), rank(1, function="recv", arguments={"src": "0"})
+    for found in (verdict(asker, idle), verdict(asker, rank(1, call())), verdict(asker, receiver)):
+        assert found is not None and found.may_pass
+    silent = verdict(asker, silent={1: "its process 7 is stopped"})
+    differing = verdict(asker, rank(1, call(operation="broadcast")))
+    for found in (silent, differing):
+        assert found is not None and not found.may_pass
 
 
 # -- what is made of it --------------------------------------------------------------------------------

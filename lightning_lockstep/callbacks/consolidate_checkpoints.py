@@ -1,0 +1,70 @@
+"""ConsolidateCheckpoints: writes the checkpoint folders of DeepSpeed as plain Lightning checkpoints, too."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from lightning_lockstep._lightning import Callback, LightningModule, ModelCheckpoint, Trainer
+from lightning_lockstep._settings import Faults
+from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
+from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
+from lightning_lockstep.deepspeed.checkpoints.saving import consolidated_name
+from lightning_lockstep.errors import ConfigurationError
+
+__all__ = ["ConsolidateCheckpoints"]
+
+_log = logging.getLogger(__name__)
+
+
+class ConsolidateCheckpoints(Callback):
+    """Writes the best and the last checkpoint folder of a fit as one plain file each, when the fit ends.
+
+    ``best.ckpt/`` becomes ``best.consolidated.ckpt`` beside it, which loads without DeepSpeed. It holds the weights and
+    the state of the loops; the state of the optimizer stays in the folder. Where DeepSpeed has written no folder, there
+    is nothing to do. A folder that cannot be consolidated, such as one whose parts are on the disks of several nodes,
+    ends no run: a warning has the command for it.
+
+    Args:
+        dtype: ``float32``, or ``as_saved`` for the number formats of the model.
+
+    Raises:
+        ConfigurationError: ``dtype`` is another.
+
+    Ranks: all ranks alike; rank 0 works while the others go on, and nothing is sent.
+    """
+
+    def __init__(self, dtype: Literal["float32", "as_saved"] = "float32") -> None:
+        super().__init__()
+        faults = Faults("ConsolidateCheckpoints")
+        faults.choice("dtype", dtype, ("float32", "as_saved"))
+        faults.raise_all()
+        self.dtype: Literal["float32", "as_saved"] = dtype
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the files."""
+        if not trainer.is_global_zero:
+            return
+        for folder in dict.fromkeys(_folders(trainer)):
+            self._consolidate(folder)
+
+    def _consolidate(self, folder: Path) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # of what only the folder can hold
+                written = consolidate(folder, consolidated_name(folder), dtype=self.dtype)
+        except ConfigurationError as error:
+            _log.warning(f"{error} Once it can be read: lockstep-consolidate {folder}")
+        else:
+            _log.info(f"{folder.name} is also in {written}, without DeepSpeed")
+
+
+def _folders(trainer: Trainer) -> Iterator[Path]:
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            for path in (callback.best_model_path, callback.last_model_path):
+                if path and is_deepspeed_checkpoint(path):
+                    yield Path(path)

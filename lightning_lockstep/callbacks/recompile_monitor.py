@@ -1,0 +1,138 @@
+"""RecompileMonitor: which steps had to compile, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_lockstep._console import say
+from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._settings import Faults
+from lightning_lockstep.recompilation.sources import CompilationSource, sources_for
+from lightning_lockstep.recompilation.steps import CompiledStep, StepCompilations, shapes_of
+
+__all__ = ["RecompileMonitor"]
+
+_log = logging.getLogger(__name__)
+
+
+class RecompileMonitor(Callback):
+    """Says which step had to compile after the first ones, and which shapes or what else forced it.
+
+    Compilations are those of ``torch.compile`` on any device, with its own reasons, and those of torch-xla. The first
+    batches of training, of validation, of test and of prediction compile as a matter of course. A batch of other
+    shapes, most often the last one of a loader, compiles for itself; the same number of samples in every batch
+    (``drop_last=True``), and sequences padded to a few lengths, save that.
+
+    Args:
+        expected_batches: How many first batches of each stage may compile without a warning.
+
+    Attributes:
+        steps: Every batch in which something was compiled.
+
+    Raises:
+        ConfigurationError: ``expected_batches`` cannot be used.
+
+    Ranks: any rank; each looks at its own process, and nothing is sent. Rank 0 speaks of all, other ranks of what is
+        not expected.
+    """
+
+    def __init__(self, *, expected_batches: int = 2) -> None:
+        super().__init__()
+        faults = Faults()
+        faults.whole("expected_batches", expected_batches, what="a whole number of batches", such_as=2)
+        faults.raise_all()
+        self.expected_batches = expected_batches
+        self._begin()
+
+    def _begin(self) -> None:
+        self._sources: list[CompilationSource] = []
+        self._found = StepCompilations(self.expected_batches)
+        self._compared: set[str] = set()
+
+    @property
+    def steps(self) -> Sequence[CompiledStep]:
+        """Every batch in which something was compiled."""
+        return tuple(self._found.steps)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin anew. Ranks: any, alone."""
+        self._begin()
+        self._sources = sources_for(trainer.strategy.root_device.type)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Leave out what was compiled between two batches. Ranks: any, alone."""
+        self._take()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note what this batch has compiled. Ranks: any, alone."""
+        self._batch_done(trainer, "training", batch, batch_idx)
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """As for training, and alike for test and prediction."""
+        self._take()
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """As for training, and alike for test and prediction."""
+        stage = "test" if trainer.testing else "predict" if trainer.predicting else "validation"
+        self._compare(trainer, stage, batch)
+        self._batch_done(trainer, stage, batch, batch_idx)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Say how much was compiled in all. Ranks: any, alone; rank 0 speaks."""
+        if self._found.steps and trainer.is_global_zero:
+            say(f"RecompileMonitor: {self._found.summary()}.")
+        self._sources = []
+
+    def _take(self) -> list[Any]:
+        return [one for source in self._sources for one in source.take()]
+
+    def _batch_done(self, trainer: Trainer, stage: str, batch: Any, batch_idx: int) -> None:
+        compiled = self._take()
+        found = self._found.batch_done(stage, batch_idx, trainer.global_step, shapes_of(batch), compiled)
+        if found is None:
+            return
+        if not found.is_expected:
+            who = "" if trainer.is_global_zero else f" rank {trainer.global_rank}:"
+            _log.warning("RecompileMonitor:%s %s", who, found.line())
+        elif trainer.is_global_zero:
+            say(f"RecompileMonitor: {found.line()}")
+
+    def _compare(self, trainer: Trainer, stage: str, batch: Any) -> None:
+        """Say once if evaluation uses other sizes than training."""
+        trained, here = self._found.first_shapes("training"), shapes_of(batch)
+        if stage in self._compared or not trained or not here or not trainer.is_global_zero:
+            return
+        self._compared.add(stage)
+        sizes = {shape[0] for shape in (trained[0], here[0]) if shape}
+        if len(sizes) > 1:
+            _log.warning(
+                "RecompileMonitor: %s takes %d samples at once, training %d. The same number lets both use what was"
+                " compiled for it.",
+                stage,
+                here[0][0],
+                trained[0][0],
+            )

@@ -1,0 +1,180 @@
+"""The locks that builds of extensions leave behind.
+
+Torch builds an extension under a file called ``lock`` in its folder, which the building process makes, holds open
+and removes. If that process is killed the file stays, and whoever needs the op next waits for ever without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lightning_lockstep.errors import LaunchError
+
+__all__ = ["BuildLock", "build_folder", "find_build_locks", "remove_stale_locks"]
+
+_NAME = "lock"
+# Nothing is built for longer than this; counts where the processes of other hosts or users may be at work [s].
+_LONGEST_BUILD = 2 * 3600.0
+_COMPILERS = re.compile(
+    r"(.*-)?(ninja|cc|c\+\+|gcc|g\+\+|cc1plus|clang|clang\+\+|icpx|nvcc|cicc|cudafe\+\+|ptxas|fatbinary|hipcc|as|ld"
+    r"|collect2)(-\d+)?"
+)
+_SEVERAL_HOSTS = re.compile("nfs|lustre|gpfs|beegfs|ceph|cifs|smb|fuse|9p|virtiofs|afs")
+
+
+@dataclass(frozen=True)
+class BuildLock:
+    """The lock of one build.
+
+    Attributes:
+        path: The file.
+        op: Extension that is built under it, such as ``cpu_adam``.
+        age: Since the file was made [s].
+        owner_pid: Process that holds it open or works in its folder; ``None`` if there is none on this host, or if
+            it belongs to another user.
+        is_stale: Whether its build is over: nobody works on it, though a build of another host or user would
+            not be seen, where there may be one, before two hours have gone by.
+    """
+
+    path: Path
+    op: str
+    age: float
+    owner_pid: int | None
+    is_stale: bool
+
+    def __str__(self) -> str:
+        owner = "no process of this host" if self.owner_pid is None else f"process {self.owner_pid}"
+        return f"{self.op}: {self.path} (made {_duration(self.age)} ago, held by {owner})"
+
+
+def build_folder(op: str) -> Path:
+    """Return the folder in which torch builds an extension, made if it is not there.
+
+    Args:
+        op: Name of the extension.
+
+    Ranks: any rank, alone.
+    """
+    from torch.utils import cpp_extension
+
+    # Private, and the only place that knows how the folder depends on the versions of Python and CUDA.
+    return Path(cpp_extension._get_build_directory(op, verbose=False))
+
+
+def find_build_locks(root: Path | None = None, *, ops: Collection[str] | None = None) -> list[BuildLock]:
+    """Return the locks of all builds, those at work and those that were left behind.
+
+    Args:
+        root: Folder of torch's extensions; by default ``TORCH_EXTENSIONS_DIR``, else torch's own.
+        ops: Extensions that matter; by default all.
+
+    Ranks: any rank, alone; looks at the open files of all processes here, if there is a lock at all.
+    """
+    root = _root() if root is None else root
+    # One folder for each op; below torch's own root one more level for the versions of Python and CUDA.
+    found = [*root.glob(f"*/{_NAME}"), *root.glob(f"*/*/{_NAME}")]
+    if ops is not None:
+        found = [path for path in found if path.parent.name in ops]
+    looked_at = time.time()
+    owners = _owners(found) if found else {}
+    locks = [_lock(path, owners.get(path), looked_at) for path in sorted(found)]
+    return [lock for lock in locks if lock is not None]
+
+
+def remove_stale_locks(
+    consent: bool, root: Path | None = None, *, ops: Collection[str] | None = None
+) -> list[BuildLock]:
+    """Remove the locks whose builds are over, and return them.
+
+    Args:
+        consent: Whether the user agrees.
+        root: Folder of torch's extensions, as in :func:`find_build_locks`.
+        ops: Extensions that matter; by default all.
+
+    Raises:
+        LaunchError: There are some, and no consent; the text names them and the command that removes them.
+
+    Ranks: one rank of a host.
+    """
+    stale = [lock for lock in find_build_locks(root, ops=ops) if lock.is_stale]
+    if stale and not consent:
+        raise LaunchError(
+            "Builds of extensions were killed and have left their locks, on which every later run waits for ever:\n"
+            + "".join(f"  {lock}\n" for lock in stale)
+            + "If no other host or container builds in that folder now, remove them with\n  rm "
+            + " ".join(str(lock.path) for lock in stale)
+            + "\nor let this package do so with remove_stale_locks=True."
+        )
+    for lock in stale:
+        lock.path.unlink(missing_ok=True)
+    return stale
+
+
+def _root() -> Path:
+    from torch.utils import cpp_extension
+
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(given or cpp_extension.get_default_build_root())
+
+
+def _lock(path: Path, owner: int | None, looked_at: float) -> BuildLock | None:
+    """Return what is known of a lock, ``None`` if its build has ended since its owner was looked for."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    age = max(0.0, time.time() - state.st_mtime)
+    is_of_then = state.st_mtime < looked_at  # otherwise a next build has made it anew, and was not looked for
+    sees_all = state.st_uid == os.geteuid() and not _is_of_several_hosts(path)
+    is_stale = owner is None and is_of_then and (sees_all or age > _LONGEST_BUILD)
+    return BuildLock(path, path.parent.name, age, owner, is_stale)
+
+
+def _owners(locks: list[Path]) -> dict[Path, int]:
+    """Return who holds each lock open, else who works in its folder (ninja and the compilers do)."""
+    by_real_path = {str(path.resolve()): path for path in locks}
+    by_real_folder = {str(path.parent.resolve()): path for path in locks}
+    holders: dict[Path, int] = {}
+    workers: dict[Path, int] = {}
+    for process in psutil.process_iter():
+        for name in _open_files(process):
+            if name in by_real_path:
+                holders.setdefault(by_real_path[name], process.pid)
+        folder = _workplace(process)
+        if folder in by_real_folder:
+            workers.setdefault(by_real_folder[folder], process.pid)
+    return {**workers, **holders}
+
+
+def _open_files(process: psutil.Process) -> Iterator[str]:
+    with suppress(psutil.Error, OSError):
+        yield from (file.path for file in process.open_files())
+
+
+def _workplace(process: psutil.Process) -> str | None:
+    """Return where a program of a build works; it goes on for a while if who started it is killed."""
+    with suppress(psutil.Error, OSError):
+        return str(process.cwd()) if _COMPILERS.fullmatch(process.name()) else None
+    return None
+
+
+def _is_of_several_hosts(path: Path) -> bool:
+    real = path.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
+    nearest = max(mounts, key=lambda part: len(part.mountpoint), default=None)
+    return nearest is not None and _SEVERAL_HOSTS.match(nearest.fstype.lower()) is not None
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

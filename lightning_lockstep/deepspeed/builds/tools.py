@@ -1,0 +1,71 @@
+"""What a build of DeepSpeed's ops needs of this host, looked for before the build."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["missing_tools"]
+
+
+def missing_tools(ops: Sequence[str]) -> list[str]:
+    """Return what is missing here for a build: one sentence each, which ends with the command that brings it.
+
+    Args:
+        ops: Ops that are to be built, such as ``cpu_adam``.
+
+    Ranks: any rank, alone; for ``async_io`` it compiles three lines.
+    """
+    compiler = _compiler()
+    missing = [compiler, _ninja(), _headers()]
+    if "async_io" in ops and compiler is None:
+        missing.append(_libaio())
+    return [sentence for sentence in missing if sentence is not None]
+
+
+def _compiler() -> str | None:
+    command = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
+    if shutil.which(command) is not None:
+        return None
+    if "CXX" in os.environ:
+        return f"The C++ compiler {command!r} that CXX names is not there: unset CXX, or {_install('g++', 'gcc-c++')}"
+    return f"There is no C++ compiler: {_install('g++', 'gcc-c++')}"
+
+
+def _ninja() -> str | None:
+    if shutil.which("ninja") is not None:
+        return None
+    # Python was started by its path: the programs of its environment are not among those of the shell.
+    beside = Path(sys.executable).parent
+    if (beside / "ninja").exists():
+        return f"ninja is installed in {beside} and not found: export PATH={beside}:$PATH"
+    return "There is no ninja: pip install ninja"
+
+
+def _headers() -> str | None:
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if header.exists():
+        return None
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"Python's headers are missing ({header}): {_install(f'python{version}-dev', f'python{version}-devel')}"
+
+
+def _libaio() -> str | None:
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+    # Its own check, which honours CFLAGS and LDFLAGS.
+    if builder is None or builder.has_function("io_submit", ("aio",)):
+        return None
+    return f"The library aio and its headers are missing: {_install('libaio-dev', 'libaio-devel')}"
+
+
+def _install(debian: str, red_hat: str) -> str:
+    if shutil.which("apt-get") is None and shutil.which("dnf") is not None:
+        return f"dnf install {red_hat}"
+    return f"apt-get install {debian}"

@@ -1,0 +1,201 @@
+"""How the ranks wait for those that build: with a line now and then, for a limited time, and not for the dead."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from lightning_lockstep._console import say
+from lightning_lockstep.distributed.communicator import Communicator
+from lightning_lockstep.distributed.side_channel.base import Message
+from lightning_lockstep.errors import LaunchError
+
+__all__ = ["Builder", "BuildOutcomes", "BuildProgress"]
+
+# How often a building rank shows that it is alive [s].
+_BEAT = 5.0
+# A building rank that is silent for so long is given up [s].
+_SILENCE = 90.0
+# When the first line about a build is printed, and how long until the next [s].
+_FIRST_LINE = 3.0
+_NEXT_LINE = 15.0
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A rank that builds, for those that share its folder.
+
+    Attributes:
+        rank: Its number.
+        host: Its host.
+        pid: Its process.
+        started: When that process started, which tells it from a later one of the same number [s since 1970].
+        for_ranks: The other ranks that wait for it.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    started: float
+    for_ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+    def is_alive(self) -> bool:
+        """Return whether its process runs; only right on its host."""
+        try:
+            process = psutil.Process(self.pid)
+            gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return process.status() not in gone and abs(process.create_time() - self.started) < 1.0
+        except psutil.Error:
+            return False
+
+
+class BuildProgress:
+    """Shows, while its body runs, that a building rank is alive: to the other ranks, and to the user.
+
+    Args:
+        builder: This rank.
+        communicator: Of the run.
+        topic: Of the messages of this build.
+
+    Attributes:
+        doing: What is being done now, for the user.
+
+    Ranks: those that build; one small message to every rank each 5 seconds, from a thread.
+    """
+
+    def __init__(self, builder: Builder, communicator: Communicator, topic: str) -> None:
+        self.doing = "prepares DeepSpeed's ops"
+        self._builder, self._channel, self._topic = builder, communicator.side_channel, topic
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-build", daemon=True)
+
+    def __enter__(self) -> BuildProgress:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        began = last_beat = time.monotonic()
+        next_line = began + _FIRST_LINE
+        while not self._over.wait(1.0):
+            now = time.monotonic()
+            if now - last_beat >= _BEAT:
+                last_beat = now
+                self._channel.post(self._topic, {"beat": True})
+            if now >= next_line:
+                next_line = now + _NEXT_LINE
+                say(f"lightning-lockstep: {self._line(now - began)}")
+
+    def _line(self, seconds: float) -> str:
+        waiting = ", ".join(map(str, self._builder.for_ranks))
+        wait = f"; rank(s) {waiting} wait" if waiting else ""
+        return f"{self._builder} {self.doing}, since {seconds:.0f} s{wait}"
+
+
+class BuildOutcomes:
+    """Collects how the builds of all building ranks ended.
+
+    Args:
+        builders: The ranks that build, by their numbers.
+        communicator: Of the run.
+        topic: Of the messages of this build.
+
+    Ranks: all.
+    """
+
+    def __init__(self, builders: Mapping[int, Builder], communicator: Communicator, topic: str) -> None:
+        self._builders, self._communicator, self._topic = builders, communicator, topic
+        self._news = threading.Condition()
+        self._ended: dict[int, str] = {}
+        now = time.monotonic()
+        self._heard = dict.fromkeys(builders, now)
+        # Those whose processes this rank can see: they are on its host, and in the same container.
+        self._watched = [
+            builder
+            for builder in builders.values()
+            if builder.host == communicator.host and builder.is_alive()
+        ]
+        self._remove = communicator.side_channel.on(topic, self._take)
+
+    def ended(self, fault: str) -> None:
+        """Tell all ranks how this rank's own build ended.
+
+        Args:
+            fault: Why it failed, empty if it did not.
+
+        Ranks: those that build, once.
+        """
+        channel = self._communicator.side_channel
+        with self._news:
+            self._ended[self._communicator.rank] = fault
+        channel.post(self._topic, {"fault": fault})
+        if fault:
+            channel.flush()  # this rank is about to end
+
+    def wait(self, timeout: float) -> None:
+        """Wait until every build has ended well.
+
+        Args:
+            timeout: Longest wait [s].
+
+        Raises:
+            LaunchError: A build failed, or its rank ended; at once, and with the same text on every rank. Or the
+                time is over.
+
+        Ranks: all, in any order.
+        """
+        channel = self._communicator.side_channel
+        with self._news:
+            arrived = channel.wait_for(
+                self._news, lambda: bool(self._faults()) or not self._missing(), timeout
+            )
+            faults, missing = self._faults(), self._missing()
+        if faults:
+            raise LaunchError(faults[0])
+        if not arrived:
+            names = ", ".join(str(self._builders[rank]) for rank in missing)
+            why = f"has not ended after {timeout:.0f} s" if channel.usable else "cannot be heard of any more"
+            raise LaunchError(f"The build of DeepSpeed's ops by {names} {why}; this rank waits no longer.")
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._remove()
+
+    def _take(self, message: Message) -> None:
+        body: dict[str, Any] = message.body
+        with self._news:
+            self._heard[message.sender] = time.monotonic()
+            if "fault" in body:
+                self._ended[message.sender] = body["fault"]
+            self._news.notify_all()
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in self._builders if rank not in self._ended]
+
+    def _faults(self) -> list[str]:
+        faults = [fault for _, fault in sorted(self._ended.items()) if fault]
+        return faults or [text for rank in self._missing() if (text := self._lost(rank))]
+
+    def _lost(self, rank: int) -> str | None:
+        builder = self._builders[rank]
+        if rank == self._communicator.rank:
+            return None
+        if builder in self._watched and not builder.is_alive():
+            return f"{builder} ended while it built DeepSpeed's ops (process {builder.pid}); its own output says why."
+        if time.monotonic() - self._heard[rank] > _SILENCE:
+            return f"{builder}, which builds DeepSpeed's ops, has not been heard of for {_SILENCE:.0f} s."
+        return None

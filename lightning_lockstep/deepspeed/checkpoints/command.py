@@ -1,0 +1,127 @@
+"""The command that writes a DeepSpeed checkpoint folder into one file: ``lockstep-consolidate FOLDER [OUTPUT]``.
+
+Of several nodes that wrote to disks of their own: ``lockstep-consolidate FOLDER FOLDER ... --output OUTPUT``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lightning_lockstep._console import say
+from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
+from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
+from lightning_lockstep.errors import ConfigurationError
+
+__all__ = ["main"]
+
+_PROGRAM = "lockstep-consolidate"
+_LAST = Path("checkpoints", "last.ckpt")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Consolidate a checkpoint as the command line says, and print what was written.
+
+    Args:
+        argv: Arguments; by default those of this process.
+
+    Returns:
+        The exit code: 0, or 2 where the checkpoint or the output cannot be used.
+
+    Ranks: one process, after the run.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        folders, output = _folders_and_output(arguments.paths, arguments.output)
+        if output.exists() and not arguments.force:
+            raise ConfigurationError(f"{output}: exists. Add --force to replace it, or name another file.")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", RuntimeWarning)
+            consolidate(folders, output, tag=arguments.tag, dtype=arguments.dtype)
+    except (ConfigurationError, OSError) as error:  # such as a folder that may not be read
+        say(f"{_PROGRAM}: {error}")
+        return 2
+    for warning in caught:
+        say(f"{_PROGRAM}: {warning.message}")
+    sys.stdout.write(f"{_summary(output)}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Write a checkpoint folder of DeepSpeed, of any stage of ZeRO, into one Lightning checkpoint."
+        " It holds the weights and the state of the loop, not that of the optimizer. DeepSpeed need not be installed.",
+    )
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="the checkpoint folder, or a run folder with checkpoints/last.ckpt; of several nodes that wrote to disks"
+        " of their own, the folder of each. A last path that is no folder is the file to write",
+    )
+    parser.add_argument("--tag", help="which checkpoint, where the folder holds several")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "as_saved"),
+        default="float32",
+        help="float32 (default): half-precision weights as float32, from the optimizer's float32 copies where there"
+        " are any; as_saved: in the dtypes of the model",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="file to write; default: beside the first folder, NAME.consolidated.ckpt",
+    )
+    parser.add_argument("--force", action="store_true", help="replace the output if it exists")
+    return parser
+
+
+def _folders_and_output(paths: Sequence[Path], output: Path | None) -> tuple[list[Path], Path]:
+    *first, last = paths
+    if output is None and first and not last.is_dir():
+        paths, output = first, last
+    folders = [_checkpoint_of(path) for path in paths]
+    return folders, _default_output(folders[0]) if output is None else output
+
+
+def _checkpoint_of(folder: Path) -> Path:
+    """Return the checkpoint that a folder is, or the last one of the run that it is."""
+    last = folder / _LAST
+    return last if not is_deepspeed_checkpoint(folder) and is_deepspeed_checkpoint(last) else folder
+
+
+def _default_output(folder: Path) -> Path:
+    name = folder.absolute().name
+    return folder.absolute().with_name(f"{name.removesuffix('.ckpt')}.consolidated.ckpt")
+
+
+def _summary(output: Path) -> str:
+    """Say what was written, from the file itself."""
+    weights = torch.load(output, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    tensors = [value for value in weights.values() if isinstance(value, torch.Tensor)]
+    distinct = {(tensor.data_ptr(), tensor.shape): tensor.numel() for tensor in tensors}
+    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+    size = output.stat().st_size
+    return (
+        f"{output}: {len(tensors)} tensors with {sum(distinct.values()):,} values of {dtypes}, {_bytes(size)}"
+    )
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.1f} GB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""How DeepSpeed names the files of a checkpoint, which of them belong to it, and which are missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_lockstep._settings import is_whole
+from lightning_lockstep.errors import ConfigurationError
+
+__all__ = ["check_complete", "check_kind", "expected_names", "is_state_file", "model_names"]
+
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
+_OPTIMIZER_FILE = re.compile(
+    r"(?P<prefix>(?:[a-z]+\d+_)?)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt"
+)
+_MOST_RANKS = 1_000_000
+_MOST_NAMED = 20  # missing files in one message
+
+
+def is_state_file(name: str) -> bool:
+    """Return whether a file of this name holds model or optimizer states.
+
+    Args:
+        name: Of the file.
+    """
+    return any(pattern.fullmatch(name) for pattern in (_MODEL_FILE, _OPTIMIZER_FILE))
+
+
+def model_names(names: Iterable[str]) -> list[str]:
+    """Return the names among some that are of files of model states.
+
+    Args:
+        names: Of files.
+    """
+    return [match.string for match in _matches(names, _MODEL_FILE)]
+
+
+def check_kind(folder: Path, names: Collection[str]) -> None:
+    """Refuse a checkpoint that is split otherwise than over data-parallel ranks.
+
+    Args:
+        folder: Where it is.
+        names: Of its files and folders.
+
+    Raises:
+        ConfigurationError: It is of another kind.
+    """
+    matches = _matches(names, _MODEL_FILE) + _matches(names, _OPTIMIZER_FILE)
+    kind = None
+    if any(int(match["part"]) for match in matches):
+        kind = "a model that is split by tensor or pipeline parallelism (more than one mp_rank)"
+    elif any("expert" in name or name.startswith("expp_rank_") for name in names):
+        kind = "a model with experts of DeepSpeed"
+    elif any(name.startswith("layer_") and name.endswith("model_states.pt") for name in names):
+        kind = "a model that is split by pipeline parallelism"
+    elif "zero" in names:
+        kind = "a universal checkpoint"
+    if kind is not None:
+        raise ConfigurationError(
+            f"{folder}: is of {kind}, which is not supported. Expected one of plain data parallelism, of ZeRO stage 0,"
+            " 1, 2 or 3."
+        )
+
+
+def expected_names(
+    folder: Path, names: Collection[str], model_states: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Return the names of the files that the ranks have written, of model and of optimizer states.
+
+    Args:
+        folder: Where they are.
+        names: Of the files that are there.
+        model_states: What one file of model states holds.
+
+    Raises:
+        ConfigurationError: The model states are not DeepSpeed's, or there are files of several runs.
+    """
+    ranks = model_states.get("dp_world_size")
+    if (
+        not is_whole(ranks)
+        or not 0 < ranks <= _MOST_RANKS
+        or not isinstance(model_states.get("module"), dict)
+    ):
+        raise ConfigurationError(f"{folder}: its model states are not those of DeepSpeed.")
+    prefix = _only(folder, {match["rank"] and "zero_pp_rank_" for match in _matches(names, _MODEL_FILE)})
+    starts = [f"{prefix}{rank}_" for rank in range(ranks)] if prefix else [""]
+    model = [f"{start}mp_rank_00_model_states.pt" for start in starts]
+    if model_states.get("param_shapes") is None:  # in stage 0 the optimizer is with the model
+        return model, []
+    found = _only(folder, {match["prefix"] for match in _matches(names, _OPTIMIZER_FILE)})
+    start = _usual_prefix(model_states) if found is None else found
+    return model, [f"{start}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
+
+
+def check_complete(
+    folder: Path, names: Collection[str], model: Sequence[str], optimizer: Sequence[str]
+) -> None:
+    """Refuse a checkpoint of which files are missing.
+
+    Args:
+        folder: Where it is.
+        names: Of the files that are there.
+        model: Of its files of model states.
+        optimizer: Of its files of optimizer states.
+
+    Raises:
+        ConfigurationError: Some are not there; the message names them.
+    """
+    ranks = max(len(model), len(optimizer))
+    missing = [name for name in (*model, *optimizer) if name not in names]
+    if not missing:
+        return
+    lacking = {
+        rank for group in (model, optimizer) for rank, name in enumerate(group) if name in set(missing)
+    }
+    named = ", ".join(missing[:_MOST_NAMED])
+    more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+    raise ConfigurationError(
+        f"{folder}: {ranks - len(lacking)} of {ranks} ranks' files are there; missing: {named}{more}. Each node writes"
+        " those of its own ranks: name the folders of all nodes, as in `lockstep-consolidate FOLDER_OF_NODE_0"
+        " FOLDER_OF_NODE_1 --output FILE`, or bring them together in one."
+    )
+
+
+def _only(folder: Path, prefixes: Collection[str | None]) -> str | None:
+    if len(prefixes) > 1:
+        raise ConfigurationError(
+            f"{folder}: holds files of several runs, some of which begin with"
+            f" {' and some with '.join(sorted(repr(prefix or 'mp_rank_') for prefix in prefixes))}."
+            " Remove those of the older ones."
+        )
+    return next(iter(prefixes), None)
+
+
+def _usual_prefix(model_states: Mapping[str, Any]) -> str:
+    config = model_states.get("ds_config")
+    parts = [config.get(name) for name in ("bf16", "bfloat16")] if isinstance(config, dict) else []
+    return "bf16_" if any(isinstance(part, dict) and part.get("enabled") for part in parts) else ""
+
+
+def _matches(names: Iterable[str], pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    return [match for name in names if (match := pattern.fullmatch(name)) is not None]

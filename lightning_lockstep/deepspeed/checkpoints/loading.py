@@ -1,0 +1,144 @@
+"""Whole weights on their way into a model, which may be divided among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidated
+from lightning_lockstep.errors import ConfigurationError
+
+__all__ = ["check_names", "load_by_module", "load_plain_weights", "whole_checkpoint"]
+
+
+def whole_checkpoint(
+    folder: str | Path, module: nn.Module, *, divided: bool, is_first: bool, share: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Return a checkpoint folder with whole weights, to be loaded by any number of ranks.
+
+    Args:
+        folder: The folder.
+        module: That the weights are for.
+        divided: Whether the parameters are divided among the ranks (stage 3), so that rank 0's values go to all: of
+            those the others get the names alone.
+        is_first: Whether this is rank 0.
+        share: Gives rank 0's object to all ranks.
+
+    Raises:
+        ConfigurationError: It cannot be read; on every rank alike.
+
+    Ranks: all, together; rank 0 reads the files and sends all but the parameters, or every rank reads them.
+    """
+    if not divided:
+        return consolidated(folder)
+    found: Any = None
+    if is_first:
+        try:
+            found = consolidated(folder)
+        except ConfigurationError as error:
+            found = error
+    weights = found.pop("state_dict") if isinstance(found, dict) else {}
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    buffers = {name: None if name in parameters else value for name, value in weights.items()}
+    shared = share([found, buffers] if is_first else None)
+    if isinstance(shared[0], ConfigurationError):
+        raise shared[0]
+    return {**shared[0], "state_dict": weights or shared[1]}
+
+
+def load_plain_weights(
+    engine: Any, module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True
+) -> None:
+    """Load whole weights into an engine's module, and into the float32 copies of its optimizer.
+
+    Args:
+        engine: DeepSpeed's engine.
+        module: The module of the engine.
+        state: Weights and buffers by name, of whole tensors; in stage 3 those of rank 0 count.
+        strict: Whether names must be the same on both sides.
+
+    Raises:
+        RuntimeError: Names or shapes differ, as ``load_state_dict`` says it.
+
+    Ranks: all, together; in stage 3 each module's parameters are gathered in turn.
+    """
+    if engine.zero_optimization_partition_weights():
+        check_names(module, state, strict)
+        load_by_module(module, state, divided=True)
+    else:
+        module.load_state_dict(state, strict=strict)
+    refresh = getattr(engine.optimizer, "refresh_fp32_params", None)
+    if refresh is not None:
+        refresh()
+
+
+def load_by_module(module: nn.Module, state: Mapping[str, Any], *, divided: bool) -> None:
+    """Load whole weights into a module, one of its modules at a time; only the values of that one are asked for.
+
+    Args:
+        module: The module.
+        state: Weights and buffers by name, of whole tensors; ``None`` for what this rank has no values of.
+        divided: Whether the parameters are divided among the ranks, so that those of rank 0 go to all.
+
+    Raises:
+        RuntimeError: Shapes differ.
+
+    Ranks: all, together, where they are divided: each module's parameters are gathered in turn; else any rank, alone.
+    """
+    prefixes = {f"{name}." if name else "": one for name, one in module.named_modules(remove_duplicate=False)}
+    names: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
+    for name in state:
+        names[_prefix_of(name, prefixes)].append(name)
+    for prefix, one in prefixes.items():
+        with _whole(list(one.parameters(recurse=False)), divided):
+            known = {name: state[name] for name in names[prefix]}
+            _load_one(one, prefix, {name: value for name, value in known.items() if value is not None})
+
+
+def check_names(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Raise if a module and some weights have different names.
+
+    Args:
+        module: The module.
+        state: The weights.
+        strict: Whether they must be the same.
+
+    Raises:
+        RuntimeError: They are not.
+    """
+    names = set(module.state_dict())
+    missing, unexpected = sorted(names - set(state)), sorted(set(state) - names)
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, unexpected {unexpected}"
+        )
+
+
+def _whole(parameters: list[nn.Parameter], divided: bool) -> AbstractContextManager[object]:
+    if not divided:
+        return nullcontext()
+    import deepspeed
+
+    whole: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+    return whole
+
+
+def _prefix_of(name: str, prefixes: Collection[str]) -> str:
+    """Return the prefix of the innermost module that a name can belong to."""
+    while name not in prefixes:
+        name = name.rstrip(".").rpartition(".")[0]
+        name = f"{name}." if name else ""
+    return name
+
+
+def _load_one(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
+    errors: list[str] = []
+    module._load_from_state_dict(state, prefix, {}, False, [], [], errors)
+    if errors:
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join(errors)
+        )

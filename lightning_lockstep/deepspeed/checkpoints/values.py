@@ -1,0 +1,85 @@
+"""Views of the values of a parameter, which may lie in the files of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_lockstep.deepspeed.checkpoints.plain_file import Allocate
+
+__all__ = ["Values", "count", "cut", "flat"]
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of a parameter, where they are.
+
+    Attributes:
+        shape: Of the whole tensor.
+        dtype: In which it is to be written.
+        parts: Of one dimension; one after the other they are the flat parameter.
+    """
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    parts: Sequence[Tensor]
+
+    def of(self, dtype: torch.dtype) -> Values:
+        """Return the same values, to be written as ``dtype``.
+
+        Args:
+            dtype: Of the whole tensor.
+        """
+        return replace(self, dtype=dtype)
+
+    def copy_to(self, allocate: Allocate) -> Tensor:
+        """Return the whole tensor in memory of its own.
+
+        Args:
+            allocate: Gives the memory.
+        """
+        whole = allocate(self.shape, self.dtype)
+        vector, start = whole.view(-1), 0
+        for part in self.parts:
+            vector[start : start + part.numel()].copy_(part)
+            start += part.numel()
+        return whole
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a tensor as a vector, without a copy where it is contiguous.
+
+    Args:
+        tensor: Any.
+    """
+    return tensor.detach().reshape(-1)
+
+
+def count(parts: Sequence[Tensor]) -> int:
+    """Return how many values some tensors have together.
+
+    Args:
+        parts: The tensors.
+    """
+    return sum(part.numel() for part in parts)
+
+
+def cut(parts: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
+    """Return views of ``length`` elements from ``start`` on of vectors that follow each other.
+
+    Args:
+        parts: The vectors.
+        start: Index of the first element, counted over all of them.
+        length: Number of elements.
+    """
+    found = []
+    for part in parts:
+        piece = part[start : start + length] if length and start < part.numel() else part[:0]
+        if piece.numel():
+            found.append(piece)
+        length -= piece.numel()
+        start = max(0, start - part.numel())
+    return found

@@ -1,0 +1,1 @@
+"""DeepSpeed's configuration: read, checked against DeepSpeed, the device and the Trainer, and completed."""

@@ -1,0 +1,106 @@
+"""The ops of DeepSpeed that a config needs, which are compiled, and whether they can be had here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_lockstep.deepspeed.builds.preparation import OPS
+from lightning_lockstep.deepspeed.builds.tools import missing_tools
+from lightning_lockstep.deepspeed.configuration.reading import modern_spelling, section
+from lightning_lockstep.deepspeed.importing import import_deepspeed
+
+__all__ = ["can_build_op", "is_offloaded", "needed_ops", "op_of_optimizer", "sections_on_nvme"]
+
+_OFFLOADED = ("cpu", "nvme")
+
+
+def needed_ops(config: Mapping[str, Any]) -> list[str]:
+    """Return the ops of DeepSpeed that a config needs, such as ``cpu_adam``, without those it can do without.
+
+    Args:
+        config: What ``with_named_options`` has returned.
+
+    Ranks: any rank, and the process that starts them; nothing is sent.
+    """
+    asked = modern_spelling(config)
+    of_optimizer = op_of_optimizer(asked)
+    ops = [] if of_optimizer is None else [of_optimizer]
+    return ops + (["async_io"] if sections_on_nvme(asked) else [])
+
+
+def can_build_op(op: str, device_type: str) -> bool:
+    """Return whether an op of DeepSpeed is installed, or can be compiled when it is first used.
+
+    Args:
+        op: Its name, such as ``cpu_adam``.
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        MissingExtraError: DeepSpeed is not installed.
+
+    Ranks: any rank, and the process that starts them; nothing is sent.
+    """
+    import_deepspeed(device_type)
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import installed_ops
+
+    builder = get_accelerator().create_op_builder(OPS[op])
+    if builder is None or builder.name != op:
+        return False  # the CPU has a builder of nothing in its place
+    if installed_ops.get(op, False):
+        return True
+    return (
+        _has_toolkit(device_type) and not missing_tools([op]) and bool(builder.is_compatible(verbose=False))
+    )
+
+
+def _has_toolkit(device_type: str) -> bool:
+    if device_type != "cuda":
+        return True
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return CUDA_HOME is not None
+
+
+def op_of_optimizer(config: Mapping[str, Any]) -> str | None:
+    """Return the op without which the optimizer of a config cannot be made.
+
+    Args:
+        config: In today's spelling.
+    """
+    kind = str(section(config, "optimizer").get("type", "")).lower()
+    is_torch = section(config, "optimizer", "params").get("torch_adam") is True
+    if is_offloaded(config):
+        ops = {
+            "adam": "cpu_adam",
+            "adamw": "cpu_adam",
+            "adagrad": "cpu_adagrad",
+            "lion": "cpu_lion",
+            "muon": "cpu_adam",
+        }
+    else:
+        ops = {"adam": "fused_adam", "adamw": "fused_adam", "lion": "fused_lion"}
+    ops["lamb"] = "fused_lamb"
+    return None if is_torch and kind in ("adam", "adamw", "muon") else ops.get(kind)
+
+
+def sections_on_nvme(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the sections of ZeRO whose device is NVMe.
+
+    Args:
+        config: In today's spelling.
+    """
+    zero = section(config, "zero_optimization")
+    return [
+        name for name in ("offload_optimizer", "offload_param") if section(zero, name).get("device") == "nvme"
+    ]
+
+
+def is_offloaded(config: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer states of a config are kept off the device.
+
+    Args:
+        config: In today's spelling.
+    """
+    return section(config, "zero_optimization", "offload_optimizer").get("device") in _OFFLOADED

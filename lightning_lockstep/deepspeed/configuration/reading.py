@@ -1,0 +1,193 @@
+"""The config of DeepSpeed as the user has written it: read, copied, in today's spelling.
+
+What DeepSpeed finds wrong it says on the ranks, one fault at a time, and much it does not say at all. Here it is said
+before any rank starts, all at once. See https://www.deepspeed.ai/docs/config-json for the keys.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_lockstep._settings import is_whole
+from lightning_lockstep.errors import ConfigurationError
+
+__all__ = ["AUTO", "is_given", "modern_spelling", "read_config", "section", "stage_of"]
+
+#: What stands in a config for a value that is to be filled in from the Trainer, the loader or the model.
+AUTO = "auto"
+
+
+def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    """Return a copy of a config that may be changed.
+
+    Args:
+        config: A mapping, one of OmegaConf included; the path of a JSON file, in which comments are right where the
+            package hjson is installed; or ``None`` for an empty config.
+
+    Returns:
+        Dictionaries and lists of its own, down to the last level.
+
+    Raises:
+        ConfigurationError: There is no such file, it is not JSON, it has a key twice, or the config is no mapping.
+
+    Ranks: any rank, and the process that starts them; nothing is sent.
+    """
+    if config is None:
+        return {}
+    content = _content_of(Path(config)) if isinstance(config, (str, Path)) else config
+    if not isinstance(content, Mapping):
+        given = str(config) if isinstance(config, Path) else config
+        raise ConfigurationError(
+            f"config={given!r}: expected a mapping such as {{'zero_optimization': {{'stage': 2}}}}, the path of a JSON"
+            f" file that holds one, or None; this is a {type(content).__name__}."
+        )
+    return _copy_of(content)
+
+
+def modern_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config with today's names for what DeepSpeed reads under older ones too.
+
+    ``zero_optimization: true`` is stage 1, ``cpu_offload`` and ``cpu_offload_param`` are the devices of
+    ``offload_optimizer`` and ``offload_param``, ``bfloat16`` is ``bf16``. Where both names are given, it stays as it is
+    if DeepSpeed refuses that, and otherwise the one that DeepSpeed uses is kept.
+
+    Args:
+        config: What :func:`read_config` has returned.
+
+    Ranks: any rank, and the process that starts them; nothing is sent.
+    """
+    modern = _copy_of(config)
+    former = modern.pop("bfloat16", None)
+    if former is not None and modern.get("bf16") is None:
+        modern["bf16"] = former
+    zero = modern.get("zero_optimization")
+    if isinstance(zero, bool):
+        bucket = modern.pop("allgather_size", None)
+        modern["zero_optimization"] = zero = {"stage": int(zero)}
+        if bucket is not None and zero["stage"]:
+            zero["allgather_bucket_size"] = bucket
+    if isinstance(zero, dict):
+        for former, name in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if former in zero and zero.get(name) is None:
+                zero.update({name: {"device": "cpu"}} if zero.pop(former) is True else {})
+    return modern
+
+
+def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """Return a section of a config, or an empty one where there is none.
+
+    Args:
+        config: The config.
+        names: The way to the section, such as ``"zero_optimization", "offload_param"``.
+
+    Ranks: any rank, and the process that starts them; nothing is sent.
+    """
+    for name in names:
+        inner = config.get(name)
+        config = inner if isinstance(inner, Mapping) else {}
+    return config
+
+
+def is_given(value: object) -> bool:
+    """Return whether a config says something with this value: neither nothing nor ``"auto"``.
+
+    Args:
+        value: Value of a key, or ``None`` where the key is missing.
+
+    Ranks: any rank, and the process that starts them; nothing is sent.
+    """
+    return value is not None and value != AUTO
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """Return the stage of ZeRO that DeepSpeed reads from a config; 0 where it says none.
+
+    Args:
+        config: The config.
+
+    Ranks: any rank, and the process that starts them; nothing is sent.
+    """
+    zero = config.get("zero_optimization")
+    stage = int(zero) if isinstance(zero, bool) else section(config, "zero_optimization").get("stage")
+    return stage if is_whole(stage) else 0
+
+
+def _content_of(path: Path) -> object:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"config={str(path)!r}: there is no such file, seen from {str(Path.cwd())!r}. Expected the path of a JSON"
+            " file with a config of DeepSpeed; an absolute path is found from everywhere."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"config={str(path)!r}: the file cannot be read ({error}). Expected a JSON file in UTF-8."
+        ) from error
+    twice: dict[str, None] = {}
+
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                twice[key] = None
+            seen[key] = value
+        return seen
+
+    content = _parsed(text, path, without_repeats)
+    if twice:
+        keys = ", ".join(map(repr, twice))
+        raise ConfigurationError(
+            f"config={str(path)!r}: keys that stand there twice in one section: {keys}. Expected each key once;"
+            " only the last one would count."
+        )
+    return content
+
+
+def _parsed(text: str, path: Path, hook: Any) -> object:
+    try:
+        return json.loads(text, object_pairs_hook=hook)
+    except json.JSONDecodeError as error:
+        fault: tuple[str, int, int] = error.msg, error.lineno, error.colno
+        position = error.pos
+    try:
+        hjson: Any = importlib.import_module("hjson")
+    except ImportError:
+        advice = "comments and commas at the end of a section need the package hjson"
+    else:
+        advice = "comments are right too"
+        try:
+            return hjson.loads(text, object_pairs_hook=hook)
+        except hjson.HjsonDecodeError as error:
+            if error.pos >= position:  # behind the first comment only this reader knows what is wrong
+                fault = error.msg, error.lineno, error.colno
+    what, line, column = fault
+    raise ConfigurationError(
+        f"config={str(path)!r}: not JSON at line {line}, column {column}: {what}. Expected a JSON file ({advice})."
+    )
+
+
+def _copy_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return {key: _plain(value) for key, value in config.items()}
+    except OmegaConfBaseException as error:
+        what = str(error).partition("\n")[0]
+        raise ConfigurationError(
+            f"config: {what}. Expected a config in which every value is given."
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_plain(inner) for inner in value]
+    return value  # process groups and dtypes, which some keys hold, are not copied

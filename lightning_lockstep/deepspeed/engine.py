@@ -1,0 +1,168 @@
+"""DeepSpeed's engine, made from what Lightning and this package know of the run."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_lockstep.distributed import at_shut_down
+
+__all__ = ["adopt_process_group", "evaluation_config", "make_engine"]
+
+_log = logging.getLogger(__name__)
+# Where DeepSpeed keeps groups of ranks for all engines of a process.
+_GROUPS = (
+    "_WORLD_GROUP",
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+    "_EXPERT_PARALLEL_GROUP",
+    "_EXPERT_PARALLEL_GROUP_RANKS",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
+    "_ALL_TO_ALL_GROUP",
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_MODEL_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP",
+    "mesh_device",
+)
+# What an engine that does not train needs of a configuration.
+_OF_EVALUATION = ("fp16", "bf16", "torch_autocast", "steps_per_print", "zero_allow_untested_optimizer")
+
+
+def adopt_process_group(
+    *,
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    timeout: timedelta,
+) -> Callable[[], None]:
+    """Let DeepSpeed use the process group that exists, whatever its backend.
+
+    DeepSpeed reads who this rank is from environment variables, and in an MPI job would start MPI to find out where one
+    is missing. What it keeps of the group is forgotten with the group: the next job of a sweep has another.
+
+    Args:
+        rank: Of this process.
+        local_rank: On its node.
+        world_size: Number of ranks.
+        address: Where the ranks have met.
+        port: Where the ranks have met.
+        timeout: Of DeepSpeed's own sub-groups.
+
+    Returns:
+        A function that takes the variables back when the run has ended. The next Trainer of this process would take
+        them for a sign that somebody else has started the ranks.
+
+    Ranks: all, after they have met; nothing is sent.
+    """
+    import deepspeed
+
+    if deepspeed.comm.comm.cdb is None:
+        at_shut_down(partial(_forget_process_group, deepspeed))
+    variables = {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    with _without_shared_memory_op(deepspeed):
+        deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timeout, verbose=False)
+    return partial(_restore_environment, before)
+
+
+def _restore_environment(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _forget_process_group(deepspeed: Any) -> None:
+    """Let DeepSpeed be as it was before it knew of a process group."""
+    deepspeed.comm.comm.cdb = None
+    groups = deepspeed.utils.groups
+    for name in _GROUPS:
+        kept = getattr(groups, name, None)
+        if isinstance(kept, dict):
+            kept.clear()
+        elif kept is not None:
+            setattr(groups, name, None)
+
+
+@contextmanager
+def _without_shared_memory_op(deepspeed: Any) -> Iterator[None]:
+    """Keep DeepSpeed from compiling an operation for CPUs that only inference uses, half a minute on every rank."""
+    buildable = deepspeed.ops.__compatible_ops__
+    before = dict(buildable)
+    buildable["deepspeed_shm_comm"] = False
+    try:
+        yield
+    finally:
+        buildable.update(before)
+
+
+def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a complete configuration that an engine needs which does not train.
+
+    Args:
+        config: The configuration of the training.
+    """
+    found = {name: config[name] for name in _OF_EVALUATION if name in config}
+    if config["zero_optimization"]["stage"] == 3:
+        found["zero_optimization"] = config["zero_optimization"]
+    return {"train_micro_batch_size_per_gpu": 1, **found}
+
+
+def make_engine(
+    module: nn.Module,
+    config: Mapping[str, Any],
+    *,
+    device_index: int,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Any = None,
+    trains: bool = True,
+) -> tuple[Any, Any]:
+    """Return DeepSpeed's engine around a module, and its optimizer.
+
+    Args:
+        module: The LightningModule.
+        config: A complete DeepSpeed configuration.
+        device_index: Of this rank's device; any number on a CPU.
+        optimizer: Of the module; ``None`` where the configuration has one, or nothing is trained.
+        lr_scheduler: Of the optimizer, which DeepSpeed points at its own.
+        trains: Whether the parameters are trained.
+
+    Ranks: all, together; broadcasts the parameters, or divides them among the ranks in stage 3.
+    """
+    import deepspeed
+
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad] if trains else []
+    printed = io.StringIO()  # DeepSpeed prints how much memory is in use, past its own logger
+    with redirect_stdout(printed):
+        engine, engine_optimizer, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=device_index),
+            config=dict(config),
+            model=module,
+            model_parameters=trained,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dist_init_required=False,
+        )
+    if printed.getvalue():
+        _log.debug(printed.getvalue())
+    return engine, engine_optimizer

@@ -1,0 +1,183 @@
+"""Where DeepSpeed's engine keeps the gradients of this rank, and how it is made to skip an optimizer step.
+
+DeepSpeed has public functions for one whole gradient, which gather it from all ranks. What each step needs is the part
+of all gradients that lies on this rank, which its optimizers keep in places of their own. Each place is looked for by
+what an optimizer has; one that has none of them is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_lockstep.deepspeed.loss_scale import LossScaleHistory, read_step
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.patching import put_in_place
+
+__all__ = ["GradientsOfEngine"]
+
+
+class GradientsOfEngine:
+    """Gradients and optimizer steps of a DeepSpeed engine, as one rank sees them.
+
+    Args:
+        engine: The engine, set up for training.
+        history: Of the loss scale and of skipped steps.
+
+    Raises:
+        ConfigurationError: Its optimizer is none of those that are known.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+
+    def __init__(self, engine: Any, history: LossScaleHistory | None = None) -> None:
+        self._engine, self._history = engine, history
+        self._gradients, self._skip_step = _ways(engine)
+
+    def steps_now(self) -> bool:
+        """Return whether the engine's next ``step()`` changes weights, and not only counts an accumulated batch."""
+        return bool(self._engine.is_gradient_accumulation_boundary())
+
+    def gradients(self) -> list[Tensor]:
+        """Return what this rank holds of the gradients accumulated so far; the same tensors at every step if it can."""
+        return list(self._gradients())
+
+    def known_bad(self) -> bool:
+        """Return whether the engine itself has found a bad value in this rank's part, as it does when offloading."""
+        return bool(getattr(self._engine.optimizer, "local_overflow", False))
+
+    def skip_step(self) -> None:
+        """Have the engine skip its next optimizer step as after an overflow of its own.
+
+        Weights and the optimizer's state stay, gradients are let go, the skip is counted, a dynamic loss scale
+        falls.
+
+        Ranks: all, alike, before the same step.
+        """
+        if self._history is not None:
+            self._history.expect_skip()
+        self._skip_step()
+
+    def loss_scale(self) -> tuple[float, float] | None:
+        """Return the loss scale and its floor (``min_loss_scale``, else 0); ``None`` where the loss is not scaled."""
+        outcome = read_step(self._engine)
+        if outcome is None or outcome.scale is None:
+            return None
+        return outcome.scale, outcome.floor or 0.0
+
+    def why_skips_are_too_many(self) -> str | None:
+        """Return what is not ordinary about the steps skipped so far; the same on every rank."""
+        return None if self._history is None else self._history.verdict()
+
+
+def _ways(engine: Any) -> tuple[Callable[[], Iterator[Tensor]], Callable[[], None]]:
+    """Return how to get at this rank's gradients, and how to skip a step."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3
+        name = "_overflow_check_and_loss_scale_update"
+        if hasattr(optimizer, name):
+            return lambda: iter([optimizer.grad_partitions_flat_buffer]), lambda: _overflow_once(
+                optimizer, name
+            )
+    elif hasattr(optimizer, "averaged_gradients"):  # stages 1 and 2
+        if all(hasattr(optimizer, one) for one in ("bit16_groups", "check_overflow", "check_grad_overflow")):
+            return lambda: _of_partition(optimizer), lambda: _overflow_once(optimizer, "check_overflow")
+    elif hasattr(optimizer, "fp32_groups_gradients"):  # bf16 with gradients in float32
+        if hasattr(optimizer, "clear_hp_grads") and hasattr(optimizer, "clear_lp_grads"):
+            groups = optimizer.fp32_groups_gradients
+            return lambda: (g for group in groups for g in group), lambda: _step_once(optimizer)
+    elif hasattr(optimizer, "overflow_checker"):  # stage 0, 16 bits
+        return lambda: _whole(optimizer.fp16_groups), lambda: _found_once(optimizer.overflow_checker)
+    elif isinstance(optimizer, Optimizer):  # stage 0, float32
+        return lambda: _whole(_groups(optimizer)), lambda: _without_gradients(engine, optimizer)
+    raise ConfigurationError(
+        f"OverflowDetector does not know where {type(optimizer).__name__} of this DeepSpeed keeps gradients."
+        " Use DeepSpeed 0.19, another stage of ZeRO, or strategy='lockstep_ddp' to find the overflow."
+    )
+
+
+def _groups(optimizer: Optimizer) -> list[list[Tensor]]:
+    return [group["params"] for group in optimizer.param_groups]
+
+
+def _whole(groups: list[list[Tensor]]) -> Iterator[Tensor]:
+    return (g for group in groups for parameter in group if (g := parameter.grad) is not None)
+
+
+def _of_partition(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the gradients of stages 1 and 2: as reduced before a step, else as accumulated so far.
+
+    With offload the optimizer looks at them itself before a step, on their way to the host.
+    """
+    if getattr(optimizer, "cpu_offload", False):
+        return
+    reduced = [group for group in optimizer.averaged_gradients.values() if group]
+    for group in reduced:
+        flat = getattr(group, "flat_partition", None)
+        yield from (g for g in ([flat] if flat is not None else group) if g is not None)
+    if reduced:
+        return
+    for kept in getattr(optimizer, "all_grad_tensors", {}).values():
+        yield from (g for g in kept or [] if g is not None)
+    for group in optimizer.bit16_groups:
+        for parameter in group:
+            for name in ("grad", "grad_accum"):
+                gradient = getattr(parameter, name, None)
+                if gradient is not None:
+                    yield gradient
+
+
+# Each of these acts on the next step alone, and takes itself away.
+
+
+def _overflow_once(optimizer: Any, name: str) -> None:
+    """Let the method by which ZeRO's optimizer looks for an overflow say once that there is one."""
+    undo: list[Callable[[], None]] = []
+
+    def found(*args: Any, **kwargs: Any) -> bool:
+        for put_back in undo:
+            put_back()
+        optimizer.overflow = True
+        return True
+
+    undo.append(put_in_place(optimizer, name, found))
+    if hasattr(optimizer, "check_grad_overflow"):
+        undo.append(put_in_place(optimizer, "check_grad_overflow", True))
+
+
+def _found_once(checker: Any) -> None:
+    undo: list[Callable[[], None]] = []
+
+    def found(*args: Any, **kwargs: Any) -> bool:
+        for put_back in undo:
+            put_back()
+        return True
+
+    names = ("has_overflow", "check", "check_using_norm")
+    undo += [put_in_place(checker, name, found) for name in names]
+
+
+def _step_once(optimizer: Any) -> None:
+    def step(*args: Any, **kwargs: Any) -> None:
+        put_back()
+        optimizer.overflow = True
+        optimizer.clear_hp_grads()
+        optimizer.clear_lp_grads()
+
+    put_back = put_in_place(optimizer, "step", step)
+
+
+def _without_gradients(engine: Any, optimizer: Optimizer) -> None:
+    """Without gradients a plain optimizer changes nothing; torch's loss scaler needs to see that they are bad."""
+    scaled = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
+    for group in _groups(optimizer):
+        for parameter in group:
+            if not scaled:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                with torch.no_grad():
+                    parameter.grad.fill_(float("nan"))

@@ -1,0 +1,233 @@
+"""The one place that imports DeepSpeed, and what is done about an import that fails or has side effects.
+
+DeepSpeed chooses its accelerator while it is imported: from ``DS_ACCELERATOR``, or by looking for devices. It looks
+for CUDA's compiler too, since it asks each of its ops whether it could be built here; in older releases the
+``import`` fails where there is none. Both are settled before a user sees them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
+
+__all__ = ["cuda_trouble", "import_deepspeed"]
+
+_log = logging.getLogger(__name__)
+
+_VARIABLE = "DS_ACCELERATOR"
+# Accelerators of DeepSpeed whose devices torch calls by another name.
+_DEVICE_OF = {"supa": "cuda", "klxpu": "cuda"}
+# Operations of torch.distributed that DeepSpeed 0.19 calls, and torch 2.13 has renamed.
+_EARLIER_NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor")
+_REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps deepspeed"
+
+
+def import_deepspeed(device_type: str | None) -> ModuleType:
+    """Import DeepSpeed with the accelerator of this run, and return it.
+
+    Its logger shows warnings and worse; ``log_level`` in DeepSpeed's configuration, the only setting it reads,
+    changes that when the engine is made. The root logger and the filters of warnings are left as they were.
+
+    Args:
+        device_type: Of the run's devices, such as ``cuda`` or ``cpu``. ``None`` leaves the choice to DeepSpeed.
+
+    Raises:
+        ConfigurationError: ``DS_ACCELERATOR`` names another device, or there is no such device here.
+        MissingExtraError: DeepSpeed, or a package that it needs, is not installed.
+        LaunchError: It is installed and cannot be imported; the text ends with the command that mends it.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    wanted = _accelerator(device_type)
+    is_first = "deepspeed" not in sys.modules
+    with _kept_logging_and_warnings(), _variable(wanted), _quiet_logger(is_first):
+        try:
+            deepspeed = importlib.import_module("deepspeed")
+        except Exception as error:  # DeepSpeed's own errors of CUDA derive from Exception
+            explained = _explained(error)
+            if explained is None:
+                raise
+            raise explained from error
+    if is_first:
+        _show_only_warnings()
+        _ignore_names_that_torch_has_replaced()
+    elif wanted is not None:
+        _switch(wanted)
+    return deepspeed
+
+
+def cuda_trouble(error: BaseException) -> str | None:
+    """Return the command that mends what CUDA, ninja or a shared library lacks, ``None`` for any other error.
+
+    Args:
+        error: What DeepSpeed raised when it was imported, or when it built an op.
+    """
+    name, text = type(error).__name__, str(error)
+    if text.startswith("Error building extension"):
+        return None  # what the compiler said, with its command
+    if name == "CUDAMismatchException":
+        return _other_toolkit()
+    if name == "MissingCUDAException" or "nvcc" in text or "CUDA_HOME" in text:
+        return _toolkit()
+    if "ninja" in text.lower():
+        return "pip install --force-reinstall ninja"
+    if isinstance(error, ImportError) and ("shared object" in text or "undefined symbol" in text):
+        return _REINSTALL
+    return None
+
+
+def _accelerator(device_type: str | None) -> str | None:
+    """Return the accelerator that DeepSpeed must have, ``None`` where it may choose."""
+    given = os.environ.get(_VARIABLE)
+    if given is not None:
+        if device_type is not None and device_type not in (given, _DEVICE_OF.get(given)):
+            raise ConfigurationError(
+                f"The environment variable {_VARIABLE} is {given!r}, and the devices of this run are {device_type!r}."
+                f" Expected the same of both: unset {_VARIABLE}, or choose accelerator={given!r} for the Trainer."
+            )
+        return given
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(
+            "device_type='cuda': expected 'cpu', since torch finds no usable CUDA device here."
+            " `nvidia-smi` shows whether the driver does."
+        )
+    if device_type is None and not torch.accelerator.is_available():
+        return "cpu"
+    return device_type
+
+
+@contextmanager
+def _variable(wanted: str | None) -> Iterator[None]:
+    """Tell DeepSpeed its accelerator; it looks once, so that other programs need not see it."""
+    before = os.environ.get(_VARIABLE)
+    if wanted is not None:
+        os.environ[_VARIABLE] = wanted
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_VARIABLE, None)
+        else:
+            os.environ[_VARIABLE] = before
+
+
+@contextmanager
+def _kept_logging_and_warnings() -> Iterator[None]:
+    """Undo what the import does to the root logger and the filters of warnings: mlflow and urllib3 come along."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    with warnings.catch_warnings():
+        try:
+            yield
+        finally:
+            root.setLevel(level)
+            root.handlers[:] = handlers
+
+
+@contextmanager
+def _quiet_logger(is_first: bool) -> Iterator[None]:
+    """Drop what is less than a warning while DeepSpeed makes its logger, which in older releases shows more."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
+
+    logger = logging.getLogger("DeepSpeed")
+    if is_first:
+        logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)
+
+
+def _show_only_warnings() -> None:
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    for handler in logger.handlers:
+        handler.setLevel(logging.WARNING)
+
+
+def _ignore_names_that_torch_has_replaced() -> None:
+    """Keep torch from saying, for every operation, that DeepSpeed calls it by an earlier name."""
+    for name in _EARLIER_NAMES:
+        message = rf".torch\.distributed\.{name}. is deprecated"
+        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
+
+
+def _switch(wanted: str) -> None:
+    """Give DeepSpeed, which was imported before, the accelerator of this run."""
+    accelerator = importlib.import_module("deepspeed.accelerator")
+    # device_name() of some is that of another: only the private name tells them apart.
+    before = accelerator.get_accelerator()._name
+    if before == wanted:
+        return
+    try:
+        module = importlib.import_module(f"deepspeed.accelerator.{wanted}_accelerator")
+        accelerator.set_accelerator(getattr(module, f"{wanted.upper()}_Accelerator")())
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"device_type={wanted!r}: expected an accelerator that DeepSpeed knows ({_one_line(error)})."
+        ) from error
+    _log.warning(
+        "DeepSpeed was imported before with the accelerator %r and now has %r. Ops that were looked up before stay"
+        " those of %r: set DS_ACCELERATOR=%s, or import it later.",
+        before,
+        wanted,
+        before,
+        wanted,
+    )
+
+
+def _explained(error: Exception) -> Exception | None:
+    """Return what is raised instead of an error of the import, ``None`` where nothing is known about it."""
+    needed_for = "The DeepSpeed strategy"
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        package = error.name.partition(".")[0]
+        # A part of DeepSpeed itself that is missing is a broken installation.
+        if package != "deepspeed" or error.name == "deepspeed":
+            return MissingExtraError(package, extra="deepspeed", needed_for=needed_for)
+    if isinstance(error, ValueError) and _VARIABLE in str(error):
+        return ConfigurationError(f"DeepSpeed cannot use its accelerator: {_one_line(error)}.")
+    mend = cuda_trouble(error)
+    if mend is None and isinstance(error, ImportError):
+        mend = _REINSTALL
+    if mend is None:
+        return None
+    return LaunchError(
+        f"DeepSpeed is installed and cannot be imported: {type(error).__name__}: {_one_line(error)}."
+        f" Mend it with: {mend}"
+    )
+
+
+def _toolkit() -> str:
+    """Return what installs CUDA's compiler in the version that torch was built with."""
+    version = torch.version.cuda
+    if version is None:
+        return f"export {_VARIABLE}=cpu  # this torch is built without CUDA"
+    return (
+        f"apt-get install cuda-toolkit-{version.replace('.', '-')} && export CUDA_HOME=/usr/local/cuda-{version}"
+        ""
+    )
+
+
+def _other_toolkit() -> str:
+    version = torch.version.cuda
+    if version is not None and Path(f"/usr/local/cuda-{version}/bin/nvcc").exists():
+        return f"export CUDA_HOME=/usr/local/cuda-{version}"
+    return _toolkit()
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text.rstrip(".") if len(text) <= 300 else f"{text[:300]} ..."

@@ -1,0 +1,274 @@
+"""Whether skipped optimizer steps are ordinary, told from the history of the loss scale.
+
+With 16 bits DeepSpeed multiplies the loss by a scale, skips the step when a gradient is not finite
+("OVERFLOW! Skipping step"), and halves the scale; after a window of good steps it doubles it and so finds the edge
+again. So some skips belong to it: those by which a scale of 2^16 comes down at the start, and one or two for each
+window. Others say that the model diverges, and look the same on the screen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["LossScaleHistory", "StepOutcome", "read_step"]
+
+# DeepSpeed's own default of loss_scale_window, for what has none [steps].
+_WINDOW = 1000
+# Steps that must do in a row until the scale has found its place; from then on skips are counted.
+_SETTLED = 10
+# At this scale a gradient in float16 overflows only from 65504 / 256 = 256 on: it is the gradient, not the scale.
+_LOW_SCALE = 2.0**8
+# Scales that are shown.
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What an engine says of its last optimizer step.
+
+    Attributes:
+        skipped: Whether the weights stayed as they were; ``None`` where only the scale can tell (torch's scaler): a
+            step is skipped when it falls, which the first step of a history does not show.
+        scale: Loss scale after the step, ``None`` where none is used (bf16).
+        is_dynamic: Whether the scale adapts itself.
+        floor: Smallest scale (``min_loss_scale``).
+        window: Good steps until a dynamic scale is doubled (``loss_scale_window``).
+        hysteresis: Skips until a dynamic scale is halved (``hysteresis``).
+        ends_at_floor: Whether an overflow at the floor ends the run.
+    """
+
+    skipped: bool | None
+    scale: float | None = None
+    is_dynamic: bool = False
+    floor: float | None = None
+    window: int | None = None
+    hysteresis: int = 1
+    ends_at_floor: bool = False
+
+
+def read_step(engine: Any) -> StepOutcome | None:
+    """Return what an engine says of its last optimizer step, ``None`` if nothing there checks or scales gradients.
+
+    Args:
+        engine: A ``DeepSpeedEngine``, after its ``step()`` at a boundary of gradient accumulation.
+
+    Ranks: any rank, alone; the engine has made its ranks agree.
+    """
+    optimizer = engine.optimizer
+    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None) or getattr(
+        optimizer, "torch_autocast_gradscaler", None
+    )
+    if scaler is not None:
+        return _of_torch(scaler, getattr(optimizer, "overflow", False))
+    if not hasattr(optimizer, "overflow"):
+        return None
+    skipped = bool(optimizer.overflow)
+    if getattr(optimizer, "custom_loss_scaler", False):
+        return StepOutcome(skipped, _scale(optimizer.external_loss_scale))
+    if hasattr(optimizer, "loss_scaler"):
+        return _of_zero(optimizer, skipped)
+    # Older releases keep these on the optimizer itself.
+    return _of_whole(getattr(optimizer, "loss_scale_config", optimizer), skipped)
+
+
+def _of_torch(scaler: Any, overflow: bool) -> StepOutcome:
+    """Return what torch's scaler says: it keeps the outcome of a step to itself, ZeRO may have skipped it before."""
+    return StepOutcome(
+        True if overflow else None,
+        float(scaler.get_scale()),
+        is_dynamic=True,
+        window=int(scaler.get_growth_interval()),
+    )
+
+
+def _of_zero(optimizer: Any, skipped: bool) -> StepOutcome:
+    """Return what an optimizer of ZeRO stage 1, 2 or 3 says."""
+    scaler = optimizer.loss_scaler
+    if optimizer.dtype != torch.float16:
+        return StepOutcome(skipped)  # it has a scaler too, which does nothing
+    if not scaler.dynamic:
+        return StepOutcome(skipped, float(scaler.cur_scale))
+    return StepOutcome(
+        skipped,
+        float(scaler.cur_scale),
+        is_dynamic=True,
+        floor=float(scaler.min_scale),
+        window=int(scaler.scale_window),
+        hysteresis=int(scaler.delayed_shift),
+        ends_at_floor=bool(scaler.raise_error_at_min_scale),
+    )
+
+
+def _of_whole(config: Any, skipped: bool) -> StepOutcome:
+    """Return what an optimizer that is not partitioned says (``FP16_Optimizer``, ``BF16_Optimizer``)."""
+    if not getattr(config, "use_grad_scaling", hasattr(config, "cur_scale")):
+        return StepOutcome(skipped)
+    if not config.dynamic_loss_scale:
+        return StepOutcome(skipped, float(config.cur_scale))
+    return StepOutcome(
+        skipped,
+        float(config.cur_scale),
+        is_dynamic=True,
+        floor=float(config.min_loss_scale),
+        window=int(config.scale_window),
+    )
+
+
+def _scale(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+class LossScaleHistory:
+    """The loss scale of the last optimizer steps, and whether the skips among them are ordinary.
+
+    Args:
+        in_a_row: Skips in a row that are too many once the scale has settled. By default 8: each but the first
+            halves the scale, so the gradients would have grown by a hundred times from one batch to the next.
+        keep: Steps whose scale is kept.
+
+    Attributes:
+        steps: Optimizer steps seen, skipped ones among them.
+        skips: How many of them were skipped.
+        skips_in_a_row: How many of the last ones.
+        scales: Scale after each of the last steps, ``None`` where there is none.
+
+    Ranks: any rank, alone; every rank sees the same.
+    """
+
+    def __init__(self, in_a_row: int = 8, *, keep: int = 1000) -> None:
+        self.in_a_row = in_a_row
+        self.steps = self.skips = self.skips_in_a_row = 0
+        self.scales: deque[float | None] = deque(maxlen=keep)
+        self._good_in_a_row = 0
+        self._asked = False
+        self._settled = False
+        self._skipped_at: deque[int] = deque(maxlen=keep)  # numbers of the skipped steps since it has settled
+        self._last: StepOutcome | None = None
+        self._told = ""
+
+    def expect_skip(self) -> None:
+        """Take the next step for one that is skipped on request, which says nothing about the loss scale."""
+        self._asked = True
+
+    def record(self, outcome: StepOutcome) -> None:
+        """Take what an engine says of one optimizer step.
+
+        Args:
+            outcome: Of :func:`read_step`.
+        """
+        self.steps += 1
+        asked, self._asked = self._asked, False
+        if self._was_skipped(outcome) and not asked:
+            self.skips += 1
+            self.skips_in_a_row += 1
+            self._good_in_a_row = 0
+            if self._settled:
+                self._skipped_at.append(self.steps)
+        else:
+            self.skips_in_a_row = 0
+            self._good_in_a_row += 1
+            self._settled = self._settled or self._good_in_a_row >= _SETTLED
+        self.scales.append(outcome.scale)
+        self._last = outcome
+
+    def verdict(self) -> str | None:
+        """Return what is not ordinary about the skips, with the history of the scale; ``None`` if all of it is."""
+        found = self._found()
+        return None if found is None else f"{found[1]} {self.history()}"
+
+    def news(self) -> str | None:
+        """Return the verdict when it is another kind than the one before, so that a run says it once."""
+        kind, _ = self._found() or ("", "")
+        if kind == self._told:
+            return None
+        self._told = kind
+        return self.verdict()
+
+    def history(self) -> str:
+        """Return the last scales in words, such as ``Loss scale: 65536, 32768 (3 steps), 16384``."""
+        counted = f"{self.skips} of {self.steps} steps were skipped, the last {self.skips_in_a_row} in a row."
+        if not self.scales or self.scales[-1] is None:
+            return counted
+        return f"{counted} Loss scale: {', '.join(self._runs()[-_SHOWN:])}."
+
+    def _runs(self) -> list[str]:
+        runs: list[tuple[float | None, int]] = []
+        for scale in self.scales:
+            if runs and runs[-1][0] == scale:
+                runs[-1] = (scale, runs[-1][1] + 1)
+            else:
+                runs.append((scale, 1))
+        return [f"{scale:g}" + (f" ({count} steps)" if count > 1 else "") for scale, count in runs]
+
+    def _was_skipped(self, outcome: StepOutcome) -> bool:
+        if outcome.skipped is not None:
+            return outcome.skipped
+        before = self._last.scale if self._last is not None else None
+        return before is not None and outcome.scale is not None and outcome.scale < before
+
+    def _found(self) -> tuple[str, str] | None:
+        """Return the kind of verdict and its text."""
+        last = self._last
+        if last is None or not self.skips:
+            return None
+        if last.scale is None:
+            return self._unscaled()
+        if last.is_dynamic and last.floor is not None and last.scale <= last.floor:
+            return self._at_floor(last)
+        return self._too_many_in_a_row(last) or self._too_often(last)
+
+    def _unscaled(self) -> tuple[str, str] | None:
+        if not self.skips_in_a_row:
+            return None
+        return "unscaled", (
+            "A step was skipped though no loss scale is in use: a gradient is nan or infinite, which bf16 and"
+            " float32 reach only near 3e38. Look for the loss or the batch that causes it."
+        )
+
+    def _at_floor(self, last: StepOutcome) -> tuple[str, str]:
+        end = " The next overflow ends the run." if last.ends_at_floor else ""
+        return "floor", (
+            f"The loss scale has come down to its floor, min_loss_scale={last.floor:g}: gradients overflow though"
+            f" they are hardly scaled, so the model diverges or makes nan.{end} Lower the learning rate, clip"
+            " gradients, or train in bf16."
+        )
+
+    def _too_many_in_a_row(self, last: StepOutcome) -> tuple[str, str] | None:
+        if self.skips_in_a_row < self.in_a_row:
+            return None
+        if not last.is_dynamic:
+            return "in a row", (
+                f"{self.in_a_row} steps in a row or more were skipped, and the loss scale is fixed at {last.scale:g}:"
+                " no step will be done until it is lowered. Set fp16.loss_scale to 0 for one that adapts itself."
+            )
+        if last.hysteresis < self.in_a_row and len(set(list(self.scales)[-self.in_a_row :])) == 1:
+            return "stuck", (
+                f"{self.in_a_row} steps in a row or more were skipped, and the loss scale stays at {last.scale:g}:"
+                " nothing lowers it, so no step will be done. DeepSpeed does so for torch_autocast in float16 with"
+                " ZeRO; use fp16.enabled, or bfloat16."
+            )
+        if not self._settled and last.scale is not None and last.scale > _LOW_SCALE:
+            return None  # it comes down to where it belongs
+        return "in a row", (
+            f"{self.in_a_row} steps in a row or more were skipped, more than a loss scale needs to find its place:"
+            " the loss or a gradient is nan or infinite at any scale. Look for the batch or the layer that causes it."
+        )
+
+    def _too_often(self, last: StepOutcome) -> tuple[str, str] | None:
+        window = last.window or _WINDOW
+        # A dynamic scale is tried out once in a window, and costs as many skips as its hysteresis then.
+        most = max(self.in_a_row, 4 * last.hysteresis)
+        if window < 2 * most or len(self._skipped_at) < most:
+            return None
+        took = self.steps - self._skipped_at[-most]
+        if took >= window:
+            return None
+        return "often", (
+            f"{most} of the last {took + 1} steps were skipped; a loss scale that is sound costs"
+            f" {last.hysteresis} in {window} (loss_scale_window). Gradients have outliers: clip them, or lower the"
+            " learning rate."
+        )

@@ -1,0 +1,114 @@
+"""Forward and backward passes that DeepSpeed's engine does not notice, as a replay or a trial needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lockstep._lightning import LightningModule, Precision
+from lightning_lockstep.deepspeed.loss_scale import read_step
+from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.stand_ins import stand_in_parameters
+
+__all__ = ["without_engine"]
+
+
+@contextmanager
+def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Iterator[None]:
+    """Let the strategy's forward and backward be those of torch, in the precision that the engine would use.
+
+    In stages 0 to 2 of ZeRO parameters are replaced by others that share their memory. In stage 3 they stay, and are
+    gathered module by module as in training; their gradients are computed and let go. Either way no gradient reaches
+    the engine.
+
+    Args:
+        strategy: The strategy of a Trainer in a fit.
+        module: The LightningModule, not wrapped.
+        engine: DeepSpeed's engine.
+
+    Ranks: in stages 0 to 2 any rank, alone, and nothing is sent; in stage 3 all, together.
+    """
+    divided = engine.zero_optimization_partition_weights()
+    with (
+        _divided_parameters(module, engine) if divided else stand_in_parameters(module),
+        replaced(strategy, _precision_plugin=PlainPrecision(strategy.precision_plugin, engine)),
+    ):
+        yield
+
+
+@contextmanager
+def _divided_parameters(module: LightningModule, engine: Any) -> Iterator[None]:
+    """Let a backward of the body compute gradients of divided parameters without accumulating them."""
+
+    def backward(loss: Tensor, *args: Any, gradient: Tensor | None = None, **kwargs: Any) -> None:
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        # After all other hooks of a parameter: so that whole gradients of all of them are never there together.
+        handles = [parameter.register_hook(_emptied) for parameter in parameters]  # type: ignore[no-untyped-call]
+        try:
+            # Unlike backward() it runs none of the hooks by which gradients are reduced.
+            torch.autograd.grad(loss, parameters, gradient, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    with replaced(module, backward=backward):
+        yield
+    engine.empty_partition_cache()  # what a module gathers that nothing runs backward through stays whole
+
+
+def _emptied(gradient: Tensor) -> Tensor:
+    """Return zeros of the same shape that take no memory."""
+    return gradient.new_zeros(()).expand_as(gradient)
+
+
+class PlainPrecision(Precision):
+    """What the engine does around a forward and with a loss: autocast where its configuration asks, and loss scaling.
+
+    Args:
+        plugin: The precision plugin of the run.
+        engine: DeepSpeed's engine.
+
+    Ranks: as Lightning calls it; nothing is sent.
+    """
+
+    def __init__(self, plugin: Precision, engine: Any) -> None:
+        super().__init__()
+        self.precision = plugin.precision
+        self._plugin, self._engine = plugin, engine
+        outcome = read_step(engine)
+        self._scale = 1.0 if outcome is None or outcome.scale is None else outcome.scale
+
+    def convert_input(self, data: Any) -> Any:
+        """Return a batch in the precision of the run.
+
+        Args:
+            data: The batch.
+        """
+        return self._plugin.convert_input(data)
+
+    def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override] # any context will do
+        """Return the autocast that the engine enters around a forward, if any."""
+        engine = self._engine
+        if not engine.torch_autocast_enabled():
+            return nullcontext()
+        return torch.autocast(engine.device.type, dtype=engine.torch_autocast_dtype())
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run the backward pass of torch, with gradients multiplied by the loss scale.
+
+        Args:
+            tensor: The loss.
+            model: The LightningModule.
+            optimizer: Ignored.
+            *args: For the backward.
+            **kwargs: For the backward.
+        """
+        if self._scale != 1:
+            kwargs.setdefault("gradient", torch.full_like(tensor, self._scale))
+        super().backward(tensor, model, optimizer, *args, **kwargs)

@@ -1,0 +1,135 @@
+"""The precision of a run under DeepSpeed: what the Trainer and DeepSpeed's configuration say together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lockstep._console import say
+from lightning_lockstep._lightning import DeepSpeedPrecision, Precision
+from lightning_lockstep.deepspeed.configuration.reading import section, stage_of
+from lightning_lockstep.deepspeed.configuration.trainer_values import PRECISIONS, precision_of
+from lightning_lockstep.deepspeed.loss_scale import LossScaleHistory, read_step
+from lightning_lockstep.errors import ConfigurationError
+
+__all__ = ["EnginePrecision", "cpu_has_float16", "resolve_deepspeed_precision", "supported_precisions"]
+
+
+class EnginePrecision(DeepSpeedPrecision):
+    """Lightning's precision plugin of DeepSpeed, with gradients divided by the accumulated batches once.
+
+    Lightning divides the loss by ``accumulate_grad_batches``, and DeepSpeed would divide it again: the gradients were
+    that much too small for SGD, and for clipping. It also says once when DeepSpeed skips more optimizer steps than
+    its loss scale explains.
+
+    Args:
+        precision: Lightning's name, such as ``bf16-mixed``.
+
+    Attributes:
+        history: Of the loss scale and of skipped steps.
+
+    Ranks: as Lightning calls it.
+    """
+
+    def __init__(self, precision: Any) -> None:
+        super().__init__(precision)
+        self.history = LossScaleHistory()
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass of DeepSpeed's engine.
+
+        Args:
+            tensor: The loss.
+            model: The LightningModule.
+            optimizer: Ignored.
+            *args: For the engine.
+            **kwargs: For the engine.
+
+        Ranks: all, together; reduces gradients.
+        """
+        kwargs.setdefault("scale_wrt_gas", not model.automatic_optimization)
+        super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def optimizer_step(  # type: ignore[override] # as Lightning's own plugin of DeepSpeed
+        self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
+    ) -> Any:
+        """Run the closure and the step of DeepSpeed's engine, which skips it where gradients are not finite.
+
+        Args:
+            optimizer: Ignored.
+            model: The LightningModule.
+            closure: Runs the training step and the backward pass.
+            **kwargs: For the engine.
+
+        Ranks: all, together.
+        """
+        engine = model.trainer.model
+        before = engine.global_steps
+        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        outcome = read_step(engine) if engine.global_steps != before else None
+        if outcome is not None:
+            self.history.record(outcome)
+            news = self.history.news()
+            if news and model.trainer.is_global_zero:
+                say(f"lightning-lockstep: {news}")
+        return result
+
+
+def cpu_has_float16() -> bool:
+    """Return whether DeepSpeed trains in float16 on this CPU; it asks torch's oneDNN for it."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def supported_precisions(device_type: str) -> tuple[str, ...]:
+    """Return the names that do what they say under DeepSpeed on a device of this type here.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+    """
+    names = ["32-true"]
+    if device_type != "cpu" or cpu_has_float16():
+        names += ["16-true", "16-mixed"]
+    if device_type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
+        names += ["bf16-true", "bf16-mixed"]
+    return tuple(names)
+
+
+def resolve_deepspeed_precision(
+    config: Mapping[str, Any], plugin: Precision, requested: str | None, device_type: str
+) -> Precision:
+    """Return the plugin that does what the Trainer or, where that says nothing, the configuration asks for.
+
+    Args:
+        config: DeepSpeed's configuration, without what the device cannot do.
+        plugin: What Lightning has chosen.
+        requested: What the user gave the Trainer, or ``None`` when a plugin or nothing was given.
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigurationError: The device does not support it; the message lists what it does. Or it is float16 without
+            ZeRO, where DeepSpeed 0.19.8 divides the gradients by a scale that the loss did not get.
+    """
+    name = requested or precision_of(config) or str(plugin.precision)
+    supported = supported_precisions(device_type)
+    if name not in supported:
+        raise ConfigurationError(
+            f"precision={name!r}: expected one that DeepSpeed supports on this {device_type.upper()}:"
+            f" {', '.join(supported)}."
+        )
+    if (
+        PRECISIONS[name] == "fp16"
+        and stage_of(config) == 0
+        and section(config, "fp16").get("loss_scale") != 1
+    ):
+        raise ConfigurationError(
+            f"stage=0 with precision={name!r}: expected stage 1, 2 or 3, as without ZeRO DeepSpeed divides the"
+            " gradients by a loss scale that it has not multiplied the loss with. Or write fp16.loss_scale: 1 in the"
+            " config, for none."
+        )
+    return EnginePrecision(name)

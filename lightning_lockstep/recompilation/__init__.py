@@ -1,0 +1,1 @@
+"""Which steps had to compile, and why: for ``torch.compile`` on any device, and for torch-xla."""

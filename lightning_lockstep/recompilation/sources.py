@@ -1,0 +1,94 @@
+"""Who compiles, and what they say of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from lightning_lockstep.xla.runtime import compilations_so_far
+
+__all__ = ["Compilation", "CompilationSource", "DynamoCompilations", "XLACompilations", "sources_for"]
+
+
+class Compilation(NamedTuple):
+    """What was compiled once.
+
+    Attributes:
+        what: What was compiled: a function of the program, or graphs of torch-xla.
+        seconds: How long that took [s].
+        reason: Why, in the words of the compiler; empty where it does not say, and for the first time.
+        graphs: How many graphs that were.
+    """
+
+    what: str
+    seconds: float
+    reason: str = ""
+    graphs: int = 1
+
+
+class CompilationSource(Protocol):
+    """Knows what was compiled in this process."""
+
+    def take(self) -> Sequence[Compilation]:
+        """Return what was compiled since the last call.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        ...
+
+
+class DynamoCompilations:
+    """What ``torch.compile`` has compiled, with the reasons that it gives; on any device."""
+
+    def __init__(self) -> None:
+        self._last = self._newest()
+
+    def take(self) -> Sequence[Compilation]:
+        """See :meth:`CompilationSource.take`; of more than torch keeps (64), the last ones."""
+        new = [one for one in self._records() if _begun(one) > self._last]
+        self._last = max([self._last, *map(_begun, new)])
+        return [
+            Compilation(
+                what=f"{Path(str(one.co_filename)).name}:{one.co_firstlineno} in {one.co_name}",
+                seconds=float(one.entire_frame_compile_time_s or 0.0),
+                reason=str(one.recompile_reason or "").partition(": ")[2],
+            )
+            for one in new
+        ]
+
+    def _newest(self) -> int:
+        return max(map(_begun, self._records()), default=0)
+
+    @staticmethod
+    def _records() -> list[Any]:
+        utils = sys.modules.get("torch._dynamo.utils")
+        return [] if utils is None else list(utils.get_compilation_metrics())
+
+
+def _begun(record: Any) -> int:
+    return int(record.start_time_us or 0)
+
+
+class XLACompilations:
+    """What torch-xla has compiled; it counts, and says neither what nor why."""
+
+    def __init__(self) -> None:
+        self._count, self._seconds = compilations_so_far()
+
+    def take(self) -> Sequence[Compilation]:
+        """See :meth:`CompilationSource.take`."""
+        count, seconds = compilations_so_far()
+        new, took = count - self._count, seconds - self._seconds
+        self._count, self._seconds = count, seconds
+        return [Compilation("torch-xla", took, graphs=new)] if new else []
+
+
+def sources_for(device_type: str) -> list[CompilationSource]:
+    """Return who may compile in a run.
+
+    Args:
+        device_type: Of the run's device, such as ``xla``.
+    """
+    return [DynamoCompilations(), *([XLACompilations()] if device_type == "xla" else [])]

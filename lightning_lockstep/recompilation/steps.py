@@ -1,0 +1,143 @@
+"""Which steps have compiled: the first ones of each kind, as is expected, and those that came after."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_utilities import apply_to_collection
+from torch import Tensor
+
+from lightning_lockstep.recompilation.sources import Compilation
+
+__all__ = ["CompiledStep", "StepCompilations", "shapes_of"]
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def shapes_of(batch: Any) -> Shapes:
+    """Return the shapes of the tensors of a batch of any structure, in its order."""
+    found: list[tuple[int, ...]] = []
+    apply_to_collection(batch, Tensor, lambda tensor: found.append(tuple(tensor.shape)))
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """One batch in which something was compiled.
+
+    Attributes:
+        stage: ``training``, ``validation``, ``test`` or ``predict``.
+        batch_idx: Which batch of the loader it was, from 0.
+        step: Optimizer steps made before it.
+        shapes: Shapes of the tensors of its batch.
+        before: Shapes of the batch of the stage before it; empty for the first one.
+        are_new: Whether no batch of the stage had these shapes before.
+        is_expected: Whether it is among the first ones of its stage.
+        compilations: What was compiled.
+    """
+
+    stage: str
+    batch_idx: int
+    step: int
+    shapes: Shapes
+    before: Shapes
+    are_new: bool
+    is_expected: bool
+    compilations: tuple[Compilation, ...]
+
+    @property
+    def count(self) -> int:
+        """How many graphs were compiled."""
+        return sum(one.graphs for one in self.compilations)
+
+    @property
+    def seconds(self) -> float:
+        """How long that took [s]."""
+        return sum(one.seconds for one in self.compilations)
+
+    def line(self) -> str:
+        """Return what is said of it."""
+        where = f"{self.stage} batch {self.batch_idx} (step {self.step})"
+        text = f"{where} compiled {self.count} graph(s) in {self.seconds:.1f} s"
+        if self.is_expected:
+            return f"{text}, as the first batches do"
+        if self.are_new:
+            return (
+                f"{text}: its shapes {_text(self.shapes)} are new, the batch before had {_text(self.before)}"
+            )
+        reasons = [f"{one.what}: {one.reason}" for one in self.compilations if one.reason]
+        return f"{text}, with shapes that had come before; {'; '.join(reasons) or 'the compiler does not say why'}"
+
+
+@dataclass
+class StepCompilations:
+    """Attributes what was compiled to steps.
+
+    Args:
+        expected: How many batches of each stage are expected to compile.
+
+    Attributes:
+        steps: Those that have compiled.
+    """
+
+    expected: int
+    steps: list[CompiledStep] = field(default_factory=list)
+    _seen: dict[str, dict[Shapes, None]] = field(default_factory=dict)  # the newest stand last
+    _first: dict[str, Shapes] = field(default_factory=dict)
+    _count: Counter[str] = field(default_factory=Counter)
+
+    def batch_done(
+        self, stage: str, batch_idx: int, step: int, shapes: Shapes, compilations: Sequence[Compilation]
+    ) -> CompiledStep | None:
+        """Note a batch; return it if something was compiled in it.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        seen = self._seen.setdefault(stage, {})
+        self._first.setdefault(stage, shapes)
+        self._count[stage] += 1
+        found = None
+        if compilations:
+            found = CompiledStep(
+                stage=stage,
+                batch_idx=batch_idx,
+                step=step,
+                shapes=shapes,
+                before=next(reversed(seen), ()),
+                are_new=shapes not in seen,
+                is_expected=self._count[stage] <= self.expected,
+                compilations=tuple(compilations),
+            )
+            self.steps.append(found)
+        seen.pop(shapes, None)
+        seen[shapes] = None
+        return found
+
+    def first_shapes(self, stage: str) -> Shapes:
+        """Return the shapes of the first batch of a stage; empty before it."""
+        return self._first.get(stage, ())
+
+    def summary(self) -> str:
+        """Return one line on the whole run."""
+        first = [one for one in self.steps if one.is_expected]
+        later = [one for one in self.steps if not one.is_expected]
+        text = f"{_graphs(first)} in the first batches"
+        if not later:
+            return f"{text}, none later"
+        where = Counter(f"{one.stage} batch {one.batch_idx}" for one in later)
+        places = ", ".join(
+            f"{place} ({times} times)" if times > 1 else place for place, times in where.most_common(5)
+        )
+        more = f" and {len(where) - 5} more" if len(where) > 5 else ""
+        return f"{text}, {_graphs(later)} later: {places}{more}"
+
+
+def _graphs(steps: Sequence[CompiledStep]) -> str:
+    return f"{sum(one.count for one in steps)} graph(s) compiled in {sum(one.seconds for one in steps):.1f} s"
+
+
+def _text(shapes: Shapes) -> str:
+    return ", ".join(str(shape) for shape in shapes) or "none"

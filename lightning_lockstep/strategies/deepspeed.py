@@ -1,0 +1,357 @@
+"""DeepSpeed's ZeRO that keeps all ranks in step, on CUDA and on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from lightning_lockstep._console import say
+from lightning_lockstep._exports import public
+from lightning_lockstep._lightning import (
+    DDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    Precision,
+)
+from lightning_lockstep._settings import Faults
+from lightning_lockstep.deepspeed.activation_checkpointing import configure_activation_checkpointing
+from lightning_lockstep.deepspeed.agreement import agreed
+from lightning_lockstep.deepspeed.builds.preparation import prepare_ops
+from lightning_lockstep.deepspeed.configuration.adapting import refuse_or_adapt
+from lightning_lockstep.deepspeed.configuration.completion import completed
+from lightning_lockstep.deepspeed.configuration.device_support import limits
+from lightning_lockstep.deepspeed.configuration.given import (
+    check_devices,
+    device_type_given,
+    values_given,
+)
+from lightning_lockstep.deepspeed.configuration.known_keys import check_keys
+from lightning_lockstep.deepspeed.configuration.named_options import with_named_options
+from lightning_lockstep.deepspeed.configuration.ops import needed_ops
+from lightning_lockstep.deepspeed.configuration.reading import read_config
+from lightning_lockstep.deepspeed.configuration.run_values import run_values
+from lightning_lockstep.deepspeed.configuration.trainer_values import check_against_trainer
+from lightning_lockstep.deepspeed.engine import adopt_process_group, evaluation_config, make_engine
+from lightning_lockstep.deepspeed.engine_trials import EngineTrials
+from lightning_lockstep.deepspeed.gradient_check import GradientsOfEngine
+from lightning_lockstep.deepspeed.importing import import_deepspeed
+from lightning_lockstep.deepspeed.plain_step import without_engine
+from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.launchers.mpirun.command import MPIRunSettings
+from lightning_lockstep.steps.capabilities import Capabilities
+from lightning_lockstep.strategies.deepspeed_checkpoints import DeepSpeedCheckpoints
+from lightning_lockstep.strategies.hooks import LifecycleHooks
+from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
+from lightning_lockstep.strategies.mpi import MPIStartup
+from lightning_lockstep.strategies.options import DeepSpeedSettings, reject_unknown
+
+__all__ = ["LockstepDeepSpeedStrategy"]
+
+# Options of Lightning's DeepSpeedStrategy that are not about DeepSpeed.
+_OF_LIGHTNING = ("accelerator", "parallel_devices", "precision_plugin")
+_MPI_BACKENDS = ("mpi4py", "mpi")
+
+
+class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedCheckpoints):
+    """DeepSpeed on CUDA or CPU, one process a device, on one or several nodes, ZeRO stages 0 to 3.
+
+    What it adds to Lightning's: it runs on CPUs too, over gloo or MPI, so that a configuration can be tried without
+    a GPU; what DeepSpeed would silently ignore, and what contradicts the Trainer, is refused before any rank starts;
+    ``auto`` in a configuration is filled in from the Trainer; one plain checkpoint file in the end; and everything of
+    :class:`LockstepDDPStrategy`: failure propagation, the guard, placement table, CPU threads, uneven inputs.
+
+    Args:
+        config: DeepSpeed's own configuration, as a dictionary or the path of a JSON file.
+            https://www.deepspeed.ai/docs/config-json/
+        stage: Stage of ZeRO, 0 to 3; by default that of the configuration, or 2 without one.
+        offload_optimizer: Where the optimizer's state is kept: ``none``, ``cpu`` or ``nvme``; by default as in the
+            configuration.
+        offload_param: Where the parameters are kept, in stage 3: ``none``, ``cpu`` or ``nvme``; by default as in the
+            configuration.
+        nvme_path: Folder on the NVMe disk for what is kept there.
+        consolidate: Whether the best and the last checkpoint are also written as one plain file each, when the fit
+            ends.
+        adapt: Whether what DeepSpeed cannot do on this device is replaced by what it can, each replacement printed;
+            otherwise it is refused.
+        remove_stale_locks: Whether locks may be removed that a killed build of DeepSpeed's operations has left behind.
+        exclude_frozen_parameters: Whether checkpoints leave out parameters without gradients.
+        start_method: As for :class:`LockstepDDPStrategy`; so are the following.
+        on_rank_failure: What happens when a rank fails.
+        grace_period: Time from learning of a failure until a rank is ended by force [s].
+        silence_limit: How long a rank may be stopped, or its host unreachable [s].
+        uneven_inputs: What happens when ranks have different numbers of training batches.
+        threads_per_rank: CPU threads per rank.
+        bind_cores: Whether each rank is pinned to its own cores.
+        timeout: Longest wait for another rank in a collective [s].
+        guard: ``off``, ``watch`` or ``verify``.
+        stall_timeout: How long a collective may take before the ranks compare where they are [s].
+        guard_history: How many of the last collectives of each rank an error of the guard lists.
+        process_group_backend: ``gloo``, ``nccl`` or ``mpi4py``; by default that of the device.
+        cluster_environment: Tells which rank this process is; by default the one among the Trainer's plugins, or else
+            found by environment variables.
+        options: Lightning's ``accelerator``, ``parallel_devices`` and ``precision_plugin``.
+
+    Raises:
+        ConfigurationError: One message with everything that cannot be used.
+        MissingExtraError: DeepSpeed is not installed, or cannot be imported.
+
+    Ranks: construct it alike in every process. At start-up all ranks connect once.
+    """
+
+    strategy_name = "lockstep_deepspeed"
+
+    def __init__(
+        self,
+        *,
+        config: Mapping[str, Any] | str | Path | None = None,
+        stage: int | None = None,
+        offload_optimizer: Literal["none", "cpu", "nvme"] | None = None,
+        offload_param: Literal["none", "cpu", "nvme"] | None = None,
+        nvme_path: str | Path | None = None,
+        consolidate: bool = False,
+        adapt: bool = False,
+        remove_stale_locks: bool = False,
+        exclude_frozen_parameters: bool = False,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        on_rank_failure: Literal["abort"] = "abort",
+        grace_period: float = 10.0,
+        silence_limit: float = 120.0,
+        uneven_inputs: Literal["error", "truncate", "join"] = "error",
+        threads_per_rank: int | Literal["auto"] = "auto",
+        bind_cores: bool = False,
+        timeout: float | timedelta = 1800.0,
+        guard: Literal["off", "watch", "verify"] = "watch",
+        stall_timeout: float = 60.0,
+        guard_history: int = 0,
+        process_group_backend: str | None = None,
+        cluster_environment: Any | None = None,
+        **options: Any,
+    ) -> None:
+        self.settings = DeepSpeedSettings(
+            consolidate=consolidate,
+            adapt=adapt,
+            remove_stale_locks=remove_stale_locks,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            start_method=start_method,
+            on_rank_failure=on_rank_failure,
+            grace_period=grace_period,
+            silence_limit=silence_limit,
+            uneven_inputs=uneven_inputs,
+            threads_per_rank=threads_per_rank,
+            bind_cores=bind_cores,
+            timeout=timeout,
+            guard=guard,
+            stall_timeout=stall_timeout,
+            guard_history=guard_history,
+            process_group_backend=process_group_backend,
+        )
+        reject_unknown(options, type(self), accepted=_OF_LIGHTNING)
+        self._given = with_named_options(
+            read_config(config),
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_param=offload_param,
+            nvme_path=nvme_path,
+        )
+        faults = Faults()
+        check_keys(self._given, faults)
+        faults.raise_all()
+        import_deepspeed(device_type_given())
+        self.lifecycle = RankLifecycle(
+            self, self.settings, startup=self.make_startup(), precision=self._resolve_precision
+        )
+        super().__init__(
+            config=dict(self._given),
+            cluster_environment=cluster_environment,
+            process_group_backend=process_group_backend,
+            timeout=self.settings.duration,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            **options,
+        )
+        self.detect_unless_given(cluster_environment)
+        self._let_go: Callable[[], None] = lambda: None  # of what DeepSpeed knows this rank by
+
+    def make_startup(self) -> RankStartup:
+        """Return how the ranks are started and connected: over MPI where that is the backend."""
+        backend = self.settings.process_group_backend
+        if backend in _MPI_BACKENDS:
+            return MPIStartup(backend, MPIBackendOptions(), MPIRunSettings())
+        return RankStartup(self.settings.start_method, backend)
+
+    # -- before the ranks start ------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        # Everything is checked while the Trainer is under construction, before any rank.
+        device_type = self.root_device.type
+        import_deepspeed(device_type)
+        faults = Faults()
+        given = values_given()
+        self._accumulation_given = given.accumulate_grad_batches is not None
+        check_against_trainer(self._given, given, faults)
+        check_devices(self.parallel_devices or (), faults)
+        faults.raise_all()
+        self._given = self._adapt(self._given)
+        super()._configure_launcher()
+
+    def _adapt(self, config: dict[str, Any], client_optimizer: type | None = None) -> dict[str, Any]:
+        """Return the configuration without what cannot be done on the device here, or raise."""
+        found = limits(config, self.root_device.type, client_optimizer=client_optimizer)
+        adapted, replaced = refuse_or_adapt(config, found, self.settings.adapt)
+        if self.cluster_environment.global_rank() == 0:
+            for line in replaced:
+                say(f"lightning-lockstep: {line}")
+        self.config = dict(adapted)
+        return adapted
+
+    def _resolve_precision(self, plugin: Precision, requested: str | None, device_type: str) -> Precision:
+        return resolve_deepspeed_precision(self._given, plugin, requested, device_type)
+
+    # -- on each rank ----------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Connect the ranks, on any device; Lightning's own refuses all but CUDA.
+
+        Ranks: all, together.
+        """
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        """Make the process group, open the side channel, show which rank runs where, and hand the group to DeepSpeed.
+
+        Ranks: all, together.
+        """
+        super().setup_distributed()
+        self._add_consolidation()
+        self._let_go = adopt_process_group(
+            rank=self.global_rank,
+            local_rank=self.local_rank,
+            world_size=self.world_size,
+            address=self.cluster_environment.main_address,
+            port=self.cluster_environment.main_port,
+            timeout=self.settings.duration,
+        )
+        prepare_ops(
+            needed_ops(self._given),
+            current_communicator(),
+            remove_stale_locks=self.settings.remove_stale_locks,
+            timeout=self.settings.duration.total_seconds(),
+        )
+
+    def _add_consolidation(self) -> None:
+        module, callback = self.lightning_module, public("ConsolidateCheckpoints")
+        if module is None or not self.settings.consolidate:
+            return
+        callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(one, callback) for one in callbacks):
+            callbacks.append(callback())
+
+    def _init_config_if_needed(self) -> None:
+        # For every run anew: the loaders, and so the batch sizes, may be others.
+        module = self.lightning_module
+        if module is None:
+            return
+        trainer = module.trainer
+        values = run_values(
+            trainer,
+            self._given,
+            precision=str(self.precision_plugin.precision),
+            world_size=self.world_size,
+            accumulation_given=self._accumulation_given,
+        )
+        faults = Faults()
+        check_against_trainer(self._given, values, faults)
+        faults.raise_all()
+        self.config = completed(self._given, values)
+        # What the configuration alone says holds for Lightning's loop too, which counts the steps.
+        trainer.accumulate_grad_batches = self.config["gradient_accumulation_steps"]
+
+    def _init_optimizers(self) -> Any:
+        try:
+            return super()._init_optimizers()
+        except MisconfigurationException as error:
+            if "single optimizer" not in str(error):
+                raise
+        raise ConfigurationError(
+            f"configure_optimizers of {type(self.lightning_module).__name__} returns several optimizers or schedulers:"
+            " expected one optimizer and at most one scheduler, as DeepSpeed's engine has one of each. Give one"
+            " optimizer groups of parameters with options of their own, or use strategy='lockstep_ddp'."
+        )
+
+    def _setup_model_and_optimizer(
+        self, model: Any, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Any]:
+        if optimizer is not None:
+            kind = type(optimizer)
+            agreed(current_communicator(), lambda: self._adapt(self._complete_config, client_optimizer=kind))
+        return make_engine(
+            model,
+            self._complete_config,
+            device_index=self.root_device.index or 0,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+        )
+
+    def _set_deepspeed_activation_checkpointing(self) -> None:
+        configure_activation_checkpointing(self._complete_config)
+
+    def _initialize_deepspeed_inference(self, model: Any) -> None:
+        self.model, _ = make_engine(
+            model,
+            evaluation_config(self._complete_config),
+            device_index=self.root_device.index or 0,
+            trains=False,
+        )
+
+    @property
+    def step_capabilities(self) -> Capabilities:
+        """What can be done with a training step: DeepSpeed's engine runs it, on all ranks together."""
+        zero = (self.config or {}).get("zero_optimization") or {}
+        divided = zero.get("stage") == 3
+        return Capabilities(
+            whole_gradients=False, step_alone=False, replays="together" if divided else "alone"
+        )
+
+    def engine_gradients(self) -> GradientsOfEngine:
+        """Return what this rank holds of the gradients, once the engine is set up for a fit.
+
+        Raises:
+            ConfigurationError: It is not known where the optimizer keeps them.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        return GradientsOfEngine(self.model, getattr(self.precision_plugin, "history", None))
+
+    @property
+    def engine_trials(self) -> EngineTrials:
+        """Steps of the engine on one rank alone, to see what memory they need."""
+        return EngineTrials(self, self._given)
+
+    def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
+        """Let the body run ``module`` forward and backward by autograd alone, and leave the engine as it was.
+
+        Args:
+            module: The LightningModule, not wrapped.
+
+        Ranks: in stages 0 to 2 any rank, alone, and nothing is sent; in stage 3 all, together, since the parameters are
+            gathered.
+        """
+        return without_engine(self, module, module.trainer.model)
+
+    def teardown(self) -> None:
+        """Release what the run used; the ranks stay connected for a next call of the Trainer.
+
+        Ranks: every rank; waits for none.
+        """
+        engine: Any = self.model
+        super().teardown()
+        self._let_go()
+        if hasattr(engine, "destroy"):
+            engine.destroy()  # or its hooks would run beside those of the next engine

@@ -1,0 +1,84 @@
+"""16 bits on XLA devices by casting or autocast, so that only what is meant to be is in 16 bits.
+
+=============== =================== =================== ====================== ==================
+setting         float32 parameters  float64 parameters  what a module computes logged, metrics
+=============== =================== =================== ====================== ==================
+``32-true``     float32             float64             as they are            as they are
+``bf16-mixed``  float32             float64             bfloat16 by autocast   float32
+``bf16-true``   bfloat16            bfloat16            bfloat16               float32
+with downcast   bfloat16            float32             bfloat16, float32      float32
+=============== =================== =================== ====================== ==================
+
+The optimizer's state has the dtype of its parameter; inputs are cast as parameters are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_utilities import apply_to_collection
+from torch import Tensor
+
+from lightning_lockstep._lightning import HalfPrecision, MixedPrecision, Precision
+from lightning_lockstep.errors import ConfigurationError
+
+__all__ = ["DowncastPrecision", "resolve_xla_precision"]
+
+_DOWNCAST = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
+_SUPPORTED = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+
+
+class DowncastPrecision(HalfPrecision):
+    """The second level of 16 bits: what was float32 becomes bfloat16, and what was float64 becomes float32.
+
+    Ranks: every process alike; nothing is sent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("bf16-true")
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Cast the parameters and buffers of a module, each by its own dtype."""
+        for part in module.modules():  # Module.to() takes one dtype for all
+            for parameter in part.parameters(recurse=False):
+                parameter.data = _downcast(parameter.data)
+            for name, buffer in part.named_buffers(recurse=False):
+                setattr(part, name, _downcast(buffer))
+        return module
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast the tensors of a batch, each by its own dtype."""
+        return apply_to_collection(data, Tensor, _downcast)
+
+
+def _downcast(tensor: Tensor) -> Tensor:
+    return tensor.to(_DOWNCAST.get(tensor.dtype, tensor.dtype))
+
+
+def resolve_xla_precision(plugin: Precision, requested: str | None, *, downcast_bf16: bool) -> Precision:
+    """Return the plugin that does on XLA devices what was requested.
+
+    Args:
+        plugin: What Lightning has chosen, for another device.
+        requested: What the user requested, or ``None`` when a plugin or nothing was given.
+        downcast_bf16: Whether float64 is to become float32 where float32 becomes bfloat16.
+
+    Raises:
+        ConfigurationError: XLA devices do not support it, or ``downcast_bf16`` has nothing to do.
+
+    Ranks: every process alike, while the Trainer is under construction; nothing is sent.
+    """
+    name = requested or str(plugin.precision)
+    if name not in _SUPPORTED:
+        raise ConfigurationError(
+            f"precision={name!r}: expected one that XLA devices support: {', '.join(_SUPPORTED)}."
+        )
+    if downcast_bf16 and name != "bf16-true":
+        raise ConfigurationError(
+            f"downcast_bf16=True with precision={name!r}: expected precision='bf16-true', of which it is the second"
+            " level: float32 becomes bfloat16, and float64 becomes float32 rather than bfloat16."
+        )
+    if downcast_bf16:
+        return DowncastPrecision()
+    return MixedPrecision("bf16-mixed", "xla") if name == "bf16-mixed" else plugin

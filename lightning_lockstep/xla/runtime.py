@@ -1,0 +1,162 @@
+"""torch-xla as this process has it: found, told how many devices there are, and asked to run what is pending.
+
+The only module that imports ``torch_xla`` by name of a function that has moved between its releases 2.5 and 2.9.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from lightning_lockstep.errors import ConfigurationError, MissingExtraError
+
+__all__ = ["XLARuntime", "check_environment", "check_torch_xla", "compilations_so_far"]
+
+# Variables that change what float32 means for a whole process, and what to write instead.
+_REFUSED = {
+    "XLA_USE_BF16": "precision=bf16-true",
+    "XLA_DOWNCAST_BF16": "precision=bf16-true and the strategy's downcast_bf16=True",
+    "XLA_USE_F16": "precision=bf16-true or bf16-mixed",
+    "XLA_USE_FP16": "precision=bf16-true or bf16-mixed",
+    "XLA_DOWNCAST_F16": "precision=bf16-true and the strategy's downcast_bf16=True",
+    "XLA_DOWNCAST_FP16": "precision=bf16-true and the strategy's downcast_bf16=True",
+}
+_NO = ("", "0", "false")
+
+
+def check_environment() -> None:
+    """Refuse the variables that torch-xla has deprecated for 16 bits.
+
+    They turn every float32 tensor of the process into 16 bits without its knowledge: metrics, logged means, counters.
+
+    Raises:
+        ConfigurationError: One or more are set.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    found = [name for name in _REFUSED if os.environ.get(name, "").lower() not in _NO]
+    if found:
+        texts = [f"{name}={os.environ[name]}: expected {_REFUSED[name]} instead." for name in found]
+        raise ConfigurationError(
+            "These variables turn every float32 tensor into 16 bits, also metrics and what is logged, and torch-xla"
+            f" gives them up. Unset them. {' '.join(texts)}"
+        )
+
+
+def check_torch_xla(needed_for: str) -> None:
+    """Check that torch-xla is installed and not told to cast by itself; imports nothing.
+
+    Args:
+        needed_for: What the user asked for, for the error.
+
+    Raises:
+        MissingExtraError: It is not installed.
+        ConfigurationError: See :func:`check_environment`.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    check_environment()
+    if importlib.util.find_spec("torch_xla") is None:
+        raise MissingExtraError("torch_xla", extra="xla", needed_for=needed_for)
+
+
+class XLARuntime:
+    """What torch-xla offers here.
+
+    Args:
+        needed_for: What the user asked for, for the error.
+        num_devices: How many devices this process is to have where torch-xla can be told, which is on CPU;
+            ``None`` takes what there is.
+
+    Raises:
+        MissingExtraError: torch-xla is not installed.
+        ConfigurationError: torch-xla has another number of devices, or the environment says another.
+
+    Ranks: every process, alone, before it makes its first tensor on a device.
+    """
+
+    def __init__(self, needed_for: str, *, num_devices: int | None = None) -> None:
+        check_torch_xla(needed_for)
+        self._choose_device_type()
+        if num_devices is not None and self.device_type == "CPU":
+            _set_cpu_devices(num_devices)
+        self.torch_xla = importlib.import_module("torch_xla")
+        self.runtime = importlib.import_module("torch_xla.runtime")
+        self._sync = getattr(self.torch_xla, "sync", None) or self._module("core.xla_model").mark_step
+
+    def _choose_device_type(self) -> None:
+        """Name CPU where nothing else is there; torch-xla does the same, with a warning."""
+        if "PJRT_DEVICE" not in os.environ and not _has_tpu():
+            os.environ["PJRT_DEVICE"] = "CPU"
+
+    @property
+    def device_type(self) -> str:
+        """Type of the devices: ``CPU`` or ``TPU``."""
+        return os.environ.get("PJRT_DEVICE", "TPU").upper()
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are, on all hosts."""
+        return int(self.runtime.global_runtime_device_count())
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes share the devices: one a host."""
+        return int(self.runtime.process_count())
+
+    def use_spmd(self) -> None:
+        """Let one process compute on all devices, as if they were one.
+
+        Ranks: every process, before it makes its first tensor on a device.
+        """
+        if not self.runtime.is_spmd():
+            self.runtime.use_spmd()
+
+    def device(self) -> torch.device:
+        """Return the device of this process."""
+        return torch.device(self.torch_xla.device())
+
+    def sync(self) -> None:
+        """Compile what was called and is pending, if it is new, and begin to run it.
+
+        Ranks: every process alike, at the same place of the program.
+        """
+        self._sync()
+
+    def _module(self, name: str) -> Any:
+        return importlib.import_module(f"torch_xla.{name}")
+
+    def spmd(self) -> Any:
+        """Return ``torch_xla.distributed.spmd``."""
+        return self._module("distributed.spmd")
+
+
+def compilations_so_far() -> tuple[int, float]:
+    """Return how many graphs torch-xla has compiled in this process, and how long that took [s].
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    metrics = importlib.import_module("torch_xla.debug.metrics")
+    took = metrics.metric_data("CompileTime")  # how often, and how long in all [ns]
+    return int(metrics.counter_value("UncachedCompile") or 0), took[1] / 1e9 if took else 0.0
+
+
+def _has_tpu() -> bool:
+    if importlib.util.find_spec("libtpu") is None:
+        return False
+    tpu = importlib.import_module("torch_xla._internal.tpu")
+    return int(tpu.num_available_chips()) > 0
+
+
+def _set_cpu_devices(wanted: int) -> None:
+    given = os.environ.get("CPU_NUM_DEVICES")
+    if given is not None and given != str(wanted):
+        raise ConfigurationError(
+            f"devices={wanted} was given to the Trainer, and CPU_NUM_DEVICES={given} is set: expected the same. Unset"
+            " CPU_NUM_DEVICES, or give devices='auto'."
+        )
+    os.environ["CPU_NUM_DEVICES"] = str(wanted)

@@ -1,0 +1,274 @@
+"""Configs as the documentation of DeepSpeed, Transformers and Accelerate shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Facts of https://www.deepspeed.ai/docs/config-json and of the tutorials beside it.
+OF_DEEPSPEED: dict[str, dict[str, Any]] = {
+    "getting-started": {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.00015}},
+        "fp16": {"enabled": True},
+        "zero_optimization": True,
+    },
+    "zero-1": {"zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}},
+    "zero-2": {
+        "zero_optimization": {
+            "stage": 2,
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 5e8,
+            "allgather_bucket_size": 5e8,
+        }
+    },
+    "zero-3": {
+        "zero_optimization": {
+            "stage": 3,
+            "contiguous_gradients": True,
+            "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9,
+            "stage3_prefetch_bucket_size": 1e7,
+            "stage3_param_persistence_threshold": 1e5,
+            "reduce_bucket_size": 1e7,
+            "sub_group_size": 1e9,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        }
+    },
+    "zero-offload": {
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu"},
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+        }
+    },
+    "zero-infinity": {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {
+                "device": "nvme",
+                "nvme_path": "/local_nvme",
+                "buffer_count": 5,
+                "buffer_size": 1e8,
+                "max_in_cpu": 1e9,
+                "pin_memory": False,
+            },
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": "/local_nvme",
+                "pin_memory": False,
+                "ratio": 0.3,
+                "buffer_count": 4,
+                "pipeline_read": False,
+                "pipeline_write": False,
+                "fast_init": False,
+            },
+        },
+        "aio": {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    },
+    "zero++": {
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": 1000000,
+            "zero_hpz_partition_size": 16,
+            "zero_quantized_weights": True,
+            "zero_quantized_gradients": True,
+        }
+    },
+    "cifar": {
+        "train_batch_size": 16,
+        "steps_per_print": 2000,
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
+        },
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "bf16": {"enabled": False},
+        "fp16": {
+            "enabled": True,
+            "fp16_master_weights_and_grads": False,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+            "initial_scale_power": 15,
+        },
+        "wall_clock_breakdown": False,
+        "zero_optimization": {
+            "stage": 0,
+            "allgather_partitions": True,
+            "reduce_scatter": True,
+            "allgather_bucket_size": 50000000,
+            "reduce_bucket_size": 50000000,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "cpu_offload": False,
+        },
+    },
+    "all-sections": {
+        "train_micro_batch_size_per_gpu": 4,
+        "communication_data_type": "fp32",
+        "gradient_predivide_factor": 1.0,
+        "dump_state": False,
+        "dataloader_drop_last": False,
+        "seq_parallel_communication_data_type": "fp32",
+        "activation_checkpointing": {
+            "partition_activations": False,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+            "number_checkpoints": None,
+            "synchronize_checkpoint_boundary": False,
+            "profile": False,
+        },
+        "flops_profiler": {
+            "enabled": False,
+            "profile_step": 1,
+            "module_depth": -1,
+            "top_modules": 1,
+            "detailed": True,
+            "output_file": None,
+        },
+        "tensorboard": {"enabled": False, "output_path": "output/", "job_name": "train"},
+        "wandb": {"enabled": False, "group": "g", "team": "t", "project": "p"},
+        "csv_monitor": {"enabled": False, "output_path": "output/", "job_name": "train"},
+        "comms_logger": {"enabled": False, "verbose": False, "prof_all": True, "debug": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "checkpoint": {
+            "tag_validation": "Warn",
+            "load_universal": False,
+            "use_node_local_storage": False,
+            "parallel_write": {"pipeline_stage": False},
+        },
+        "torch_autocast": {
+            "enabled": False,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": ["torch.nn.Linear"],
+        },
+        "data_efficiency": {
+            "enabled": False,
+            "seed": 1234,
+            "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 24}},
+            "data_sampling": {
+                "enabled": False,
+                "num_epochs": 1,
+                "num_workers": 0,
+                "curriculum_learning": {"enabled": False, "curriculum_metrics": {"seqlen": {}}},
+            },
+        },
+    },
+}
+
+_AUTO_OPTIMIZER = {
+    "type": "AdamW",
+    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+}
+_AUTO_SCHEDULER = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+}
+_AUTO_FP16 = {
+    "enabled": "auto",
+    "loss_scale": 0,
+    "loss_scale_window": 1000,
+    "initial_scale_power": 16,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+_AUTO_SIZES = {
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+
+#: Facts of https://huggingface.co/docs/transformers/deepspeed and https://huggingface.co/docs/accelerate.
+OF_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "transformers-zero-2": {
+        "fp16": _AUTO_FP16,
+        "bf16": {"enabled": "auto"},
+        "optimizer": _AUTO_OPTIMIZER,
+        "scheduler": _AUTO_SCHEDULER,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "allgather_partitions": True,
+            "allgather_bucket_size": 2e8,
+            "overlap_comm": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 2e8,
+            "contiguous_gradients": True,
+        },
+        **_AUTO_SIZES,
+    },
+    "transformers-zero-3": {
+        "fp16": _AUTO_FP16,
+        "bf16": {"enabled": "auto"},
+        "optimizer": _AUTO_OPTIMIZER,
+        "scheduler": _AUTO_SCHEDULER,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "pin_memory": True},
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 1e9,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        **_AUTO_SIZES,
+    },
+    "accelerate-zero-3": {
+        "bf16": {"enabled": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "prefetch_bucket_size": "auto",
+            "param_persistence_threshold": "auto",
+            "gather_16bit_weights_on_model_save": True,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": "auto",
+        "steps_per_print": float("inf"),
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "wall_clock_breakdown": False,
+    },
+}
+
+EXAMPLES = OF_DEEPSPEED | OF_TRANSFORMERS

@@ -1,0 +1,62 @@
+"""Which compilations are expected, and what is said of the others."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_lockstep.recompilation.sources import Compilation
+from lightning_lockstep.recompilation.steps import StepCompilations, shapes_of
+
+ONE = Compilation("train.py:12 in forward", 1.5, "tensor 'x' size mismatch at index 0. expected 8, actual 5")
+LARGE, SMALL = ((8, 4), (8,)), ((5, 4), (5,))
+
+
+def test_shapes_are_those_of_the_tensors_in_any_structure() -> None:
+    batch = {"rows": torch.ones(8, 4), "more": [torch.ones(8), "text", 3]}
+    assert shapes_of(batch) == LARGE
+    assert shapes_of("text") == ()
+
+
+def test_the_first_batches_of_each_stage_are_expected() -> None:
+    found = StepCompilations(expected=2)
+    for stage in ("training", "validation"):
+        done = [found.batch_done(stage, number, number, LARGE, [ONE]) for number in range(3)]
+        assert [one is not None and one.is_expected for one in done] == [True, True, False]
+    assert found.batch_done("training", 3, 3, LARGE, []) is None
+    assert len(found.steps) == 6
+    line = found.steps[0].line()
+    assert line == "training batch 0 (step 0) compiled 1 graph(s) in 1.5 s, as the first batches do"
+
+
+def test_new_shapes_are_shown_beside_those_before() -> None:
+    found = StepCompilations(expected=1)
+    found.batch_done("training", 0, 0, LARGE, [ONE])
+    late = found.batch_done("training", 1, 1, SMALL, [ONE, ONE])
+    assert late is not None and late.line() == (
+        "training batch 1 (step 1) compiled 2 graph(s) in 3.0 s: its shapes (5, 4), (5,) are new, the batch before had"
+        " (8, 4), (8,)"
+    )
+
+
+def test_known_shapes_are_no_reason_and_the_compilers_own_is_given() -> None:
+    found = StepCompilations(expected=0)
+    found.batch_done("training", 0, 0, LARGE, [])
+    late = found.batch_done("training", 1, 1, LARGE, [ONE])
+    assert late is not None and late.line().endswith(
+        "with shapes that had come before; train.py:12 in forward: tensor 'x' size mismatch at index 0. expected 8,"
+        " actual 5"
+    )
+    silent = found.batch_done("training", 2, 2, LARGE, [Compilation("torch-xla", 0.1)])
+    assert silent is not None and silent.line().endswith("the compiler does not say why")
+
+
+def test_the_summary_counts_the_first_and_names_the_later() -> None:
+    found = StepCompilations(expected=1)
+    found.batch_done("training", 0, 0, LARGE, [ONE])
+    assert found.summary() == "1 graph(s) compiled in 1.5 s in the first batches, none later"
+    for batch in (7, 7, 9):
+        found.batch_done("training", batch, batch, SMALL, [ONE])
+    assert found.summary() == (
+        "1 graph(s) compiled in 1.5 s in the first batches, 3 graph(s) compiled in 4.5 s later: training batch 7"
+        " (2 times), training batch 9"
+    )

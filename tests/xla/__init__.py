@@ -1,0 +1,1 @@
+"""Tests of the strategies for torch-xla, in an environment of their own: ``scripts/test`` makes it."""
