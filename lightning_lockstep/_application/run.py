@@ -25,7 +25,7 @@ from lightning_lockstep._lightning import (
     _MultiProcessingLauncher,
     seed_everything,
 )
-from lightning_lockstep._lightning.internals import weights_as_they_are
+from lightning_lockstep._lightning.internals import restore_data_classes, weights_as_they_are
 from lightning_lockstep.launchers.mpirun.launcher import ran_under_mpirun
 
 
@@ -55,6 +55,7 @@ def run(config: DictConfig) -> float | None:
     try:
         metrics = _loops(config, parts, record)
     except BaseException:
+        restore_data_classes()
         # One rank may go on with the next job of a sweep; of several each ends here, and must not wait.
         if parts.trainer.world_size == 1:
             finish(loggers, failed=True)

@@ -83,6 +83,8 @@ class LeakCheck:
         os.chdir(self.cwd)
         if not self.process_group and _has_process_group():
             sys.modules["torch.distributed"].destroy_process_group()
+        if internals := sys.modules.get("lightning_lockstep._lightning.internals"):
+            internals.restore_data_classes()
 
     def _environment_leaks(self, allowed: set[str]) -> list[str]:
         leaks = []
