@@ -25,7 +25,8 @@ from lightning_lockstep._lightning import (
     _MultiProcessingLauncher,
     seed_everything,
 )
-from lightning_lockstep._lightning.internals import restore_data_classes, weights_as_they_are
+from lightning_lockstep._lightning.internals import weights_as_they_are
+from lightning_lockstep._lightning.loader_classes import restore_data_classes
 from lightning_lockstep.launchers.mpirun.launcher import ran_under_mpirun
 
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_lockstep._lightning import SLURMEnvironment, Trainer, _AcceleratorConnector
 
@@ -399,35 +398,3 @@ def part_of_action(action: str) -> Literal["data loading", "callbacks"] | None:
     if action.startswith("[Callback]"):
         return "callbacks"
     return "data loading" if action.endswith(".train_dataloader_next") else None
-
-
-def restore_data_classes() -> None:
-    """Undo what Lightning does to ``DataLoader`` and ``BatchSampler`` while it asks a program for its loaders.
-
-    Lightning notes how loaders are made by replacing ``__init__``, ``__setattr__`` and ``__delattr__`` of both
-    classes, and of all made from them, and leaves that in place when the program's hook raises: the next run
-    in the process then refuses ``predict`` with ``DataLoader(dataset, 4)``.
-
-    Source: ``lightning.fabric.utilities.data._replace_dunder_methods``.
-
-    Ranks: any rank; nothing is communicated.
-    """
-    for base in (DataLoader, BatchSampler):
-        for cls in (base, *_subclasses(base)):
-            for name in ("__init__", "__setattr__", "__delattr__"):
-                if f"__old{name}" in vars(cls):
-                    setattr(cls, name, _without_notes(vars(cls)[name]))
-                    delattr(cls, f"__old{name}")
-
-
-def _subclasses(cls: type) -> Iterator[type]:
-    for one in cls.__subclasses__():
-        yield one
-        yield from _subclasses(one)
-
-
-def _without_notes(method: Any) -> Any:
-    """Return the class's own method; of two runs that failed, each has put a layer of its own around it."""
-    while getattr(method, "__globals__", {}).get("__name__", "").endswith("fabric.utilities.data"):
-        method = method.__wrapped__
-    return method

@@ -10,10 +10,12 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_lockstep._lightning.internals import restore_data_classes
+from lightning_lockstep._lightning.loader_classes import restore_data_classes
 
 CLASSES = (DataLoader, BatchSampler)
-OWN = {(cls, name): getattr(cls, name) for cls in CLASSES for name in ("__init__", "__setattr__", "__delattr__")}
+OWN = {
+    (cls, name): getattr(cls, name) for cls in CLASSES for name in ("__init__", "__setattr__", "__delattr__")
+}
 ROWS = torch.ones(8, 32)
 
 

@@ -83,8 +83,10 @@ class LeakCheck:
         os.chdir(self.cwd)
         if not self.process_group and _has_process_group():
             sys.modules["torch.distributed"].destroy_process_group()
-        if internals := sys.modules.get("lightning_lockstep._lightning.internals"):
-            internals.restore_data_classes()
+        if "lightning_lockstep._lightning" in sys.modules:
+            from lightning_lockstep._lightning.loader_classes import restore_data_classes
+
+            restore_data_classes()
 
     def _environment_leaks(self, allowed: set[str]) -> list[str]:
         leaks = []
