@@ -215,10 +215,7 @@ def _toolkit() -> str:
     version = torch.version.cuda
     if version is None:
         return f"export {_VARIABLE}=cpu  # this torch is built without CUDA"
-    return (
-        f"apt-get install cuda-toolkit-{version.replace('.', '-')} && export CUDA_HOME=/usr/local/cuda-{version}"
-        ""
-    )
+    return f"apt-get install cuda-toolkit-{version.replace('.', '-')} && export CUDA_HOME=/usr/local/cuda-{version}"
 
 
 def _other_toolkit() -> str:
