@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-_PACKAGES = ("torch", "lightning", "numpy", "mpi4py", "accelerate", "transformers")
+_PACKAGES = ("torch", "lightning", "numpy", "mpi4py", "accelerate", "transformers", "torch_xla")
 
 
 def facts(quick: bool) -> dict[str, str]:

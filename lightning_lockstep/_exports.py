@@ -19,6 +19,7 @@ EXPORTS: dict[str, str] = {
     "LockstepDDPStrategy": "strategies.ddp",
     "LockstepDeepSpeedStrategy": "strategies.deepspeed",
     "LockstepMPIStrategy": "strategies.mpi",
+    "LockstepXLAStrategy": "strategies.xla",
     "LockstepXLASPMDStrategy": "strategies.xla_spmd",
     # callbacks
     "AutoBatchSize": "callbacks.auto_batch_size",
@@ -28,6 +29,7 @@ EXPORTS: dict[str, str] = {
     "OverflowDetector": "callbacks.overflow_detector",
     "RankOrderedLogging": "callbacks.rank_logging",
     "RecompileMonitor": "callbacks.recompile_monitor",
+    "StaticShapes": "callbacks.static_shapes",
     "StopTogether": "callbacks.stop_together",
     "StragglerMonitor": "callbacks.straggler_monitor",
     "SyncedEarlyStopping": "callbacks.early_stopping",
@@ -40,6 +42,7 @@ EXPORTS: dict[str, str] = {
     "gather_uneven": "distributed.gather_uneven",
     "get_logger": "logs",
     "in_rank_order": "distributed.rank_order",
+    "notebook_launcher": "notebook",
     "run_in_fp32": "numerics.float32",
     "set_breakpoint": "stopping.breakpoint",
     # errors

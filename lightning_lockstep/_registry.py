@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_lockstep._lightning import StrategyRegistry
+from lightning_lockstep._program import is_doctor
 
 _DDP_START_METHODS = {
     "lockstep_ddp": ("popen", "DDP that keeps all ranks in step"),
@@ -23,16 +23,25 @@ def _make(module: str, name: str, **arguments: Any) -> Any:
 
 
 def _register(name: str, description: str, module: str, cls: str, **arguments: Any) -> None:
+    # Not above: it imports torch, which the doctor's processes have to do without.
+    from lightning_lockstep._lightning import StrategyRegistry
+
     if name not in StrategyRegistry:
         factory: Callable[..., Any] = partial(_make, module, cls)
         StrategyRegistry.register(name, factory, description=description, **arguments)
 
 
 def register_strategies() -> None:
-    """Register every strategy by name; a strategy's own module is imported when it is first made."""
+    """Register every strategy by name; a strategy's own module is imported when it is first made.
+
+    The processes of the doctor train nothing, and have to work where Lightning cannot be imported: there none is.
+    """
+    if is_doctor():
+        return
     _register(
         "lockstep_mpi", "DDP over MPI, started by mpirun or srun", "strategies.mpi", "LockstepMPIStrategy"
     )
+    _register("lockstep_xla", "one process for each XLA device", "strategies.xla", "LockstepXLAStrategy")
     _register(
         "lockstep_xla_spmd",
         "one process over all XLA devices",

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["cpu_limit", "memory_limit", "usable_cores"]
+__all__ = ["cpu_limit", "kills_for_memory", "memory_left", "memory_limit", "usable_cores"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
+_VMSTAT = Path("/proc/vmstat")
 
 
 @cache  # pinning narrows the affinity of this process; later calls must still see what it began with
@@ -68,3 +69,44 @@ def _cgroup_folders(controller: str) -> Iterator[Path]:
             folder = folder.parent
     yield _CGROUPS
     yield _CGROUPS / controller
+
+
+def kills_for_memory() -> int | None:
+    """Return how many processes of this process's control group the kernel has killed because memory ran out.
+
+    ``None`` where the kernel does not say. Of the whole host where the group does not count its own.
+    """
+    for folder in _cgroup_folders("memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            with suppress(OSError, ValueError, KeyError):
+                return _counter(folder / name)
+    with suppress(OSError, ValueError, KeyError):
+        return _counter(_VMSTAT)
+    return None
+
+
+def memory_left() -> int:
+    """Return how much more memory the processes here can have [bytes], within the limits of the control groups."""
+    left = [int(psutil.virtual_memory().available)]
+    for folder in _cgroup_folders("memory"):
+        for used, limit in (
+            ("memory.current", "memory.max"),
+            ("memory.usage_in_bytes", "memory.limit_in_bytes"),
+        ):
+            with suppress(OSError, ValueError):
+                free = int((folder / limit).read_text()) - int((folder / used).read_text())
+                left.append(max(0, free) + _reclaimable(folder))
+    return min(left)
+
+
+def _reclaimable(folder: Path) -> int:
+    """Return what a control group counts as used and can give back: pages of files that nobody has used lately."""
+    with suppress(OSError, ValueError, KeyError):
+        return _counter(folder / "memory.stat", "inactive_file")
+    return 0
+
+
+def _counter(file: Path, name: str = "oom_kill") -> int:
+    """Return the value of one line of a file whose lines are a name and a whole number."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return int({line[0]: line[1] for line in lines if len(line) == 2}[name])

@@ -13,6 +13,7 @@ from lightning_lockstep._application.build import component_keys
 from lightning_lockstep._application.checkpoints import find_checkpoint
 from lightning_lockstep._application.config_channel import ExternalRanks, external_ranks
 from lightning_lockstep._application.faults import Fault
+from lightning_lockstep._application.preflight import preflight_faults
 from lightning_lockstep._application.targets import TargetChecks, target_of
 from lightning_lockstep._application.value_types import mismatch
 from lightning_lockstep._lightning import LightningEnvironment
@@ -26,6 +27,7 @@ _SWITCHES: dict[str, Any] = {
     "fit": bool,
     "validate": bool,
     "test": bool,
+    "preflight": bool,
     "ckpt_path": str | None,
 }
 
@@ -51,7 +53,9 @@ def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
     external = external_ranks()
     uneven = _uneven_tasks()
     counts = uneven or _external(config, external)
-    return [*faults, *_single_device(config), *counts, *_global_batch(config, external)]
+    faults += [*_single_device(config), *counts, *_global_batch(config, external)]
+    # Takes seconds, and starts ranks: not for a configuration that cannot run anyway.
+    return faults or preflight_faults(config)
 
 
 def prepare_training(config: DictConfig) -> None:

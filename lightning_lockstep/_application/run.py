@@ -11,6 +11,7 @@ import torch
 from omegaconf import DictConfig
 
 from lightning_lockstep._application.build import Components, build
+from lightning_lockstep._application.failure_file import keep_failure
 from lightning_lockstep._application.quiet import QuietRanks, leave_out_noise
 from lightning_lockstep._application.summary import Summary, read_metrics, show, write
 from lightning_lockstep._application.tracking import LogConfiguration, finish
@@ -55,8 +56,9 @@ def run(config: DictConfig) -> float | None:
     loggers = list(parts.trainer.loggers)
     try:
         metrics = _loops(config, parts, record)
-    except BaseException:
+    except BaseException as error:
         restore_data_classes()
+        keep_failure(parts.trainer, error)
         # One rank may go on with the next job of a sweep; of several each ends here, and must not wait.
         if parts.trainer.world_size == 1:
             finish(loggers, failed=True)

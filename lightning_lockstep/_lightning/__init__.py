@@ -64,6 +64,8 @@ _PUBLIC: dict[str, str] = {
     "DummyLogger": "pytorch.loggers.logger.DummyLogger",
     "PassThroughProfiler": "pytorch.profilers.PassThroughProfiler",
     "move_data_to_device": "fabric.utilities.move_data_to_device",
+    "find_shared_parameters": "pytorch.utilities.find_shared_parameters",
+    "set_shared_parameters": "pytorch.utilities.set_shared_parameters",
     "MisconfigurationException": "pytorch.utilities.exceptions.MisconfigurationException",
     "ClusterEnvironment": "fabric.plugins.environments.ClusterEnvironment",
     "LightningEnvironment": "fabric.plugins.environments.LightningEnvironment",
@@ -213,7 +215,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
     from lightning.pytorch.tuner import Tuner
-    from lightning.pytorch.utilities import CombinedLoader
+    from lightning.pytorch.utilities import CombinedLoader, find_shared_parameters, set_shared_parameters
     from lightning.pytorch.utilities.data import extract_batch_size as _extract_batch_size
     from lightning.pytorch.utilities.exceptions import (
         MisconfigurationException,

@@ -40,6 +40,8 @@ OWNERS: dict[str, str] = {
     "CombinedLoader": "utilities",
     "_SignalConnector": "trainer.connectors.signal_connector",
     "_CheckpointConnector": "trainer.connectors.checkpoint_connector",
+    "_LoggerConnector": "trainer.connectors.logger_connector",
+    "_ResultCollection": "trainer.connectors.logger_connector.result",
     "_ResultMetric": "trainer.connectors.logger_connector.result",
     "_SubprocessScriptLauncher": "strategies.launchers",
     "_MultiProcessingLauncher": "strategies.launchers",
@@ -53,7 +55,6 @@ TOUCHED: dict[str, str] = {}
 INHERITED: dict[str, str] = {
     "Strategy._configure_launcher": "the Trainer asks a strategy for its launcher by this method",
     "Strategy._launcher": "where Lightning looks for the launcher of a strategy",
-    "SingleDeviceStrategy._root_device": "the device is known once torch-xla has been told how many there are",
     "DeepSpeedStrategy._init_config_if_needed": "the configuration is completed from the Trainer by our rules",
     "DeepSpeedStrategy._init_optimizers": "where several optimizers are refused, which we say more about",
     "DeepSpeedStrategy._setup_model_and_optimizer": "Lightning's gives DeepSpeed no index of a CPU, which it needs",
@@ -295,6 +296,68 @@ def logs_as(module: Any, hook: str) -> Iterator[None]:
 
 
 # -- stopping, callbacks --
+
+
+@touches(
+    "Trainer._logger_connector",
+    "_LoggerConnector.should_update_logs",
+    "_TrainingEpochLoop._batches_that_stepped",
+    why="whether Lightning gives the values of the current batch to its loggers",
+)
+def logs_this_step(trainer: Any) -> bool:
+    """Return whether the values of the current training batch are logged; every 50th where nothing is."""
+    if trainer.log_every_n_steps == 0:
+        return bool((trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % 50 == 0)
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+@touches(
+    "_TrainingEpochLoop._results",
+    "_ResultCollection.metrics",
+    why="values for the progress bar are made numbers at every step, which waits for the device",
+)
+def read_progress_values_when(trainer: Any, is_due: Callable[[], bool]) -> Callable[[], None]:
+    """Have the values of the progress bar read from the device only where that is due, and at the end of an epoch.
+
+    Args:
+        trainer: The Trainer.
+        is_due: Whether they are, in the current training batch.
+
+    Returns:
+        A function that undoes it.
+    """
+    results: Any = trainer.fit_loop.epoch_loop._results
+    read_all = results.metrics
+
+    def metrics(on_step: bool) -> Any:
+        if not on_step or is_due():
+            return read_all(on_step)
+        shown = [value.meta for value in results.values() if value.meta.prog_bar]
+        try:
+            for meta in shown:
+                meta.prog_bar = False
+            return read_all(on_step)
+        finally:
+            for meta in shown:
+                meta.prog_bar = True
+
+    vars(results)["metrics"] = metrics
+    return lambda: vars(results).pop("metrics", None)
+
+
+@touches(
+    "Trainer._results", why="padded samples have no weight in the mean over the batches of what is logged"
+)
+def weigh_logged_values(trainer: Any, samples: int) -> None:
+    """Let what the current batch logs without a ``batch_size`` have the weight of so many samples.
+
+    Args:
+        trainer: The Trainer, at the start of a batch.
+        samples: How many of the batch count.
+    """
+    results: Any = trainer._results
+    if results is not None:
+        results.batch_size = samples
 
 
 @touches(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_lockstep.callbacks.overflow_detector import OverflowDetector as OverflowDetector
     from lightning_lockstep.callbacks.rank_logging import RankOrderedLogging as RankOrderedLogging
     from lightning_lockstep.callbacks.recompile_monitor import RecompileMonitor as RecompileMonitor
+    from lightning_lockstep.callbacks.static_shapes import StaticShapes as StaticShapes
     from lightning_lockstep.callbacks.stop_together import StopTogether as StopTogether
     from lightning_lockstep.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
 else:

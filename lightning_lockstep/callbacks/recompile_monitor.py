@@ -131,7 +131,7 @@ class RecompileMonitor(Callback):
         if len(sizes) > 1:
             _log.warning(
                 "RecompileMonitor: %s takes %d samples at once, training %d. The same number lets both use what was"
-                " compiled for it.",
+                " compiled for it: StaticShapes(evaluation_at_training_size=True).",
                 stage,
                 here[0][0],
                 trained[0][0],

@@ -9,29 +9,54 @@ Nothing outside it imports ``torch.distributed``, ``mpi4py`` or ``torch_xla``. T
 Both know the run by its :class:`RankGroup` (rank, size, store), which need not come from torch.
 """
 
-from lightning_lockstep.distributed.communicator import (
-    Agreement,
-    Communicator,
-    PendingReduction,
-    SingleProcessCommunicator,
-)
-from lightning_lockstep.distributed.failure.propagation import FailurePropagation
-from lightning_lockstep.distributed.failure.record import FailureRecord
-from lightning_lockstep.distributed.process_group import RankGroup, rendezvous_store
-from lightning_lockstep.distributed.side_channel.base import (
-    LocalSideChannel,
-    Message,
-    SideChannel,
-)
-from lightning_lockstep.distributed.side_channel.gather import Gather, Gathered
-from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
-from lightning_lockstep.distributed.torch_communicator import (
-    TorchCommunicator,
-    at_shut_down,
-    current_communicator,
-    shut_down,
-    use_communicator,
-)
+from typing import TYPE_CHECKING
+
+from lightning_lockstep._exports import lazy as _lazy
+
+if TYPE_CHECKING:
+    from lightning_lockstep.distributed.communicator import Agreement as Agreement
+    from lightning_lockstep.distributed.communicator import Communicator as Communicator
+    from lightning_lockstep.distributed.communicator import PendingReduction as PendingReduction
+    from lightning_lockstep.distributed.communicator import (
+        SingleProcessCommunicator as SingleProcessCommunicator,
+    )
+    from lightning_lockstep.distributed.failure.propagation import FailurePropagation as FailurePropagation
+    from lightning_lockstep.distributed.failure.record import FailureRecord as FailureRecord
+    from lightning_lockstep.distributed.process_group import RankGroup as RankGroup
+    from lightning_lockstep.distributed.process_group import rendezvous_store as rendezvous_store
+    from lightning_lockstep.distributed.side_channel.base import LocalSideChannel as LocalSideChannel
+    from lightning_lockstep.distributed.side_channel.base import Message as Message
+    from lightning_lockstep.distributed.side_channel.base import SideChannel as SideChannel
+    from lightning_lockstep.distributed.side_channel.gather import Gather as Gather
+    from lightning_lockstep.distributed.side_channel.gather import Gathered as Gathered
+    from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel as ZeroMQSideChannel
+    from lightning_lockstep.distributed.torch_communicator import TorchCommunicator as TorchCommunicator
+    from lightning_lockstep.distributed.torch_communicator import at_shut_down as at_shut_down
+    from lightning_lockstep.distributed.torch_communicator import current_communicator as current_communicator
+    from lightning_lockstep.distributed.torch_communicator import shut_down as shut_down
+    from lightning_lockstep.distributed.torch_communicator import use_communicator as use_communicator
+
+_NAMES = {
+    "Agreement": "distributed.communicator",
+    "Communicator": "distributed.communicator",
+    "FailurePropagation": "distributed.failure.propagation",
+    "FailureRecord": "distributed.failure.record",
+    "Gather": "distributed.side_channel.gather",
+    "Gathered": "distributed.side_channel.gather",
+    "LocalSideChannel": "distributed.side_channel.base",
+    "Message": "distributed.side_channel.base",
+    "PendingReduction": "distributed.communicator",
+    "RankGroup": "distributed.process_group",
+    "SideChannel": "distributed.side_channel.base",
+    "SingleProcessCommunicator": "distributed.communicator",
+    "TorchCommunicator": "distributed.torch_communicator",
+    "ZeroMQSideChannel": "distributed.side_channel.zeromq",
+    "at_shut_down": "distributed.torch_communicator",
+    "current_communicator": "distributed.torch_communicator",
+    "rendezvous_store": "distributed.process_group",
+    "shut_down": "distributed.torch_communicator",
+    "use_communicator": "distributed.torch_communicator",
+}
 
 __all__ = [
     "Agreement",
@@ -54,3 +79,5 @@ __all__ = [
     "ZeroMQSideChannel",
     "use_communicator",
 ]
+
+__getattr__, __dir__ = _lazy(__name__, _NAMES)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lockstep.distributed.reduction_kinds import reduction_kind
 from lightning_lockstep.errors import CollectiveError
 
 __all__ = ["ANSWERS", "LocalCall", "UnansweredCollectiveError"]
 
 # Types of these are not among those that torch states.
-_Kind: Any = dist.ReduceOp.RedOpType
 _OBJECT_FUNCTIONS = {"broadcast_object_list", "scatter_object_list"}
 
 
@@ -169,16 +169,15 @@ def _copy(call: LocalCall, place: Tensor, source: Tensor) -> None:
 
 
 def _reduce_in_place(call: LocalCall, tensor: Tensor) -> None:
-    kind = getattr(call.reduction, "op", _Kind.SUM)
-    kind = kind if isinstance(kind, _Kind) else _Kind(kind())
+    kind = "sum" if call.reduction is None else reduction_kind(call.reduction)
     values = tensor.data
-    if kind == _Kind.SUM and values.dtype is not torch.bool:
+    if kind == "sum" and values.dtype is not torch.bool:
         values.mul_(call.size)
-    elif kind == _Kind.PRODUCT:
+    elif kind == "product":
         values.pow_(call.size)
-    elif kind == _Kind.BXOR and call.size % 2 == 0:
+    elif kind == "bxor" and call.size % 2 == 0:
         values.zero_()
-    elif kind == _Kind.PREMUL_SUM:
+    elif kind == "premul_sum":
         raise call.unanswered("the factor of PREMUL_SUM is not known here")
     # An average, minimum, maximum, bitwise and, bitwise or of equal tensors is the tensor.
 

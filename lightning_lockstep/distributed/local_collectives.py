@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning_lockstep.distributed.c10d_operators import operator_named, while_answered_locally
 from lightning_lockstep.distributed.local_answers import ANSWERS, LocalCall, UnansweredCollectiveError
 from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.distributed.reduction_kinds import noting_reductions
 
 __all__ = ["LocalAnswers", "UnansweredCollectiveError", "local_collectives"]
 
@@ -65,6 +66,7 @@ def local_collectives() -> Iterator[LocalAnswers]:
     with ExitStack() as stack:
         stack.enter_context(while_answered_locally())
         if process_group_exists() and dist.get_world_size() > 1:
+            stack.enter_context(noting_reductions())
             stack.enter_context(_replaced_kernels(answers))
             for group in dist.distributed_c10d._world.pg_map:
                 if type(group) is not dist.ProcessGroup:

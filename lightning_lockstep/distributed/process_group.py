@@ -283,8 +283,16 @@ def process_group_exists() -> bool:
 
 
 def default_backend(device: torch.device) -> str:
-    """Return the name of the backend that torch uses for a device: ``nccl`` for CUDA, ``gloo`` for CPU."""
+    """Return the name of the backend that torch uses for a device: ``nccl`` for CUDA, ``gloo`` for CPU.
+
+    For another type of device it is the one that was registered for it, ``gloo`` where none was.
+    """
     return dist.Backend.default_device_backend_map.get(device.type, "gloo")
+
+
+def _serves(backend: str, device: torch.device) -> bool:
+    """Return whether a backend was registered for tensors on a device other than the CPU."""
+    return device.type != "cpu" and device.type in dist.Backend.backend_capability.get(backend, [])
 
 
 def has_backend(name: str) -> bool:
@@ -338,7 +346,7 @@ def start_process_group(
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=device if device.type != "cpu" else None,
+            device_id=device if _serves(backend, device) else None,
         )
     except dist.DistError as error:
         raise LaunchError(

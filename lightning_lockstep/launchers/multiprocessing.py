@@ -7,14 +7,12 @@ the others the grace period, and raises one error with the first failing rank's 
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,19 +37,25 @@ from lightning_lockstep.distributed.failure.process_exit import (
     leave_without_waiting,
     stay,
 )
-from lightning_lockstep.distributed.failure.record import FailureRecord, describe_exit
 from lightning_lockstep.distributed.failure.uncaught import show_plainly
 from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.distributed.side_channel.job_token import token_for_children
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
 from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 from lightning_lockstep.launchers.forwarding import SignalForwarding
+from lightning_lockstep.launchers.notebook.before_fork import check_kernel, prepare_fork
+from lightning_lockstep.launchers.notebook.begin import begin_rank
+from lightning_lockstep.launchers.notebook.failures import MemoryWatch, record_of_end, show_in_cell
+from lightning_lockstep.launchers.notebook.kernel_messages import in_kernel
+from lightning_lockstep.launchers.notebook.output import RankOutput
+from lightning_lockstep.launchers.rank_processes import BadEnd, end_with_parent
 
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 
 __all__ = ["SpawnedLauncher"]
 
+_IN_CELL = 0.1  # how often the cell of a notebook shows what has come [s]
 _PERIOD = 1.0  # how often the parent looks whether its ranks end in time after a signal [s]
 _INTERRUPTED = 130  # exit code after Ctrl-C, where Lightning's own would be 1
 _CTRL_C = 2.0  # how long ranks that a terminal's Ctrl-C has reached may take before they get it from here [s]
@@ -87,6 +91,9 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         Ranks: the parent process, which is no rank.
         """
         self._check(trainer)
+        if self._start_method == "fork":
+            prepare_fork()
+        self._memory = MemoryWatch()
         stay()  # an earlier launch may have been interrupted, and the program goes on
         drop_what_nobody_reads()  # multiprocessing flushes both streams, and would raise for one that nobody reads
         environment = self._strategy.cluster_environment
@@ -94,7 +101,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             environment.adopt_port(free_port())
         snapshot = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         answers = mp.get_context(self._start_method).SimpleQueue()
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, self._output(Path(folder)) as output:
             context = mp.start_processes(  # type: ignore[no-untyped-call]
                 self._in_rank,
                 args=(folder, token_for_children(), trainer, function, args, kwargs, answers, snapshot),
@@ -104,7 +111,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             )
             self.procs = context.processes
             try:
-                self._join(context, Path(folder))
+                self._join(context, Path(folder), output)
             finally:
                 for file in context.error_files:  # torch leaves them behind
                     Path(file).unlink(missing_ok=True)
@@ -122,7 +129,9 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         return output.trainer_results
 
     def _check(self, trainer: Any) -> None:
-        if self._start_method in ("fork", "forkserver"):
+        if self._from_kernel:
+            check_kernel()
+        elif self._start_method in ("fork", "forkserver"):
             _check_bad_cuda_fork()
         if self._start_method == "spawn":
             _check_missing_main_guard()
@@ -133,14 +142,33 @@ class SpawnedLauncher(_MultiProcessingLauncher):
                 " Make a new Trainer and pass ckpt_path=..., or use start_method='popen'."
             )
 
-    def _join(self, context: Any, folder: Path) -> None:
+    def _output(self, folder: Path) -> Any:
+        """Return what shows in the cell of a notebook what the ranks print; elsewhere they print by themselves."""
+        if not self._from_kernel:
+            return nullcontext()
+
+        def has_ended(rank: int) -> bool:
+            return bool(self.procs[rank].exitcode is not None)
+
+        return RankOutput(folder, self._strategy.num_processes, has_ended=has_ended)
+
+    @property
+    def _from_kernel(self) -> bool:
+        return self._start_method == "fork" and in_kernel()
+
+    def _join(self, context: Any, folder: Path, output: RankOutput | None) -> None:
         grace = self._supervisor.settings.grace_period
         try:
             with SignalForwarding(self.kill, functools.partial(self.kill, signal.SIGKILL)) as signals:
-                while not context.join(timeout=_PERIOD, grace_period=grace / 2):
+                while not context.join(timeout=_IN_CELL if output else _PERIOD, grace_period=grace / 2):
                     signals.check()
+                    self._memory.look()
+                    if output:
+                        output.show()
         except KeyboardInterrupt:
             self._end_interrupted(grace)
+            if output:  # the program goes on
+                stay()
             raise
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise self._first_failure(error, context, folder) from None
@@ -163,10 +191,9 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         if noted is not None:
             record = noted
         elif isinstance(error, mp.ProcessExitedException):
-            kind, summary, code = describe_exit(process.exitcode or 0)
             world = self._strategy.num_processes * self._strategy.num_nodes
-            host = os.uname().nodename
-            record = FailureRecord(error.error_index, world, host, process.pid, kind, summary, exit_code=code)
+            end = BadEnd(error.error_index, process.pid, process.exitcode or 0, time.monotonic())
+            record = record_of_end(end, world, self._memory)
         else:
             return error  # raised before the ranks had met: its text has the rank's traceback
         if record.kind == "interrupt":
@@ -174,14 +201,16 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             return KeyboardInterrupt()
         failed = RankFailedError(record.report(), record)
         show_plainly(failed, record.exit_code)
-        return failed
+        return show_in_cell(failed, f"RankFailedError: {failed}")
 
     def _in_rank(
         self, process_idx: int, folder: str, token: dict[str, str], trainer: Any, function: Any, *rest: Any
     ) -> None:
         """Run in a started rank: as Lightning does, under the supervisor."""
         args, kwargs, answers, snapshot = rest
-        threading.Thread(target=_end_with_parent, name="lockstep-parent", daemon=True).start()
+        if self._from_kernel:
+            begin_rank(process_idx, Path(folder))
+        end_with_parent()
         os.environ.update(token)
         self._supervisor.attach(trainer)
         self._supervisor.parent_prints = True
@@ -199,11 +228,3 @@ class SpawnedLauncher(_MultiProcessingLauncher):
             # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
             note_agreed_exit(preempted)
         drop_what_nobody_reads()
-
-
-def _end_with_parent() -> None:
-    """End this rank when the process that has started it is gone; that waits for its ranks otherwise."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    end_now(1, "\nlightning-lockstep: the process that started the ranks is gone; so this rank ends.\n")

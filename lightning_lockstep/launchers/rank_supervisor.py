@@ -31,6 +31,7 @@ from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.settings import GuardSettings
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.cpu_threads import apply_threads
+from lightning_lockstep.launchers.notebook.this_rank import notebook_rank
 
 __all__ = ["RankSupervisor", "SupervisorSettings"]
 
@@ -100,7 +101,7 @@ class RankSupervisor:
         self.threads = 0
         self.cores: tuple[int, ...] = ()
         self.on_force: Callable[[], None] | None = None
-        self.parent_prints = False
+        self.parent_prints = notebook_rank() is not None
         self._trainer: Callable[[], Any] = _no_trainer
 
     def attach(self, trainer: Any) -> None:

@@ -9,102 +9,27 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shutil
 import socket
-import subprocess
 import warnings
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from signal import Signals
 
 from lightning_lockstep._lightning import ClusterEnvironment, SLURMEnvironment
 from lightning_lockstep._tables import plain_table
 from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.slurm_step import (
+    INTERACTIVE,
+    SlurmStep,
+    address_of_node,
+    find_slurm_step,
+    first_node,
+)
 
 __all__ = ["SlurmStep", "SlurmStepEnvironment", "check_srun_is_used", "find_slurm_step", "hide_srun_hint"]
 
-# Shells, which Lightning takes for interactive work: what is started in them is no task.
-_INTERACTIVE = ("bash", "interactive")
 # Ports that jobs are given: above those of services, below those that systems give to outgoing connections.
 _FIRST_PORT, _PORTS = 12_000, 8_000
-_ASK_SLURM = 10.0  # how long Slurm may take to give a node's address [s]
-
-
-@dataclass(frozen=True)
-class SlurmStep:
-    """The rank that this process is in a step of a Slurm job, by the variables that srun has set.
-
-    Attributes:
-        job: Number of the job.
-        step: Number of the step in it.
-        restarts: How often the job was requeued.
-        rank: Of this task.
-        size: Number of tasks.
-        local_rank: Of this task on its node.
-        node: Number of this node among those of the step.
-        tasks_per_node: Number of tasks on each node.
-        nodes: Names of the nodes, as Slurm abbreviates them.
-        cluster: Name of the Slurm cluster; two on one host number their jobs alike.
-    """
-
-    job: str
-    step: str
-    restarts: str
-    rank: int
-    size: int
-    local_rank: int
-    node: int
-    tasks_per_node: tuple[int, ...]
-    nodes: str
-    cluster: str = ""
-
-    @property
-    def local_size(self) -> int:
-        """Number of tasks on this node."""
-        return self.tasks_per_node[self.node] if self.node < len(self.tasks_per_node) else self.size
-
-    @property
-    def name(self) -> str:
-        """What tells this step from every other, of other jobs and of earlier runs of this job too."""
-        step = f"{self.job}.{self.step}.{self.restarts}"
-        return f"{step}@{self.cluster}" if self.cluster else step
-
-
-def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | None:
-    """Return which task of a Slurm step this process is, or ``None`` where srun has not started it.
-
-    Args:
-        environ: Environment variables; by default those of this process.
-
-    Ranks: any rank, alone; nothing is sent.
-    """
-    environ = os.environ if environ is None else environ
-    size, rank = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_PROCID", "")
-    # A batch script has the rank of a task, too, but not those of a step.
-    if not size.isdigit() or not rank.isdigit() or environ.get("SLURM_JOB_NAME") in _INTERACTIVE:
-        return None
-    return SlurmStep(
-        job=environ.get("SLURM_JOB_ID", "0"),
-        step=environ.get("SLURM_STEP_ID", "0"),
-        restarts=environ.get("SLURM_RESTART_COUNT", "0"),
-        rank=int(rank),
-        size=int(size),
-        local_rank=int(environ.get("SLURM_LOCALID", "0")),
-        node=int(environ.get("SLURM_NODEID", "0")),
-        tasks_per_node=_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", size)),
-        nodes=environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", ""),
-        cluster=environ.get("SLURM_CLUSTER_NAME", ""),
-    )
-
-
-def _counts(listed: str) -> tuple[int, ...]:
-    """Return the numbers in a list such as ``2(x3),1``."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
-        counts += [int(count)] * int(times or 1)
-    return tuple(counts)
 
 
 def hide_srun_hint() -> None:
@@ -128,7 +53,7 @@ def check_srun_is_used(num_nodes: int, environ: Mapping[str, str] | None = None)
     environ = os.environ if environ is None else environ
     in_script = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
     by_hand = "NODE_RANK" in environ or "GROUP_RANK" in environ
-    if num_nodes < 2 or not in_script or by_hand or environ.get("SLURM_JOB_NAME") in _INTERACTIVE:
+    if num_nodes < 2 or not in_script or by_hand or environ.get("SLURM_JOB_NAME") in INTERACTIVE:
         return
     job, nodes = environ.get("SLURM_JOB_ID", "?"), environ.get("SLURM_JOB_NUM_NODES", "?")
     raise LaunchError(
@@ -191,7 +116,7 @@ class SlurmStepEnvironment(SLURMEnvironment):
             return _checked(given)
         if len(self.slurm_step.tasks_per_node) == 1:
             return "127.0.0.1"
-        return _address_of_node(self.resolve_root_node_address(self.slurm_step.nodes))
+        return address_of_node(first_node(self.slurm_step.nodes))
 
     @property
     def main_port(self) -> int:
@@ -275,34 +200,3 @@ def _checked(given: str) -> str:
             " step's first node. Correct it, or leave it out: the ranks then ask Slurm."
         ) from error
     return given
-
-
-@functools.cache
-def _address_of_node(name: str) -> str:
-    """Return the name of a node if it can be resolved, else the address that Slurm knows it by."""
-    for address in (name, _address_by_slurm(name)):
-        if address:
-            with suppress(OSError):
-                socket.getaddrinfo(address, None)
-                return address
-    raise LaunchError(
-        f"Slurm names {name!r} as the node of rank 0, and {socket.gethostname()!r} cannot resolve that name. Put an"
-        " address of that node in front of srun: export MASTER_ADDR=..."
-    )
-
-
-def _address_by_slurm(name: str) -> str | None:
-    scontrol = shutil.which("scontrol")
-    if scontrol is None:
-        return None
-    with suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(
-            [scontrol, "show", "node", "--oneliner", name],
-            capture_output=True,
-            text=True,
-            timeout=_ASK_SLURM,
-            check=True,
-        )
-        found = re.search(r"\bNodeAddr=(\S+)", told.stdout)
-        return found[1] if found else None
-    return None

@@ -123,6 +123,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._supervisor = supervisor
 
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether this works in a notebook: the program cannot be run again there, but ranks may exist already."""
+        return bool(self.cluster_environment.creates_processes_externally)
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks of this node unless that has been done, then run ``function`` under the supervisor.
 

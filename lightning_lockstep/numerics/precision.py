@@ -7,6 +7,7 @@ run's device, or is refused with the names that would work.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ def resolve_precision(plugin: Precision, requested: str | None, device_type: str
     Args:
         plugin: What Lightning has chosen.
         requested: What the user requested, or ``None`` when a plugin or nothing was given.
-        device_type: ``cpu`` or ``cuda``.
+        device_type: ``cpu``, ``cuda`` or that of another backend of torch, such as ``tpu``.
 
     Returns:
         ``plugin``, or another one where Lightning's does something else than its name says.
@@ -73,4 +74,8 @@ def resolve_precision(plugin: Precision, requested: str | None, device_type: str
             " Lightning's warning that it uses bf16-mixed instead does not apply to this strategy."
         )
         return MixedPrecision("16-mixed", "cpu")
+    # For a device that it does not know, Lightning makes autocast that of CUDA, which casts nothing there.
+    if type(plugin) is MixedPrecision and plugin.device != device_type and device_type not in ("cpu", "cuda"):
+        mixed: Any = plugin.precision
+        return MixedPrecision(mixed, device_type)
     return plugin

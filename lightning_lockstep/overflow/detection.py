@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,9 @@ from lightning_lockstep.overflow.requirements import refuse_compiled
 from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.overflow.step_check import StepCheck, spread_bad_values
 from lightning_lockstep.overflow.trace import BatchTrace
+from lightning_lockstep.overflow.training_step import wrap_training_step
 from lightning_lockstep.overflow.underflow import UnderflowCheck
 from lightning_lockstep.steps.engines import EngineGradients, HasEngineGradients
-from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.random_state import RandomState
 from lightning_lockstep.steps.snapshot import BufferCopies
 
@@ -81,7 +79,7 @@ class Detection:
         self.record: StepRecord | None = None
         self._suspect: StepRecord | None = None
         self._last: StepRecord | None = None
-        self._remove = _wrap_training_step(module, self._begin_step)
+        self._remove = wrap_training_step(module, self._begin_step)
 
     def remove(self) -> None:
         """Take everything away."""
@@ -215,27 +213,3 @@ def _activation_watch(module: LightningModule, settings: OverflowSettings) -> Ac
         modules=None if settings.modules is None else NamePatterns(settings.modules),
         keep_history=settings.report_dir is not None,
     )
-
-
-def _wrap_training_step(
-    module: LightningModule, begin: Callable[[Any, Any, Any], AbstractContextManager[Any]]
-) -> Callable[[], None]:
-    """Have ``begin`` called at the start of each ``training_step``, below DDP and inside autocast.
-
-    Args:
-        module: The LightningModule.
-        begin: Is given the step, its arguments and its keyword arguments; the step runs in the context it gives.
-
-    Returns:
-        A function that takes it away.
-    """
-    original = module.training_step
-
-    @functools.wraps(original)
-    def training_step(*args: Any, **kwargs: Any) -> Any:
-        with begin(original, args, kwargs):
-            return original(*args, **kwargs)
-
-    # Lightning and torch.compile look at the signature of what was there first.
-    training_step.__wrapped__ = inspect.unwrap(original)
-    return put_in_place(module, "training_step", training_step)

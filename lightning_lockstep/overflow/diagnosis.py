@@ -158,13 +158,17 @@ class Diagnosis:
     def _report(self, record: StepRecord) -> RankReport:
         """Return a report of what is known without a replay."""
         trainer = self.trainer
-        occasion = Occasion(trainer.current_epoch, trainer.global_step, record.batch_number, record.batch_idx)
+        epoch, step = record.place or (trainer.current_epoch, trainer.global_step)
+        occasion = Occasion(epoch, step, record.batch_number, record.batch_idx)
         report = RankReport(self.communicator.rank, self.communicator.host, occasion)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         report.loss = None if record.loss is None else float(record.loss.sum()) / scale
-        report.gradients = self._bad_gradients()
-        report.optimizer = self._bad_optimizer_state()
+        if record.bad_gradients is None:
+            report.gradients = self._bad_gradients()
+            report.optimizer = self._bad_optimizer_state()
+        else:  # known later: the gradients are others by now, and the optimizer has taken in the bad ones
+            report.gradients = record.bad_gradients
         report.notes += record.notes
         return report
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.overflow.frame_recorder import FrameRecorder
+from lightning_lockstep.steps.capabilities import RunsLater
 from lightning_lockstep.steps.isolated import isolated, run_forward_backward
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.random_state import RandomState
@@ -44,6 +45,9 @@ class StepRecord:
         stepped: Whether an optimizer was about to step.
         skipped: Whether such a step was skipped.
         notes: Notes for the report.
+        place: Epoch and optimizer step of the run at its start; ``None`` where the report is of the step under way.
+        device_seed: State of random numbers that a strategy keeps for its devices; ``None`` where it keeps none.
+        bad_gradients: Names of the gradients that were found bad, where they are others by now.
     """
 
     function: Callable[..., Any]
@@ -59,6 +63,9 @@ class StepRecord:
     stepped: bool = False
     skipped: bool = False
     notes: list[str] = field(default_factory=list)
+    place: tuple[int, int] | None = None
+    device_seed: int | None = None
+    bad_gradients: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ def replay(
         now = RandomState.capture()
         stack.enter_context(Snapshot(now, BufferCopies(module), ModuleAttributes(module), Gradients(module)))
         record.random.restore()
+        stack.enter_context(_seeded(trainer, record.device_seed))
         record.buffers.restore()
         answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
         stack.enter_context(torch.enable_grad())
@@ -135,6 +143,20 @@ def replay(
         )
         recorder.finish()
     return Replayed(losses[-1] if losses else None, answers.count)
+
+
+@contextmanager
+def _seeded(trainer: Trainer, seed: int | None) -> Iterator[None]:
+    strategy = trainer.strategy
+    if seed is None or not isinstance(strategy, RunsLater):
+        yield
+        return
+    now = strategy.device_seed()
+    strategy.set_device_seed(seed)
+    try:
+        yield
+    finally:
+        strategy.set_device_seed(now)
 
 
 def _called_by(module: LightningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

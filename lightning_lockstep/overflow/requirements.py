@@ -7,20 +7,23 @@ from torch import nn
 from lightning_lockstep._lightning import Trainer
 from lightning_lockstep._lightning.internals import averages_models, is_compiled
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.steps.capabilities import missing_capabilities
 from lightning_lockstep.steps.engines import HasEngineGradients
 
 __all__ = ["refuse_compiled", "refuse_strategy"]
 
 
-def refuse_strategy(trainer: Trainer) -> None:
+def refuse_strategy(trainer: Trainer, settings: OverflowSettings) -> None:
     """Raise where gradients are not the same on all ranks and no engine tells of them, or not there to be checked.
 
     Args:
         trainer: The Trainer, set up for fitting.
+        settings: The detector's options.
 
     Raises:
-        ConfigurationError: The strategy has no gradients to be checked, or averages the ranks' models now and then.
+        ConfigurationError: The strategy has no gradients to be checked, or averages the ranks' models now and then, or
+            an option needs the answer before the optimizer steps and there is none so early.
     """
     if isinstance(trainer.strategy, HasEngineGradients):
         return
@@ -30,10 +33,26 @@ def refuse_strategy(trainer: Trainer) -> None:
             f"OverflowDetector does not work with {name}: {why}. Use a DDP or single-device strategy to find the"
             " overflow."
         )
+    for why in missing_capabilities(trainer.strategy, "runs_at_once"):
+        _refuse_early_answers(trainer, settings, name, why)
     if averages_models(trainer.strategy):
         raise ConfigurationError(
             f"OverflowDetector does not work with model_averaging_period on {name}: between two averages each rank"
             " has gradients of its own, so that one rank would act alone. Train without it to find the overflow."
+        )
+
+
+def _refuse_early_answers(trainer: Trainer, settings: OverflowSettings, name: str, why: str) -> None:
+    if settings.action == "skip":
+        raise ConfigurationError(
+            f"OverflowDetector(action='skip') does not work with {name}: {why}, and once the answer is known the step"
+            " was taken and cannot be skipped. Use action='raise', which leaves the weights as they were before the"
+            " bad step, or 'warn'."
+        )
+    if not settings.gradients and trainer.world_size > 1:
+        raise ConfigurationError(
+            f"OverflowDetector(gradients=False) does not work with {name} on several ranks: {why}, so it is the"
+            " reduced gradients that tell all ranks. Use gradients=True."
         )
 
 

@@ -10,11 +10,10 @@ from typing import Any
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 
+from lightning_lockstep.recompilation.advice import Shapes, advice_on_shapes
 from lightning_lockstep.recompilation.sources import Compilation
 
 __all__ = ["CompiledStep", "StepCompilations", "shapes_of"]
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 def shapes_of(batch: Any) -> Shapes:
@@ -65,9 +64,10 @@ class CompiledStep:
         if self.is_expected:
             return f"{text}, as the first batches do"
         if self.are_new:
-            return (
+            new = (
                 f"{text}: its shapes {_text(self.shapes)} are new, the batch before had {_text(self.before)}"
             )
+            return f"{new}{advice_on_shapes(self.stage, self.shapes, self.before)}"
         reasons = [f"{one.what}: {one.reason}" for one in self.compilations if one.reason]
         return f"{text}, with shapes that had come before; {'; '.join(reasons) or 'the compiler does not say why'}"
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
+
 from lightning_lockstep._lightning import DDPStrategy, SingleDeviceStrategy, Strategy
 
 __all__ = [
     "Capabilities",
+    "RunsLater",
     "StatesCapabilities",
     "capabilities_of",
     "missing_capabilities",
@@ -23,6 +26,8 @@ class Capabilities:
         whole_gradients: After a backward made by autograd, each rank holds whole gradients in ``.grad``.
         step_alone: One rank can make a step of the run by itself, without the others.
         sees_out_of_memory: Running out of memory is raised at the call that needs the memory.
+        runs_at_once: Operations run when they are called, or soon after; otherwise they are collected, and a value
+            read in the middle of a step compiles and runs a part of it.
         replays: How a recorded forward and backward is run again: by one rank ``alone``, or by all ranks
             ``together``, since each holds a part of the parameters.
     """
@@ -30,18 +35,22 @@ class Capabilities:
     whole_gradients: bool = True
     step_alone: bool = True
     sees_out_of_memory: bool = True
+    runs_at_once: bool = True
     replays: Literal["alone", "together"] = "alone"
 
 
 _WHY = {
     "whole_gradients": "it does not keep whole gradients in `.grad`, or its backward is not autograd's own",
     "step_alone": (
-        "it divides the model or its optimizer among the ranks, or runs the step itself, so a step on one rank"
-        " alone would not be the step of the run"
+        "it divides the model or its optimizer among the ranks, reduces between their devices within the step, or"
+        " runs the step itself, so a step on one rank alone would not be the step of the run"
     ),
     "sees_out_of_memory": (
         "it compiles and runs operations later than they are called, so running out of memory is not seen at the"
         " call that needs it"
+    ),
+    "runs_at_once": (
+        "it collects operations and runs them later, so a value read in the middle of a step would stop it each time"
     ),
 }
 
@@ -53,6 +62,39 @@ class StatesCapabilities(Protocol):
     @property
     def step_capabilities(self) -> Capabilities:
         """What can be done with a training step of this strategy."""
+        ...
+
+
+@runtime_checkable
+class RunsLater(Protocol):
+    """A strategy that collects operations and runs them later, and says how to wait for them.
+
+    Ranks: any rank, alone; nothing is sent but what the collected operations send.
+    """
+
+    @property
+    def memory_device(self) -> torch.device:
+        """The device whose memory fills up: the CPU where the devices are virtual ones on it."""
+        ...
+
+    def finish_pending(self) -> None:
+        """Run what was called and is pending, and wait until the devices are through.
+
+        Raises:
+            RuntimeError: Memory ran out, or what else went wrong there.
+        """
+        ...
+
+    def device_seed(self) -> int:
+        """Return the state of the devices' random numbers; nothing is read from a device."""
+        ...
+
+    def set_device_seed(self, seed: int) -> None:
+        """Let the devices' random numbers go on from a state.
+
+        Args:
+            seed: What :meth:`device_seed` has returned.
+        """
         ...
 
 
@@ -72,7 +114,7 @@ def capabilities_of(strategy: Strategy) -> Capabilities:
     if not whole:
         return Capabilities(whole_gradients=False, step_alone=False)
     if strategy.root_device.type == "xla":
-        return Capabilities(whole_gradients=False, sees_out_of_memory=False)
+        return Capabilities(whole_gradients=False, sees_out_of_memory=False, runs_at_once=False)
     return Capabilities()
 
 

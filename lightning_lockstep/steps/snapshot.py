@@ -184,6 +184,14 @@ class BufferCopies:
                     torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])
         self._versions = [b._version for b in now]
 
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each buffer that may have changed since the last refresh, and its copy."""
+        return [
+            (buffer, copied)
+            for buffer, copied, version in zip(self._originals, self._copies, self._versions, strict=True)
+            if buffer.numel() <= _SMALL or buffer._version != version
+        ]
+
     def restore(self) -> None:
         """Make the buffers what they were at the last refresh."""
         with torch.no_grad():

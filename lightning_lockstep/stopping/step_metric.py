@@ -91,6 +91,11 @@ class StepMetric:
         if metric is None or metric.is_cpu:
             self._post(step, Entry.of(metric, names))
             return
+        if (
+            metric.device.type == "xla"
+        ):  # a copy would wait for this step; once the next one is queued, hardly
+            self._copy = _Copy(step, metric.detach(), None)
+            return
         value = metric.detach().to("cpu", non_blocking=True)
         arrived = None
         if metric.device.type == "cuda":

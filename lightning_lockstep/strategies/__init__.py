@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_lockstep.strategies.ddp import LockstepDDPStrategy as LockstepDDPStrategy
     from lightning_lockstep.strategies.deepspeed import LockstepDeepSpeedStrategy as LockstepDeepSpeedStrategy
     from lightning_lockstep.strategies.mpi import LockstepMPIStrategy as LockstepMPIStrategy
+    from lightning_lockstep.strategies.xla import LockstepXLAStrategy as LockstepXLAStrategy
     from lightning_lockstep.strategies.xla_spmd import LockstepXLASPMDStrategy as LockstepXLASPMDStrategy
 else:
     __all__ = sorted(exports_of("strategies"))

@@ -38,6 +38,8 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from lightning_lockstep._environment import launcher_pid
 from lightning_lockstep._exports import public
 from lightning_lockstep._lightning import Precision, SLURMEnvironment, rank_zero_only, reset_seed
@@ -59,6 +61,7 @@ from lightning_lockstep.strategies.options import LifecycleSettings
 from lightning_lockstep.strategies.placement import mixed_gpus_warning, placement_of, show_placement
 from lightning_lockstep.strategies.uneven_inputs import UnevenInputs
 from lightning_lockstep.strategies.zero_loss import every_rank_contributes
+from lightning_lockstep.xla.forked import check_xla_untouched
 
 __all__ = ["RankLifecycle", "RankStartup"]
 
@@ -91,6 +94,8 @@ class RankStartup:
                 num_processes=strategy.num_processes,
                 num_nodes=strategy.num_nodes,
             )
+        if self.start_method == "fork":
+            check_xla_untouched()
         return SpawnedLauncher(strategy, supervisor, start_method=self.start_method)  # type: ignore[arg-type]
 
     def share_of_cores(self, strategy: Any) -> tuple[int, int]:
@@ -114,10 +119,15 @@ class RankStartup:
             address=strategy.cluster_environment.main_address,
             port=strategy.cluster_environment.main_port,
             timeout=timeout,
-            device=strategy.root_device,
+            device=self.device_of_group(strategy),
             name=getattr(strategy.cluster_environment, "rendezvous_name", None),
         )
         return is_new
+
+    def device_of_group(self, strategy: Any) -> torch.device:
+        """Return the device whose tensors the process group of torch carries."""
+        device: torch.device = strategy.root_device
+        return device
 
     def after_connect(self, supervisor: RankSupervisor) -> None:
         """Do what has to follow once the ranks are connected and failures propagate."""

@@ -19,41 +19,50 @@ from typing import Any
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_lockstep._lightning import HalfPrecision, MixedPrecision, Precision
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["DowncastPrecision", "resolve_xla_precision"]
+__all__ = ["CastPrecision", "resolve_xla_precision"]
 
-_DOWNCAST = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
 _SUPPORTED = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
-class DowncastPrecision(HalfPrecision):
-    """The second level of 16 bits: what was float32 becomes bfloat16, and what was float64 becomes float32.
+class CastPrecision(HalfPrecision):
+    """16 bits by casting modules and inputs to bfloat16, all but the states of metrics.
+
+    Args:
+        downcast: Whether float64 becomes float32 rather than bfloat16, the second level.
 
     Ranks: every process alike; nothing is sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, downcast: bool = False) -> None:
         super().__init__("bf16-true")
+        self._becomes = dict.fromkeys(_FLOATS, torch.bfloat16)
+        if downcast:
+            self._becomes[torch.float64] = torch.float32
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Cast the parameters and buffers of a module, each by its own dtype."""
-        for part in module.modules():  # Module.to() takes one dtype for all
+        metrics = {part for one in module.modules() if isinstance(one, Metric) for part in one.modules()}
+        for part in module.modules():  # Module.to() takes one dtype for all, and metrics with it
+            if part in metrics:
+                continue
             for parameter in part.parameters(recurse=False):
-                parameter.data = _downcast(parameter.data)
+                parameter.data = self._cast(parameter.data)
             for name, buffer in part.named_buffers(recurse=False):
-                setattr(part, name, _downcast(buffer))
+                setattr(part, name, self._cast(buffer))
         return module
 
     def convert_input(self, data: Any) -> Any:
         """Cast the tensors of a batch, each by its own dtype."""
-        return apply_to_collection(data, Tensor, _downcast)
+        return apply_to_collection(data, Tensor, self._cast)
 
-
-def _downcast(tensor: Tensor) -> Tensor:
-    return tensor.to(_DOWNCAST.get(tensor.dtype, tensor.dtype))
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._becomes.get(tensor.dtype, tensor.dtype))
 
 
 def resolve_xla_precision(plugin: Precision, requested: str | None, *, downcast_bf16: bool) -> Precision:
@@ -79,6 +88,6 @@ def resolve_xla_precision(plugin: Precision, requested: str | None, *, downcast_
             f"downcast_bf16=True with precision={name!r}: expected precision='bf16-true', of which it is the second"
             " level: float32 becomes bfloat16, and float64 becomes float32 rather than bfloat16."
         )
-    if downcast_bf16:
-        return DowncastPrecision()
+    if downcast_bf16 or (name == "bf16-true" and type(plugin) is HalfPrecision):
+        return CastPrecision(downcast=downcast_bf16)
     return MixedPrecision("bf16-mixed", "xla") if name == "bf16-mixed" else plugin

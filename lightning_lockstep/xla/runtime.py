@@ -5,6 +5,7 @@ The only module that imports ``torch_xla`` by name of a function that has moved 
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -14,7 +15,14 @@ import torch
 
 from lightning_lockstep.errors import ConfigurationError, MissingExtraError
 
-__all__ = ["XLARuntime", "check_environment", "check_torch_xla", "compilations_so_far"]
+__all__ = [
+    "XLARuntime",
+    "check_environment",
+    "check_torch_xla",
+    "compilations_begun_and_done",
+    "compilations_so_far",
+    "find_device_type",
+]
 
 # Variables that change what float32 means for a whole process, and what to write instead.
 _REFUSED = {
@@ -90,7 +98,7 @@ class XLARuntime:
 
     def _choose_device_type(self) -> None:
         """Name CPU where nothing else is there; torch-xla does the same, with a warning."""
-        if "PJRT_DEVICE" not in os.environ and not _has_tpu():
+        if find_device_type() == "CPU":
             os.environ["PJRT_DEVICE"] = "CPU"
 
     @property
@@ -108,6 +116,53 @@ class XLARuntime:
         """How many processes share the devices: one a host."""
         return int(self.runtime.process_count())
 
+    def be_process(self, local_rank: int, local_processes: int) -> None:
+        """Take one device of this host, with the other processes of it.
+
+        Args:
+            local_rank: Number of this process on this host, from 0.
+            local_processes: How many there are; one takes one device.
+
+        Raises:
+            ConfigurationError: This process has used all devices as one (SPMD), which torch-xla does not take back.
+
+        Ranks: every process, before it makes its first tensor on a device.
+        """
+        if self.runtime.is_spmd():
+            raise ConfigurationError(
+                "This process has trained on all XLA devices as one (SPMD) before, which torch-xla does not take back:"
+                " expected a process of its own for one device. Start another program, or use"
+                " strategy='lockstep_xla_spmd'."
+            )
+        start = self._module("_internal.pjrt")
+        if local_processes == 1:
+            start.initialize_singleprocess()
+        else:
+            start.initialize_multiprocess(local_rank, local_processes)
+
+    @property
+    def ordinal(self) -> int:
+        """Number of this process's device among all."""
+        return int(self.runtime.global_ordinal())
+
+    @property
+    def replicas(self) -> int:
+        """How many devices compute together."""
+        return int(self.runtime.world_size())
+
+    @property
+    def local_devices(self) -> int:
+        """How many devices this process has."""
+        return int(self.runtime.addressable_device_count())
+
+    def all_reduce(self, tensors: list[torch.Tensor], *, scale: float = 1.0) -> None:
+        """Sum tensors over all devices, in place, and scale them. Ranks: all, together."""
+        self._module("core.xla_model").all_reduce("sum", tensors, scale=scale)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all devices joined along the first dimension, by ordinal. Ranks: all, together."""
+        return torch.as_tensor(self._module("core.xla_model").all_gather(tensor, dim=0))
+
     def use_spmd(self) -> None:
         """Let one process compute on all devices, as if they were one.
 
@@ -120,12 +175,64 @@ class XLARuntime:
         """Return the device of this process."""
         return torch.device(self.torch_xla.device())
 
+    def check_backward(self) -> None:
+        """Check that autograd knows the devices: it counts devices once, at the first backward of the process.
+
+        Raises:
+            ConfigurationError: That was before torch-xla had its devices.
+
+        Ranks: every process, alone; nothing is computed.
+        """
+        try:
+            torch.autograd.backward(torch.zeros(1, device=self.device(), requires_grad=True).sum())
+        except RuntimeError as error:
+            if "device_ready_queues" not in str(error):
+                raise
+            raise ConfigurationError(
+                "A backward has run in this process before torch-xla had its devices, and autograd counts devices at"
+                " the first backward only: expected a process that begins with XLA. Run this in a process of its own,"
+                " or call torch_xla.runtime.global_runtime_device_count() before the first backward."
+            ) from None
+
     def sync(self) -> None:
         """Compile what was called and is pending, if it is new, and begin to run it.
 
         Ranks: every process alike, at the same place of the program.
         """
         self._sync()
+
+    def finish(self) -> None:
+        """Run what is pending, and wait until the devices are through.
+
+        Raises:
+            RuntimeError: Memory ran out, or what else went wrong there.
+
+        Ranks: any rank, alone, unless what is pending communicates.
+        """
+        self._sync()
+        self._module("core.xla_model").wait_device_ops()
+
+    def seed(self) -> int:
+        """Return the state of the devices' random numbers, which this process keeps. Ranks: any rank, alone."""
+        return int(self._module("core.xla_model").get_rng_state())
+
+    def set_seed(self, seed: int) -> None:
+        """Let the devices' random numbers go on from a state.
+
+        Args:
+            seed: What :meth:`seed` has returned.
+
+        Ranks: any rank, alone.
+        """
+        self._module("core.xla_model").set_rng_state(seed)
+
+    def seed_devices(self) -> None:
+        """Let the devices draw random numbers that follow from the state of torch's generator, which stays as it is.
+
+        Ranks: every process, alone; nothing is sent.
+        """
+        state = hashlib.blake2b(bytes(torch.get_rng_state().tolist()), digest_size=8).digest()
+        self.set_seed(int.from_bytes(state, "little") >> 1)
 
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"torch_xla.{name}")
@@ -143,6 +250,24 @@ def compilations_so_far() -> tuple[int, float]:
     metrics = importlib.import_module("torch_xla.debug.metrics")
     took = metrics.metric_data("CompileTime")  # how often, and how long in all [ns]
     return int(metrics.counter_value("UncachedCompile") or 0), took[1] / 1e9 if took else 0.0
+
+
+def find_device_type() -> str:
+    """Return the type of the devices that torch-xla has here or would choose: ``CPU`` or ``TPU``.
+
+    Ranks: any rank, alone; starts no device.
+    """
+    return os.environ.get("PJRT_DEVICE", "TPU" if _has_tpu() else "CPU").upper()
+
+
+def compilations_begun_and_done() -> tuple[int, int]:
+    """Return how many graphs torch-xla has begun to compile in this process, and how many compilations are done.
+
+    Ranks: any rank, alone, from any thread; nothing is sent.
+    """
+    metrics = importlib.import_module("torch_xla.debug.metrics")
+    took = metrics.metric_data("CompileTime")
+    return int(metrics.counter_value("UncachedCompile") or 0), int(took[0]) if took else 0
 
 
 def _has_tpu() -> bool:

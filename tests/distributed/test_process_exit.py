@@ -18,6 +18,9 @@ PACKAGE = Path(lightning_lockstep.__file__).parent
 THE_ONES = {
     "distributed/failure/process_exit.py": {"os._exit", "atexit.register"},
     "distributed/failure/uncaught.py": {"sys.excepthook ="},
+    # Programs of the doctor, which are no ranks of a run.
+    "doctor/network/agent.py": {"os._exit"},
+    "doctor/probes/network_torch.py": {"os._exit"},
 }
 
 

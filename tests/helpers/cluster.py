@@ -53,6 +53,7 @@ class Cluster(Started):
     Attributes:
         folder: Private folder with the keys and the logs of both.
         addresses: Their addresses.
+        spaces: Names of their network namespaces.
         cables: Names of the network interfaces at the two ends of their cable.
         ssh_args: What ssh needs to get from one to the other.
     """
@@ -62,7 +63,7 @@ class Cluster(Started):
         self._ipv6 = ipv6
         network = f"fd77:{number}::" if ipv6 else f"10.77.{number}."
         self.addresses = (f"{network}1", f"{network}2")
-        self._spaces = tuple(f"lockstep-{os.getpid()}-{name}" for name in ("alpha", "beta"))
+        self.spaces = tuple(f"lockstep-{os.getpid()}-{name}" for name in ("alpha", "beta"))
         self.cables = (f"lka{os.getpid()}", f"lkb{os.getpid()}")
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-cluster-"))
         key, known = self.folder / "key", "/dev/null"
@@ -79,7 +80,7 @@ class Cluster(Started):
 
         Ranks below it are forks of a process on their host that has imported torch and Lightning already.
         """
-        inside = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c"]
+        inside = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c"]
         options["env"] = {**(options.get("env") or os.environ), **self._environment}  # type: ignore[dict-item]
         named = f'hostname {("alpha", "beta")[host]}; exec "$@"'
         return subprocess.Popen(
@@ -131,13 +132,13 @@ class Cluster(Started):
     def cut(self) -> None:
         """Cut the cable: nothing arrives any more, and nobody is told."""
         subprocess.run(
-            ["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self.cables[0], "down"], check=True
+            ["ip", "netns", "exec", self.spaces[0], "ip", "link", "set", self.cables[0], "down"], check=True
         )
 
     def mend(self) -> None:
         """Mend the cable."""
         subprocess.run(
-            ["ip", "netns", "exec", self._spaces[0], "ip", "link", "set", self.cables[0], "up"], check=True
+            ["ip", "netns", "exec", self.spaces[0], "ip", "link", "set", self.cables[0], "up"], check=True
         )
 
     def stop_sshd(self) -> None:
@@ -155,7 +156,7 @@ class Cluster(Started):
             f"SetEnv {FOLDER}={self.folder}\n"
             f"PidFile {self.folder / f'sshd{host}.pid'}\nMaxStartups 100\n"
         )
-        inside = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts", "sh", "-c"]
+        inside = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c"]
         empty = f"mount -t tmpfs none {hide}; " if hide is not None else ""
         command = f"{empty}hostname {('alpha', 'beta')[host]}; exec /usr/sbin/sshd -D -e -f {config}"
         with (self.folder / f"sshd{host}.log").open("ab") as log:
@@ -168,7 +169,7 @@ class Cluster(Started):
     def pids_on(self, host: int) -> list[int]:
         """Return the processes of a host but its ssh daemon and its fork server."""
         listed = subprocess.run(
-            ["ip", "netns", "pids", self._spaces[host]], capture_output=True, text=True, check=True
+            ["ip", "netns", "pids", self.spaces[host]], capture_output=True, text=True, check=True
         )
         own = [self._daemons[host].pid, *(server.pid for server in self._servers)]
         return [pid for pid in map(int, listed.stdout.split()) if pid not in own]
@@ -182,7 +183,7 @@ class Cluster(Started):
 
     def close(self) -> None:
         """End everything that runs on the hosts, and take them down."""
-        for host, space in enumerate(self._spaces):
+        for host, space in enumerate(self.spaces):
             listed = subprocess.run(
                 ["ip", "netns", "pids", space], capture_output=True, text=True, check=False
             )
@@ -203,11 +204,11 @@ class Cluster(Started):
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True
             )
         Path("/run/sshd").mkdir(exist_ok=True)
-        for space in self._spaces:
+        for space in self.spaces:
             ip("netns", "add", space)
             ip("-n", space, "link", "set", "lo", "up")
         ip("link", "add", self.cables[0], "type", "veth", "peer", "name", self.cables[1])
-        for space, cable, address in zip(self._spaces, self.cables, self.addresses, strict=True):
+        for space, cable, address in zip(self.spaces, self.cables, self.addresses, strict=True):
             ip("link", "set", cable, "netns", space)
             ip("-n", space, "link", "set", cable, "up")
             prefix = ["64", "nodad"] if self._ipv6 else ["24"]

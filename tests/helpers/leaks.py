@@ -26,6 +26,12 @@ _IGNORED_VARIABLES = {
     "KMP_INIT_AT_FORK",
     # torch sets it when its compiler is imported.
     "TORCHINDUCTOR_CACHE_DIR",
+    # torch-xla sets these when it is imported.
+    "GRPC_VERBOSITY",
+    "PJRT_DEVICE",
+    "PJRT_DYNAMIC_PLUGINS",
+    "TF_CPP_MIN_LOG_LEVEL",
+    "XLA_FLAGS",
 }
 # tqdm's monitor belongs to the progress bar class and lives as long as the process.
 _IGNORED_THREADS = {"TMonitor"}

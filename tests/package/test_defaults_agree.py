@@ -34,6 +34,9 @@ LEFT_OUT: dict[tuple[str, str], str] = {
     ("LockstepMPIStrategy", "cluster_environment"): OBJECT,
     ("LockstepMPIStrategy", "ddp_comm_state"): OBJECT,
     ("LockstepMPIStrategy", "start_method"): BY_MPIRUN,
+    ("LockstepXLAStrategy", "checkpoint_io"): OBJECT,
+    ("LockstepXLAStrategy", "cluster_environment"): OBJECT,
+    ("LockstepXLAStrategy", "precision_plugin"): OBJECT,
     ("LockstepXLASPMDStrategy", "checkpoint_io"): OBJECT,
     ("LockstepXLASPMDStrategy", "precision_plugin"): OBJECT,
     ("LockstepMPIStrategy", "process_group_backend"): "it is called `backend` there",
@@ -55,6 +58,7 @@ OF_DDP = ("LockstepDDPStrategy", "LockstepMPIStrategy")
 STRATEGIES = (*OF_DDP, "LockstepDeepSpeedStrategy")
 TAKEN_BY: dict[str, tuple[str, ...]] = {
     "AutoBatchSizeSettings": ("AutoBatchSize",),
+    "CheckOptions": (),  # of the doctor's command line
     "DDPSettings": OF_DDP,
     "DeepSpeedSettings": ("LockstepDeepSpeedStrategy",),
     "GuardSettings": STRATEGIES,
@@ -63,6 +67,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "MPIBackendOptions": ("LockstepMPIStrategy",),
     "MPIRunSettings": ("LockstepMPIStrategy",),
     "OverflowSettings": ("OverflowDetector",),
+    "StaticShapesSettings": ("StaticShapes",),
     "SupervisorSettings": STRATEGIES,
 }
 

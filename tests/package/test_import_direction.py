@@ -14,18 +14,36 @@ import lightning_lockstep
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
 
-GROUND = {"errors", "_exports", "_lightning", "_environment", "_settings", "_system", "_tables", "_console"}
+GROUND = {
+    "errors",
+    "_exports",
+    "_lightning",
+    "_environment",
+    "_settings",
+    "_system",
+    "_tables",
+    "_console",
+    "_program",
+}
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
-FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers", "deepspeed", "xla", "recompilation"}
+FEATURES = MIDDLE | {
+    "overflow",
+    "batch_size",
+    "stragglers",
+    "deepspeed",
+    "xla",
+    "recompilation",
+    "static_shapes",
+}
 PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 
 # room (folder or module at the top of the package) -> the rooms it may import; itself always
 ALLOWED: dict[str, set[str]] = {
     # at run time only these two; the public names for type checkers
-    "__init__": {"_exports", "_registry"} | FEATURES | {"strategies", "callbacks", "tuner"},
+    "__init__": {"_exports", "_registry"} | FEATURES | {"strategies", "callbacks", "tuner", "notebook"},
     "_exports": set(),
-    "_registry": {"_lightning"},
+    "_registry": {"_lightning", "_program"},
     "errors": set(),
     "_lightning": set(),
     "_environment": {"errors"},
@@ -33,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "_system": {"errors"},
     "_tables": set(),
     "_console": set(),
+    "_program": set(),
     "distributed": GROUND,
     "launchers": TALK,
     "numerics": TALK,
@@ -45,17 +64,19 @@ ALLOWED: dict[str, set[str]] = {
     "deepspeed": TALK | {"numerics", "steps"},
     "xla": TALK | {"numerics", "steps"},
     "recompilation": TALK | {"xla"},
+    "static_shapes": TALK | {"batch_size"},
     "strategies": MIDDLE | {"deepspeed", "xla"},
     "callbacks": FEATURES,
     "tuner": FEATURES | {"callbacks"},
+    "notebook": MIDDLE | {"xla"},
     # programs, what they build and what they train
     "conf": {"launchers"},  # names the resolver of run folders
     "demo": TALK,
     "workloads": {"_exports"},
     "components": GROUND | {"logs"},
-    "_application": PARTS,
+    "doctor": FEATURES,
+    "_application": PARTS | {"doctor"},
     "train": PARTS | {"_application"},
-    "doctor": PARTS | {"_application"},
 }
 
 BETWEEN_RANKS = {"torch.distributed", "mpi4py"}
@@ -204,12 +225,19 @@ def test_a_planted_upward_import_is_found(tmp_path: Path) -> None:
     assert "steps/__init__.py" in found and "lightning_lockstep.callbacks.OverflowDetector" in found
 
 
+# Programs of the doctor, which it runs in processes of their own: what they test, they have to import.
+PROBES = PACKAGE / "doctor" / "probes"
+
+
 def used_outside(door: str, roots: set[str]) -> str:
-    """Where modules below ``roots`` are imported by another room than the one that may, a line each."""
+    """Where modules below ``roots`` are imported by another room than the one that may, a line each.
+
+    The doctor's probes may: they are no part of what trains.
+    """
     return "\n".join(
         f"{path.relative_to(PACKAGE)}:{line} uses {name}"
         for path in sources()
-        if room_of(path) != door
+        if room_of(path) != door and PROBES not in path.parents
         for line, name in imports_of(*parse(path))
         if within(name, roots)
     )
@@ -218,6 +246,14 @@ def used_outside(door: str, roots: set[str]) -> str:
 def test_only_distributed_talks_between_ranks() -> None:
     assert used_outside("distributed", BETWEEN_RANKS) == ""
     assert used_outside("nowhere", BETWEEN_RANKS), "what is looked for is found where it is allowed"
+
+
+def test_a_probe_of_the_doctor_is_run_and_not_imported() -> None:
+    assert list(PROBES.glob("*.py"))
+    importers = [
+        name for path in sources() for _, name in imports_of(*parse(path)) if ".doctor.probes." in name
+    ]
+    assert importers == []
 
 
 def test_only_the_room_of_xla_asks_for_torch_xla() -> None:

@@ -19,6 +19,7 @@ STRATEGIES = [
     "LockstepDeepSpeedStrategy",
     "LockstepMPIStrategy",
     "LockstepXLASPMDStrategy",
+    "LockstepXLAStrategy",
 ]
 CALLBACKS = [
     "AutoBatchSize",
@@ -28,6 +29,7 @@ CALLBACKS = [
     "OverflowDetector",
     "RankOrderedLogging",
     "RecompileMonitor",
+    "StaticShapes",
     "StopTogether",
     "StragglerMonitor",
     "SyncedEarlyStopping",
@@ -43,6 +45,7 @@ SURFACE = [
     "gather_uneven",
     "get_logger",
     "in_rank_order",
+    "notebook_launcher",
     "run_in_fp32",
     "set_breakpoint",
     # errors

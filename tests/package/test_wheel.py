@@ -74,15 +74,28 @@ def test_its_metadata(wheel: zipfile.ZipFile) -> None:
     assert "!=2.6.2" in lightning
     assert "!=2.6.3" in lightning
     needed = {
-        re.split(r"[^\w-]", line.removeprefix("Requires-Dist: "))[0]
+        re.split(r"[^\w-]", line.removeprefix("Requires-Dist: "))[0].lower()
         for line in metadata.splitlines()
         if line.startswith("Requires-Dist: ") and "extra ==" not in line
     }
-    assert needed == {"torch", "lightning", "hydra-core", "numpy", "packaging", "psutil", "pyzmq", "rich"}
+    plain = {
+        "torch",
+        "lightning",
+        "hydra-core",
+        "numpy",
+        "packaging",
+        "psutil",
+        "pyzmq",
+        "PyYAML",
+        "rich",
+        "typer",
+    }
+    assert needed == {name.lower() for name in plain}
     for extra in ("mpi", "deepspeed", "xla", "plot", "tensorboard", "wandb", "mlflow", "demo", "all"):
         assert f"Provides-Extra: {extra}\n" in metadata
     scripts = wheel.read(f"{info}/entry_points.txt").decode()
     assert "lockstep-train = lightning_lockstep.train:main" in scripts
+    assert "lockstep-doctor = " in scripts
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
 

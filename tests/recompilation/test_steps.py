@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from lightning_lockstep.recompilation.advice import advice_on_shapes
 from lightning_lockstep.recompilation.sources import Compilation
 from lightning_lockstep.recompilation.steps import StepCompilations, shapes_of
 
@@ -34,8 +35,23 @@ def test_new_shapes_are_shown_beside_those_before() -> None:
     late = found.batch_done("training", 1, 1, SMALL, [ONE, ONE])
     assert late is not None and late.line() == (
         "training batch 1 (step 1) compiled 2 graph(s) in 3.0 s: its shapes (5, 4), (5,) are new, the batch before had"
-        " (8, 4), (8,)"
+        " (8, 4), (8,). StaticShapes(last_batch='drop') leaves such a batch out, last_batch='pad' fills it up"
     )
+
+
+def test_advice_names_the_option_that_would_have_saved_it() -> None:
+    def advice(stage: str, now: tuple[int, ...], before: tuple[int, ...]) -> str:
+        return advice_on_shapes(stage, (now, (3,)), (before, (3,)))
+
+    assert (
+        advice("validation", (5, 4), (8, 4))
+        == ". StaticShapes(evaluation_last_batch='pad') fills such a batch up"
+    )
+    assert advice("training", (9, 4), (8, 4)) == ". The same number of samples in every batch saves that"
+    assert "sequence_lengths" in advice("training", (8, 5), (8, 4))
+    assert advice("training", (5, 5), (8, 4)).count("StaticShapes") == 2
+    assert "A number of samples that the batch size divides" in advice("predict", (5, 4), (8, 4))
+    assert advice_on_shapes("training", ((8,),), ((8, 2),)) == advice_on_shapes("training", ((8,),), ()) == ""
 
 
 def test_known_shapes_are_no_reason_and_the_compilers_own_is_given() -> None:

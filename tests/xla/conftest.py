@@ -17,7 +17,10 @@ def _four_devices() -> None:
     if HAS_XLA:
         os.environ["PJRT_DEVICE"] = "CPU"
         os.environ["CPU_NUM_DEVICES"] = "4"
-        importlib.import_module("torch_xla.runtime").use_spmd()
+        runtime = importlib.import_module("torch_xla.runtime")
+        runtime.use_spmd()
+        # A backward on the CPU before torch-xla has its devices leaves autograd without a queue for them.
+        runtime.global_runtime_device_count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

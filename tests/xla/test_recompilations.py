@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lockstep import RecompileMonitor
-from tests.xla.digits import Classifier, fitted, spmd
+from lightning_lockstep import RecompileMonitor, StaticShapes
+from tests.xla.digits import Classifier, fitted, numbers, spmd
 
 
 class Wider(Classifier):
@@ -34,3 +34,30 @@ def test_a_smaller_last_batch_is_named_once(tmp_path: Path, caplog: pytest.LogCa
     assert any(
         "its shapes (44, 64), (44,) are new, the batch before had (64, 64), (64,)" in line for line in lines
     )
+
+
+def test_padded_batches_compile_nothing_new_and_give_the_same_losses(tmp_path: Path) -> None:
+    class Asks(Wider):
+        def _step(self, batch: list[torch.Tensor], stage: str) -> torch.Tensor:
+            rows, labels = batch
+            losses = torch.nn.functional.cross_entropy(self.net(rows), labels, reduction="none")
+            self.shapes.add((stage, len(rows)))
+            loss = StaticShapes.mean(losses, batch)
+            self.log(f"{stage}_loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+        def __init__(self) -> None:
+            torch.manual_seed(2)
+            super().__init__()
+            self.shapes: set[tuple[str, int]] = set()
+
+    ragged, expected = fitted(tmp_path, spmd(), module=Asks(), max_epochs=3)
+    monitor = RecompileMonitor()
+    shapes = StaticShapes(last_batch="pad", evaluation_last_batch="pad")
+    padded, found = fitted(tmp_path, spmd(), module=Asks(), max_epochs=3, callbacks=[monitor, shapes])
+    assert expected.shapes == {("train", 64), ("train", 44), ("val", 64), ("val", 36)}
+    assert found.shapes == {("train", 64), ("val", 64)}
+    assert [one for one in monitor.steps if one.are_new and not one.is_expected] == []
+    assert [one for one in monitor.steps if one.step > 7] == [], [one.line() for one in monitor.steps]
+    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
+    assert numbers(padded.callback_metrics) == pytest.approx(numbers(ragged.callback_metrics), abs=1e-5)

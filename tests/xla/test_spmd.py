@@ -13,10 +13,7 @@ import torch
 from lightning.pytorch.accelerators import XLAAccelerator
 
 from lightning_lockstep.errors import ConfigurationError
-from tests.xla.digits import Classifier, fitted, loaders, numbers, spmd, trainer
-
-# What float32 sums in another order may change in a loss of about 1.
-CLOSE = 1e-5
+from tests.xla.digits import CLOSE, Classifier, fitted, loaders, numbers, spmd, trainer
 
 
 def sharding(tensor: torch.Tensor) -> str:

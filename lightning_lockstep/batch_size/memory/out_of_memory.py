@@ -43,6 +43,7 @@ _TEXTS = (
     "hipblas_status_alloc_failed",
     "miopenstatusallocfailed",
     "resource_exhausted",  # XLA
+    "error preparing computation: out of memory allocating",  # XLA on CPU
     "ur_result_error_out_of_device_memory",  # XPU
     "ur_result_error_out_of_host_memory",
     "outofmemory",  # Metal: kIOGPUCommandBufferCallbackErrorOutOfMemory

@@ -27,27 +27,14 @@ from lightning_lockstep.deepspeed.builds.locks import (
     find_build_locks,
     remove_stale_locks,
 )
-from lightning_lockstep.deepspeed.builds.tools import missing_tools
+from lightning_lockstep.deepspeed.builds.tools import OPS, missing_tools
 from lightning_lockstep.deepspeed.builds.wait import Builder, BuildOutcomes, BuildProgress
 from lightning_lockstep.deepspeed.importing import cuda_trouble
 from lightning_lockstep.distributed.communicator import Communicator
 from lightning_lockstep.errors import LaunchError
 
-__all__ = ["OPS", "BuildLock", "find_build_locks", "prepare_ops", "remove_stale_locks"]
+__all__ = ["BuildLock", "find_build_locks", "prepare_ops", "remove_stale_locks"]
 
-#: The ops that training uses, and what DeepSpeed calls their builders.
-OPS = {
-    "async_io": "AsyncIOBuilder",
-    "cpu_adagrad": "CPUAdagradBuilder",
-    "cpu_adam": "CPUAdamBuilder",
-    "cpu_lion": "CPULionBuilder",
-    "deepspeed_shm_comm": "ShareMemCommBuilder",
-    "fused_adam": "FusedAdamBuilder",
-    "fused_lamb": "FusedLambBuilder",
-    "fused_lion": "FusedLionBuilder",
-    "pin_memory": "PinMemoryBuilder",
-    "utils": "UtilsBuilder",
-}
 # Builders of these load another op too.
 _TOGETHER = {"async_io": ("pin_memory",)}
 # Which folder it is, for ranks on several hosts: those that read the same text share it.
@@ -72,7 +59,7 @@ def prepare_ops(
     than some seconds, and the others wait.
 
     Args:
-        names: Ops, keys of :data:`OPS`; the same on every rank.
+        names: Ops, keys of :data:`~lightning_lockstep.deepspeed.builds.tools.OPS`; the same on every rank.
         communicator: Of the run.
         remove_stale_locks: Whether locks that killed builds have left may be removed.
         timeout: Longest wait of a rank for a build [s].

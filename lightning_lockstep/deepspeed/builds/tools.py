@@ -1,4 +1,4 @@
-"""What a build of DeepSpeed's ops needs of this host, looked for before the build."""
+"""The ops of DeepSpeed, and what their builds need of this host, looked for before the build."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["missing_tools"]
+__all__ = ["OPS", "missing_tools"]
+
+#: The ops that training uses, and what DeepSpeed calls their builders.
+OPS = {
+    "async_io": "AsyncIOBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "deepspeed_shm_comm": "ShareMemCommBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "fused_lamb": "FusedLambBuilder",
+    "fused_lion": "FusedLionBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "utils": "UtilsBuilder",
+}
 
 
 def missing_tools(ops: Sequence[str]) -> list[str]:

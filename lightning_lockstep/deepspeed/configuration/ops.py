@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_lockstep.deepspeed.builds.preparation import OPS
-from lightning_lockstep.deepspeed.builds.tools import missing_tools
+from lightning_lockstep.deepspeed.builds.tools import OPS, missing_tools
 from lightning_lockstep.deepspeed.configuration.reading import modern_spelling, section
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 

@@ -13,7 +13,15 @@ from pathlib import Path
 
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 
-__all__ = ["MPIRun", "MPIRunSettings", "find_mpirun", "hostname_command", "mpirun_environ", "mpirun_command"]
+__all__ = [
+    "MPIRun",
+    "MPIRunSettings",
+    "find_mpirun",
+    "hostname_command",
+    "mpirun_command",
+    "mpirun_environ",
+    "mpirun_of",
+]
 
 # Variables that ranks on other hosts need as they are here; mpirun passes the rest of its own.
 _PASSED_ON = (
@@ -80,7 +88,16 @@ def find_mpirun(settings: MPIRunSettings) -> MPIRun | None:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"mpirun={path!r} cannot be run: {error}") from error
-    output = answer.stdout + answer.stderr
+    return mpirun_of(path, answer.stdout + answer.stderr)
+
+
+def mpirun_of(path: str, output: str) -> MPIRun:
+    """Return an mpirun by what it prints about itself.
+
+    Args:
+        path: Of the command.
+        output: Of ``mpirun --version``.
+    """
     kind = "open_mpi" if re.search(r"Open MPI|OpenRTE|PRRTE", output) else "hydra"
     return MPIRun(path, kind, next((line for line in output.splitlines() if line.strip()), ""))
 

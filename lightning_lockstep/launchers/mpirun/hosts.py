@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shlex
+import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -27,28 +26,28 @@ from lightning_lockstep.launchers.mpirun.command import (
     hostname_command,
     mpirun_environ,
 )
+from lightning_lockstep.launchers.mpirun.hostfile import Host, checked_hosts, read_hostfile
+from lightning_lockstep.launchers.mpirun.remote import ANSWER, CONNECT, remote_python, ssh_command
 
-__all__ = ["Host", "HostReport", "check_hosts", "hosts_fault", "hosts_for", "read_hostfile"]
+__all__ = [
+    "Host",
+    "HostReport",
+    "ask_host",
+    "check_hosts",
+    "host_advice",
+    "host_fix",
+    "hosts_fault",
+    "hosts_for",
+    "mpirun_fault",
+    "read_hostfile",
+    "ssh_advice",
+    "this_host",
+]
 
-_CONNECT = 6  # longest wait for ssh to connect [s]
-_ANSWER = 40  # longest wait for Python to answer there [s]
 _MPIRUN = 40  # longest wait for `mpirun hostname` [s]
-# ssh and mpirun would take a name that begins with a dash for an option.
-_NAME = re.compile(r"[\w\[][\w.:@%\[\]-]*")
+# What mpirun starts on each host: Open MPI 5, Open MPI 4, MPICH.
+_DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "mpi4py")
-
-
-@dataclass(frozen=True)
-class Host:
-    """A line of a hostfile.
-
-    Attributes:
-        name: Host name or address.
-        slots: How many ranks it takes; ``None`` when the file does not say.
-    """
-
-    name: str
-    slots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,34 +59,16 @@ class HostReport:
         ssh: ``ok``, ``local``, or the error of ssh.
         python: Version of Python there, or what went wrong.
         packages: Versions of the packages that must agree.
+        daemon: Path of the daemon of mpirun that a shell finds there which is not interactive; empty for none.
+        cores: Number of cores there.
     """
 
     host: str
     ssh: str
     python: str = ""
     packages: Mapping[str, str] | None = None
-
-
-def read_hostfile(path: Path) -> list[Host]:
-    """Return the hosts of a hostfile of Open MPI (``node1 slots=4``) or MPICH (``node1:4``)."""
-    hosts = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        words = line.split("#")[0].split()
-        if not words:
-            continue
-        name, count = _name_and_count(words[0])
-        slots = re.search(r"\bslots\s*=\s*(\d+)", line)
-        hosts.append(Host(name, int(slots[1]) if slots else int(count) if count.isdigit() else None))
-    return hosts
-
-
-def _name_and_count(word: str) -> tuple[str, str]:
-    """Part ``host:slots``; an address of IPv6 has colons of its own, and is followed by slots only in brackets."""
-    if word.startswith("["):
-        name, _, rest = word[1:].partition("]")
-        return name, rest.removeprefix(":")
-    name, _, count = word.partition(":")
-    return (word, "") if ":" in count else (name, count)
+    daemon: str = ""
+    cores: int | None = None
 
 
 def hosts_for(settings: MPIRunSettings, *, num_processes: int, num_nodes: int) -> list[Host]:
@@ -110,11 +91,7 @@ def hosts_for(settings: MPIRunSettings, *, num_processes: int, num_nodes: int) -
             )
         return []
     hosts = read_hostfile(Path(settings.hostfile))
-    if wrong := [host.name for host in hosts if not _NAME.fullmatch(host.name)]:
-        raise LaunchError(
-            f"hostfile={str(settings.hostfile)!r} has lines that do not begin with the name or address of a host:"
-            f" {', '.join(map(repr, wrong))}. Expected lines such as 'node1 slots=4' (Open MPI) or 'node1:4' (MPICH)."
-        )
+    checked_hosts(hosts, f"hostfile={str(settings.hostfile)!r}")
     hosts = hosts[:num_nodes]
     if len(hosts) < num_nodes or any(host.slots is not None and host.slots < num_processes for host in hosts):
         rows = [(host.name, "not given" if host.slots is None else host.slots) for host in hosts]
@@ -140,8 +117,8 @@ def check_hosts(hosts: Sequence[Host], mpirun: MPIRun, settings: MPIRunSettings)
     Ranks: the process that starts the ranks; takes about as long as the slowest host, at most 46 s.
     """
     with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
-        reports = list(pool.map(lambda host: _ask(host.name, settings.ssh_args), hosts))
-    fault = hosts_fault(reports, _here()) or _mpirun_fault(hosts, mpirun, settings)
+        reports = list(pool.map(lambda host: ask_host(host.name, settings.ssh_args), hosts))
+    fault = hosts_fault(reports, this_host()) or mpirun_fault(hosts, mpirun, settings)
     if fault is not None:
         raise LaunchError(fault)
 
@@ -153,7 +130,7 @@ def hosts_fault(reports: Sequence[HostReport], here: HostReport) -> str | None:
         reports: One for each host.
         here: The same of this process.
     """
-    advice = [_advice(report, here) for report in reports]
+    advice = [host_advice(report, here) for report in reports]
     if not any(advice):
         return None
     rows = []
@@ -165,18 +142,15 @@ def hosts_fault(reports: Sequence[HostReport], here: HostReport) -> str | None:
     return f"Not every host is ready to run ranks:\n\n{table}"
 
 
-def _advice(report: HostReport, here: HostReport) -> str:
+def host_advice(report: HostReport, here: HostReport) -> str:
+    """Return what to do about a host, or nothing where it is ready.
+
+    Args:
+        report: Of that host.
+        here: The same of this process.
+    """
     if report.ssh not in ("ok", "local"):
-        error = report.ssh.lower()
-        if "resolve" in error or "name or service" in error:
-            return "its name does not resolve: correct the hostfile, or add the host to DNS or /etc/hosts"
-        if "permission denied" in error:
-            return f"it wants a password: run `ssh-copy-id {report.host}`, then try `ssh {report.host} true`"
-        if "host key" in error:
-            return f"its host key is not known: run `ssh {report.host} true` once and accept it"
-        if "refused" in error:
-            return f"nothing listens for ssh there: start sshd, or give its port in ssh_args ({report.ssh})"
-        return f"ssh does not connect: {report.ssh}"
+        return ssh_advice(report)
     if report.packages is None:
         return report.python
     if report.python != here.python:
@@ -190,8 +164,48 @@ def _advice(report: HostReport, here: HostReport) -> str:
     return f"install the same versions: {'; '.join(different)}" if different else ""
 
 
+def ssh_advice(report: HostReport) -> str:
+    """Return why ssh does not get to a host, and what to do about it.
+
+    Args:
+        report: Of that host.
+    """
+    error = report.ssh.lower()
+    if "resolve" in error or "name or service" in error:
+        return "its name does not resolve: correct the hostfile, or add the host to DNS or /etc/hosts"
+    if "permission denied" in error:
+        return f"it wants a password: run `ssh-copy-id {report.host}`, then try `ssh {report.host} true`"
+    if "host key" in error:
+        return f"its host key is not known: run `ssh {report.host} true` once and accept it"
+    if "refused" in error:
+        return f"nothing listens for ssh there: start sshd, or give its port in ssh_args ({report.ssh})"
+    return f"ssh does not connect: {report.ssh}"
+
+
+def host_fix(report: HostReport) -> list[str]:
+    """Return the lines to paste for a host that is not ready.
+
+    Args:
+        report: Of that host.
+    """
+    error = report.ssh.lower()
+    if "no module named" in error:
+        error = "ok"
+    if "permission denied" in error:
+        return [f"ssh-copy-id {report.host}", f"ssh -o BatchMode=yes {report.host} true"]
+    if "host key" in error:
+        return [f"ssh {report.host} true  # once, and accept its key"]
+    if "resolve" in error or "name or service" in error:
+        return [f"echo 'ADDRESS {report.host}' | sudo tee -a /etc/hosts"]
+    if "refused" in error:
+        return [f"sudo systemctl start sshd  # on {report.host}"]
+    if error in ("ok", "local"):
+        return [f"# on {report.host}, in an environment at the same path:", "pip install lightning-lockstep"]
+    return [f"ssh -v {report.host} true"]
+
+
 _PROBE = """
-import importlib.util, json, platform, sys
+import importlib.util, json, os, platform, shutil, sys
 from importlib import metadata
 if not {from_folder!r}: sys.path[:] = [place for place in sys.path if place]
 versions = {{}}
@@ -200,15 +214,17 @@ for name in {names!r}:
     except metadata.PackageNotFoundError: versions[name] = None
 found = importlib.util.find_spec("lightning_lockstep")
 versions["lightning_lockstep"] = "installed" if found and found.origin else None
-print("LOCKSTEP" + json.dumps([platform.python_version(), versions]))
+daemon = next(filter(None, map(shutil.which, {daemons!r})), "")
+print("LOCKSTEP" + json.dumps([platform.python_version(), versions, daemon, os.cpu_count()]))
 """
 
 
-def _here() -> HostReport:
+def this_host() -> HostReport:
+    """Return the report of this process."""
     versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
-    return HostReport(
-        "here", "local", sys.version.split()[0], {**versions, "lightning_lockstep": "installed"}
-    )
+    daemon = next(filter(None, map(shutil.which, _DAEMONS)), "")
+    versions["lightning_lockstep"] = "installed"
+    return HostReport("here", "local", sys.version.split()[0], versions, daemon, os.cpu_count())
 
 
 def _version(package: str) -> str | None:
@@ -218,39 +234,34 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _ask(host: str, ssh_args: Sequence[str]) -> HostReport:
+def ask_host(host: str, ssh_args: Sequence[str]) -> HostReport:
+    """Ask a host by ssh.
+
+    Args:
+        host: Its name.
+        ssh_args: Arguments for ssh.
+
+    Ranks: any process, alone; takes at most 46 s.
+    """
     if host in ("localhost", "127.0.0.1", socket.gethostname()):
-        return HostReport(host, "local", _here().python, _here().packages)
-    path = os.environ.get("PYTHONPATH", "")
+        return replace(this_host(), host=host)
     # `python -c` finds what lies in its folder; the program does so only when it is run with `python -m`.
     from_folder = any(place in ("", str(Path.cwd())) for place in sys.path)
-    probe = _PROBE.format(names=_PACKAGES, from_folder=from_folder)
-    python = f"PYTHONPATH={shlex.quote(path)} {shlex.quote(sys.executable)} -c {shlex.quote(probe)}"
-    remote = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; {python}"
-    command = [
-        "ssh",
-        "-o",
-        "BatchMode=yes",
-        "-o",
-        f"ConnectTimeout={_CONNECT}",
-        *ssh_args,
-        "--",
-        host,
-        remote,
-    ]
+    probe = _PROBE.format(names=_PACKAGES, from_folder=from_folder, daemons=_DAEMONS)
+    command = ssh_command(host, remote_python(["-c", probe]), ssh_args)
     try:
         answer = subprocess.run(
             command,
             capture_output=True,
             text=True,
-            timeout=_CONNECT + _ANSWER,
+            timeout=CONNECT + ANSWER,
             stdin=subprocess.DEVNULL,
             check=False,
         )
     except FileNotFoundError:
         return HostReport(host, "there is no ssh command on this host")
     except subprocess.TimeoutExpired:
-        return HostReport(host, f"no answer within {_CONNECT + _ANSWER} s")
+        return HostReport(host, f"no answer within {CONNECT + ANSWER} s")
     errors = [
         line
         for line in answer.stderr.splitlines()
@@ -260,15 +271,23 @@ def _ask(host: str, ssh_args: Sequence[str]) -> HostReport:
         return HostReport(host, errors[-1] if errors else "no connection")
     for line in answer.stdout.splitlines():
         if line.startswith("LOCKSTEP"):
-            python, versions = json.loads(line.removeprefix("LOCKSTEP"))
-            return HostReport(host, "ok", python, versions)
+            python, versions, daemon, cores = json.loads(line.removeprefix("LOCKSTEP"))
+            return HostReport(host, "ok", python, versions, daemon, cores)
     return HostReport(
         host, "ok", f"{sys.executable} does not run there: {errors[-1] if errors else 'no output'}"
     )
 
 
-def _mpirun_fault(hosts: Sequence[Host], mpirun: MPIRun, settings: MPIRunSettings) -> str | None:
-    """Let mpirun print the name of every host from there; return what is wrong, or ``None``."""
+def mpirun_fault(hosts: Sequence[Host], mpirun: MPIRun, settings: MPIRunSettings) -> str | None:
+    """Let mpirun print the name of every host from there; return what is wrong, or ``None``.
+
+    Args:
+        hosts: The hosts.
+        mpirun: The mpirun.
+        settings: What the user has set.
+
+    Ranks: any process, alone; takes at most 40 s.
+    """
     command = hostname_command(mpirun, [host.name for host in hosts], settings.ssh_args)
     try:
         answer = subprocess.run(

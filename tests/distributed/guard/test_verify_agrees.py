@@ -26,6 +26,9 @@ from lightning_lockstep.distributed.guard.verification.verify import CallVerifie
 from lightning_lockstep.distributed.local_collectives import local_collectives
 from tests.helpers import run_ranks, run_ranks_raw
 
+#: What gloo of this torch cannot do.
+GLOO_LACKS = {"all_to_all"} if torch.__version__ < "2.10" else set[str]()
+
 
 def own(rank: int) -> torch.Tensor:
     return torch.arange(4.0) + 10 * rank
@@ -57,8 +60,9 @@ def to_one(rank: int) -> Any:
 
 
 def exchanged(rank: int) -> Any:
-    halves, rows = list(torch.empty(4).split(2)), torch.empty(3, 2)
-    dist.all_to_all(halves, list(own(rank).split(2)))
+    halves, rows = list(torch.zeros(4).split(2)), torch.empty(3, 2)
+    if not (GLOO_LACKS and dist.get_backend() == "gloo"):
+        dist.all_to_all(halves, list(own(rank).split(2)))
     # Rank 0 sends one row to each, rank 1 two to each.
     sent = torch.full(((4, 2) if rank else (2, 2)), float(rank))
     dist.all_to_all_single(rows, sent, [1, 2], [2, 2] if rank else [1, 1])
@@ -197,7 +201,7 @@ def test_every_operation_runs_as_without() -> None:
     ):
         assert same and with_alone == [3.0]
         uncompared = {"send", "recv", "monitored_barrier"}
-        assert operations == set(OPERATIONS.values()) - uncompared
+        assert operations == set(OPERATIONS.values()) - uncompared - GLOO_LACKS
         sent, received = f"send to {1 - rank}", f"recv from {1 - rank}"
         first = [received, sent] if rank == 0 else ["recv", sent]
         assert messages_seen[0] == "monitored_barrier"

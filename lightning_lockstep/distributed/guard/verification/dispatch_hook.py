@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from lightning_lockstep.distributed.c10d_operators import (
     answered_locally,
     operator_named,
 )
+from lightning_lockstep.distributed.reduction_kinds import noting_reductions, reduction_kind
 
 __all__ = ["POINT_TO_POINT", "DispatchedCall", "Finish", "Hook", "Observer"]
 
@@ -28,9 +30,6 @@ __all__ = ["POINT_TO_POINT", "DispatchedCall", "Finish", "Hook", "Observer"]
 POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 
 _KEY = "BackendSelect"  # the last one before those of the backends
-_REDUCTIONS: dict[int, str] = {
-    kind.value: name.lower() for name, kind in dist.ReduceOp.RedOpType.__members__.items()
-}
 
 
 class DispatchedCall:
@@ -65,7 +64,7 @@ class DispatchedCall:
     def reduce_op(self) -> str | None:
         """How it reduces, such as ``sum``; ``None`` where it does not."""
         given = self._argument("reduce_op")
-        return None if given is None else _REDUCTIONS[given.op()]
+        return None if given is None else reduction_kind(given)
 
     @property
     def group_root(self) -> int | None:
@@ -135,6 +134,8 @@ class Hook:
 
     def __init__(self, observer: Observer, *, operators: Iterable[str] = tuple(OPERATIONS)) -> None:
         self._observer, self._operators = observer, tuple(operators)
+        self._noting = ExitStack()
+        self._noting.enter_context(noting_reductions())
         with _lock:
             for name in self._operators:
                 _observers[name] = (*_observers.get(name, ()), observer)
@@ -152,6 +153,7 @@ class Hook:
                 if not left:
                     _libraries.pop(name)._destroy()
             self._operators = ()
+        self._noting.close()
 
 
 def _kernel(name: str) -> Callable[..., Any]:

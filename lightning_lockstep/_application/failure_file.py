@@ -1,0 +1,45 @@
+"""`failure.json` in the run folder: what is known of the failure that came first, for who looks there later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error
+from lightning_lockstep.errors import RankFailedError
+
+__all__ = ["FAILURE_FILE", "keep_failure"]
+
+FAILURE_FILE = "failure.json"
+
+
+def keep_failure(trainer: Any, error: BaseException) -> None:
+    """Write what has ended a run to its folder.
+
+    An error that was raised on another rank first comes with the record of that rank.
+
+    Args:
+        trainer: Of the run.
+        error: What was raised here.
+
+    Ranks: every rank may call it; rank 0 writes, nothing is sent.
+    """
+    if isinstance(error, (SystemExit, KeyboardInterrupt)) or not trainer.is_global_zero:
+        return
+    record = error.record if isinstance(error, RankFailedError) else None
+    if not isinstance(record, FailureRecord):
+        record = describe_error(error, trainer.global_rank, trainer.world_size, lambda: _where(trainer))
+    with suppress(OSError):  # the error itself is what matters
+        folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FAILURE_FILE).write_text(record.to_json() + "\n", encoding="utf-8")
+
+
+def _where(trainer: Any) -> Mapping[str, Any]:
+    return {
+        "epoch": trainer.current_epoch,
+        "step": trainer.global_step,
+        "stage": str(trainer.state.stage or "setup"),
+    }

@@ -1,0 +1,1 @@
+"""The checks, each in a file of its name."""

@@ -1,0 +1,184 @@
+"""GPUs that differ, or are not used as they could be."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
+from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.nvidia import Gpu, gpus
+from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.doctor.torch_build import torch_build
+from lightning_lockstep.doctor.versions import release
+
+# Clocks, and the speed of a matrix product, that differ by less than this are alike.
+_ALIKE_CLOCKS, _ALIKE_SPEED = 0.95, 0.9
+_LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+
+
+@check(
+    name="devices",
+    summary="unequal GPUs: memory, capability, clocks, link, NUMA, measured speed; all ranks on device 0",
+    why="""The ranks wait for each other at every step: the GPU with the least memory limits the batch of all, and the
+    slowest one the speed of all. A GPU in a slot of fewer lanes, or one that is too hot, is slow without a word. Ranks
+    that never chose a device all run on device 0, while the others are idle.""",
+    needs_ranks=True,
+    timeout=60.0,
+)
+def check_devices(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
+    """Compare the GPUs of this host.
+
+    Args:
+        machine: To look at.
+        options: Not needed.
+    """
+    cards = gpus(machine)
+    if not cards:
+        yield not_applicable("GPUs", "nvidia-smi is not found, or lists none.")
+        return
+    yield ok("GPUs", ", ".join(f"{card.index}: {card.name} ({card.memory / 1024:.0f} GiB)" for card in cards))
+    yield from _ranks(machine, cards)
+    measured = _measured(machine, cards)
+    if len(cards) > 1:
+        yield from _differences(cards)
+        yield _numa(machine, cards)
+    yield from _lanes(cards)
+    yield from _speeds(cards, measured)
+    if len(cards) > 1:
+        yield from _balance(cards, measured)
+
+
+def _differences(cards: Sequence[Gpu]) -> Iterator[Finding]:
+    kinds: tuple[tuple[str, Callable[[Gpu], Any], Callable[[Any], str], str], ...] = (
+        (
+            "memory",
+            lambda c: c.memory,
+            lambda v: f"{v / 1024:.1f} GiB",
+            "the smallest limits the batch of all ranks",
+        ),
+        (
+            "compute capability",
+            lambda c: c.capability,
+            lambda v: ".".join(map(str, v)),
+            "the oldest limits precision",
+        ),
+        ("clocks", lambda c: c.clock, lambda v: f"{v} MHz", "the slowest limits the speed of all ranks"),
+        ("link", lambda c: c.link, lambda v: f"PCIe {v}", "the slowest limits the all-reduce"),
+    )
+    for subject, value_of, shown, what in kinds:
+        values = {card.index: value_of(card) for card in cards if value_of(card)}
+        if not values:
+            continue
+        distinct = list(dict.fromkeys(values.values()))
+        if len(distinct) == 1 or (subject == "clocks" and min(distinct) >= _ALIKE_CLOCKS * max(distinct)):
+            yield ok(subject, f"{shown(distinct[0])} on each")
+        else:
+            listed = ", ".join(f"{index}: {shown(value)}" for index, value in values.items())
+            yield warning(subject, f"{listed}: {what}.")
+
+
+def _numa(machine: Machine, cards: Sequence[Gpu]) -> Finding:
+    nodes: dict[str, list[int]] = {}
+    for card in cards:
+        address = card.bus_id.lower()[-12:]  # nvidia-smi writes 8 digits of the domain, the kernel 4
+        text = (machine.read_text(f"/sys/bus/pci/devices/{address}/numa_node") or "").strip()
+        nodes.setdefault(text if release(text) else "?", []).append(card.index)
+    listed = "; ".join(f"node {node}: GPU {', '.join(map(str, found))}" for node, found in nodes.items())
+    if len(nodes) > 1 and "?" not in nodes:
+        return ok("NUMA", f"{listed}. Ranks do best on cores of the same node: strategy.bind_cores=true")
+    return ok("NUMA", "all on one node, or not known" if "?" in nodes else listed)
+
+
+def _lanes(cards: Sequence[Gpu]) -> Iterator[Finding]:
+    for card in cards:
+        most = release(card.link.partition("x")[2])
+        if most and card.lanes and card.lanes < most[0]:
+            yield warning(
+                "link",
+                f"GPU {card.index} has {card.lanes} of {most[0]} lanes of PCIe: its slot is smaller, or it sits badly.",
+                "nvidia-smi -q -d PERFORMANCE,CLOCK && sudo lspci -vv | grep -A40 NVIDIA | grep LnkSta",
+            )
+
+
+def _measured(machine: Machine, cards: Sequence[Gpu]) -> list[Mapping[str, Any]]:
+    if not torch_build(machine).cuda:
+        return []
+    found = machine.probe("torch_devices", "--speed", timeout=50.0).facts.get("devices")
+    entries: list[Mapping[str, Any]] = (
+        [e for e in found if isinstance(e, dict)] if isinstance(found, list) else []
+    )
+    return entries if len(entries) == len(cards) else []
+
+
+def _speeds(cards: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    for card, entry in zip(cards, measured, strict=False):
+        if "error" in entry:
+            evidence = f"GPU {card.index} cannot multiply two matrices: {entry['error']}"
+            yield problem("matrix product", evidence, f"nvidia-smi -i {card.index}  # who uses it?")
+    speeds = _speed_of_each(cards, measured)
+    if not speeds:
+        return
+    listed = ", ".join(f"{index}: {speed / 1e12:.1f} TFLOP/s" for index, speed in speeds.items())
+    slowest = min(speeds, key=lambda index: speeds[index])
+    if speeds[slowest] < _ALIKE_SPEED * max(speeds.values()):
+        yield warning(
+            "matrix product",
+            f"{listed}. GPU {slowest} is the slowest, and all ranks wait for it.",
+            f"nvidia-smi -i {slowest} -q -d TEMPERATURE,POWER,CLOCK,PERFORMANCE",
+        )
+    else:
+        yield ok("matrix product", listed)
+
+
+def _speed_of_each(cards: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    pairs = zip(cards, measured, strict=False)
+    return {
+        card.index: float(entry["speed"])
+        for card, entry in pairs
+        if isinstance(entry.get("speed"), (int, float)) and 0 < entry["speed"] < 1e18
+    }
+
+
+def _balance(cards: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Say which share of a batch each GPU would need for all to be ready at once."""
+    speeds = _speed_of_each(cards, measured)
+    if len(speeds) < len(cards) or min(speeds.values()) >= _ALIKE_SPEED * max(speeds.values()):
+        return
+    total = sum(speeds.values())
+    weights = ", ".join(f"{index}: {speed / total:.2f}" for index, speed in speeds.items())
+    yield ok("batch weights", f"parts of a global batch with which all would be ready at once: {weights}")
+
+
+def _ranks(machine: Machine, cards: Sequence[Gpu]) -> Iterator[Finding]:
+    done = machine.run(["nvidia-smi", "--query-compute-apps=gpu_bus_id,pid", "--format=csv,noheader"])
+    rows = [row for row in csv.reader(done.output.replace("\0", "").splitlines()) if len(row) == 2]
+    by_bus = {card.bus_id.lower(): card.index for card in cards if card.bus_id}
+    of_card = Counter(by_bus[row[0].strip().lower()] for row in rows if row[0].strip().lower() in by_bus)
+    if len(cards) > 1 and len(of_card) == 1 and max(of_card.values()) > 1:
+        ((index, number),) = of_card.items()
+        yield warning(
+            "ranks on devices",
+            f"{number} processes run on GPU {index}, none on the other {len(cards) - 1}: ranks that never chose.",
+            "# in the program, before anything is put on a GPU: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",
+            "# or let the Trainer choose: Trainer(accelerator='gpu', devices='auto')",
+        )
+    yield from _visible(machine)
+
+
+def _visible(machine: Machine) -> Iterator[Finding]:
+    shown = machine.environment.get("CUDA_VISIBLE_DEVICES")
+    given = {name: release(machine.environment.get(name)) for name in _LOCAL_RANKS}
+    ranks = next((number[0] for number in given.values() if number), 1)
+    if shown is None or machine.environment.get("SLURM_GPUS_PER_TASK"):
+        return
+    visible = [part for part in shown.split(",") if part.strip()]
+    if len(visible) < ranks:
+        yield problem(
+            "ranks on devices",
+            f"CUDA_VISIBLE_DEVICES={shown!r} shows {len(visible)} GPU(s) to {ranks} ranks of this host.",
+            "unset CUDA_VISIBLE_DEVICES",
+        )

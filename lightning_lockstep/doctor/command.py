@@ -1,0 +1,236 @@
+"""The command ``lockstep-doctor``: checks of this machine before a run, with the lines to paste."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lightning_lockstep.doctor.imitated_machine import check_record
+from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.registry import BUILT_IN, check_names, load_check
+from lightning_lockstep.doctor.selection import Selection, select
+from lightning_lockstep.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_lockstep.doctor.child import Checks
+    from lightning_lockstep.doctor.joined import ChecksOfRanks
+    from lightning_lockstep.doctor.network.identity import JoinedRank
+    from lightning_lockstep.doctor.on_hosts import ChecksOnHosts
+
+__all__ = ["exit_code", "main"]
+
+_PROGRAM = "lockstep-doctor"
+# 2 is what typer ends with when the command line cannot be used.
+_NO_PROBLEM, _PROBLEM, _USAGE, _ONLY_WARNINGS = 0, 1, 2, 3
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command and end the process with its exit code.
+
+    Args:
+        argv: Arguments; by default those of this process.
+    """
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(help=_help())(_doctor)
+    app(list(sys.argv[1:] if argv is None else argv), prog_name=_PROGRAM)
+
+
+def _help() -> str:
+    width = max(map(len, BUILT_IN), default=0)
+    lines = [f"  {name:{width}}  {summary}" for name, summary in BUILT_IN.items()]
+    others = [name for name in check_names() if name not in BUILT_IN]
+    if others:
+        lines.append(f"  and of other packages: {', '.join(others)}")
+    return (
+        "Check this machine before a run, and print the lines that fix what was found.\n\n"
+        "Without arguments all of these checks run, but for `network` and `run`, which only run when named:\n\n\b\n"
+        + "\n".join(lines)
+        + "\n\nExit code: 0 no problem, 1 a problem, 2 the command line cannot be used, 3 only warnings and --strict."
+    )
+
+
+def _doctor(  # noqa: PLR0913 - every option of the command line is one
+    checks: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CHECK", help="Checks to run; after `run`, run folders."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Checks to run, with commas; or `warning`, `problem`: rows to show."
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.1, help="Longest time of each check [s]; by default its own.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 where there are warnings.")] = False,
+    explain: Annotated[
+        str | None, typer.Option(metavar="CHECK", help="Print why a check matters, and run nothing.")
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks that `network` starts here, or on each host; by default 2 or 1."),
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Look at these hosts too, by ssh without a password.")
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The same, for the hosts of a hostfile of mpirun.")
+    ] = None,
+    ssh_args: Annotated[
+        str,
+        typer.Option("--ssh-args", metavar="ARGS", help="For ssh to the hosts, such as '-p 2222 -i key'."),
+    ] = "",
+    sysroot: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, help="Look at a recorded machine instead: a record, or a folder with its files."
+        ),
+    ] = None,
+    model_parameters: Annotated[
+        float | None,
+        typer.Option(
+            "--model-parameters", min=1, help="Of your model, such as 7e9: adds estimates of memory."
+        ),
+    ] = None,
+) -> None:
+    try:
+        if explain is not None:
+            print_explanation(explain)
+            return
+        selection = select(checks or [], only)
+        options = CheckOptions(
+            timeout=timeout,
+            nproc=nproc,
+            hosts=tuple(filter(None, (hosts or "").split(","))),
+            hostfile=str(hostfile) if hostfile is not None else None,
+            ssh_args=tuple(shlex.split(ssh_args)),
+            folders=selection.folders,
+            model_parameters=model_parameters,
+        )
+        if sysroot is not None:
+            check_record(sysroot)
+        code = _run(selection, options, sysroot=sysroot, as_json=as_json, strict=strict)
+    except ConfigurationError as error:
+        typer.echo(f"{_PROGRAM}: {error}", err=True)
+        code = _USAGE
+    raise typer.Exit(code)
+
+
+def _run(
+    selection: Selection, options: CheckOptions, *, sysroot: Path | None, as_json: bool, strict: bool
+) -> int:
+    from lightning_lockstep.doctor.findings import CheckResult
+
+    me = None if sysroot is not None else _rank_of_a_job()
+    if me is not None and me.rank > 0:
+        return _serve_rank_0(me)
+    checks = _checks(selection, options, sysroot, me)
+    began = time.monotonic()
+    results: list[CheckResult] = []
+    if as_json:
+        results = sorted(checks.results(), key=lambda result: _place(result.check, selection.names))
+        typer.echo(json.dumps(_as_json(results, time.monotonic() - began), indent=2))
+        return exit_code(results, strict=strict)
+    from lightning_lockstep.doctor import table
+    from lightning_lockstep.doctor.progress import Progress
+
+    to = table.console(of_a_rank=me is not None)
+    table.print_heading(to)
+    with Progress(to, checks) as progress:
+        for result in checks.results(progress.tick):
+            results.append(result)
+            table.print_result(to, result, least=selection.least)
+            progress.has_ended()
+    table.print_fixes(to, results, least=selection.least)
+    table.print_verdict(to, results, time.monotonic() - began)
+    return exit_code(results, strict=strict)
+
+
+def _rank_of_a_job() -> JoinedRank | None:
+    """Return which rank this process is of several that torchrun, mpirun or srun has started."""
+    from lightning_lockstep.doctor.network.identity import joined_rank
+
+    me = joined_rank()
+    return me if me is not None and me.size > 1 else None
+
+
+def _serve_rank_0(me: JoinedRank) -> int:
+    """Do what rank 0 asks, which prints the table for all."""
+    from lightning_lockstep.doctor.network.meeting import join
+
+    why = join(me)
+    if why:
+        typer.echo(f"{_PROGRAM}: {why}", err=True)
+    return _PROBLEM if why else _NO_PROBLEM
+
+
+def _checks(
+    selection: Selection, options: CheckOptions, sysroot: Path | None, me: JoinedRank | None
+) -> Checks | ChecksOfRanks | ChecksOnHosts:
+    from lightning_lockstep.doctor.hosts import hosts_of
+
+    if me is not None:
+        from lightning_lockstep.doctor.joined import ChecksOfRanks
+
+        return ChecksOfRanks(selection.names, options, me)
+    if sysroot is None and (listed := hosts_of(options)):
+        from lightning_lockstep.doctor.on_hosts import ChecksOnHosts
+
+        return ChecksOnHosts(selection.names, options, listed)
+    from lightning_lockstep.doctor.child import Checks
+
+    return Checks(selection.names, options, sysroot=sysroot)
+
+
+def exit_code(results: Sequence[Any], *, strict: bool = False) -> int:
+    """Return the exit code of the command: 0 without a problem, 1 with one, 3 with warnings under ``strict``.
+
+    Args:
+        results: Of all checks.
+        strict: Whether warnings count.
+    """
+    from lightning_lockstep.doctor.findings import Status, worst
+
+    status = worst(result.status for result in results)
+    if status is Status.PROBLEM:
+        return _PROBLEM
+    return _ONLY_WARNINGS if strict and status is Status.WARNING else _NO_PROBLEM
+
+
+def print_explanation(name: str) -> None:
+    """Print what a check looks at and why that matters.
+
+    Args:
+        name: Of the check.
+
+    Raises:
+        ConfigurationError: There is no such check.
+    """
+    found = load_check(name)
+    typer.echo(f"{found.name}: {found.summary}\n\n{' '.join(found.why.split())}")
+
+
+def _place(name: str, names: Sequence[str]) -> int:
+    return names.index(name) if name in names else -1  # that of hosts which do not answer comes first
+
+
+def _as_json(results: Sequence[Any], seconds: float) -> dict[str, Any]:
+    import socket
+
+    from lightning_lockstep.doctor.findings import worst
+
+    return {
+        "host": socket.gethostname(),
+        "status": worst(result.status for result in results).value,
+        "seconds": round(seconds, 3),
+        "checks": [result.to_json() for result in results],
+    }

@@ -1,0 +1,172 @@
+"""What checks may ask of a machine, real or imitated. They ask nothing else, so that every case can be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+__all__ = ["Completed", "Limits", "Machine", "Probed", "Python"]
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A program that has run.
+
+    Attributes:
+        returncode: 127 where there is no such program, 124 where its time was over.
+        output: What it wrote to standard output.
+        error: What it wrote to standard error.
+    """
+
+    returncode: int
+    output: str = ""
+    error: str = ""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it ended with 0."""
+        return self.returncode == 0
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is no such program."""
+        return self.returncode == 127
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether it was ended because its time was over."""
+        return self.returncode == 124
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a probe has printed. A probe is a process of its own that may import torch, DeepSpeed or mpi4py.
+
+    Attributes:
+        facts: Empty where the probe failed.
+        error: Why it failed, in one line; empty where it did not.
+    """
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Python:
+    """The Python that runs the doctor, and would run the training.
+
+    Attributes:
+        executable: Its path.
+        version: Such as ``3.11.7``.
+        include: Folder of its headers.
+        site_packages: Folder where packages are installed.
+        packages: Version of each installed distribution, by its name in lower case with ``-`` between words.
+    """
+
+    executable: str
+    version: str
+    include: str
+    site_packages: str
+    packages: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What processes here may use.
+
+    Attributes:
+        cores: CPU cores that this process may use.
+        host_cores: All cores of the host.
+        memory: Most memory that processes here can have [bytes].
+        memory_limited_by: What sets that, in words.
+        host_memory: All memory of the host [bytes].
+        open_files: Most files that a process may have open; ``None`` for no limit.
+        shared_memory: Size of ``/dev/shm`` [bytes]; ``None`` where there is none.
+        locked_memory: Most memory that a process may lock [bytes]; ``None`` for no limit.
+    """
+
+    cores: int
+    host_cores: int
+    memory: int
+    memory_limited_by: str
+    host_memory: int
+    open_files: int | None
+    shared_memory: int | None
+    locked_memory: int | None
+
+
+class Machine(Protocol):
+    """A machine as checks see it. No method raises for what is not there, cannot be read or prints nonsense."""
+
+    @property
+    def host(self) -> str:
+        """Its host name."""
+
+    @property
+    def is_imitated(self) -> bool:
+        """Whether its answers are recorded, so that nothing can be started on it."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Its environment variables."""
+
+    @property
+    def python(self) -> Python:
+        """Its Python."""
+
+    @property
+    def limits(self) -> Limits:
+        """What processes on it may use."""
+
+    def run(self, command: Sequence[str], timeout: float = 10.0) -> Completed:
+        """Run a program and wait for it; nothing of it is left when its time is over.
+
+        Args:
+            command: Program and arguments.
+            timeout: Longest time [s].
+        """
+
+    def which(self, program: str) -> str | None:
+        """Return the path under which ``PATH`` finds a program, ``None`` if it does not.
+
+        Args:
+            program: Its name, or a path.
+        """
+
+    def read_text(self, path: str) -> str | None:
+        """Return what a file holds, ``None`` if it cannot be read; undecodable bytes are replaced.
+
+        Args:
+            path: Absolute.
+        """
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is such a file or folder.
+
+        Args:
+            path: Absolute.
+        """
+
+    def glob(self, pattern: str) -> list[str]:
+        """Return the paths that match a pattern, sorted.
+
+        Args:
+            pattern: Absolute, with ``*`` within one name.
+        """
+
+    def real_path(self, path: str) -> str:
+        """Return a path with all links followed.
+
+        Args:
+            path: Absolute.
+        """
+
+    def probe(self, name: str, *arguments: str, timeout: float = 60.0) -> Probed:
+        """Run a probe, a module of ``lightning_lockstep.doctor.probes``, in a process of its own.
+
+        Args:
+            name: Of its module.
+            arguments: Of its command line.
+            timeout: Longest time [s].
+        """

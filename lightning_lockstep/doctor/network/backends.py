@@ -1,0 +1,143 @@
+"""The steps of one backend, on all ranks: what failed first, on which ranks, and what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_lockstep.doctor.network.group import AgentGroup
+
+__all__ = ["BackendResult", "StepFault", "try_backend"]
+
+_IMPORT = 90.0  # longest time for importing torch, or starting MPI, on a busy or cold host [s]
+_STEPS = {"rendezvous": 20.0, "barrier": 20.0, "all_reduce": 20.0, "memory": 20.0, "speed": 30.0}
+_MPI_STEPS = {"exchange": 20.0, "barrier": 20.0, "all_reduce": 20.0, "speed": 30.0}
+_EARLIER = (
+    3.0  # a backend's own limit is that much shorter than ours, so that it can say what it waited for [s]
+)
+
+
+@dataclass(frozen=True)
+class StepFault:
+    """What a rank has met in the step that failed.
+
+    Attributes:
+        rank: Its rank.
+        kind: ``ended`` (its process died), ``silent`` (its host does not answer), ``error``, or ``late``.
+        error: In words.
+        debug: What NCCL has written.
+        printed: What its process has written to standard error.
+    """
+
+    rank: int
+    kind: str
+    error: str
+    debug: str = ""
+    printed: str = ""
+
+
+@dataclass(frozen=True)
+class BackendResult:
+    """How the test of a backend went.
+
+    Attributes:
+        backend: Its name.
+        step: The step that failed; empty where none did.
+        faults: Of the ranks that failed in it.
+        answers: Of each step, by rank.
+    """
+
+    backend: str
+    step: str = ""
+    faults: tuple[StepFault, ...] = ()
+    answers: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every step did what it should."""
+        return not self.step
+
+    @property
+    def blamed(self) -> tuple[StepFault, ...]:
+        """The faults that explain the others: a dead process before an error, an error before a wait."""
+        for kind in ("ended", "silent", "error", "late"):
+            found = tuple(fault for fault in self.faults if fault.kind == kind)
+            if found:
+                return found
+        return ()
+
+    def value(self, step: str, name: str) -> dict[int, Any]:
+        """Return one value of the answers to a step, by rank.
+
+        Args:
+            step: Of the test.
+            name: Of the value.
+        """
+        return {rank: answer.get(name) for rank, answer in self.answers.get(step, {}).items()}
+
+
+def try_backend(
+    group: AgentGroup,
+    backend: str,
+    address: str,
+    *,
+    environ: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    patience: float = 1.0,
+) -> BackendResult:
+    """Take the steps of a backend on all ranks, up to the first that fails.
+
+    Args:
+        group: The agents.
+        backend: ``gloo``, ``nccl`` or ``mpi4py``; what follows a ``+`` tells two tests of one backend apart.
+        address: Of rank 0, as the others reach it.
+        environ: Variables for the process of each rank.
+        patience: Factor for all deadlines.
+    """
+    answers: dict[str, Mapping[int, Mapping[str, Any]]] = {}
+    is_mpi = backend.startswith("mpi4py")
+
+    def begin(rank: int) -> dict[str, Any]:
+        return {
+            "backend": backend,
+            "size": group.size,
+            "local_rank": group.local_rank(rank),
+            "environ": dict(environ(rank)),
+            "debug": backend.startswith("nccl"),
+        }
+
+    def step(name: str, seconds: float, ranks: list[int] | None = None, **given: Any) -> bool:
+        within = seconds * patience
+        asked = {"backend": backend, "step": name, "within": within, "given": given}
+        answers[name] = group.ask("step", within, asked, ranks)
+        return all(answer.get("ok") for answer in answers[name].values())
+
+    def steps() -> str:
+        answers["begin"] = group.ask("begin", 10 * patience, begin)
+        if not all(answer.get("ok") for answer in answers["begin"].values()):
+            return "begin"
+        if not step("start", _IMPORT):
+            return "start"
+        meeting: dict[str, Any] = {}
+        if not is_mpi:
+            if not step("listen", 10, [0], address=address, within=_STEPS["rendezvous"] * patience):
+                return "listen"
+            meeting = {"address": address, "port": answers["listen"][0]["port"]}
+        for name, seconds in (_MPI_STEPS if is_mpi else _STEPS).items():
+            given = {**meeting, "within": seconds * patience - _EARLIER} if name == "rendezvous" else {}
+            if not step(name, seconds, **given):
+                return name
+        return ""
+
+    failed = steps()
+    group.ask("end", 15 * patience, {"backend": backend})
+    faults = tuple(_fault(rank, answer) for rank, answer in answers[failed].items()) if failed else ()
+    return BackendResult(backend, failed, tuple(fault for fault in faults if fault is not None), answers)
+
+
+def _fault(rank: int, answer: Mapping[str, Any]) -> StepFault | None:
+    if answer.get("ok"):
+        return None
+    kind = next((kind for kind in ("ended", "silent", "late") if kind in answer), "error")
+    texts = {name: str(answer.get(name, "")) for name in ("error", "debug", "printed")}
+    return StepFault(rank, kind, **texts)

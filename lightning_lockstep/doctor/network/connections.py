@@ -1,0 +1,223 @@
+"""Which host reaches which, at which address and from which interface; and what gloo would choose by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import Any
+
+from lightning_lockstep.doctor.findings import Finding, ok, problem, warning
+from lightning_lockstep.doctor.network.group import AgentGroup
+
+__all__ = ["Connections", "try_connections"]
+
+_REACH = 3.0  # longest wait for one address [s]
+_TRIED = 4  # addresses of a host that are tried
+_ALL_PAIRS = 16  # hosts up to which every pair is tried; beyond, each tries the next one and the first
+
+
+@dataclass(frozen=True)
+class Connections:
+    """What the hosts of a group have seen of each other.
+
+    Attributes:
+        reached: By (from, to): the address at which ``to`` was reached, and from which interface.
+        failed: By (from, to): what was tried in vain.
+        resolved: By host: the addresses that each host name stands for there.
+    """
+
+    reached: Mapping[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    failed: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    resolved: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
+
+    def address_of_first(self, group: AgentGroup) -> str | None:
+        """Return the address at which all hosts reach that of rank 0, or ``None``.
+
+        Args:
+            group: The agents.
+        """
+        first = group.host(0)
+        others = [host for host in group.hosts if host != first]
+        found = [self.reached.get((host, first), ("", ""))[0] for host in others]
+        return found[0] if found and found[0] and len(set(found)) == 1 else None
+
+    def own_interfaces(self, group: AgentGroup) -> dict[str, str]:
+        """Return the interface of each host at which the others reach it; empty if one has none.
+
+        Args:
+            group: The agents.
+        """
+        found: dict[str, str] = {}
+        for host, ranks in group.hosts.items():
+            addresses = {address for (_, to), (address, _) in self.reached.items() if to == host}
+            for name, own in group.facts[ranks[0]].get("interfaces", {}).items():
+                if addresses & set(own):
+                    found.setdefault(host, name)
+        return found if found.keys() == group.hosts.keys() else {}
+
+    def exports(self, group: AgentGroup, variable: str) -> list[str]:
+        """Return the lines that give each host its interface.
+
+        Args:
+            group: The agents.
+            variable: Such as ``GLOO_SOCKET_IFNAME``.
+        """
+        own = self.own_interfaces(group)
+        if len(set(own.values())) == 1:
+            return [f"export {variable}={next(iter(own.values()))}"]
+        return [f"export {variable}={name}  # on {host}" for host, name in own.items()]
+
+    def findings(self, group: AgentGroup) -> Iterator[Finding]:
+        """Yield what is wrong with names, addresses and connections.
+
+        Args:
+            group: The agents.
+        """
+        yield from self._pairs(group)
+        yield from self._names(group)
+        yield from self._what_gloo_chooses(group)
+
+    def _pairs(self, group: AgentGroup) -> Iterator[Finding]:
+        if not self.failed:
+            listed = sorted({f"{to} at {address}" for (_, to), (address, _) in self.reached.items()})
+            yield ok("connections", f"every host reaches the others ({'; '.join(listed[:8])})")
+            return
+        for (start, end), tried in self.failed.items():
+            yield problem(
+                "connections",
+                f"{start} does not reach {end} on ports above 1024: {'; '.join(tried)}",
+                *self._way_in(group, start, end, tried),
+            )
+
+    def _way_in(self, group: AgentGroup, start: str, end: str, tried: tuple[str, ...]) -> list[str]:
+        if not any("no answer" in one for one in tried):
+            return [f"# on {start}:", f"ip route get {_first_outside(group, end)}"]
+        source = _first_outside(group, start)
+        return [
+            f"# a firewall drops them, or the cable or route between the two is cut. On {end}, as root:",
+            f"ufw allow from {source}   # or: firewall-cmd --zone=trusted --add-source={source}",
+        ]
+
+    def _names(self, group: AgentGroup) -> Iterator[Finding]:
+        for host, known in self.resolved.items():
+            unknown = [name for name in group.hosts if not known.get(name) and name != host]
+            if unknown:
+                lines = [
+                    f"echo '{_first_outside(group, name)} {name}' | sudo tee -a /etc/hosts"
+                    for name in unknown
+                ]
+                yield warning(
+                    "host names",
+                    f"{host} cannot resolve {', '.join(unknown)}; a MASTER_ADDR, hostfile or Slurm node list that"
+                    " names such a host does not work there",
+                    f"# on {host}:",
+                    *lines,
+                )
+
+    def _what_gloo_chooses(self, group: AgentGroup) -> Iterator[Finding]:
+        """Gloo listens where the host's own name leads, unless a variable says otherwise."""
+        interfaces = self.own_interfaces(group)
+        for host, ranks in group.hosts.items():
+            facts = group.facts[ranks[0]]
+            chosen = facts["variables"].get("GLOO_SOCKET_IFNAME")
+            outside = _of_other_networks(facts, interfaces.get(host, ""))
+            fix = [f"export GLOO_SOCKET_IFNAME={interfaces[host]}  # on {host}"] if host in interfaces else []
+            if chosen is not None:
+                if chosen not in facts["interfaces"]:
+                    known = ", ".join(facts["interfaces"])
+                    evidence = f"{host}: GLOO_SOCKET_IFNAME={chosen}, but it has only {known}"
+                    yield problem("interfaces", evidence, *fix)
+                continue
+            own = facts["own_name"]
+            if not own or ip_address(own[0]).is_loopback:
+                where = facts["hosts_line"]
+                line = f" by the line {where!r} of /etc/hosts" if where else ""
+                meaning = f"stands for {own[0]}{line}" if own else "cannot be resolved"
+                evidence = (
+                    f"{host}: its own name {meaning}, so gloo listens at loopback, where no peer reaches it"
+                )
+                yield problem("interfaces", evidence, *fix)
+            elif interfaces.get(host) and own[0] not in facts["interfaces"][interfaces[host]]:
+                evidence = (
+                    f"{host}: its own name stands for {own[0]}, where gloo then listens; the others reach it at"
+                    f" {interfaces[host]}"
+                )
+                yield problem("interfaces", evidence, *fix)
+            elif outside and "NCCL_SOCKET_IFNAME" not in facts["variables"]:
+                yield warning(
+                    "interfaces",
+                    f"{host} has several: ranks meet at {interfaces[host]}, but NCCL may choose {', '.join(outside)}",
+                    f"export NCCL_SOCKET_IFNAME={interfaces[host]}  # on {host}",
+                )
+
+
+def _first_outside(group: AgentGroup, host: str) -> str:
+    found = group.facts[group.hosts[host][0]].get("outside", [])
+    return str(found[0]) if found else "ADDRESS"
+
+
+def _of_other_networks(facts: Mapping[str, Any], own: str) -> list[str]:
+    if not own:
+        return []
+    outside = set(facts["outside"])
+    return [name for name, found in facts["interfaces"].items() if name != own and outside & set(found)]
+
+
+def try_connections(group: AgentGroup, patience: float = 1.0) -> Connections:
+    """Have the first rank of each host connect to the other hosts.
+
+    Args:
+        group: The agents.
+        patience: Factor for all deadlines.
+    """
+    first = {host: ranks[0] for host, ranks in group.hosts.items()}
+    hosts, agents = list(first), list(first.values())
+    resolved = group.ask("resolve", 20 * patience, {"names": hosts}, agents)
+    family = "::" if all(_only_ipv6(group.facts[rank]) for rank in agents) else "0.0.0.0"
+    listening = group.ask("listen", 5 * patience, {"address": family}, agents)
+    reached: dict[tuple[str, str], tuple[str, str]] = {}
+    failed: dict[tuple[str, str], tuple[str, ...]] = {}
+    for distance in _distances(len(hosts)):
+        pairs = {hosts[i]: hosts[(i + distance) % len(hosts)] for i in range(len(hosts))}
+        tried: dict[str, list[str]] = {host: [] for host in hosts}
+        for place in range(_TRIED):
+            goals = {
+                start: (group.facts[first[end]]["outside"][place], listening[first[end]].get("port"))
+                for start, end in pairs.items()
+                if (start, end) not in reached and place < len(group.facts[first[end]]["outside"])
+            }
+            goals = {start: goal for start, goal in goals.items() if goal[1] is not None}
+
+            def given(rank: int, goals: dict[str, Any] = goals) -> dict[str, Any]:
+                address, port = goals[group.host(rank)]
+                return {"address": address, "port": port, "within": _REACH * patience}
+
+            asked = [first[start] for start in goals]
+            for rank, answer in group.ask("reach", 2 * _REACH * patience, given, asked).items():
+                start = group.host(rank)
+                address = goals[start][0]
+                if answer.get("ok"):
+                    reached[start, pairs[start]] = (address, str(answer.get("interface", "")))
+                else:
+                    place_there = f"{address}:{goals[start][1]}"
+                    from_there = f" from interface {answer['interface']}" if answer.get("interface") else ""
+                    tried[start].append(f"{place_there}{from_there}: {answer.get('error')}")
+        for start, end in pairs.items():
+            if (start, end) not in reached:
+                failed[start, end] = tuple(tried[start]) or ("it has no address outside of loopback",)
+    names = {group.host(rank): _lists(answer) for rank, answer in resolved.items() if "ok" not in answer}
+    return Connections(reached, failed, names)
+
+
+def _lists(answer: Mapping[str, Any]) -> dict[str, list[str]]:
+    return {name: list(found) for name, found in answer.items() if isinstance(found, list)}
+
+
+def _distances(count: int) -> list[int]:
+    return list(range(1, count)) if count <= _ALL_PAIRS else [1, count - 1]
+
+
+def _only_ipv6(facts: Mapping[str, Any]) -> bool:
+    outside = facts.get("outside", [])
+    return bool(outside) and all(":" in address for address in outside)

@@ -1,0 +1,147 @@
+"""The network test from end to end: every stage in turn, and what each has found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
+from lightning_lockstep.doctor.network.backends import BackendResult, try_backend
+from lightning_lockstep.doctor.network.connections import Connections, try_connections
+from lightning_lockstep.doctor.network.group import AgentGroup
+from lightning_lockstep.doctor.network.report import backend_finding, ranks_in_words
+
+__all__ = ["examine", "who_came"]
+
+_SMALL_SHARED_MEMORY = 2**28  # per rank of a host, below which NCCL or loaders run out of it [bytes]
+
+
+def examine(group: AgentGroup, *, mpi: bool, patience: float = 1.0) -> Iterator[Finding]:
+    """Yield what each stage finds, in the order in which ranks would meet the fault.
+
+    Args:
+        group: The agents.
+        mpi: Whether the ranks are those of an MPI job, so that MPI can be tested on them.
+        patience: Factor for all deadlines.
+    """
+    yield from who_came(group)
+    if len(group.ranks) < 2:
+        return
+    yield from _shared_memory(group)
+    connections = None
+    if len(group.hosts) > 1:
+        connections = try_connections(group, patience)
+        yield from connections.findings(group)
+    if len(group.ranks) < group.size:
+        yield not_applicable("backends", "not every rank has reported, so no collective can complete")
+        return
+    address = "127.0.0.1" if connections is None else connections.address_of_first(group)
+    if address is None:
+        yield not_applicable("backends", "no address of rank 0 is reached by all hosts")
+        return
+    yield from _backends(group, address, connections, mpi=mpi, patience=patience)
+
+
+def who_came(group: AgentGroup) -> Iterator[Finding]:
+    """Yield which ranks have reported, and which have not.
+
+    Args:
+        group: The agents.
+    """
+    places = "; ".join(f"{host}: {ranks_in_words(ranks)}" for host, ranks in group.hosts.items())
+    if not group.missing:
+        yield ok("ranks", f"all {group.size} reported ({places})")
+        return
+    for rank, why in sorted(group.missing.items()):
+        yield problem(
+            "ranks",
+            f"rank {rank} of {group.size} did not report: {why}. Reported: {places or 'none'}",
+            *group.fixes.get(
+                rank, ("# look at what that rank has printed, and whether rank 0's host lets it in",)
+            ),
+        )
+
+
+def _shared_memory(group: AgentGroup) -> Iterator[Finding]:
+    for host, ranks in group.hosts.items():
+        sizes = group.facts[ranks[0]].get("shared_memory")
+        if not sizes:
+            yield warning("shared memory", f"{host}: there is no /dev/shm; NCCL and data loaders need it")
+            continue
+        size, free = sizes
+        if free < _SMALL_SHARED_MEMORY * len(ranks):
+            yield warning(
+                "shared memory",
+                f"{host}: /dev/shm has {size / 2**20:.0f} MiB, {free / 2**20:.0f} MiB of them free, for {len(ranks)}"
+                " ranks; NCCL and loaders with workers die of a bus error when it is full",
+                "# in a container: docker run --shm-size=8g (or --ipc=host); elsewhere:",
+                "sudo mount -o remount,size=8G /dev/shm",
+            )
+
+
+def _backends(
+    group: AgentGroup, address: str, connections: Connections | None, *, mpi: bool, patience: float
+) -> Iterator[Finding]:
+    gloo = try_backend(group, "gloo", address, patience=patience)
+    yield backend_finding(group, gloo)
+    if not gloo.passed and connections is not None and (own := connections.own_interfaces(group)):
+        again = try_backend(
+            group,
+            "gloo+interface",
+            address,
+            environ=lambda rank: {"GLOO_SOCKET_IFNAME": own[group.host(rank)]},
+            patience=patience,
+        )
+        yield _cure(
+            again, "gloo", "with GLOO_SOCKET_IFNAME set", connections.exports(group, "GLOO_SOCKET_IFNAME")
+        )
+    if gloo.step not in ("begin", "start"):
+        yield from _nccl(group, gloo, address, patience)
+    if mpi:
+        yield backend_finding(group, try_backend(group, "mpi4py", address, patience=patience))
+
+
+def _nccl(group: AgentGroup, gloo: BackendResult, address: str, patience: float) -> Iterator[Finding]:
+    devices = {rank: int(count or 0) for rank, count in gloo.value("start", "devices").items()}
+    if not any(devices.values()):
+        yield not_applicable("nccl", "torch finds no CUDA device on any rank's host")
+        return
+    crowded = {host: ranks for host, ranks in group.hosts.items() if devices.get(ranks[0], 0) < len(ranks)}
+    if crowded:
+        listed = "; ".join(
+            f"{host} has {devices.get(ranks[0], 0)} device(s) for {len(ranks)} ranks"
+            for host, ranks in crowded.items()
+        )
+        yield not_applicable("nccl", f"it needs a device for each rank: {listed}")
+        return
+    versions = gloo.value("start", "nccl")
+    if len(set(versions.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {version}" for rank, version in versions.items())
+        yield warning("nccl", f"the ranks have different versions of NCCL ({listed})")
+    nccl = try_backend(group, "nccl", address, patience=patience)
+    yield backend_finding(group, nccl)
+    if nccl.passed:
+        return
+    again = try_backend(
+        group, "nccl+p2p", address, environ=lambda rank: {"NCCL_P2P_DISABLE": "1"}, patience=patience
+    )
+    yield _cure(
+        again,
+        "nccl",
+        "with NCCL_P2P_DISABLE=1: copies from GPU to GPU go astray here, most often because PCIe access control (ACS)"
+        " or the IOMMU sends them through the host",
+        [
+            "export NCCL_P2P_DISABLE=1",
+            "# better: switch ACS off in the BIOS, or boot with iommu=pt; `sudo lspci -vvv | grep ACSCtl` shows it",
+        ],
+    )
+    if not again.passed and any(group.facts[rank].get("iommu") for rank in group.ranks):
+        yield warning(
+            "nccl", "an IOMMU is on; it can send copies between GPUs astray: try booting with iommu=pt"
+        )
+
+
+def _cure(again: BackendResult, name: str, what: str, lines: list[str]) -> Finding:
+    subject = f"{name}, second try"
+    if again.passed:
+        return problem(subject, f"it works {what}", *lines)
+    return not_applicable(subject, f"it fails in the step {again.step} also {what.partition(':')[0]}")

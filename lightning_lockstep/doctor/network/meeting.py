@@ -1,0 +1,221 @@
+"""How the agents come to their coordinator: started here, at the other end of ssh, or ranks of another program."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from lightning_lockstep.distributed.interfaces import ANY, own_address
+from lightning_lockstep.doctor.network.agent import Agent
+from lightning_lockstep.doctor.network.facts import addresses_of_name, host_facts
+from lightning_lockstep.doctor.network.group import AgentGroup
+from lightning_lockstep.doctor.network.identity import JoinedRank
+from lightning_lockstep.doctor.network.links import ClosedError, Link, accept_ranks, connect, listen_at
+from lightning_lockstep.doctor.network.rank_process import RankProcess
+from lightning_lockstep.launchers.mpirun.hosts import HostReport, host_fix, ssh_advice
+from lightning_lockstep.launchers.mpirun.remote import remote_python, ssh_command
+
+__all__ = ["MeetingError", "agents_by_ssh", "agents_here", "join", "meet_the_others"]
+
+_COME = 60.0  # longest wait for ranks that another program starts [s]
+_START_MPI = 60.0
+_FACTS = 20.0
+
+
+class MeetingError(Exception):
+    """The ranks do not find each other; the text says which rank saw what."""
+
+
+def agents_here(count: int) -> AgentGroup:
+    """Start agents on this host, and return them.
+
+    Args:
+        count: Number of ranks.
+    """
+    links: dict[int, Link] = {}
+    threads = []
+    for rank in range(count):
+        links[rank], thread = _agent_here(Agent(rank))
+        threads.append(thread)
+    return _with_facts(AgentGroup(links, count, {}, threads))
+
+
+def _agent_here(agent: Agent) -> tuple[Link, threading.Thread]:
+    ours, theirs = socket.socketpair()
+    link = Link.of_socket(theirs)
+    name = f"doctor-agent-{agent.rank}"
+    thread = threading.Thread(target=_serve, args=(agent, link), name=name, daemon=True)
+    thread.start()
+    return Link.of_socket(ours), thread
+
+
+def _serve(agent: Agent, link: Link) -> None:
+    agent.serve(link)
+    link.close()
+
+
+def agents_by_ssh(hosts: Sequence[str], per_host: int, ssh_args: Sequence[str] = ()) -> AgentGroup:
+    """Start agents on other hosts by ssh, and return those that answer.
+
+    Args:
+        hosts: Their names.
+        per_host: Number of ranks on each.
+        ssh_args: Arguments for ssh.
+    """
+    links: dict[int, Link] = {}
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    module = ["-m", "lightning_lockstep.doctor.network.agent"]
+    for number, host in enumerate(hosts):
+        for place in range(per_host):
+            rank = number * per_host + place
+            process = subprocess.Popen(
+                ssh_command(host, remote_python(module), ssh_args),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            processes[rank] = process
+            assert process.stdin is not None and process.stdout is not None
+            links[rank] = Link(process.stdout, process.stdin, partial(_end, process))
+            with suppress(ClosedError):
+                links[rank].send({"rank": rank})
+    group = _with_facts(AgentGroup(links, len(links), {}))
+    for rank, process in processes.items():
+        if rank not in group.facts:
+            process.kill()
+            assert process.stderr is not None
+            said = process.stderr.read().decode(errors="replace").strip().splitlines()
+            report = HostReport(hosts[rank // per_host], said[-1] if said else "ssh ended without a word")
+            group.missing[rank] = f"on {report.host}, {_why(report)}"
+            group.fixes[rank] = tuple(host_fix(report))
+    return group
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stderr):
+        with suppress(OSError):
+            if stream is not None:
+                stream.close()
+
+
+def _why(report: HostReport) -> str:
+    if "No module named" in report.ssh:
+        return f"the package is not installed there, or not in this Python: {report.ssh}"
+    return ssh_advice(report)
+
+
+def meet_the_others(me: JoinedRank) -> AgentGroup:
+    """Return the agents of all ranks of a job, this one's among them.
+
+    Args:
+        me: Rank 0.
+
+    Raises:
+        MeetingError: There is no port to listen at, or MPI does not work.
+    """
+    started = None
+    if me.address is None:
+        started = _start_mpi(me)
+    here = me.address in ("127.0.0.1", "localhost")
+    at = "127.0.0.1" if here else own_address(me.address) if me.address is not None else ANY
+    try:
+        server = listen_at(at, me.ports if me.address is not None else [0])
+    except OSError as error:
+        raise MeetingError(f"rank 0 on {socket.gethostname()} cannot listen: {error}") from error
+    port = server.getsockname()[1]
+    with server:
+        if started is not None:
+            facts = host_facts()
+            place = {"addresses": facts["outside"], "port": port, "word": me.word}
+            _exchange(started, place)
+        own, thread = _agent_here(Agent(0, started))
+        others = accept_ranks(server, me.word, set(range(1, me.size)), _COME)
+    missing = {
+        rank: f"it has not come to {me.address or socket.gethostname()}:{port} within {_COME:.0f} s"
+        for rank in range(1, me.size)
+        if rank not in others
+    }
+    return _with_facts(AgentGroup({0: own, **others}, me.size, missing, [thread]))
+
+
+def join(me: JoinedRank) -> str:
+    """Be the agent of a rank other than 0; return why that was not possible, or nothing.
+
+    Args:
+        me: This rank.
+    """
+    started = None
+    if me.address is None:
+        try:
+            started = _start_mpi(me)
+            told = _exchange(started, None)
+        except MeetingError as error:
+            return str(error)
+        places = [(address, int(told["port"])) for address in told["addresses"]]
+        word = str(told["word"])
+    else:
+        places, word = [(me.address, port) for port in me.ports], me.word
+    link, why = connect(places, word, me.rank, _COME)
+    if link is None:
+        named = me.address or "rank 0"
+        known = addresses_of_name(named) if me.address else []
+        hint = f" {named} stands for {', '.join(known)} here." if known and known != [named] else ""
+        return f"rank {me.rank} on {socket.gethostname()} does not reach rank 0 ({why}).{hint}"
+    Agent(me.rank, started).serve(link)
+    return ""
+
+
+def _with_facts(group: AgentGroup) -> AgentGroup:
+    facts = group.ask("facts", _FACTS, {}, sorted(group.links))
+    for rank, answer in facts.items():
+        if "host" in answer:
+            group.facts[rank] = answer
+        else:
+            group.missing.setdefault(rank, str(answer.get("error")))
+    return group
+
+
+def _start_mpi(me: JoinedRank) -> RankProcess:
+    if not me.by_mpi:
+        raise MeetingError(
+            f"{me.started_by} does not say where rank 0 is: set MASTER_ADDR to the name or address of its host"
+        )
+    process = RankProcess("network_mpi.py", [], {})
+    answer = process.step("start", _START_MPI, {})
+    where = f"rank {me.rank} on {socket.gethostname()}"
+    if not answer.get("ok"):
+        process.end()
+        raise MeetingError(
+            f"{where}: MPI does not start ({answer['error']}) {_last(answer)}; it is needed to find rank 0."
+            " Set MASTER_ADDR to the name or address of rank 0's host to do without"
+        )
+    if answer.get("size") != me.size:
+        process.end()
+        raise MeetingError(
+            f"{where}: {me.started_by} has started {me.size} ranks, but MPI sees {answer.get('size')}:"
+            f" mpi4py loads another MPI ({answer.get('library')}) than the one that started the ranks"
+        )
+    return process
+
+
+def _exchange(process: RankProcess, value: Any) -> dict[str, Any]:
+    answer = process.step("exchange", _COME, {"value": value})
+    told = answer.get("value")
+    if not answer.get("ok") or not isinstance(told, dict):
+        process.end()
+        raise MeetingError(
+            f"rank on {socket.gethostname()}: a broadcast of MPI failed ({answer.get('error')}) {_last(answer)}"
+        )
+    return told
+
+
+def _last(answer: dict[str, Any]) -> str:
+    lines = [line for line in str(answer.get("printed", "")).splitlines() if line.strip(" -")]
+    return lines[-1] if lines else ""

@@ -1,0 +1,93 @@
+"""What builds of DeepSpeed's operations need of this host: small programs are compiled and linked, flags prove nothing.
+
+It imports neither torch nor DeepSpeed. The arguments are folders in which libraries of CUDA lie.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lightning_lockstep.deepspeed.builds.locks import find_build_locks
+from lightning_lockstep.deepspeed.builds.tools import missing_tools
+
+_LONGEST = 20.0
+# What is tested -> a program that needs it, and what it is linked with.
+_PROGRAMS = {
+    "python": ("#include <Python.h>\nint main() { return Py_IsInitialized(); }", []),
+    "openmp": ("#include <omp.h>\nint main() { return omp_get_max_threads() < 0; }", ["-fopenmp"]),
+    "aio": ("#include <libaio.h>\nint main() { io_context_t c = 0; return io_submit(c, 0, 0); }", ["-laio"]),
+}
+_CUDA_PROGRAMS = {
+    "cudart": (
+        'extern "C" int cudaGetDeviceCount(int*);\nint main() { return cudaGetDeviceCount(0); }',
+        ["-lcudart"],
+    ),
+    "curand": (
+        'extern "C" int curandGetVersion(int*);\nint main() { return curandGetVersion(0); }',
+        ["-lcurand"],
+    ),
+}
+
+
+def main() -> None:
+    """Print what can be linked, which tools are missing, and which locks were left behind."""
+    folders = sys.argv[1:]
+    programs = {**_PROGRAMS, **(_CUDA_PROGRAMS if folders else {})}
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(len(programs)) as pool:
+        jobs = {
+            name: pool.submit(
+                _link, Path(work, name), source, [*flags, *(f"-L{folder}" for folder in folders)]
+            )
+            for name, (source, flags) in programs.items()
+        }
+        links = {name: job.result() for name, job in jobs.items()}
+    facts: dict[str, Any] = {
+        "links": links,
+        "missing": missing_tools(["cpu_adam"]),
+        "locks": [
+            {"text": str(lock), "path": str(lock.path), "is_stale": lock.is_stale}
+            for lock in find_build_locks(_extensions())
+        ],
+    }
+    sys.stdout.write(json.dumps(facts) + "\n")
+
+
+def _link(target: Path, source: str, flags: list[str]) -> str:
+    """Compile and link a program; returns what the compiler says if that fails."""
+    file = target.with_suffix(".cpp")
+    file.write_text(source + "\n")
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    more = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
+    include = f"-I{sysconfig.get_paths()['include']}"
+    # A library of Python need not be there: extensions are not linked with it.
+    lenient = ["-shared", "-fPIC"] if target.name == "python" else []
+    command = [*compiler, *lenient, str(file), "-o", str(target), include, *more[0], *flags, *more[1]]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LONGEST)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    lines = [line for line in done.stderr.splitlines() if "error" in line or "cannot find" in line]
+    if done.returncode == 0:
+        return ""
+    return re.sub(r"^.*?(?=fatal error|error|cannot find)", "", lines[0]) if lines else "the compiler failed"
+
+
+def _extensions() -> Path:
+    """Return the folder of torch's extensions, as torch chooses it."""
+    # Not Path.home(), which raises where the user of a container has no name.
+    cache = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME", "/")) / ".cache"
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
+
+
+if __name__ == "__main__":
+    main()

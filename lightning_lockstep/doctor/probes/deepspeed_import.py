@@ -1,0 +1,36 @@
+"""Whether DeepSpeed can be imported, and which of its operations are installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+
+def main() -> None:
+    """Print its version, its accelerator, and the operations that are built or that it says it can build."""
+    from lightning_lockstep.deepspeed.builds.tools import OPS
+    from lightning_lockstep.deepspeed.importing import import_deepspeed
+    from lightning_lockstep.errors import LockstepError
+
+    try:
+        deepspeed = import_deepspeed(None)
+    except LockstepError as error:
+        sys.exit(f"{error}")
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import installed_ops
+
+    accelerator = get_accelerator()
+    builders = {name: accelerator.create_op_builder(builder) for name, builder in OPS.items()}
+    # Where an accelerator lacks an operation, that of the CPU gives a builder of nothing.
+    known = [name for name, builder in builders.items() if builder is not None and builder.name == name]
+    facts = {
+        "version": deepspeed.__version__,
+        "accelerator": accelerator.device_name(),
+        "operations": known,
+        "built": [name for name in known if installed_ops.get(name, False)],
+    }
+    sys.stdout.write(json.dumps(facts) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The hosts of a hostfile, as Open MPI and MPICH read it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_lockstep.errors import LaunchError
+
+__all__ = ["Host", "checked_hosts", "read_hostfile"]
+
+# ssh and mpirun would take a name that begins with a dash for an option.
+_NAME = re.compile(r"[\w\[][\w.:@%\[\]-]*")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of a hostfile.
+
+    Attributes:
+        name: Host name or address.
+        slots: How many ranks it takes; ``None`` when the file does not say.
+    """
+
+    name: str
+    slots: int | None = None
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Return the hosts of a hostfile of Open MPI (``node1 slots=4``) or MPICH (``node1:4``)."""
+    hosts = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        name, count = _name_and_count(words[0])
+        slots = re.search(r"\bslots\s*=\s*(\d+)", line)
+        hosts.append(Host(name, int(slots[1]) if slots else int(count) if count.isdigit() else None))
+    return hosts
+
+
+def _name_and_count(word: str) -> tuple[str, str]:
+    """Part ``host:slots``; an address of IPv6 has colons of its own, and is followed by slots only in brackets."""
+    if word.startswith("["):
+        name, _, rest = word[1:].partition("]")
+        return name, rest.removeprefix(":")
+    name, _, count = word.partition(":")
+    return (word, "") if ":" in count else (name, count)
+
+
+def checked_hosts(hosts: Sequence[Host], given: str) -> list[Host]:
+    """Return the hosts, if each has the name of one.
+
+    Args:
+        hosts: As they were read.
+        given: Where they come from, for messages.
+
+    Raises:
+        LaunchError: There is something else where a host's name should be.
+    """
+    if wrong := [host.name for host in hosts if not _NAME.fullmatch(host.name)]:
+        raise LaunchError(
+            f"{given} has lines that do not begin with the name or address of a host:"
+            f" {', '.join(map(repr, wrong))}. Expected lines such as 'node1 slots=4' (Open MPI) or 'node1:4' (MPICH)."
+        )
+    return list(hosts)

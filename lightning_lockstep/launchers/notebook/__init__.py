@@ -1,0 +1,1 @@
+"""Ranks that a notebook starts: what is checked before, how their output and errors reach the cell."""

@@ -1,0 +1,179 @@
+"""Forked ranks of one launch: started together, waited for, and ended together when one ends badly."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import connection
+
+from lightning_lockstep._console import say
+from lightning_lockstep.distributed.failure.process_exit import end_now
+from lightning_lockstep.errors import LaunchError
+
+__all__ = ["BadEnd", "RankProcesses", "end_with_parent"]
+
+_PERIOD = 0.1  # how often the parent does its work between two ends of ranks [s]
+_SETTLE = 0.5  # within this time after the first, another bad end may have been the cause [s]
+_CTRL_C = (
+    2.0  # how long ranks that have got an interrupt by themselves may take before they get it from here [s]
+)
+_SAY_AFTER = 60.0  # after how long it is said which ranks still run when rank 0 has ended [s]
+
+
+@dataclass(frozen=True)
+class BadEnd:
+    """A rank that ended badly by itself.
+
+    Attributes:
+        rank: Its number.
+        pid: Its process id.
+        returncode: Exit code; negative for a signal.
+        since: When this was noticed, by the monotonic clock [s].
+    """
+
+    rank: int
+    pid: int
+    returncode: int
+    since: float
+
+
+class RankProcesses:
+    """Runs one function in several processes that are copies of this one.
+
+    Args:
+        run: Called in each with its number; the process ends with 0 when it returns.
+        number: How many.
+        grace_period: How long the others may take to end by themselves once one has ended badly; half of it
+            until they are asked to [s].
+        between: Called again and again while they run.
+
+    Ranks: the parent process, which is no rank.
+    """
+
+    def __init__(
+        self, run: Callable[[int], None], *, number: int, grace_period: float, between: Callable[[], None]
+    ) -> None:
+        context = multiprocessing.get_context("fork")
+        self.processes = [context.Process(target=run, args=(rank,)) for rank in range(number)]
+        self._grace_period, self._between = grace_period, between
+        self._ended: dict[int, int] = {}
+        self.bad: list[BadEnd] = []
+        self._signalled = False
+
+    def start(self) -> None:
+        """Start all of them.
+
+        Raises:
+            LaunchError: The operating system does not allow another copy of this process.
+        """
+        try:
+            for process in self.processes:
+                process.start()
+        except OSError as error:
+            started = sum(process.pid is not None for process in self.processes)
+            self.kill()
+            raise LaunchError(
+                f"Rank {started} of {len(self.processes)} could not be started: {error}. Each rank begins as a copy of"
+                " this process: expected enough memory and processes for all. Give a smaller number of ranks."
+            ) from error
+
+    def wait(self) -> list[BadEnd]:
+        """Wait for all to end, and end the others when one has ended badly.
+
+        Returns:
+            Those that ended badly, of which one may be the cause of all; empty if all is well.
+        """
+        said = time.monotonic() + _SAY_AFTER
+        while self.running():
+            connection.wait([self.processes[rank].sentinel for rank in self.running()], timeout=_PERIOD)
+            self._look()
+            self._between()
+            if self.bad:
+                self._end_others()
+            elif 0 not in self._ended:
+                said = time.monotonic() + _SAY_AFTER
+            elif time.monotonic() > said:
+                said = float("inf")
+                say(
+                    f"lightning-lockstep: rank 0 has ended, rank(s) {self.running()} have not; waiting for them."
+                    " Interrupt ends them."
+                )
+        self._look()  # at those that have ended since
+        self._between()
+        return [end for end in self.bad if end.since - self.bad[0].since < _SETTLE]
+
+    def running(self) -> list[int]:
+        """Return the numbers of those that have been started and still run."""
+        return [rank for rank, process in enumerate(self.processes) if process.pid and process.is_alive()]
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank that was started has ended."""
+        return self.processes[rank].exitcode is not None
+
+    def interrupt(self) -> None:
+        """End all after an interrupt, which may have reached them too or not; what they say is still shown."""
+        try:
+            for patience, number in ((_CTRL_C, signal.SIGINT), (self._grace_period, signal.SIGKILL)):
+                self._wait_at_most(patience)
+                self._send(number)
+        finally:  # also when the user interrupts once more
+            self.kill()
+
+    def kill(self) -> None:
+        """End all that still run, at once."""
+        self._send(signal.SIGKILL)
+        for process in self.processes:
+            if process.pid:
+                process.join()
+
+    def _look(self) -> None:
+        for rank, process in enumerate(self.processes):
+            code = process.exitcode
+            if code is None or rank in self._ended:
+                continue
+            self._ended[rank] = code
+            if code != 0 and not self._signalled:
+                self.bad.append(BadEnd(rank, process.pid or 0, code, time.monotonic()))
+
+    def _end_others(self) -> None:
+        for patience, number in (
+            (self._grace_period / 2, signal.SIGTERM),
+            (self._grace_period / 2, signal.SIGKILL),
+        ):
+            self._wait_at_most(patience)
+            self._send(number)
+        self._wait_at_most(self._grace_period)
+
+    def _wait_at_most(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.running() and time.monotonic() < deadline:
+            connection.wait([self.processes[rank].sentinel for rank in self.running()], timeout=_PERIOD)
+            self._look()
+            self._between()
+
+    def _send(self, number: int) -> None:
+        self._signalled = True  # who ends badly from now on does so because of that
+        for rank in self.running():
+            with suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid or 0, number)
+
+
+def end_with_parent() -> None:
+    """End this rank when the process that has started it is gone; that waits for its ranks otherwise.
+
+    Ranks: every rank that :mod:`multiprocessing` has started, once; starts a thread.
+    """
+
+    def watch() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        end_now(1, "\nlightning-lockstep: the process that started the ranks is gone; so this rank ends.\n")
+
+    threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()

@@ -1,0 +1,124 @@
+"""``notebook_launcher``: several ranks from a cell of a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_lockstep._console import say
+from lightning_lockstep._settings import Faults
+from lightning_lockstep._system import usable_cores
+from lightning_lockstep.launchers.notebook.failures import plainly_in_cell
+from lightning_lockstep.launchers.notebook.launch import run_in_ranks
+from lightning_lockstep.xla.forked import become_xla_rank, check_xla_untouched, num_xla_ranks
+
+__all__ = ["notebook_launcher"]
+
+_MOST_ON_CPU = 8
+_ONE_HOST = (
+    "ranks on this host only; on several hosts run a script with strategy=lockstep_ddp under torchrun or srun"
+)
+_RESTARTS = "no restarts; call notebook_launcher again with a checkpoint to resume from"
+_OWN_MEETING = "nothing, because the ranks find a free port of their own"
+# What accelerate's function of the same name takes beside: the values that ask for nothing, and what to do instead.
+_OF_ACCELERATE: dict[str, tuple[tuple[object, ...], str]] = {
+    "mixed_precision": (
+        ("no", None),
+        "the precision in the Trainer, such as Trainer(precision='bf16-mixed')",
+    ),
+    "use_port": (("29500", 29500, None), _OWN_MEETING),
+    "master_addr": (("127.0.0.1", None), _ONE_HOST),
+    "node_rank": ((0,), _ONE_HOST),
+    "num_nodes": ((1,), _ONE_HOST),
+    "rdzv_backend": (("static", "", None), _OWN_MEETING),
+    "rdzv_endpoint": (("", None), _OWN_MEETING),
+    "rdzv_conf": ((None,), _OWN_MEETING),
+    "rdzv_id": (("none", "", None), _OWN_MEETING),
+    "max_restarts": ((0,), _RESTARTS),
+    "monitor_interval": ((0.1,), "nothing, because the kernel learns at once when a rank ends"),
+    "log_line_prefix_template": ((None,), "nothing, because lines carry the number of their rank"),
+}
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    *,
+    grace_period: float = 10.0,
+    **options: Any,
+) -> Any:
+    """Run ``function(*args)`` in several ranks that are started from this cell, and return what rank 0 returned.
+
+    The ranks are forks of the kernel: ``function`` may be defined in the notebook, and what is passed in, such as one
+    model made in a cell outside, is shared by all of them until a rank changes it. Inside the function make a
+    ``Trainer(strategy="lockstep_ddp", devices=num_processes)``, or use :mod:`torch.distributed`; ``RANK``,
+    ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are set. What a rank changes in memory stays in
+    that rank: return what the notebook needs.
+
+    Args:
+        function: What each rank runs.
+        args: Its arguments.
+        num_processes: Number of ranks; by default one per GPU, else one per chip of a TPU, else one per usable core,
+            at most 8. With 1 the function runs in the kernel itself.
+        grace_period: When a rank fails, how long the others may take to end [s]; after half of it they get SIGTERM.
+        options: What accelerate's function of the same name takes beside, as far as it asks for nothing.
+
+    Returns:
+        What the function returned on rank 0, tensors on the CPU; it has to be picklable.
+
+    Raises:
+        ConfigurationError: One message with every argument that cannot be used.
+        LaunchError: CUDA or XLA was already used in this kernel, or this is a rank itself.
+        RankFailedError: A rank failed; the text names it and ends with its traceback.
+        KeyboardInterrupt: The cell was interrupted; all ranks have ended.
+
+    Ranks: called in the kernel, which is no rank. The cell shows what rank 0 prints as it goes, then what the other
+        ranks have printed, in their order.
+    """
+    __tracebackhide__ = True  # IPython leaves this frame out of a traceback
+    with plainly_in_cell():
+        _check(function, args, num_processes, grace_period, options)
+        number = num_processes or _default_number()
+        if number > 1:
+            check_xla_untouched()
+            return run_in_ranks(
+                function, args, world_size=number, grace_period=grace_period, before=[become_xla_rank]
+            )
+    return function(*args)
+
+
+def _check(
+    function: object, args: object, num_processes: object, grace_period: object, options: dict[str, Any]
+) -> None:
+    faults = Faults()
+    faults.check(callable(function), "function", function, "the function itself, without calling it")
+    right = isinstance(args, (tuple, list))
+    faults.check(right, "args", args, "a tuple; for one argument write args=(argument,)")
+    faults.whole("num_processes", num_processes, least=1, such_as=2, optional=True)
+    faults.number("grace_period", grace_period, what="seconds", above=0, such_as=10)
+    known = ["function", "args", "num_processes", "grace_period", *_OF_ACCELERATE]
+    faults.unknown(options, known, owner="notebook_launcher")
+    for name, given in options.items():
+        if name in _OF_ACCELERATE and given not in _OF_ACCELERATE[name][0]:
+            faults.check(False, name, given, _OF_ACCELERATE[name][1])
+    faults.raise_all()
+
+
+def _default_number() -> int:
+    number, what = _hardware()
+    say(f"lightning-lockstep: num_processes={number}, by {what}.")
+    return number
+
+
+def _hardware() -> tuple[int, str]:
+    gpus = torch.cuda.device_count()
+    if gpus:
+        return gpus, "the number of GPUs"
+    chips = num_xla_ranks()
+    if chips:
+        return chips, "the number of chips of this TPU host"
+    cores = len(usable_cores())
+    return min(cores, _MOST_ON_CPU), f"the {cores} usable cores of this host"

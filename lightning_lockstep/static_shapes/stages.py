@@ -1,0 +1,120 @@
+"""To what each batch of a run is padded: by stage, and by what its loader says or has given so far."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.static_shapes.batches import (
+    longest_sequence,
+    missing_keys,
+    padded_samples,
+    padded_sequences,
+    samples_in,
+)
+from lightning_lockstep.static_shapes.real_samples import current
+from lightning_lockstep.static_shapes.settings import StaticShapesSettings
+
+__all__ = ["ShapedStages"]
+
+_log = logging.getLogger(__name__)
+
+
+class ShapedStages:
+    """Gives the batches of training, validation and test the shapes that the settings ask for.
+
+    Args:
+        settings: What to do.
+
+    Attributes:
+        sizes: How many samples a batch of a stage has, where its loaders say that.
+        added: How many samples were added, by stage.
+    """
+
+    def __init__(self, settings: StaticShapesSettings) -> None:
+        self._settings = settings
+        self._fill = dict(settings.fill_values or {})
+        self._sequences = dict(settings.sequence_values or {})
+        self._largest: Counter[tuple[str, int]] = Counter()
+        self._looked_at: set[str] = set()
+        self.sizes: dict[str, int] = {}
+        self.added: Counter[str] = Counter()
+
+    def new_loader(self, stage: str, size: int | None) -> None:
+        """Note that the loaders of a stage are made, and the size of their batches, ``None`` if unknown."""
+        self._largest = Counter({key: most for key, most in self._largest.items() if key[0] != stage})
+        self.sizes.pop(stage, None)
+        if size is not None:
+            self.sizes[stage] = size
+
+    def shaped(self, stage: str, batch: Any, dataloader_idx: int) -> Any:
+        """Return a batch in the shapes of its stage, and note how many of its samples are real.
+
+        Args:
+            stage: ``training``, ``validation`` or ``test``.
+            batch: As its loader gave it.
+            dataloader_idx: Which loader of the stage that is.
+
+        Raises:
+            ConfigurationError: A setting names a key that the batches of training do not have.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        current.forget()
+        self._look(stage, batch)
+        if self._sequences:
+            self._warn_if_long(batch)
+            batch = padded_sequences(
+                batch, self._settings.sequence_lengths, self._sequences, self._settings.sequence_dim
+            )
+        if self._settings.pads(stage):
+            batch = self._padded(stage, batch, dataloader_idx)
+        return batch
+
+    def _padded(self, stage: str, batch: Any, dataloader_idx: int) -> Any:
+        real, place = samples_in(batch), (stage, dataloader_idx)
+        if not real:
+            return batch
+        self._largest[place] = max(self._largest[place], real)
+        size = max(self.sizes.get(stage, self._largest[place]), real)
+        current.real = real if size > real else None
+        current.mask = torch.arange(size) < real
+        self.added[stage] += size - real
+        return padded_samples(batch, size, self._fill)
+
+    def _look(self, stage: str, batch: Any) -> None:
+        """Refuse keys that the first batch of training does not have; evaluation may have fewer."""
+        if stage != "training" or stage in self._looked_at:
+            return
+        self._looked_at.add(stage)
+        for name, values in (("fill_values", self._fill), ("sequence_values", self._sequences)):
+            missing = missing_keys(batch, list(values))
+            if missing:
+                raise ConfigurationError(
+                    f"{name} has {', '.join(map(repr, missing))}: expected keys of the batches (positions, where a"
+                    f" batch is a list). The first batch of training is {_described(batch)}."
+                )
+
+    def _warn_if_long(self, batch: Any) -> None:
+        most = self._settings.sequence_lengths[-1]
+        longest = longest_sequence(batch, self._sequences, self._settings.sequence_dim)
+        if longest > most and "long" not in self._looked_at:
+            self._looked_at.add("long")
+            _log.warning(
+                "StaticShapes: a sequence of %d is longer than the largest of sequence_lengths, %d. It stays as it is,"
+                " and compiles for itself; add a length that holds it.",
+                longest,
+                most,
+            )
+
+
+def _described(batch: Any) -> str:
+    if hasattr(batch, "keys"):
+        return f"a {type(batch).__name__} with the keys {', '.join(map(repr, batch.keys()))}"
+    if isinstance(batch, (list, tuple)):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"

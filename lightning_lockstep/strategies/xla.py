@@ -1,0 +1,277 @@
+"""One process for each XLA device: gradients averaged between devices, all else as under DDP."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_lockstep._lightning import Precision
+from lightning_lockstep._lightning.internals import given_to_trainer
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.distributed.host_copies import (
+    broadcast_object,
+    broadcast_tensors,
+    gather_tensor,
+    reduce_tensor,
+)
+from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
+from lightning_lockstep.steps.capabilities import Capabilities
+from lightning_lockstep.strategies.hooks import LifecycleHooks
+from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
+from lightning_lockstep.strategies.options import LifecycleSettings
+from lightning_lockstep.strategies.xla_steps import XLASteps
+from lightning_lockstep.xla.replicas import Replicas, check_replicas
+from lightning_lockstep.xla.runtime import XLARuntime
+
+__all__ = ["LockstepXLAStrategy"]
+
+_OPERATIONS: dict[str, Any] = {"sum": "sum", "mean": "mean", "avg": "mean", "min": "min", "max": "max"}
+
+
+class XLAStartup(RankStartup):
+    """How the ranks are started and connected: by this program, over gloo between hosts, whatever the devices."""
+
+    def __init__(self) -> None:
+        super().__init__("popen", "gloo")
+
+    def connect(self, strategy: Any, timeout: timedelta) -> bool:
+        """See :meth:`RankStartup.connect`; one rank alone needs no group."""
+        return strategy.world_size > 1 and super().connect(strategy, timeout)
+
+    def device_of_group(self, strategy: Any) -> torch.device:
+        """See :meth:`RankStartup.device_of_group`."""
+        return torch.device("cpu")
+
+
+class LockstepXLAStrategy(XLASteps, LifecycleHooks):
+    """Training on TPUs from one process a device, or on one XLA device of the CPU.
+
+    Gradients are averaged between the devices, within the compiled step. Objects, logged values, metrics and barriers
+    travel between hosts over gloo, where the guard sees who does not arrive. Failure propagation, the placement table,
+    CPU threads and uneven inputs are those of :class:`LockstepDDPStrategy`.
+
+    Args:
+        downcast_bf16: With precision ``bf16-true``: whether float64 becomes float32 rather than bfloat16.
+        on_rank_failure: As for :class:`LockstepDDPStrategy`, like all that follows.
+        grace_period: Time from learning of a failure until a rank is ended by force [s].
+        silence_limit: How long a rank may be stopped, or its host unreachable, before that counts as a failure [s].
+        uneven_inputs: When ranks have different numbers of training batches: ``error``, ``truncate`` or ``join``.
+        threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node.
+        bind_cores: Whether each rank is pinned to its own cores.
+        timeout: Longest wait for another rank between hosts [s].
+        guard: ``off``, ``watch`` or ``verify``, for what travels between hosts.
+        stall_timeout: How long that may take before the ranks compare where they are [s].
+        guard_history: How many of the last collectives of each rank an error of the guard lists.
+        cluster_environment: Tells which rank this process is; by default found by environment variables.
+        checkpoint_io: As in Lightning.
+        precision_plugin: As in Lightning.
+
+    Raises:
+        ConfigurationError: One message with everything that cannot be used.
+        MissingExtraError: torch-xla is not installed.
+
+    Ranks: construct it alike in every process. On the CPU one only; several virtual devices are for
+        :class:`LockstepXLASPMDStrategy`.
+    """
+
+    strategy_name = "lockstep_xla"
+
+    def __init__(
+        self,
+        *,
+        downcast_bf16: bool = False,
+        on_rank_failure: Literal["abort"] = "abort",
+        grace_period: float = 10.0,
+        silence_limit: float = 120.0,
+        uneven_inputs: Literal["error", "truncate", "join"] = "error",
+        threads_per_rank: int | Literal["auto"] = "auto",
+        bind_cores: bool = False,
+        timeout: float | timedelta = 1800.0,
+        guard: Literal["off", "watch", "verify"] = "watch",
+        stall_timeout: float = 60.0,
+        guard_history: int = 0,
+        cluster_environment: Any | None = None,
+        checkpoint_io: Any | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        if not isinstance(downcast_bf16, bool):
+            raise ConfigurationError(f"downcast_bf16={downcast_bf16!r}: expected True or False.")
+        self.downcast_bf16 = downcast_bf16
+        self.settings = LifecycleSettings(
+            on_rank_failure=on_rank_failure,
+            grace_period=grace_period,
+            silence_limit=silence_limit,
+            uneven_inputs=uneven_inputs,
+            threads_per_rank=threads_per_rank,
+            bind_cores=bind_cores,
+            timeout=timeout,
+            guard=guard,
+            stall_timeout=stall_timeout,
+            guard_history=guard_history,
+        )
+        self.lifecycle = RankLifecycle(
+            self, self.settings, startup=XLAStartup(), precision=self.resolve_precision
+        )
+        self.num_nodes = 1
+        self._replicas: Replicas | None = None
+        self._synced_metrics: list[Metric] = []
+        super().__init__(
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.detect_unless_given(cluster_environment)
+
+    # -- who there is -----------------------------------------------------------------------------------
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks per node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning divides loaders among the ranks."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """How Lightning divides loaders."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def step_capabilities(self) -> Capabilities:
+        """What can be done with a training step; among several replicas none can make it alone."""
+        return Capabilities(sees_out_of_memory=False, runs_at_once=False, step_alone=self._replicas is None)
+
+    def set_world_ranks(self) -> None:
+        """Give this rank's number to the cluster environment. Ranks: every rank, alone."""
+        self.lifecycle.set_world_ranks()
+
+    # -- start and end ----------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
+        self.use_xla_accelerator()
+        count = self.num_nodes * self.num_processes
+        check_replicas(count)
+        if count > 1 and given_to_trainer("sync_batchnorm"):
+            raise ConfigurationError(
+                "sync_batchnorm=True with strategy='lockstep_xla': expected False, as torch-xla has no such layer."
+                " Under strategy='lockstep_xla_spmd' batch normalisation sees whole batches."
+            )
+        super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Connect the ranks, then find torch-xla and its device. Ranks: all, together."""
+        self._device = torch.device("xla", 0)
+        super().setup_environment()
+        self.setup_distributed()  # first, so that a rank whose device fails can say so
+        if self.runtime is None:
+            self.runtime = XLARuntime(self.needed_for, num_devices=1)
+            self.runtime.be_process(self.local_rank, self.num_processes)
+        self._device = self.runtime.device()
+        if self.world_size > 1:
+            self._replicas = self.make_replicas(self.runtime)
+
+    def make_replicas(self, runtime: XLARuntime) -> Replicas:
+        """Return the devices of all ranks. Ranks: all, together."""
+        return Replicas(runtime, current_communicator())
+
+    def model_to_device(self) -> None:
+        """Move the module to the device, with the values of rank 0. Ranks: all, together; a broadcast a tensor."""
+        if self._replicas is not None and self.lightning_module is not None:
+            self._take_values_of_rank_0(self.lightning_module)
+        super().model_to_device()
+
+    def _take_values_of_rank_0(self, module: torch.nn.Module) -> None:
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        ours = [(name, tuple(one.shape), str(one.dtype)) for name, one in tensors.items()]
+        everyone = current_communicator().gather(ours)
+        if others := [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]:
+            differing = sorted(set(everyone[0]) ^ set(everyone[others[0]]))[:4]
+            raise CollectiveMismatchError(
+                f"The ranks have different models: rank {others[0]} and rank 0 differ in {differing}: expected the same"
+                " parameters and buffers on every rank."
+            )
+        broadcast_tensors(list(tensors.values()))
+
+    def setup(self, trainer: Any) -> None:
+        """Set the run up. Ranks: all, together."""
+        if self._replicas is not None and self.lightning_module is not None:
+            # Left to itself, torchmetrics gives tensors of the device to the group of the hosts.
+            found = [one for one in self.lightning_module.modules() if isinstance(one, Metric)]
+            self._synced_metrics = [one for one in found if one.dist_sync_fn is None]
+            for metric in self._synced_metrics:
+                metric.dist_sync_fn = gather_tensor
+        super().setup(trainer)
+
+    def teardown(self) -> None:
+        """Release what the run used. Ranks: every rank; waits for none."""
+        self.end_lazy_run()
+        for metric in self._synced_metrics:
+            metric.dist_sync_fn = None
+        self._synced_metrics = []
+        if self.lifecycle.failed:  # what is pending on the device may wait for a rank that has exited
+            self.lifecycle.teardown()
+            return
+        super().teardown()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint on rank 0, as a plain file. Ranks: all, together."""
+        if self.is_global_zero:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            self.sync()
+
+    # -- between ranks ----------------------------------------------------------------------------------
+
+    def prepare_gradients(self) -> None:
+        """Average the gradients over all ranks. Ranks: all, together; see :meth:`Replicas.average_gradients`."""
+        super().prepare_gradients()
+        if self._replicas is not None and self.lightning_module is not None:
+            self.lifecycle.check()
+            self._replicas.average_gradients(self.lightning_module)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank; after a failure, return at once. Ranks: all, together; between hosts."""
+        if not self.lifecycle.failed:
+            current_communicator().barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of rank ``src`` on every rank, tensors exactly. Ranks: all, together; between hosts."""
+        if self._replicas is None:
+            return obj
+        return broadcast_object(current_communicator(), obj, src, self.root_device)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return a tensor reduced over all ranks; anything else as it is.
+
+        Ranks: all, together; one all-reduce between hosts.
+        """
+        operation = _OPERATIONS.get(str(getattr(reduce_op, "name", reduce_op)).lower())
+        if operation is None:
+            raise ConfigurationError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_OPERATIONS)}.")
+        if self._replicas is None or not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_tensor(current_communicator(), tensor, operation)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any, say yes. Ranks: all, together; one all-reduce between hosts."""
+        votes = torch.tensor(int(decision))
+        return bool(current_communicator().all_reduce(votes, "min" if all else "max"))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks, of shape (ranks, ...).
+
+        Ranks: all, together; between devices, or between hosts where the tensor is on the CPU.
+        """
+        if self._replicas is None:
+            return tensor.unsqueeze(0)
+        if tensor.device.type == "cpu":
+            return torch.stack(gather_tensor(tensor))
+        return self._replicas.gather(tensor, gradients=sync_grads and torch.is_grad_enabled())

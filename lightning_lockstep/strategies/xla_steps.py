@@ -1,0 +1,209 @@
+"""What a strategy for XLA devices does around each step: what was called is compiled and run there, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_lockstep._console import say
+from lightning_lockstep._lightning import (
+    Precision,
+    Strategy,
+    TrainerFn,
+    XLAAccelerator,
+    find_shared_parameters,
+    move_data_to_device,
+    set_shared_parameters,
+)
+from lightning_lockstep._lightning.internals import show_accelerator
+from lightning_lockstep.steps.capabilities import Capabilities
+from lightning_lockstep.strategies.xla_pending import CAPABILITIES, XLAPending
+from lightning_lockstep.xla.accelerator import XLADevices
+from lightning_lockstep.xla.dtypes import DtypeReport
+from lightning_lockstep.xla.gradients import own_memory
+from lightning_lockstep.xla.lazy_run import LazyRun
+from lightning_lockstep.xla.precision import resolve_xla_precision
+from lightning_lockstep.xla.runtime import check_torch_xla
+
+__all__ = ["XLASteps"]
+
+
+class XLASteps(XLAPending, Strategy):
+    """Base of strategies for XLA devices, in front of one of Lightning's strategies.
+
+    torch-xla notes what is called and computes nothing until :meth:`sync`. Each batch is a graph of its own: whatever
+    is called between two calls of :meth:`sync` is compiled together, once for each set of shapes.
+
+    Attributes:
+        strategy_name: As the Trainer and Hydra know it.
+        runtime: torch-xla; ``None`` before the run begins.
+        downcast_bf16: With precision ``bf16-true``: whether float64 becomes float32 rather than bfloat16.
+
+    Ranks: each method as Lightning calls it.
+    """
+
+    strategy_name: str
+    downcast_bf16: bool = False
+    _dtypes: DtypeReport | None = None
+    _lazy_run: LazyRun | None = None
+
+    @property
+    def needed_for(self) -> str:
+        """What the user asked for, for errors."""
+        return f"strategy={self.strategy_name!r}"
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process; before a run, the CPU."""
+        return self._device
+
+    @property
+    def step_capabilities(self) -> Capabilities:
+        """What can be done with a training step."""
+        return CAPABILITIES
+
+    # -- while the Trainer is under construction -------------------------------------------------------
+
+    def use_xla_accelerator(self) -> None:
+        """Check that torch-xla is installed, and give the Trainer an accelerator for its devices.
+
+        Raises:
+            MissingExtraError: torch-xla is not installed.
+            ConfigurationError: A variable tells torch-xla to cast by itself.
+        """
+        check_torch_xla(self.needed_for)
+        devices = XLADevices()
+        if isinstance(self.accelerator, XLAAccelerator):
+            show_accelerator(devices)
+        else:
+            self.accelerator = devices
+
+    def resolve_precision(
+        self, plugin: Precision, requested: str | None, device_type: str = "xla"
+    ) -> Precision:
+        """Return the precision plugin to use; see :func:`resolve_xla_precision`."""
+        return resolve_xla_precision(plugin, requested, downcast_bf16=self.downcast_bf16)
+
+    # -- the run ----------------------------------------------------------------------------------------
+
+    def model_to_device(self) -> None:
+        """Move the module to the device; parameters that are one stay one. Ranks: every process, alike."""
+        if self.model is not None:
+            # A parameter cannot change to an XLA device in place: each gets a new object, tied ones several.
+            tied = find_shared_parameters(self.model)
+            self.model.to(self.root_device)
+            set_shared_parameters(self.model, tied)
+
+    def setup(self, trainer: Any) -> None:
+        """Set the run up. Ranks: every process, alike."""
+        # Tensors of torch.inference_mode cannot be lazy ones; loops without it evaluate under torch.no_grad.
+        evaluating = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop
+        for loop in (*evaluating, trainer.predict_loop):
+            loop.inference_mode = False
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if is_fit and self.runtime is not None:
+            self.runtime.check_backward()
+        super().setup(trainer)
+        if self.runtime is not None:
+            self.runtime.seed_devices()
+        if is_fit and self.lightning_module is not None:
+            self._dtypes = DtypeReport(self.lightning_module)
+        self.sync()
+        self._lazy_run = LazyRun(trainer)
+
+    def sync(self) -> None:
+        """Compile what is pending, if it is new, and begin to run it. Ranks: every process, alike."""
+        if self.runtime is not None:
+            self.runtime.sync()
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device. Ranks: every process, alike."""
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        if self._dtypes is not None:
+            self._dtypes.note_inputs(moved)
+        return moved
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Run what a batch without an optimizer step has left, so that each batch is a graph of its own."""
+        self.sync()
+        super().on_train_batch_start(batch, batch_idx)
+
+    def prepare_gradients(self) -> None:
+        """Make the gradients of a backward ready to be clipped and used. Ranks: every process, alike."""
+        if self.lightning_module is not None:
+            own_memory(self.lightning_module)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Prepare the gradients where the module steps its optimizers itself, whenever it likes."""
+        super().post_backward(closure_loss)
+        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
+            self.prepare_gradients()
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Take an optimizer step, and run it. Ranks: every process, alike."""
+        by_itself = self.lightning_module is not None and self.lightning_module.automatic_optimization
+
+        def with_gradients() -> Any:
+            result = closure()
+            if by_itself:
+                self.prepare_gradients()
+            return result
+
+        result = super().optimizer_step(optimizer, with_gradients, model, **kwargs)
+        self.sync()
+        self._say_dtypes(optimizer)
+        return result
+
+    def _say_dtypes(self, optimizer: Any) -> None:
+        report, self._dtypes = self._dtypes, None
+        if report is not None:
+            line = report.finish(optimizer)
+            if self.is_global_zero:
+                say(f"lightning-lockstep: precision={self.precision_plugin.precision} on XLA devices: {line}")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step. Ranks: every process, alike."""
+        return self._synced(super().validation_step(*args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's test step. Ranks: every process, alike."""
+        return self._synced(super().test_step(*args, **kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's prediction step. Ranks: every process, alike."""
+        return self._synced(super().predict_step(*args, **kwargs))
+
+    def _synced(self, result: Any) -> Any:
+        self.sync()
+        return result
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint as a plain file, which loads without torch-xla. Ranks: every process, alike."""
+        self.sync()
+        on_cpu = move_data_to_device(checkpoint, torch.device("cpu"))
+        super().save_checkpoint(on_cpu, filepath, storage_options)
+
+    def end_lazy_run(self) -> None:
+        """End what a run has begun beside its steps; more than once does no harm. Ranks: every process, alone."""
+        if self._lazy_run is not None:
+            self._lazy_run.end()
+
+    def teardown(self) -> None:
+        """Bring the module back to the CPU. Ranks: every process; waits for none."""
+        self.end_lazy_run()
+        if self._dtypes is not None:
+            self._dtypes.forget()
+            self._dtypes = None
+        module = self.lightning_module
+        tied = [] if module is None else find_shared_parameters(module)
+        super().teardown()
+        if module is not None:
+            set_shared_parameters(module, tied)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Do nothing: the package registers its strategies when it is imported."""

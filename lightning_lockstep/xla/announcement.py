@@ -1,0 +1,125 @@
+"""Compilations of torch-xla that take long are announced while they run, so that nobody thinks the run hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_lockstep._console import say
+from lightning_lockstep._lightning import Trainer
+from lightning_lockstep.xla.runtime import compilations_begun_and_done
+
+__all__ = ["CompilationAnnouncer", "CompilationWatch", "where_in_run"]
+
+# The first two steps compile as a matter of course: the second has the optimizer's state, which the first had not.
+_FIRST_STEPS = 2
+_AGAIN_AFTER = 60.0  # a compilation that takes still longer is announced again [s]
+
+
+@dataclass
+class CompilationWatch:
+    """Decides what is said of compilations, from two counts and a clock.
+
+    Args:
+        after: How long a compilation takes until it is announced [s].
+    """
+
+    after: float
+    _counts: tuple[int, int] | None = None
+    _begun_at: float | None = None
+    _said_at: float | None = None
+
+    def look(self, begun: int, done: int, now: float, where: Callable[[], str]) -> str | None:
+        """Return what is to be said now, if anything.
+
+        Args:
+            begun: How many compilations have begun so far.
+            done: How many of them are done.
+            now: The time [s].
+            where: Says what is compiled.
+        """
+        before, self._counts = self._counts, (begun, done)
+        if before is None:
+            return None
+        if self._begun_at is not None and done > before[1]:
+            return self._is_done(now)
+        if self._begun_at is None and begun > before[0] and done == before[1]:
+            self._begun_at = now
+        if self._begun_at is None:
+            return None
+        return self._is_running(self._begun_at, now, where)
+
+    def _is_running(self, begun_at: float, now: float, where: Callable[[], str]) -> str | None:
+        since = now - begun_at
+        if self._said_at is None and since >= self.after:
+            self._said_at = now
+            return f"torch-xla is compiling {where()}"
+        if self._said_at is not None and now - self._said_at >= _AGAIN_AFTER:
+            self._said_at = now
+            return f"torch-xla is still compiling, for {since:.0f} s now"
+        return None
+
+    def _is_done(self, now: float) -> str | None:
+        begun_at, said_at = self._begun_at, self._said_at
+        self._begun_at = self._said_at = None
+        return None if said_at is None or begun_at is None else f"compiled in {now - begun_at:.0f} s"
+
+
+def where_in_run(trainer: Trainer) -> str:
+    """Return what a Trainer is at, for the announcement of a compilation.
+
+    Args:
+        trainer: The Trainer; looked at from another thread than its own.
+    """
+    if trainer.sanity_checking:
+        return "validation, for the check before training"
+    if not trainer.training:
+        stage = "test" if trainer.testing else "prediction" if trainer.predicting else "validation"
+        return f"a batch of {stage}"
+    step = trainer.global_step + 1
+    if step <= _FIRST_STEPS:
+        return f"training step {step} of the first {_FIRST_STEPS}, which always compile"
+    return f"training step {step}; RecompileMonitor says what forced it"
+
+
+class CompilationAnnouncer:
+    """Announces compilations that take more than a second, from a thread of its own.
+
+    Args:
+        trainer: The Trainer, in a run on XLA devices.
+        after: How long a compilation takes until it is announced [s].
+        interval: How often torch-xla's counters are looked at [s].
+
+    Ranks: each process has one; nothing is sent. Rank 0 speaks.
+    """
+
+    def __init__(self, trainer: Trainer, *, after: float = 1.0, interval: float = 0.25) -> None:
+        self._trainer, self._interval = trainer, interval
+        self._watch = CompilationWatch(after)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-compilations", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look. Ranks: any, alone."""
+        if self._trainer.is_global_zero:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Ranks: any, alone."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._look()
+        while not self._stopped.wait(self._interval):
+            self._look()
+        self._look()  # one that was announced is also said to be done
+
+    def _look(self) -> None:
+        begun, done = compilations_begun_and_done()
+        text = self._watch.look(begun, done, time.monotonic(), lambda: where_in_run(self._trainer))
+        if text is not None:
+            say(f"lightning-lockstep: {text}.")

@@ -1,0 +1,78 @@
+"""XLA in ranks that are forked from one process: what is allowed before the fork, and what a rank is told after it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+
+from lightning_lockstep.errors import ConfigurationError, LaunchError
+
+__all__ = ["become_xla_rank", "check_xla_untouched", "num_xla_ranks"]
+
+
+def check_xla_untouched() -> None:
+    """Refuse to fork a process in which torch-xla has its devices already: a copy of it could not use them.
+
+    Raises:
+        LaunchError: The runtime of torch-xla has been initialised here.
+
+    Ranks: the process that starts the ranks; imports nothing.
+    """
+    extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    if extension is not None and extension._xla_runtime_is_initialized():
+        raise LaunchError(
+            "XLA was already used in this kernel, so its devices would not work in ranks that are forked from it:"
+            " expected no call of torch_xla.device(), no tensor and no model on an XLA device in any cell before."
+            " Restart the kernel, make the model on the CPU in a cell, and move it to the device inside the function"
+            " that the ranks run."
+        )
+
+
+def num_xla_ranks() -> int | None:
+    """Return how many ranks torch-xla has devices for on this host, without initialising it.
+
+    Returns:
+        One per chip on a TPU host; 0 where XLA runs on the CPU and any number will do; ``None`` where nothing asks for
+        XLA: torch-xla is not installed, or neither is there a TPU nor is ``PJRT_DEVICE`` set.
+
+    Ranks: the process that starts the ranks; nothing is sent.
+    """
+    if importlib.util.find_spec("torch_xla") is None:
+        return None
+    given = os.environ.get("PJRT_DEVICE", "").upper()
+    if given == "CPU":
+        return 0
+    if given not in ("", "TPU") or importlib.util.find_spec("libtpu") is None:
+        return None
+    tpu = importlib.import_module("torch_xla._internal.tpu")
+    if int(tpu.num_available_chips()) == 0:
+        return None
+    return int(tpu.num_local_processes())
+
+
+def become_xla_rank(rank: int, world_size: int) -> None:
+    """Tell torch-xla, before it is used here, which rank this process is.
+
+    On a TPU host this gives the rank its own chip.
+
+    Args:
+        rank: Number of this rank on its host.
+        world_size: Number of ranks on the host.
+
+    Raises:
+        ConfigurationError: There are not as many ranks as chips.
+
+    Ranks: every rank that was forked, before its first tensor on a device.
+    """
+    chips = num_xla_ranks()
+    if chips is None:
+        return
+    if chips and world_size not in (1, chips):
+        raise ConfigurationError(
+            f"num_processes={world_size}: expected 1 or {chips}, one rank per chip of this TPU host."
+        )
+    os.environ.update(PJRT_LOCAL_PROCESS_RANK=str(rank), PJRT_LOCAL_PROCESS_COUNT=str(world_size))
+    if chips and world_size > 1:
+        importlib.import_module("torch_xla._internal.tpu").configure_topology(rank, world_size)

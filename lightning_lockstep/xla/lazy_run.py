@@ -1,0 +1,37 @@
+"""A run on XLA devices that reads values from them only where they are logged, and announces what it compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_lockstep._lightning.internals import logs_this_step, read_progress_values_when
+from lightning_lockstep.xla.announcement import CompilationAnnouncer
+
+__all__ = ["LazyRun"]
+
+
+class LazyRun:
+    """What stands between a Trainer and XLA devices while it runs.
+
+    Lightning reads each value of the progress bar from the device at every step, twice; the host then waits for the
+    step rather than prepare the next one. Here that is read every ``log_every_n_steps`` steps, as for the loggers; in
+    between the bar shows what was read last.
+
+    Args:
+        trainer: The Trainer, whose strategy is being set up.
+
+    Ranks: every process, alike; nothing is sent.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        announcer = CompilationAnnouncer(trainer)
+        announcer.start()
+        self._undo: list[Callable[[], object]] = [announcer.stop]
+        if not trainer.fast_dev_run:
+            self._undo.append(read_progress_values_when(trainer, lambda: logs_this_step(trainer)))
+
+    def end(self) -> None:
+        """Leave everything as it was. Ranks: every process, alone."""
+        while self._undo:
+            self._undo.pop()()

@@ -1,0 +1,149 @@
+"""The devices of several processes as replicas of one program, and the collectives between them.
+
+Each process has one device. torch-xla puts what is called here into the compiled step, so that nothing waits in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.errors import ConfigurationError, LaunchError
+from lightning_lockstep.xla.runtime import XLARuntime, find_device_type
+
+__all__ = ["Replicas", "check_replicas"]
+
+
+def check_replicas(count: int) -> None:
+    """Refuse several replicas where they cannot work.
+
+    On the CPU each process has a client of its own, and an all-reduce waits for devices of the same client only.
+
+    Args:
+        count: How many there are to be.
+
+    Raises:
+        ConfigurationError: More than one, and the devices are virtual ones on the CPU.
+
+    Ranks: any rank, alone; asks for a TPU and starts nothing.
+    """
+    if count > 1 and find_device_type() == "CPU":
+        raise ConfigurationError(
+            f"strategy='lockstep_xla' with {count} devices: expected 1, as torch-xla's devices on the CPU cannot reduce"
+            " between processes. Use strategy='lockstep_xla_spmd' for several virtual devices in one process, or"
+            " strategy='lockstep_ddp' for several CPU processes without torch-xla."
+        )
+
+
+class Replicas:
+    """This process's device among those of all ranks.
+
+    Args:
+        runtime: torch-xla, told which process this is.
+        communicator: Of the run.
+
+    Raises:
+        LaunchError: The ranks and torch-xla disagree about the devices; raised on every rank alike.
+
+    Ranks: all, together; one gather between hosts.
+    """
+
+    def __init__(self, runtime: XLARuntime, communicator: Communicator) -> None:
+        self._runtime, self._communicator = runtime, communicator
+        found = communicator.gather((runtime.ordinal, runtime.replicas, runtime.local_devices))
+        self._ordinals = [ordinal for ordinal, _, _ in found]
+        size = communicator.world_size
+        if sorted(self._ordinals) != list(range(size)) or any(one[1:] != (size, 1) for one in found):
+            raise LaunchError(
+                f"{size} ranks, and torch-xla sees (ordinal, replicas, devices of the process) {found} by rank:"
+                f" expected each ordinal once, {size} replicas and one device a process. Give the Trainer all devices"
+                " of each host; where a chip has two (TPU v2, v3, v7), use strategy='lockstep_xla_spmd'."
+            )
+
+    def average_gradients(self, module: torch.nn.Module) -> None:
+        """Average the gradients of a module over all ranks, in place.
+
+        A parameter that only some ranks have used counts as zero on the others; one that none has used stays without
+        a gradient.
+
+        Args:
+            module: The same on every rank, its gradients in memory of their own.
+
+        Ranks: all, together; one all-reduce of a byte for each parameter between hosts, which also shows the guard
+            who did not arrive, and one of the gradients between devices.
+        """
+        parameters = [one for one in module.parameters() if one.requires_grad]
+        if not parameters:
+            return
+        used = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
+        gradients = []
+        for parameter, is_used in zip(
+            parameters, self._communicator.all_reduce(used, "max").tolist(), strict=True
+        ):
+            if is_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        if gradients:
+            self.average(gradients)
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Average tensors over all ranks, in place.
+
+        Args:
+            tensors: On the device, of the same shapes and dtypes on every rank.
+
+        Ranks: all, together.
+        """
+        self._runtime.all_reduce(list(tensors), scale=1.0 / self._communicator.world_size)
+
+    def gather(self, tensor: Tensor, *, gradients: bool = False) -> Tensor:
+        """Return the tensors of all ranks, one after another.
+
+        Args:
+            tensor: On the device, of the same shape on every rank.
+            gradients: Whether autograd goes back to every rank: each gets the sum of what the ranks made of its part.
+
+        Returns:
+            Shape (ranks, ...), in rank order.
+
+        Ranks: all, together; with ``gradients`` in backward again.
+        """
+        if gradients:
+            return _Gather.apply(tensor, self)  # type: ignore[no-untyped-call, no-any-return]
+        return self._gathered(tensor)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        found = self._runtime.all_gather(tensor.detach().unsqueeze(0))
+        if self._ordinals == sorted(self._ordinals):
+            return found
+        return found[torch.tensor(self._ordinals, device=found.device)]
+
+    def part_of_this_rank(self, everyone: Tensor) -> Tensor:
+        """Return the sum over all ranks of what each has for this one.
+
+        Args:
+            everyone: Shape (ranks, ...).
+
+        Ranks: all, together.
+        """
+        summed = everyone.clone()
+        self._runtime.all_reduce([summed])
+        return summed[self._communicator.rank]
+
+
+class _Gather(torch.autograd.Function):
+    """A gather whose gradients go back to the ranks that have given the parts."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, replicas: Replicas) -> Tensor:
+        ctx.replicas = replicas
+        return replicas._gathered(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.replicas.part_of_this_rank(gradients[0]), None

@@ -1,0 +1,146 @@
+"""The command as users call it: a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.doctor.machines import FOLDER
+
+OLD_KERNEL, HANGING_KERNEL = FOLDER / "kernel_old_ubuntu.yaml", FOLDER / "kernel_old_and_hangs.yaml"
+
+
+def doctor(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_lockstep.doctor", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)
+
+
+def test_rows_lines_to_paste_and_exit_code() -> None:
+    done = doctor("kernel", "--sysroot", HANGING_KERNEL)
+    assert done.returncode == 1, done.stderr
+    assert "Linux kernel" in done.stdout and "did not end within 10 s" in done.stdout
+    assert "\nsudo dnf --enablerepo=elrepo-kernel install kernel-ml && sudo reboot\n" in done.stdout
+    assert "1 check in" in done.stdout and "1 problem" in done.stdout
+
+
+def test_warnings_count_only_when_strict() -> None:
+    assert doctor("kernel", "--sysroot", OLD_KERNEL).returncode == 0
+    assert doctor("kernel", "--sysroot", OLD_KERNEL, "--strict").returncode == 3
+
+
+def test_json_is_all_that_is_printed() -> None:
+    done = doctor("--only", "kernel,packages", "--json")
+    report = json.loads(done.stdout)
+    assert [check["check"] for check in report["checks"]] == ["packages", "kernel"]
+    assert report["status"] in ("ok", "warning", "problem") and done.stderr == ""
+
+
+def test_only_rows_of_a_status_are_shown() -> None:
+    done = doctor("kernel", "--sysroot", OLD_KERNEL, "--only", "problem")
+    assert "5.4.0" not in done.stdout and "1 warning" in done.stdout
+
+
+def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "machine.yaml").write_text("{")
+    done = doctor("kernel", "--sysroot", tmp_path)
+    assert done.returncode == 2 and "cannot be read" in done.stderr and done.stdout == ""
+
+
+def test_an_unknown_check_is_refused() -> None:
+    done = doctor("kernal")
+    assert done.returncode == 2
+    assert "check 'kernal': expected one of" in done.stderr and "Did you mean 'kernel'?" in done.stderr
+
+
+def test_explain_runs_nothing() -> None:
+    done = doctor("--explain", "kernel")
+    assert done.returncode == 0 and "back-port" in done.stdout
+
+
+def test_a_folder_is_a_machine_too(tmp_path: Path) -> None:
+    file = tmp_path / "proc" / "sys" / "kernel" / "osrelease"
+    file.parent.mkdir(parents=True)
+    file.write_text("5.15.0-1-generic\n")
+    assert "5.15.0-1-generic" in doctor("kernel", "--sysroot", tmp_path).stdout
+
+
+def test_without_an_environment() -> None:
+    """As in a prolog of Slurm."""
+    folder = str(Path(sys.executable).resolve().parent)
+    package = str(Path(__file__).resolve().parents[2])
+    done = doctor("kernel", env={"PATH": folder, "PYTHONPATH": package}, cwd="/")
+    assert done.returncode in (0, 1) and "Linux kernel" in done.stdout, done.stderr
+
+
+def test_a_terminal_gets_a_progress_line() -> None:
+    """On a pseudo-terminal; in a file there is none."""
+    main, other = os.openpty()
+    command = [sys.executable, "-m", "lightning_lockstep.doctor", "kernel", "packages"]
+    process = subprocess.Popen(command, stdout=other, env={**os.environ, "TERM": "xterm"})
+    os.close(other)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other side has closed
+        while part := os.read(main, 4096):
+            shown += part
+    os.close(main)
+    assert process.wait(60) in (0, 1)
+    assert b"of 2 checks ended; running: " in shown and b"Linux kernel" in shown
+    assert "checks ended" not in doctor("kernel").stdout
+
+
+def test_interrupted_it_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A check that waits for a program ends with the doctor, and so does the program, even where that is killed."""
+    (tmp_path / "hanging.py").write_text(
+        "import os, time\nfrom lightning_lockstep.doctor import check\n"
+        "@check(name='hanging', summary='hangs', why='to test')\n"
+        "def hanging(machine, options):\n"
+        "    program = 'echo $$ > $PID.part; mv $PID.part $PID; exec sleep 600'\n"
+        "    machine.run(['sh', '-c', program], timeout=600)\n"
+    )
+    metadata = tmp_path / "hanging-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[lightning_lockstep.doctor_checks]\nhanging = hanging:hanging\n"
+    )
+    pid = tmp_path / "pid"
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-m", "lightning_lockstep.doctor", "hanging"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env={**os.environ, "PID": str(pid), "PYTHONPATH": path}
+    )
+    _wait_until(lambda: pid.exists() and pid.read_text() != "")
+    process.kill()
+    process.wait(60)
+    child = Path("/proc", pid.read_text().strip(), "cmdline")
+    _wait_until(lambda: not child.exists() or child.read_bytes() == b"")
+
+
+def _wait_until(arrived: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not arrived():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+HEAVY = ["torch", "lightning", "deepspeed", "mpi4py", "pytorch_lightning"]
+
+
+@pytest.mark.parametrize("module", ["command", "child", "child_process", "this_machine", "checks.packages"])
+def test_the_doctor_imports_no_engine(module: str, tmp_path: Path) -> None:
+    program = tmp_path / "lockstep-doctor"  # the name of the console script
+    program.write_text(
+        f"import sys, importlib\nimportlib.import_module('lightning_lockstep.doctor.{module}')\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr

@@ -1,0 +1,64 @@
+"""Batches filled up, and sequences padded, in any structure."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_lockstep.static_shapes.batches import (
+    longest_sequence,
+    missing_keys,
+    padded_samples,
+    padded_sequences,
+    samples_in,
+)
+
+
+class Pair(NamedTuple):
+    rows: torch.Tensor
+    labels: torch.Tensor
+
+
+def test_added_samples_are_copies_of_the_last_one_or_a_given_value() -> None:
+    batch = {"rows": torch.arange(6.0).view(3, 2), "labels": torch.tensor([4, 5, 6]), "text": ["a", "b", "c"]}
+    made = padded_samples(batch, 5, {"labels": -100})
+    assert made["rows"].tolist() == [[0, 1], [2, 3], [4, 5], [4, 5], [4, 5]]
+    assert made["labels"].tolist() == [4, 5, 6, -100, -100] and made["labels"].dtype == torch.int64
+    assert made["text"] == ["a", "b", "c"]
+    assert batch["labels"].shape == (3,), "the batch itself stays"
+
+
+def test_structures_stay_what_they_are() -> None:
+    pair = padded_samples(Pair(torch.ones(2, 3), torch.ones(2)), 4, {1: 9})
+    assert isinstance(pair, Pair) and pair.rows.shape == (4, 3) and pair.labels.tolist() == [1, 1, 9, 9]
+    nested: Any = padded_samples([{"a": torch.ones(2)}, (torch.ones(2, 1), torch.tensor(3.0))], 3, {0: 0})
+    assert nested[0]["a"].tolist() == [1, 1, 0] and nested[1][0].shape == (3, 1) and nested[1][1].shape == ()
+    assert padded_samples(torch.ones(2), 3, {}).shape == (3,)
+
+
+def test_what_is_full_or_no_sample_stays() -> None:
+    full = [torch.ones(4, 2)]
+    assert padded_samples(full, 4, {}) is full and padded_samples(full, 3, {}) is full
+    table = padded_samples({"rows": torch.ones(2, 3), "weights": torch.ones(7)}, 4, {})
+    assert table["rows"].shape == (4, 3) and table["weights"].shape == (7,)
+    assert samples_in({"scale": torch.tensor(1.0), "rows": torch.ones(5)}) == 5
+    assert samples_in("text") is None
+
+
+def test_sequences_get_the_smallest_length_that_holds_them() -> None:
+    batch = {"ids": torch.ones(2, 5, dtype=torch.int64), "mask": torch.ones(2, 5), "labels": torch.ones(2)}
+    values = {"ids": 7, "mask": 0}
+    made = padded_sequences(batch, [4, 8, 16], values, 1)
+    assert made["ids"].tolist() == [[1] * 5 + [7] * 3] * 2
+    assert made["mask"].sum() == 10 and made["mask"].shape == (2, 8) and made["labels"].shape == (2,)
+    assert padded_sequences(batch, [5], values, 1)["ids"].shape == (2, 5)
+    assert padded_sequences(batch, [4], values, 1)["ids"].shape == (2, 5), "nothing is cut off"
+    assert padded_sequences([torch.ones(2, 3, 5)], [8], {0: 0}, 2)[0].shape == (2, 3, 8)
+    assert longest_sequence(batch, values, 1) == 5 and longest_sequence(batch, ["labels"], 1) == 0
+
+
+def test_keys_that_a_batch_does_not_have() -> None:
+    assert missing_keys({"a": 1}, ["a", "b"]) == ["b"]
+    assert missing_keys([1, 2], [0, 2]) == [2]
+    assert missing_keys(torch.ones(2), [0]) == [0]

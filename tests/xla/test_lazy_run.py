@@ -1,0 +1,133 @@
+"""Values are read from XLA devices where they are logged only, and compilations are announced."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_lockstep.xla import lazy_run
+from lightning_lockstep.xla.announcement import CompilationAnnouncer, CompilationWatch, where_in_run
+from tests.xla.digits import Classifier, fitted, loaders, spmd, trainer
+
+
+class Shows(Classifier):
+    """Shows its loss in the progress bar, and counts how often the host reads from the device in training."""
+
+    def __init__(self, width: int = 128) -> None:
+        torch.manual_seed(2)
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 12)
+        )
+        self.reads: list[int] = []
+        self.shown: list[dict[str, Any]] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("shown", loss, prog_bar=True)
+        return loss
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.reads.append(reads())
+        self.shown.append(dict(self.trainer.progress_bar_metrics))
+
+
+def reads() -> int:
+    from torch_xla.debug import metrics
+
+    return int((metrics.metric_data("TransferFromDeviceTime") or [0])[0])
+
+
+def reads_in_training(folder: Path, **options: Any) -> tuple[dict[int, int], Shows]:
+    """Fit 18 steps; return how often values were read in each, but for the last steps of the epochs of five."""
+    net = Shows()
+    fitted(folder, spmd(), module=net, max_steps=18, max_epochs=-1, limit_val_batches=0, **options)
+    steps = [now - before for before, now in zip(net.reads, net.reads[1:], strict=False)]
+    return {step: count for step, count in enumerate(steps) if step % 5 != 4}, net
+
+
+def test_values_of_the_progress_bar_are_read_where_they_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, net = reads_in_training(tmp_path, log_every_n_steps=8)
+    # torch-xla counts a read when it is over, which may be in the step after.
+    assert {step for step, count in found.items() if count} <= {7, 8, 15, 16} and sum(found.values()) >= 2, (
+        found
+    )
+    assert "shown" not in net.shown[6] and net.shown[8]["shown"] == pytest.approx(net.losses[7])
+    assert net.shown[13]["shown"] == net.shown[12]["shown"], "in between it stays"
+    assert vars(net.trainer.fit_loop.epoch_loop._results).get("metrics") is None
+    monkeypatch.setattr(lazy_run, "read_progress_values_when", lambda *_: lambda: None)
+    each, before = reads_in_training(tmp_path, log_every_n_steps=8)
+    assert min(each.values()) >= 1, "as Lightning does it, at every step"
+    assert sum(each.values()) > 2 * sum(found.values())
+    assert before.losses == pytest.approx(net.losses, abs=1e-5)
+
+
+def test_a_run_leaves_no_thread_also_after_an_error(tmp_path: Path) -> None:
+    class Fails(Shows):
+        def on_train_batch_end(self, *args: Any) -> None:
+            assert "lockstep-compilations" in [thread.name for thread in threading.enumerate()]
+            raise RuntimeError("of the user")
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        fitted(tmp_path, spmd(), module=Fails())
+    assert "lockstep-compilations" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_real_compilations_are_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_once = partial(CompilationAnnouncer, after=0.0, interval=0.01)
+    monkeypatch.setattr(lazy_run, "CompilationAnnouncer", at_once)
+    fitted(tmp_path, spmd(), module=Shows(151), max_steps=1)
+    said = capsys.readouterr().err
+    begun = "lightning-lockstep: torch-xla is compiling training step 1 of the first 2, which always compile."
+    assert said.count(begun) == 1
+    assert "lightning-lockstep: compiled in " in said.partition(begun)[2]
+
+
+def test_what_is_said_of_a_compilation() -> None:
+    watch, where = CompilationWatch(after=1.0), lambda: "training step 1"
+    times = [
+        (0, 0, 0.0),
+        (1, 0, 1.0),
+        (1, 0, 1.9),
+        (1, 0, 2.1),
+        (1, 0, 3.0),
+        (1, 0, 62.2),
+        (1, 1, 70.0),
+        (1, 1, 71.0),
+    ]
+    assert [watch.look(*counts, where) for counts in times] == [
+        None,
+        None,
+        None,
+        "torch-xla is compiling training step 1",
+        None,
+        "torch-xla is still compiling, for 61 s now",
+        "compiled in 69 s",
+        None,
+    ]
+    # One that is done at the next look, or soon after, is not worth a line; nor what was begun before the first look.
+    watch = CompilationWatch(after=1.0)
+    assert [
+        watch.look(*counts, where) for counts in [(5, 4, 0.0), (6, 6, 1.0), (7, 6, 2.0), (7, 7, 2.5)]
+    ] == [None] * 4
+
+
+def test_evaluation_is_named_too(tmp_path: Path) -> None:
+    found = []
+
+    class Notes(Shows):
+        def test_step(self, *args: Any) -> None:
+            found.append(where_in_run(self.trainer))
+
+    made = trainer(tmp_path, spmd())
+    made.test(Notes(), loaders()[1], verbose=False)
+    assert set(found) == {"a batch of test"}
