@@ -19,7 +19,7 @@ import psutil
 from lightning_lockstep.distributed.guard.call_report import is_library_module, site_text
 from lightning_lockstep.distributed.guard.group_names import WORLD, group_titles
 
-__all__ = ["Activity", "MainThreadErrors", "Position", "position", "position_of_error"]
+__all__ = ["Activity", "MainThreadErrors", "Position", "position", "position_of_error", "waits_for_import"]
 
 # What counts as moving: so much of one core, by the main thread or by child processes that are no ranks ...
 _BUSY_SHARE = 0.05
@@ -113,9 +113,18 @@ def _group(frame: FrameType) -> str:
     return title
 
 
+def waits_for_import() -> bool:
+    """Return whether the main thread is in Python's import system, perhaps because another thread imports the same.
+
+    Ranks: any rank, alone, from any thread; nothing is sent.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap"
+
+
 class _Sample(NamedTuple):
     time: float
-    cpu: float
+    busy: float
     bytes: float
     children: float | None
 
@@ -134,20 +143,25 @@ class Activity:
         self._window, self._is_rank = window, is_rank
         self._samples: deque[_Sample] = deque()
         self._main = threading.main_thread()
+        self._held_up = 0.0
 
-    def look(self, *, children: bool) -> None:
+    def look(self, *, children: bool, held_up: bool = False) -> None:
         """Take a sample; to be called a few times in each window, from one thread.
 
         Args:
             children: Whether to look at child processes too, which takes some milliseconds.
+            held_up: Whether the main thread waits for another thread of this package, so that the time since the last
+                sample counts as if it had moved.
 
         Ranks: any rank, alone; nothing is sent.
         """
         now = time.monotonic()
+        if held_up and self._samples:
+            self._held_up += now - self._samples[-1].time
         while len(self._samples) > 1 and self._samples[1].time < now - self._window:
             self._samples.popleft()
         spent = self._children_seconds() if children else None
-        self._samples.append(_Sample(now, self._cpu_seconds(), self._bytes(), spent))
+        self._samples.append(_Sample(now, self._cpu_seconds() + self._held_up, self._bytes(), spent))
 
     def forget(self) -> None:
         """Forget the samples, so that the time before now does not count."""
@@ -160,7 +174,7 @@ class Activity:
             return False
         first, last = self._samples[0], self._samples[-1]
         seconds = max(last.time - first.time, 1e-3)
-        busy = (last.cpu - first.cpu) / seconds > _BUSY_SHARE
+        busy = (last.busy - first.busy) / seconds > _BUSY_SHARE
         return busy or (last.bytes - first.bytes) / seconds > _IO_RATE or self._children_move()
 
     def _children_move(self) -> bool:

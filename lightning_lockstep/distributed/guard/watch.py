@@ -25,7 +25,7 @@ from lightning_lockstep.distributed.guard.connections import (
 )
 from lightning_lockstep.distributed.guard.group_names import group_titles
 from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries, Silence
-from lightning_lockstep.distributed.guard.main_thread import Activity, Position, position
+from lightning_lockstep.distributed.guard.main_thread import Activity, Position, position, waits_for_import
 from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding
 from lightning_lockstep.distributed.guard.settings import GuardSettings
@@ -172,7 +172,7 @@ class CollectiveWatch:
 
         Ranks: any rank, alone; nothing is sent.
         """
-        self._activity.look(children=self._prepares)
+        self._activity.look(children=self._prepares, held_up=self._holds_up())
         calls = [
             call for recorder in self._recorders for call in recorder.calls(sites=sites or self._knows_sites)
         ]
@@ -229,7 +229,7 @@ class CollectiveWatch:
         if lost > 0:  # this process was stopped meanwhile, perhaps all of them
             self._since = {key: since + lost for key, since in self._since.items()}
             self._activity.forget()
-        self._activity.look(children=self._prepares)
+        self._activity.look(children=self._prepares, held_up=self._holds_up())
         self._sees = self._sees or self._has_seen()
         waits: list[Outstanding | None] = list(self._outstanding())
         if not waits and position().function in ("send", "recv"):
@@ -289,6 +289,10 @@ class CollectiveWatch:
 
         self._sites = threading.Thread(target=prepare, name="lockstep-guard-sites", daemon=True)
         self._sites.start()
+
+    def _holds_up(self) -> bool:
+        """Return whether the main thread may wait for what :meth:`_prepare` has begun: torch imports modules for it."""
+        return self._sites is not None and self._sites.is_alive() and waits_for_import()
 
     def _ask_about(self, raised: str) -> None:
         outstanding = next(iter(self._outstanding()), None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,12 @@ import torch.distributed as dist
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard.guard import guard_on
-from lightning_lockstep.distributed.guard.main_thread import Activity, MainThreadErrors, position
+from lightning_lockstep.distributed.guard.main_thread import (
+    Activity,
+    MainThreadErrors,
+    position,
+    waits_for_import,
+)
 from lightning_lockstep.distributed.guard.settings import GuardSettings
 from lightning_lockstep.errors import CollectiveStallError, ConfigurationError
 from tests.helpers import run_ranks
@@ -103,3 +110,31 @@ def test_computing_is_moving_and_sleeping_is_not() -> None:
         sum(range(1000))
     activity.look(children=False)
     assert activity.moves
+
+
+def test_waiting_for_an_import_of_the_guard_is_moving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch imports modules when it says where calls came from; the program may need the same ones meanwhile."""
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(1.5)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    activity, seen = Activity(60.0, lambda pid: False), []
+    guard_imports = threading.Thread(target=importlib.import_module, args=["slow_to_import"])
+
+    def watch() -> None:
+        time.sleep(0.3)
+        for _ in range(5):
+            seen.append(waits_for_import())
+            activity.look(children=False, held_up=seen[-1])
+            time.sleep(0.1)
+
+    watching = threading.Thread(target=watch)
+    guard_imports.start()
+    time.sleep(0.1)
+    watching.start()
+    importlib.import_module("slow_to_import")
+    guard_imports.join()
+    watching.join()
+    assert all(seen)
+    assert activity.moves
+    assert not waits_for_import()
