@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lightning_lockstep.doctor.compilers import host_compiler, link_lines, newest_gcc
 from lightning_lockstep.doctor.cuda_variables import broken_homes, check_variables
-from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
+from lightning_lockstep.doctor.findings import Finding, Status, not_applicable, ok, problem, warning
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.nvidia import Driver, Gpu, driver, gpus, with_capabilities
 from lightning_lockstep.doctor.options import CheckOptions
@@ -43,7 +44,8 @@ def check_cuda(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         yield not_applicable("torch's CUDA", f"torch {torch.version} is built for ROCm.")
         return
     yield from _torch(torch, found, cards)
-    yield from _toolkits(machine, torch)
+    has_gpu = found.program is not None or bool(found.version) or found.has_hardware
+    yield from _toolkits(machine, torch, has_gpu)
     yield from check_variables(machine)
     yield from _compiler(machine)
     if torch.cuda and cards:
@@ -113,7 +115,7 @@ def _torch(torch: TorchBuild, found: Driver, cards: Sequence[Gpu]) -> Iterator[F
         yield ok("torch's CUDA", f"torch {torch.version} is built for CUDA {torch.cuda}")
 
 
-def _toolkits(machine: Machine, torch: TorchBuild) -> Iterator[Finding]:
+def _toolkits(machine: Machine, torch: TorchBuild, has_gpu: bool) -> Iterator[Finding]:
     toolkits, used = find_toolkits(machine), toolkit_in_use(machine)
     listed = "; ".join(f"{toolkit}{' <- found first' if toolkit == used else ''}" for toolkit in toolkits)
     if toolkits:
@@ -133,7 +135,11 @@ def _toolkits(machine: Machine, torch: TorchBuild) -> Iterator[Finding]:
     else:
         yield not_applicable("toolkits", "There is none, and torch needs none.")
     if toolkits and torch.cuda and not broken_homes(machine):
-        yield _match(machine, torch, toolkits, used)
+        found = _match(machine, torch, toolkits, used)
+        # Runs on this host do not need what is compiled for a GPU.
+        yield (
+            found if has_gpu or found.status is not Status.PROBLEM else replace(found, status=Status.WARNING)
+        )
 
 
 def _match(machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit], used: Toolkit | None) -> Finding:

@@ -108,7 +108,8 @@ def _operations(machine: Machine, imported: Probed, tools: Probed) -> Iterator[F
         yield ok("operations built", ", ".join(built))
     if any("C++ compiler" in sentence for sentence in _texts(tools.facts, "missing")):
         return  # that has been said, and nothing else can be tested without it
-    lacks = {name: _lacking(name, machine, tools) for name in known if name not in built}
+    with_cuda = _builds_with_cuda(machine, imported)
+    lacks = {name: _lacking(name, machine, tools, with_cuda) for name in known if name not in built}
     buildable = [name for name, lacking in lacks.items() if not lacking]
     if buildable:
         yield ok("operations buildable", f"{', '.join(buildable)}: compiled when they are first used")
@@ -124,9 +125,14 @@ def _operations(machine: Machine, imported: Probed, tools: Probed) -> Iterator[F
         yield warning("operations", evidence, _install(machine, part))
 
 
-def _lacking(operation: str, machine: Machine, tools: Probed) -> list[str]:
+def _builds_with_cuda(machine: Machine, imported: Probed) -> bool:
+    """Return whether operations are built for CUDA: DeepSpeed's accelerator for CPUs has builds without it."""
+    return bool(torch_build(machine).cuda) and imported.facts.get("accelerator") != "cpu"
+
+
+def _lacking(operation: str, machine: Machine, tools: Probed, with_cuda: bool) -> list[str]:
     """Return what an operation needs and did not link."""
-    links, with_cuda = _links(tools), bool(torch_build(machine).cuda)
+    links = _links(tools)
     needs = ["python", *_NEEDS.get(operation, ())]
     of_cuda: list[str] = []
     if with_cuda and (operation in _WITH_CUDA or operation.startswith("fused")):
@@ -138,14 +144,14 @@ def _lacking(operation: str, machine: Machine, tools: Probed) -> list[str]:
 
 def _ahead_of_time(machine: Machine, version: str, imported: Probed, tools: Probed) -> Iterator[Finding]:
     known, built = _texts(imported.facts, "operations"), _texts(imported.facts, "built")
+    with_cuda = _builds_with_cuda(machine, imported)
     names = [
         name
         for name in _PREBUILT
-        if name in known and name not in built and not _lacking(name, machine, tools)
+        if name in known and name not in built and not _lacking(name, machine, tools, with_cuda)
     ]
     if not names:
         return
-    with_cuda = bool(torch_build(machine).cuda)
     kinds = _kinds(machine) if with_cuda else ""
     words = [f'TORCH_CUDA_ARCH_LIST="{kinds}"'] if kinds else [] if with_cuda else ["DS_ACCELERATOR=cpu"]
     words += [f"{_PREBUILT[name]}=1" for name in names] + (["DS_BUILD_UTILS=1"] if with_cuda else [])
