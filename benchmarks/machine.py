@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-_PACKAGES = ("torch", "lightning", "numpy", "mpi4py", "accelerate", "transformers", "torch_xla")
+_PACKAGES = ("torch", "lightning", "numpy", "mpi4py", "accelerate", "transformers", "torch-xla")
 
 
 def facts(quick: bool) -> dict[str, str]:
