@@ -123,6 +123,7 @@ def provoke(fault: str) -> None:
         raise ValueError("boom after a while")
 
 
+@pytest.mark.slow
 @world_size(2, 4)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_raises_ends_all(world_size: int, rank: int) -> None:

@@ -99,6 +99,7 @@ def decide_without_process_group() -> dict[str, Any]:
     return answer | {"after": current_group()}
 
 
+@pytest.mark.slow
 def test_ranks_with_a_store_alone_have_a_side_channel_and_decide_together() -> None:
     answers = run_ranks(2, decide_without_process_group, backend=None)
     for rank, answer in enumerate(answers):

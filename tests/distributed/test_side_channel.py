@@ -131,6 +131,7 @@ def faulty_handler() -> list[str]:
     return got
 
 
+@pytest.mark.slow
 def test_a_faulty_handler_silences_nobody_and_a_removed_one_hears_nothing() -> None:
     assert run_ranks(2, faulty_handler) == [["one"], ["one"]]
 

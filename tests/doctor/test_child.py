@@ -87,6 +87,7 @@ def test_checks_of_others(others: Path) -> None:
     assert "cannot be imported" in results["broken"].findings[0].evidence
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_is_ended_with_all_it_started(others: Path) -> None:
     (found,) = results_of("hangs", timeout=3.0)["hangs"].findings
     assert found.status is Status.PROBLEM

@@ -19,6 +19,8 @@ from lightning_lockstep.doctor.network.report import backend_finding, ranks_in_w
 from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_script
 
+pytestmark = pytest.mark.slow
+
 DOCTOR = [sys.executable, "-m", "lightning_lockstep.doctor"]
 
 

@@ -24,6 +24,8 @@ from tests.helpers import (
     world_size,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def add_up(offset: float) -> tuple[int, float]:
     value = torch.tensor([float(dist.get_rank()) + offset])
@@ -114,7 +116,6 @@ def test_threads_work_in_forked_ranks() -> None:
     assert run_ranks(2, backward_and_reduce, timeout=60) == [pytest.approx(2 * 512 * 256 * 256)] * 2
 
 
-@pytest.mark.slow
 def test_ports_of_simultaneous_jobs_differ() -> None:
     answers: list[list[tuple[int, float]]] = []
     jobs = [threading.Thread(target=lambda: answers.append(run_ranks(2, add_up, 0.0))) for _ in range(3)]
@@ -159,7 +160,6 @@ def test_an_exit_code_is_kept() -> None:
         run_ranks(1, exit_with, 7, backend=None)
 
 
-@pytest.mark.slow
 def test_the_time_limit_kills_and_shows_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TESTS_PATIENCE", "1")
     with pytest.raises(RankTimeoutError, match="time limit of 3 s") as caught:
@@ -168,7 +168,6 @@ def test_the_time_limit_kills_and_shows_stacks(monkeypatch: pytest.MonkeyPatch) 
     assert all(outcome.killed_by_helper for outcome in caught.value.outcomes)
 
 
-@pytest.mark.slow
 def test_a_stopped_rank_is_named_as_stopped() -> None:
     outcomes = run_ranks_raw(2, stop_on_one, timeout=3, backend=None, allow_timeout=True)
     assert "in a_place_to_wait" in str(outcomes[0].stack)

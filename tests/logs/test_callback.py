@@ -64,6 +64,7 @@ def fit(folder: str) -> dict:
     return {"given back": before == after, "level": logging.getLogger().level}
 
 
+@pytest.mark.slow
 def test_one_console_and_a_file_for_each_rank(tmp_path):
     outcomes = run_ranks_raw(2, fit, str(tmp_path), backend=None, timeout=90)
     assert all(o.ok for o in outcomes), outcomes[0].traceback

@@ -223,6 +223,7 @@ def rank_ordered_sections() -> dict:
     return seen
 
 
+@pytest.mark.slow
 def test_in_rank_order():
     values = run_ranks(3, rank_ordered_sections)
     spans = [v["first"] for v in values]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import shutil
 from collections.abc import Iterator
@@ -105,20 +106,39 @@ def imports_of(tree: ast.AST, module: str, is_package: bool = False) -> Iterator
                 keep = len(parts) - node.level + is_package
                 base = ".".join([*parts[:keep], *([base] if base else [])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+        elif isinstance(node, ast.Call) and dotted(node.func) in (
             "import_module",
             "importlib.import_module",
             "__import__",
         ):
             if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
                 yield node.lineno, node.args[0].value
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed"):
-            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Attribute) and dotted(node).startswith("torch.distributed"):
+            yield node.lineno, dotted(node)
 
 
-def parse(path: Path, package: Path = PACKAGE) -> tuple[ast.AST, str, bool]:
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` of names alone, else the empty string; ``ast.unparse`` takes ten times as long."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def imports_in(path: Path, package: Path = PACKAGE) -> tuple[tuple[int, str], ...]:
+    """What a file of the package imports."""
+    return _imports_in(path.read_text(), module_name(path, package), path.name == "__init__.py")
+
+
+@functools.cache
+def _imports_in(source: str, module: str, is_package: bool) -> tuple[tuple[int, str], ...]:
+    return tuple(imports_of(ast.parse(source), module, is_package))
+
+
+def module_name(path: Path, package: Path) -> str:
     name = ".".join(["lightning_lockstep", *path.relative_to(package).with_suffix("").parts])
-    return ast.parse(path.read_text()), name.removesuffix(".__init__"), path.name == "__init__.py"
+    return name.removesuffix(".__init__")
 
 
 def within(name: str, roots: set[str]) -> bool:
@@ -143,7 +163,7 @@ def upward_imports(package: Path) -> list[str]:
     wrong = []
     for path in sources(package):
         room = room_of(path, package)
-        for line, name in imports_of(*parse(path, package)):
+        for line, name in imports_in(path, package):
             if not name.startswith("lightning_lockstep."):
                 continue
             target = name.split(".")[1]
@@ -162,7 +182,7 @@ def foreign_private_names(package: Path) -> list[str]:
     return [
         f"{path.relative_to(package)}:{line} imports {name}"
         for path in sources(package)
-        for line, name in imports_of(*parse(path, package))
+        for line, name in imports_in(path, package)
         if name.startswith("lightning_lockstep.")
         and name.split(".")[1] != room_of(path, package)
         and any(part.startswith("_") for part in name.split(".")[2:])
@@ -176,14 +196,12 @@ def test_nobody_imports_a_private_name_of_another_room() -> None:
 
 def file_graph(package: Path) -> dict[str, set[str]]:
     """Each module of the package with the modules it imports, for type checkers alone included."""
-    parsed = {
-        name: (tree, is_package) for tree, name, is_package in (parse(p, package) for p in sources(package))
-    }
+    files = {module_name(path, package): path for path in sources(package)}
     graph: dict[str, set[str]] = {}
-    for module, (tree, is_package) in parsed.items():
+    for module, path in files.items():
         graph[module] = set()
-        for _, name in imports_of(tree, module, is_package):
-            while name and name not in parsed:
+        for _, name in imports_in(path, package):
+            while name and name not in files:
                 name = name.rpartition(".")[0]
             graph[module] |= {name} - {"", module}
     return graph
@@ -238,7 +256,7 @@ def used_outside(door: str, roots: set[str]) -> str:
         f"{path.relative_to(PACKAGE)}:{line} uses {name}"
         for path in sources()
         if room_of(path) != door and PROBES not in path.parents
-        for line, name in imports_of(*parse(path))
+        for line, name in imports_in(path)
         if within(name, roots)
     )
 
@@ -250,9 +268,7 @@ def test_only_distributed_talks_between_ranks() -> None:
 
 def test_a_probe_of_the_doctor_is_run_and_not_imported() -> None:
     assert list(PROBES.glob("*.py"))
-    importers = [
-        name for path in sources() for _, name in imports_of(*parse(path)) if ".doctor.probes." in name
-    ]
+    importers = [name for path in sources() for _, name in imports_in(path) if ".doctor.probes." in name]
     assert importers == []
 
 

@@ -25,6 +25,8 @@ from tests.stopping.fits import (
     world_size,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def all_cases(folder: str) -> dict[str, Any]:
     return {
@@ -208,7 +210,6 @@ def outside_of_training(folder: str) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.slow
 def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(tmp_path):
     values = run_ranks(2, outside_of_training, str(tmp_path), backend=None, timeout=120)
     assert values[0] == values[1]

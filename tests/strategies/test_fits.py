@@ -145,6 +145,7 @@ def uneven_fits() -> dict[str, Any]:
     return answers
 
 
+@pytest.mark.slow
 def test_ranks_with_different_amounts_of_data() -> None:
     first, second = run_ranks(2, uneven_fits, backend=None, timeout=120)
     for sized in (True, False):

@@ -77,6 +77,7 @@ def on_tpu(with_backend: bool) -> dict[str, Any]:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("with_backend", "backend"), [(True, "tpu_backend"), (False, "gloo")])
 def test_ranks_on_another_type_of_device(with_backend: bool, backend: str) -> None:
     found = run_ranks(2, on_tpu, with_backend, timeout=60, backend=None)

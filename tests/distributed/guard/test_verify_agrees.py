@@ -26,6 +26,8 @@ from lightning_lockstep.distributed.guard.verification.verify import CallVerifie
 from lightning_lockstep.distributed.local_collectives import local_collectives
 from tests.helpers import run_ranks, run_ranks_raw
 
+pytestmark = pytest.mark.slow
+
 #: What gloo of this torch cannot do.
 GLOO_LACKS = {"all_to_all"} if torch.__version__ < "2.10" else set[str]()
 
