@@ -130,7 +130,9 @@ def requested_global_batch(trainer: Trainer, own: int | None) -> int | None:
     """
     if not in_fit(trainer):
         return None
-    asked = {each.global_batch_size for each in _keepers(trainer)} | ({own} if own is not None else set())
+    asked = {each.global_batch_size for each in _effective_batch_sizes(trainer)} | (
+        {own} if own is not None else set()
+    )
     if len(asked) > 1:
         raise SearchRefusedError(
             f"effective_batch_size={own} and EffectiveBatchSize ask for global batches of"
@@ -153,9 +155,9 @@ def apply_size(trainer: Trainer, place: BatchLoaders, largest: int, *, requested
 
     Ranks: all, alike; loaders that exist already are made anew.
     """
-    keepers = _keepers(trainer) if in_fit(trainer) else []
-    if keepers:
-        keepers[0].divide(trainer, place, largest=largest)
+    callbacks = _effective_batch_sizes(trainer) if in_fit(trainer) else []
+    if callbacks:
+        callbacks[0].divide(trainer, place, largest=largest)
     elif requested is not None and in_fit(trainer):
         speaks = current_communicator().is_main
         keep_effective_batch(trainer, place, requested, largest=largest, speaks=speaks)
@@ -163,7 +165,7 @@ def apply_size(trainer: Trainer, place: BatchLoaders, largest: int, *, requested
         place.apply(largest)
 
 
-def _keepers(trainer: Trainer) -> list[EffectiveBatchSize]:
+def _effective_batch_sizes(trainer: Trainer) -> list[EffectiveBatchSize]:
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     return [each for each in callbacks if isinstance(each, EffectiveBatchSize)]
 

@@ -45,7 +45,7 @@ def import_deepspeed(device_type: str | None) -> ModuleType:
     Raises:
         ConfigurationError: ``DS_ACCELERATOR`` names another device, or there is no such device here.
         MissingExtraError: DeepSpeed, or a package that it needs, is not installed.
-        LaunchError: It is installed and cannot be imported; the text ends with the command that mends it.
+        LaunchError: It is installed and cannot be imported; the text ends with the command that fixes it.
 
     Ranks: any rank, alone; nothing is sent.
     """
@@ -68,7 +68,7 @@ def import_deepspeed(device_type: str | None) -> ModuleType:
 
 
 def cuda_trouble(error: BaseException) -> str | None:
-    """Return the command that mends what CUDA, ninja or a shared library lacks, ``None`` for any other error.
+    """Return the command that fixes what CUDA, ninja or a shared library lacks, ``None`` for any other error.
 
     Args:
         error: What DeepSpeed raised when it was imported, or when it built an op.
@@ -199,14 +199,14 @@ def _explained(error: Exception) -> Exception | None:
             return MissingExtraError(package, extra="deepspeed", needed_for=needed_for)
     if isinstance(error, ValueError) and _VARIABLE in str(error):
         return ConfigurationError(f"DeepSpeed cannot use its accelerator: {_one_line(error)}.")
-    mend = cuda_trouble(error)
-    if mend is None and isinstance(error, ImportError):
-        mend = _REINSTALL
-    if mend is None:
+    remedy = cuda_trouble(error)
+    if remedy is None and isinstance(error, ImportError):
+        remedy = _REINSTALL
+    if remedy is None:
         return None
     return LaunchError(
         f"DeepSpeed is installed and cannot be imported: {type(error).__name__}: {_one_line(error)}."
-        f" Mend it with: {mend}"
+        f" Fix it with: {remedy}"
     )
 
 

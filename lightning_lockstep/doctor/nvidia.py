@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lightning_lockstep.doctor.machine import Machine, Probed
 from lightning_lockstep.doctor.versions import release
 
-__all__ = ["Driver", "Gpu", "architectures", "driver", "gpus", "with_capabilities"]
+__all__ = ["Driver", "Gpu", "architectures", "driver", "find_gpus", "with_capabilities"]
 
 # In WSL it is not on PATH everywhere.
 _PROGRAMS = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")
@@ -97,7 +97,7 @@ def driver(machine: Machine) -> Driver:
     return Driver(program, version[1] if version else "", cuda[1] if cuda else "", error, has_hardware)
 
 
-def gpus(machine: Machine) -> list[Gpu]:
+def find_gpus(machine: Machine) -> list[Gpu]:
     """Return the GPUs that nvidia-smi lists, none if it cannot.
 
     Args:
@@ -113,20 +113,20 @@ def gpus(machine: Machine) -> list[Gpu]:
     return []
 
 
-def with_capabilities(cards: Sequence[Gpu], probed: Probed) -> list[Gpu]:
+def with_capabilities(gpus: Sequence[Gpu], probed: Probed) -> list[Gpu]:
     """Return GPUs with the compute capabilities that torch knows, where nvidia-smi is too old to say them.
 
     Args:
-        cards: Of nvidia-smi.
+        gpus: Of nvidia-smi.
         probed: What the probe ``torch_devices`` has printed.
     """
     devices = probed.facts.get("devices")
     known = [_capability_of(device) for device in devices] if isinstance(devices, list) else []
-    if len(known) != len(cards):
-        return list(cards)
+    if len(known) != len(gpus):
+        return list(gpus)
     return [
-        replace(card, capability=card.capability or capability)
-        for card, capability in zip(cards, known, strict=True)
+        replace(gpu, capability=gpu.capability or capability)
+        for gpu, capability in zip(gpus, known, strict=True)
     ]
 
 

@@ -98,7 +98,7 @@ def test_an_import_that_fails_is_one_line_with_what_mends_it(
     assert isinstance(error, LaunchError)
     assert "\n" not in str(error)
     assert cause in str(error)
-    assert f"Mend it with: {mend}" in str(error)
+    assert f"Fix it with: {mend}" in str(error)
     assert after == {"environment": None, "imported": False}
 
 

@@ -240,10 +240,10 @@ def _failure(own: Builder, name: str, error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "error" in line.lower() or "undefined reference" in line]
     shown = "\n  ".join((telling or lines)[:_SHOWN])
-    mend = cuda_trouble(error) if isinstance(error, Exception) else None
+    remedy = cuda_trouble(error) if isinstance(error, Exception) else None
     accelerator = "from deepspeed.accelerator import get_accelerator as a"
     whole = f'python -c "{accelerator}; a().create_op_builder({OPS.get(name, "")!r}).load(verbose=True)"'
-    after = f"Mend it with: {mend}" if mend else f"All of its output: {whole}"
+    after = f"Fix it with: {remedy}" if remedy else f"All of its output: {whole}"
     return f"{own} could not build DeepSpeed's op {name} ({type(error).__name__}):\n  {shown}\n{after}"
 
 

@@ -81,14 +81,14 @@ def _of_optimizer(
         return
     where = "the CPU" if device_type == "cpu" else device_type.upper()
     why = f"DeepSpeed's {name} needs its op {op}, which is not built and cannot be built here for {where}"
-    mend = _how_to_build(op, device_type)
+    remedy = _how_to_build(op, device_type)
     if name.lower() not in ("adam", "adamw"):
-        advice = f"{mend or 'Choose another type'}, or let configure_optimizers return the optimizer."
+        advice = f"{remedy or 'Choose another type'}, or let configure_optimizers return the optimizer."
         yield Limit("optimizer.type", name, why, None, advice)
         return
     params = section(config, "optimizer", "params")
     extra = [key for key in _NOT_OF_TORCH_ADAM if key in params]
-    advice = f"{mend}, or write true, for PyTorch's optimizer of the same name"
+    advice = f"{remedy}, or write true, for PyTorch's optimizer of the same name"
     advice += f", without {' and '.join(extra)}, which it does not take." if extra else "."
     yield Limit(
         "optimizer.params.torch_adam",

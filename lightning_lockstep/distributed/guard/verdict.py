@@ -129,10 +129,10 @@ class _Case:
             return self._stall(asker, sorted(self.left)) if self.left else None
         if not self._waits(asker):
             return None  # it has gone on meanwhile
-        hopeless = self._hopeless()
-        if asker.rank not in hopeless:
+        stuck = self._stuck()
+        if asker.rank not in stuck:
             return self._slow(asker)
-        causes = [rank for rank in sorted(self._reached_from(asker.rank)) if rank in hopeless]
+        causes = [rank for rank in sorted(self._reached_from(asker.rank)) if rank in stuck]
         idle = [rank for rank in causes if not self._waits_for(rank)]
         if any(rank in self.states and self.states[rank].raised for rank in idle):
             return None  # the backend has raised an error there, about which that rank asks itself
@@ -201,21 +201,21 @@ class _Case:
         state = self.states.get(rank)
         return state is not None and (bool(state.outstanding) or state.is_in_message())
 
-    def _hopeless(self) -> set[int]:
+    def _stuck(self) -> set[int]:
         """Return the ranks that will not go on by themselves: all but those that move, or wait for such alone."""
-        hopeful = {r for r, s in self.states.items() if s.moves and not self._is_blocked(r)}
+        going_on = {r for r, s in self.states.items() if s.moves and not self._is_blocked(r)}
         while True:
             more = {
                 rank
                 for rank in self.states
-                if rank not in hopeful
+                if rank not in going_on
                 and self._is_blocked(rank)
                 and (waits := self._waits_for(rank))
-                and waits <= hopeful
+                and waits <= going_on
             }
             if not more:
-                return (set(self.states) | set(self.silent)) - hopeful
-            hopeful |= more
+                return (set(self.states) | set(self.silent)) - going_on
+            going_on |= more
 
     def _reached_from(self, rank: int) -> set[int]:
         """Return the ranks that a rank waits for, and those that they wait for, and so on."""

@@ -10,7 +10,7 @@ from lightning_lockstep.doctor.compilers import host_compiler, link_lines, newes
 from lightning_lockstep.doctor.cuda_variables import broken_homes, check_variables
 from lightning_lockstep.doctor.findings import Finding, Status, not_applicable, ok, problem, warning
 from lightning_lockstep.doctor.machine import Machine
-from lightning_lockstep.doctor.nvidia import Driver, Gpu, driver, gpus, with_capabilities
+from lightning_lockstep.doctor.nvidia import Driver, Gpu, driver, find_gpus, with_capabilities
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
 from lightning_lockstep.doctor.toolkits import Toolkit, exports, find_toolkits, install_line, toolkit_in_use
@@ -38,21 +38,21 @@ def check_cuda(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         options: Not needed.
     """
     torch, found = torch_build(machine), driver(machine)
-    cards = gpus(machine) if not found.error else []
-    yield from _driver(machine, found, cards)
+    gpus = find_gpus(machine) if not found.error else []
+    yield from _driver(machine, found, gpus)
     if torch.is_rocm:
         yield not_applicable("torch's CUDA", f"torch {torch.version} is built for ROCm.")
         return
-    yield from _torch(torch, found, cards)
+    yield from _torch(torch, found, gpus)
     has_gpu = found.program is not None or bool(found.version) or found.has_hardware
     yield from _toolkits(machine, torch, has_gpu)
     yield from check_variables(machine)
     yield from _compiler(machine)
-    if torch.cuda and cards:
-        yield from _architectures(machine, cards)
+    if torch.cuda and gpus:
+        yield from _architectures(machine, gpus)
 
 
-def _driver(machine: Machine, found: Driver, cards: Sequence[Gpu]) -> Iterator[Finding]:
+def _driver(machine: Machine, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     if found.error:
         # The driver was updated while it was loaded.
         fix = "sudo reboot" if "mismatch" in found.error else "sudo modprobe nvidia && nvidia-smi"
@@ -74,26 +74,26 @@ def _driver(machine: Machine, found: Driver, cards: Sequence[Gpu]) -> Iterator[F
         yield not_applicable(
             "driver", "There is no GPU of NVIDIA: neither nvidia-smi nor a device on the PCI bus."
         )
-    elif not cards:
+    elif not gpus:
         evidence = f"Driver {found.version} is loaded, and nvidia-smi lists no GPU."
         yield problem(
             "driver", evidence, "# in a container: docker run --gpus all ...; under Slurm: srun --gpus=1 ..."
         )
     else:
-        kinds = ", ".join(dict.fromkeys(card.name for card in cards))
+        kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
         yield ok(
-            "driver", f"{found.version}, runs CUDA up to {found.cuda or '?'}; {len(cards)} GPU(s): {kinds}"
+            "driver", f"{found.version}, runs CUDA up to {found.cuda or '?'}; {len(gpus)} GPU(s): {kinds}"
         )
 
 
-def _torch(torch: TorchBuild, found: Driver, cards: Sequence[Gpu]) -> Iterator[Finding]:
+def _torch(torch: TorchBuild, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     if not torch.version:
         yield not_applicable("torch's CUDA", "torch is not installed for this Python.")
-    elif not torch.cuda and cards:
+    elif not torch.cuda and gpus:
         plain = torch.version.partition("+")[0]
         yield problem(
             "torch's CUDA",
-            f"torch {torch.version} is built without CUDA and uses none of the {len(cards)} GPU(s).",
+            f"torch {torch.version} is built without CUDA and uses none of the {len(gpus)} GPU(s).",
             f"pip install --force-reinstall torch=={plain}",
         )
     elif not torch.cuda:
@@ -200,7 +200,7 @@ def _compiler(machine: Machine) -> Iterator[Finding]:
         yield ok(subject, f"{compiler.path}, which is not gcc: {compiler.version or 'of unknown version'}")
 
 
-def _architectures(machine: Machine, cards: Sequence[Gpu]) -> Iterator[Finding]:
+def _architectures(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     asked = machine.probe("torch_devices", timeout=50.0)
     subject = "architectures"
     if asked.error:
@@ -219,12 +219,12 @@ def _architectures(machine: Machine, cards: Sequence[Gpu]) -> Iterator[Finding]:
         )
         yield problem(subject, f"{evidence} {shown!r}." if shown is not None else f"{evidence} not set.", fix)
         return
-    cards = with_capabilities(cards, asked)
-    without = [card for card in cards if card.capability and not _runs_on(built, card.capability)]
-    for name, capability in dict.fromkeys((card.name, card.capability) for card in without):
+    gpus = with_capabilities(gpus, asked)
+    without = [gpu for gpu in gpus if gpu.capability and not _runs_on(built, gpu.capability)]
+    for name, capability in dict.fromkeys((gpu.name, gpu.capability) for gpu in without):
         yield _no_kernels(name, capability, built)
     if not without:
-        kinds = sorted({".".join(map(str, card.capability)) for card in cards if card.capability})
+        kinds = sorted({".".join(map(str, gpu.capability)) for gpu in gpus if gpu.capability})
         yield ok(subject, f"GPUs of {', '.join(kinds) or 'unknown capability'}; torch has {' '.join(built)}")
 
 

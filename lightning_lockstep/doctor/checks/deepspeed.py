@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_lockstep.doctor.findings import Finding, Status, not_applicable, ok, problem, warning
 from lightning_lockstep.doctor.machine import Machine, Probed
-from lightning_lockstep.doctor.nvidia import architectures, gpus, with_capabilities
+from lightning_lockstep.doctor.nvidia import architectures, find_gpus, with_capabilities
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
 from lightning_lockstep.doctor.toolkits import install_line, toolkit_in_use
@@ -78,8 +78,8 @@ def check_deepspeed(machine: Machine, options: CheckOptions) -> Iterator[Finding
 
 def _importable(version: str, imported: Probed) -> Finding:
     if imported.error:
-        said, _, mend = imported.error.partition(" Mend it with: ")
-        fix = mend or "pip install --force-reinstall --no-cache-dir --no-deps deepspeed"
+        said, _, remedy = imported.error.partition(" Fix it with: ")
+        fix = remedy or "pip install --force-reinstall --no-cache-dir --no-deps deepspeed"
         return problem("import", f"DeepSpeed {version} cannot be imported: {said}", fix)
     return ok("import", f"DeepSpeed {version}, accelerator {imported.facts.get('accelerator')}")
 
@@ -170,16 +170,16 @@ def _ahead_of_time(machine: Machine, version: str, imported: Probed, tools: Prob
 
 
 def _kinds(machine: Machine) -> str:
-    cards = gpus(machine)
-    if any(not card.capability for card in cards):
-        cards = with_capabilities(cards, machine.probe("torch_devices", timeout=50.0))
-    return architectures(cards)
+    gpus = find_gpus(machine)
+    if any(not gpu.capability for gpu in gpus):
+        gpus = with_capabilities(gpus, machine.probe("torch_devices", timeout=50.0))
+    return architectures(gpus)
 
 
 def _memory(machine: Machine, parameters: float) -> Finding:
     from lightning_lockstep.deepspeed.memory_estimate import estimate_table
 
-    ranks = max(1, len(gpus(machine)))
+    ranks = max(1, len(find_gpus(machine)))
     table = estimate_table(parameters=int(parameters), ranks=ranks, ranks_per_node=ranks)
     return ok(
         "memory a stage", f"{parameters:,.0f} parameters, {ranks} rank(s), without activations:\n{table}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
 from lightning_lockstep.doctor.machine import Machine
-from lightning_lockstep.doctor.nvidia import Gpu, gpus
+from lightning_lockstep.doctor.nvidia import Gpu, find_gpus
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
 from lightning_lockstep.doctor.torch_build import torch_build
@@ -36,23 +36,23 @@ def check_devices(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         machine: To look at.
         options: Not needed.
     """
-    cards = gpus(machine)
-    if not cards:
+    gpus = find_gpus(machine)
+    if not gpus:
         yield not_applicable("GPUs", "nvidia-smi is not found, or lists none.")
         return
-    yield ok("GPUs", ", ".join(f"{card.index}: {card.name} ({card.memory / 1024:.0f} GiB)" for card in cards))
-    yield from _ranks(machine, cards)
-    measured = _measured(machine, cards)
-    if len(cards) > 1:
-        yield from _differences(cards)
-        yield _numa(machine, cards)
-    yield from _lanes(cards)
-    yield from _speeds(cards, measured)
-    if len(cards) > 1:
-        yield from _balance(cards, measured)
+    yield ok("GPUs", ", ".join(f"{gpu.index}: {gpu.name} ({gpu.memory / 1024:.0f} GiB)" for gpu in gpus))
+    yield from _ranks(machine, gpus)
+    measured = _measured(machine, gpus)
+    if len(gpus) > 1:
+        yield from _differences(gpus)
+        yield _numa(machine, gpus)
+    yield from _lanes(gpus)
+    yield from _speeds(gpus, measured)
+    if len(gpus) > 1:
+        yield from _balance(gpus, measured)
 
 
-def _differences(cards: Sequence[Gpu]) -> Iterator[Finding]:
+def _differences(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     kinds: tuple[tuple[str, Callable[[Gpu], Any], Callable[[Any], str], str], ...] = (
         (
             "memory",
@@ -70,7 +70,7 @@ def _differences(cards: Sequence[Gpu]) -> Iterator[Finding]:
         ("link", lambda c: c.link, lambda v: f"PCIe {v}", "the slowest limits the all-reduce"),
     )
     for subject, value_of, shown, what in kinds:
-        values = {card.index: value_of(card) for card in cards if value_of(card)}
+        values = {gpu.index: value_of(gpu) for gpu in gpus if value_of(gpu)}
         if not values:
             continue
         distinct = list(dict.fromkeys(values.values()))
@@ -81,45 +81,45 @@ def _differences(cards: Sequence[Gpu]) -> Iterator[Finding]:
             yield warning(subject, f"{listed}: {what}.")
 
 
-def _numa(machine: Machine, cards: Sequence[Gpu]) -> Finding:
+def _numa(machine: Machine, gpus: Sequence[Gpu]) -> Finding:
     nodes: dict[str, list[int]] = {}
-    for card in cards:
-        address = card.bus_id.lower()[-12:]  # nvidia-smi writes 8 digits of the domain, the kernel 4
+    for gpu in gpus:
+        address = gpu.bus_id.lower()[-12:]  # nvidia-smi writes 8 digits of the domain, the kernel 4
         text = (machine.read_text(f"/sys/bus/pci/devices/{address}/numa_node") or "").strip()
-        nodes.setdefault(text if release(text) else "?", []).append(card.index)
+        nodes.setdefault(text if release(text) else "?", []).append(gpu.index)
     listed = "; ".join(f"node {node}: GPU {', '.join(map(str, found))}" for node, found in nodes.items())
     if len(nodes) > 1 and "?" not in nodes:
         return ok("NUMA", f"{listed}. Ranks do best on cores of the same node: strategy.bind_cores=true")
     return ok("NUMA", "all on one node, or not known" if "?" in nodes else listed)
 
 
-def _lanes(cards: Sequence[Gpu]) -> Iterator[Finding]:
-    for card in cards:
-        most = release(card.link.partition("x")[2])
-        if most and card.lanes and card.lanes < most[0]:
+def _lanes(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    for gpu in gpus:
+        most = release(gpu.link.partition("x")[2])
+        if most and gpu.lanes and gpu.lanes < most[0]:
             yield warning(
                 "link",
-                f"GPU {card.index} has {card.lanes} of {most[0]} lanes of PCIe: its slot is smaller, or it sits badly.",
+                f"GPU {gpu.index} has {gpu.lanes} of {most[0]} lanes of PCIe: its slot is smaller, or it sits badly.",
                 "nvidia-smi -q -d PERFORMANCE,CLOCK && sudo lspci -vv | grep -A40 NVIDIA | grep LnkSta",
             )
 
 
-def _measured(machine: Machine, cards: Sequence[Gpu]) -> list[Mapping[str, Any]]:
+def _measured(machine: Machine, gpus: Sequence[Gpu]) -> list[Mapping[str, Any]]:
     if not torch_build(machine).cuda:
         return []
     found = machine.probe("torch_devices", "--speed", timeout=50.0).facts.get("devices")
     entries: list[Mapping[str, Any]] = (
         [e for e in found if isinstance(e, dict)] if isinstance(found, list) else []
     )
-    return entries if len(entries) == len(cards) else []
+    return entries if len(entries) == len(gpus) else []
 
 
-def _speeds(cards: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    for card, entry in zip(cards, measured, strict=False):
+def _speeds(gpus: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    for gpu, entry in zip(gpus, measured, strict=False):
         if "error" in entry:
-            evidence = f"GPU {card.index} cannot multiply two matrices: {entry['error']}"
-            yield problem("matrix product", evidence, f"nvidia-smi -i {card.index}  # who uses it?")
-    speeds = _speed_of_each(cards, measured)
+            evidence = f"GPU {gpu.index} cannot multiply two matrices: {entry['error']}"
+            yield problem("matrix product", evidence, f"nvidia-smi -i {gpu.index}  # who uses it?")
+    speeds = _speed_of_each(gpus, measured)
     if not speeds:
         return
     listed = ", ".join(f"{index}: {speed / 1e12:.1f} TFLOP/s" for index, speed in speeds.items())
@@ -134,35 +134,35 @@ def _speeds(cards: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> Iter
         yield ok("matrix product", listed)
 
 
-def _speed_of_each(cards: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    pairs = zip(cards, measured, strict=False)
+def _speed_of_each(gpus: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    pairs = zip(gpus, measured, strict=False)
     return {
-        card.index: float(entry["speed"])
-        for card, entry in pairs
+        gpu.index: float(entry["speed"])
+        for gpu, entry in pairs
         if isinstance(entry.get("speed"), (int, float)) and 0 < entry["speed"] < 1e18
     }
 
 
-def _balance(cards: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _balance(gpus: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Say which share of a batch each GPU would need for all to be ready at once."""
-    speeds = _speed_of_each(cards, measured)
-    if len(speeds) < len(cards) or min(speeds.values()) >= _ALIKE_SPEED * max(speeds.values()):
+    speeds = _speed_of_each(gpus, measured)
+    if len(speeds) < len(gpus) or min(speeds.values()) >= _ALIKE_SPEED * max(speeds.values()):
         return
     total = sum(speeds.values())
     weights = ", ".join(f"{index}: {speed / total:.2f}" for index, speed in speeds.items())
     yield ok("batch weights", f"parts of a global batch with which all would be ready at once: {weights}")
 
 
-def _ranks(machine: Machine, cards: Sequence[Gpu]) -> Iterator[Finding]:
+def _ranks(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     done = machine.run(["nvidia-smi", "--query-compute-apps=gpu_bus_id,pid", "--format=csv,noheader"])
     rows = [row for row in csv.reader(done.output.replace("\0", "").splitlines()) if len(row) == 2]
-    by_bus = {card.bus_id.lower(): card.index for card in cards if card.bus_id}
-    of_card = Counter(by_bus[row[0].strip().lower()] for row in rows if row[0].strip().lower() in by_bus)
-    if len(cards) > 1 and len(of_card) == 1 and max(of_card.values()) > 1:
-        ((index, number),) = of_card.items()
+    by_bus = {gpu.bus_id.lower(): gpu.index for gpu in gpus if gpu.bus_id}
+    of_gpu = Counter(by_bus[row[0].strip().lower()] for row in rows if row[0].strip().lower() in by_bus)
+    if len(gpus) > 1 and len(of_gpu) == 1 and max(of_gpu.values()) > 1:
+        ((index, number),) = of_gpu.items()
         yield warning(
             "ranks on devices",
-            f"{number} processes run on GPU {index}, none on the other {len(cards) - 1}: ranks that never chose.",
+            f"{number} processes run on GPU {index}, none on the other {len(gpus) - 1}: ranks that never chose.",
             "# in the program, before anything is put on a GPU: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",
             "# or let the Trainer choose: Trainer(accelerator='gpu', devices='auto')",
         )

@@ -23,7 +23,7 @@ class Connections:
 
     Attributes:
         reached: By (from, to): the address at which ``to`` was reached, and from which interface.
-        failed: By (from, to): what was tried in vain.
+        failed: By (from, to): what was tried and failed.
         resolved: By host: the addresses that each host name stands for there.
     """
 
