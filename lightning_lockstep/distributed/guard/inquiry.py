@@ -16,15 +16,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_lockstep.distributed.guard.connections import Connection
+from lightning_lockstep.distributed.guard.question import Question
 from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.recorded import Outstanding
-from lightning_lockstep.distributed.guard.verdict import Question, Verdict, judge
+from lightning_lockstep.distributed.guard.silence import Silence
+from lightning_lockstep.distributed.guard.verdict import Verdict, judge
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
 
-__all__ = ["Answer", "Inquiries", "Silence"]
+__all__ = ["Answer", "Inquiries"]
 
 _ASK, _TAKEN, _WHERE, _STATE, _ANSWER = (
     f"guard/{name}" for name in ("ask", "taken", "where", "state", "answer")
@@ -55,26 +57,6 @@ class Answer:
     verdict: Verdict | None
     ends: tuple[Connection, ...] = ()
     hosts: tuple[str, ...] = ()
-
-
-class Silence(NamedTuple):
-    """What is known of a rank that does not answer.
-
-    Attributes:
-        reason: Why it does not.
-        host: Name of its host; empty where that is not known.
-        has_ended: Whether its process is known to have ended.
-        has_left: Whether its program has come to its end, without an error.
-        is_stopped: Whether its process is known to be stopped.
-        connections: Its TCP connections, as far as this rank can see them.
-    """
-
-    reason: str
-    host: str = ""
-    has_ended: bool = False
-    has_left: bool = False
-    is_stopped: bool = False
-    connections: tuple[Connection, ...] = ()
 
 
 @dataclass

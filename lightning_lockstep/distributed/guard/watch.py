@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import psutil
 import torch
 
 from lightning_lockstep._console import say
@@ -24,13 +23,16 @@ from lightning_lockstep.distributed.guard.connections import (
     end_connections,
 )
 from lightning_lockstep.distributed.guard.group_names import group_titles
-from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries, Silence
+from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries
 from lightning_lockstep.distributed.guard.main_thread import Activity, Position, position, waits_for_import
+from lightning_lockstep.distributed.guard.question import Question
 from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding
 from lightning_lockstep.distributed.guard.settings import GuardSettings
-from lightning_lockstep.distributed.guard.verdict import Question, Verdict
+from lightning_lockstep.distributed.guard.silence import Silence, silence_of
+from lightning_lockstep.distributed.guard.verdict import Verdict
 from lightning_lockstep.distributed.guard.verification.host_sockets import end_host_sockets
+from lightning_lockstep.distributed.guard.waits import Waits
 from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.errors import CollectiveError
 
@@ -87,9 +89,8 @@ class CollectiveWatch:
         self._conclude, self._report, self._store_port = conclude, report, store_port
         self._has_failed, self._has_raised = has_failed, has_raised
         self.error: CollectiveError | None = None
-        self._since: dict[Outstanding | None, float] = {}
+        self._waits = Waits(settings.stall_timeout)
         self._raised_at: Position | None = None
-        self._next_question: dict[Outstanding | None, float] = {}
         self._prepares = self._knows_sites = self._concluded = False
         self._sees = False
         self._looked = time.monotonic()
@@ -213,12 +214,7 @@ class CollectiveWatch:
         """Return how long until the next look [s]: not beyond the moment at which a wait has become too long."""
         if self._inquiries.is_busy:
             return min(period, _PART)
-        timeout, now = self.settings.stall_timeout, time.monotonic()
-        due = [
-            max(since + timeout, self._next_question.get(one, 0.0)) - now
-            for one, since in self._since.items()
-        ]
-        return max(min([period, *due]), _OFTEN)
+        return max(min(period, self._waits.until_due(time.monotonic())), _OFTEN)
 
     def _look(self) -> None:
         if self.error is not None:
@@ -227,20 +223,19 @@ class CollectiveWatch:
         before, self._looked = self._looked, now
         lost = now - before - _SELDOM - _STOPPED
         if lost > 0:  # this process was stopped meanwhile, perhaps all of them
-            self._since = {key: since + lost for key, since in self._since.items()}
+            self._waits.put_off(lost)
             self._activity.forget()
         self._activity.look(children=self._prepares, held_up=self._holds_up())
         self._sees = self._sees or self._has_seen()
         waits: list[Outstanding | None] = list(self._outstanding())
         if not waits and position().function in ("send", "recv"):
             waits = [None]
-        started = (
-            {} if all(one in self._since for one in waits) else self._ages(2 * min(now - before, _SELDOM))
-        )
-        self._since = {one: self._since.get(one, now - started.get(one, 0.0)) for one in waits}
-        self._next_question = {one: at for one, at in self._next_question.items() if one in self._since}
-        for one, since in self._since.items():
-            self._consider(one, now - since, now)
+        self._waits.update(waits, now, lambda: self._ages(2 * min(now - before, _SELDOM)))
+        if self._waits.longest(now) > self.settings.stall_timeout / 2 and not self._prepares:
+            self.channel.post("guard/soon", to=0)
+            self._prepare()
+        for one, waited in self._waits.due(now):
+            self._inquiries.ask(Question(rank=self.channel.rank, outstanding=one, seconds=waited))
 
     def _ages(self, longest: float) -> dict[Outstanding | None, float]:
         """Return how long ago each incomplete collective was called [s], at most ``longest`` whatever the clock did."""
@@ -264,15 +259,6 @@ class CollectiveWatch:
                 " guard='verify' records by itself."
             )
         return bool(function)
-
-    def _consider(self, one: Outstanding | None, waited: float, now: float) -> None:
-        timeout = self.settings.stall_timeout
-        if waited > timeout / 2 and not self._prepares:
-            self.channel.post("guard/soon", to=0)
-            self._prepare()
-        if waited >= timeout and now >= self._next_question.get(one, 0.0):
-            self._next_question[one] = now + timeout
-            self._inquiries.ask(Question(rank=self.channel.rank, outstanding=one, seconds=waited))
 
     def _prepare(self) -> None:
         """Begin with what takes time: look at child processes, too, and let torch say where calls came from."""
@@ -304,31 +290,9 @@ class CollectiveWatch:
         return [one for recorder in self._recorders for one in recorder.outstanding()]
 
     def _silence(self, rank: int) -> Silence:
-        host, pid = self.channel.process_of(rank)
-        if self.channel.has_closed(rank):
-            # A rank that fails says so before it closes its channel.
-            failed = self._has_failed() or self._has_raised(rank)
-            return Silence(
-                "it has come to the end of its program", host, has_ended=failed, has_left=not failed
-            )
-        if host != socket.gethostname() or not pid:
-            place = f" (process {pid} on host {host})" if pid else ""
-            return Silence(f"it is stopped, has ended or cannot be reached{place}", host)
-        try:
-            status = psutil.Process(pid).status()
-        except psutil.NoSuchProcess:
-            status = psutil.STATUS_DEAD
-        if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
-            return Silence(f"its process {pid} has ended", host, has_ended=True)
-        reason = (
-            "is stopped, by a signal or a debugger" if status == psutil.STATUS_STOPPED else "does not answer"
-        )
-        return Silence(
-            f"its process {pid} {reason}",
-            host,
-            is_stopped=status == psutil.STATUS_STOPPED,
-            connections=tuple(connections(pid)),
-        )
+        # A rank that fails says so before it closes its channel.
+        failed = self._has_failed() or self._has_raised(rank)
+        return silence_of(self.channel, rank, has_failed=failed)
 
     # -- what comes of a question ----------------------------------------------------------------------
 

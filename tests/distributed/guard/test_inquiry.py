@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from lightning_lockstep.distributed.guard.call_report import CollectiveCall
-from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries, Silence
+from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries
+from lightning_lockstep.distributed.guard.question import Question
 from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
-from lightning_lockstep.distributed.guard.verdict import Question
+from lightning_lockstep.distributed.guard.silence import Silence
 from lightning_lockstep.distributed.side_channel.base import Message
 
 WANTED = Outstanding("world", 1)

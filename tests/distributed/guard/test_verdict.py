@@ -9,9 +9,10 @@ import pytest
 
 from lightning_lockstep.distributed.guard.call_report import CollectiveCall
 from lightning_lockstep.distributed.guard.main_thread import Position
+from lightning_lockstep.distributed.guard.question import Question
 from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
-from lightning_lockstep.distributed.guard.verdict import Question, Verdict, judge
+from lightning_lockstep.distributed.guard.verdict import Verdict, judge
 from lightning_lockstep.errors import CollectiveMismatchError, CollectiveStallError
 
 PAIR = "1 (ranks 0, 1)"
