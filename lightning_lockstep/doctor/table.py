@@ -84,7 +84,7 @@ def print_fixes(
     for number, (fix, entries) in enumerate(_grouped(found), 1):
         if number == 1:
             to.print("\nTo fix, paste:", style="bold")
-        names = ", ".join(f"{check}: {finding.subject}" for check, finding in entries)
+        names = ", ".join(dict.fromkeys(f"{check}: {finding.subject}" for check, finding in entries))
         to.print(Text(f"\n# {number}. {names}", style=_STYLES[entries[0][1].status]), soft_wrap=True)
         for line in fix:
             to.print(Text(line), soft_wrap=True)
@@ -120,9 +120,13 @@ def _grid() -> Table:
 def _grouped(
     found: Iterable[tuple[str, Finding]],
 ) -> list[tuple[tuple[str, ...], list[tuple[str, Finding]]]]:
+    """Return each fix with the findings that it is for; one whose lines all stand in another is part of that."""
+    entries = list(found)
+    fixes = list(dict.fromkeys(finding.fix for _, finding in entries))
+    whole = {fix: max((other for other in fixes if set(fix) <= set(other)), key=len) for fix in fixes}
     groups: dict[tuple[str, ...], list[tuple[str, Finding]]] = {}
-    for check, finding in found:
-        groups.setdefault(finding.fix, []).append((check, finding))
+    for check, finding in entries:
+        groups.setdefault(whole[finding.fix], []).append((check, finding))
     return list(groups.items())
 
 

@@ -1,0 +1,33 @@
+"""What the doctor prints of the lines to paste."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_lockstep.doctor.findings import CheckResult, problem, warning
+from lightning_lockstep.doctor.table import console, print_fixes
+
+
+def test_lines_to_paste_are_printed_once_for_all_findings_that_need_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = [
+        CheckResult("mpi", (warning("prted", "on a", "mpirun --prefix /v"),) * 2, 0.1),
+        CheckResult(
+            "network",
+            (
+                problem("interfaces", "on a", "export A=1"),
+                problem("interfaces", "on b", "export B=2"),
+                problem("second try", "it works", "export A=1", "export B=2"),
+                problem("ranks", "late", "wait"),
+            ),
+            0.1,
+        ),
+    ]
+    print_fixes(console(), results)
+    assert capsys.readouterr().out.split("\n\n") == [
+        "\nTo fix, paste:",
+        "# 1. network: interfaces, network: second try\nexport A=1\nexport B=2",
+        "# 2. network: ranks\nwait",
+        "# 3. mpi: prted\nmpirun --prefix /v\n",
+    ]
