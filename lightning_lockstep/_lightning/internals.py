@@ -346,6 +346,40 @@ def read_progress_values_when(trainer: Any, is_due: Callable[[], bool]) -> Calla
 
 
 @touches(
+    "_TrainingEpochLoop._results",
+    "_ResultCollection.reset",
+    "_ResultMetric.cumulated_batch_size",
+    why="a reset makes a new tensor of a count that values logged at steps alone do not need",
+)
+def keep_counts_of_step_values(trainer: Any) -> Callable[[], None]:
+    """Have a reset of logged values leave alone what is logged at training steps only and has no mean.
+
+    The new epoch's first step would otherwise have a tensor of its own, and torch-xla would compile the step anew.
+
+    Args:
+        trainer: The Trainer.
+
+    Returns:
+        A function that undoes it.
+    """
+    results: Any = trainer.fit_loop.epoch_loop._results
+    reset_all = results.reset
+
+    def reset(metrics: bool | None = None, fx: str | None = None) -> None:
+        kept = [
+            (each, each.value, each.cumulated_batch_size)
+            for each in results.values()
+            if each.is_tensor and each.meta.is_mean_reduction and not each.meta.on_epoch
+        ]
+        reset_all(metrics, fx)
+        for each, value, count in kept:
+            each.value, each.cumulated_batch_size = value, count
+
+    vars(results)["reset"] = reset
+    return lambda: vars(results).pop("reset", None)
+
+
+@touches(
     "Trainer._results", why="padded samples have no weight in the mean over the batches of what is logged"
 )
 def weigh_logged_values(trainer: Any, samples: int) -> None:

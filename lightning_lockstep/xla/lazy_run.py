@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_lockstep._lightning.internals import logs_this_step, read_progress_values_when
+from lightning_lockstep._lightning.internals import (
+    keep_counts_of_step_values,
+    logs_this_step,
+    read_progress_values_when,
+)
 from lightning_lockstep.xla.announcement import CompilationAnnouncer
 
 __all__ = ["LazyRun"]
@@ -16,7 +20,8 @@ class LazyRun:
 
     Lightning reads each value of the progress bar from the device at every step, twice; the host then waits for the
     step rather than prepare the next one. Here that is read every ``log_every_n_steps`` steps, as for the loggers; in
-    between the bar shows what was read last.
+    between the bar shows what was read last. Nor does the first step of a new epoch compile anew because Lightning has
+    reset what the last one logged.
 
     Args:
         trainer: The Trainer, whose strategy is being set up.
@@ -27,7 +32,7 @@ class LazyRun:
     def __init__(self, trainer: Any) -> None:
         announcer = CompilationAnnouncer(trainer)
         announcer.start()
-        self._undo: list[Callable[[], object]] = [announcer.stop]
+        self._undo: list[Callable[[], object]] = [announcer.stop, keep_counts_of_step_values(trainer)]
         if not trainer.fast_dev_run:
             self._undo.append(read_progress_values_when(trainer, lambda: logs_this_step(trainer)))
 

@@ -12,6 +12,7 @@ import torch
 
 from lightning_lockstep.xla import lazy_run
 from lightning_lockstep.xla.announcement import CompilationAnnouncer, CompilationWatch, where_in_run
+from tests.xla.counters import compilations
 from tests.xla.digits import Classifier, fitted, loaders, spmd, trainer
 
 
@@ -67,6 +68,43 @@ def test_values_of_the_progress_bar_are_read_where_they_are_logged(
     assert min(each.values()) >= 1, "as Lightning does it, at every step"
     assert sum(each.values()) > 2 * sum(found.values())
     assert before.losses == pytest.approx(net.losses, abs=1e-5)
+
+
+class CountsCompilations(Shows):
+    """Counts how many graphs each step has compiled; logs one value of each step, and one of the epoch too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.compiled: list[int] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("of_the_step", loss)
+        self.log("of_the_epoch", loss, on_epoch=True)
+        return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        before = compilations()
+        super().optimizer_step(*args, **kwargs)
+        self.compiled.append(compilations() - before)
+
+
+def test_a_new_epoch_does_not_compile_the_step_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = CountsCompilations(139)
+    options = {"limit_train_batches": 4, "max_epochs": 3, "limit_val_batches": 0}
+    fitted(tmp_path, spmd(), module=net, **options)
+    assert len(net.compiled) == 12 and sum(net.compiled[2:]) == 0, net.compiled
+    assert {
+        step: vars(net.trainer.fit_loop.epoch_loop._results).get(step) for step in ("metrics", "reset")
+    } == {
+        "metrics": None,
+        "reset": None,
+    }
+    # As Lightning does it, once; with a graph of its own, since torch-xla keeps those of before.
+    monkeypatch.setattr(lazy_run, "keep_counts_of_step_values", lambda trainer: lambda: None)
+    before = CountsCompilations(137)
+    fitted(tmp_path, spmd(), module=before, **options)
+    assert before.compiled[4] == 1 and sum(before.compiled[2:]) == 1, before.compiled
 
 
 def test_a_run_leaves_no_thread_also_after_an_error(tmp_path: Path) -> None:
