@@ -7,7 +7,16 @@ import socket
 from contextlib import suppress
 from ipaddress import ip_address
 
-__all__ = ["ANY", "address_towards", "host_of", "listening_address", "on_one_host", "own_address"]
+__all__ = [
+    "ANY",
+    "address_towards",
+    "addresses_here",
+    "addresses_of",
+    "host_of",
+    "listening_address",
+    "on_one_host",
+    "own_address",
+]
 
 #: Every address of this host.
 ANY = "0.0.0.0"
@@ -28,7 +37,7 @@ def own_address(name: str) -> str:
     """
     if on_one_host():
         return "127.0.0.1"
-    found = _addresses(name)
+    found = addresses_of(name)
     if _means_this_host(name):  # whoever can reach rank 0 by this is on its host
         return next(iter(found), "127.0.0.1")
     return next(iter(_reachable(found)), ANY)
@@ -46,7 +55,7 @@ def listening_address(name: str) -> str:
 
     Ranks: the rank that hosts the store.
     """
-    found = _addresses(name)
+    found = addresses_of(name)
     if on_one_host() or _means_this_host(name):
         return next((address for address in found if _is_own(address)), ANY)
     reachable = _reachable(found)
@@ -87,7 +96,7 @@ def address_towards(host: str) -> str:
 
     Ranks: any but rank 0; nothing is sent.
     """
-    for address in _addresses(host):
+    for address in addresses_of(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # a datagram socket: the route is looked up, no packet leaves
@@ -100,7 +109,26 @@ def host_of(address: str) -> str:
     return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
-def _addresses(name: str) -> list[str]:
+def addresses_here() -> set[str]:
+    """Return the addresses of all interfaces of this host, loopback included.
+
+    Ranks: any process, alone.
+    """
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    listed = (address for addresses in psutil.net_if_addrs().values() for address in addresses)
+    return {address.address.partition("%")[0] for address in listed if address.family in families}
+
+
+def addresses_of(name: str) -> list[str]:
+    """Return the addresses that a host name stands for here; none where it stands for nothing.
+
+    Args:
+        name: Host name, or an address.
+
+    Ranks: any process, alone; may ask a name server.
+    """
     with suppress(ValueError):
         return [str(ip_address(name.strip("[]")))]
     with suppress(OSError):

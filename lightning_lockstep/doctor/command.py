@@ -80,7 +80,10 @@ def _doctor(  # noqa: PLR0913 - every option of the command line is one
         typer.Option(min=1, help="Ranks that `network` starts here, or on each host; by default 2 or 1."),
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Look at these hosts too, by ssh without a password.")
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Look at these hosts, by ssh without a password; at this one only if named."
+        ),
     ] = None,
     hostfile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The same, for the hosts of a hostfile of mpirun.")
@@ -98,8 +101,15 @@ def _doctor(  # noqa: PLR0913 - every option of the command line is one
     model_parameters: Annotated[
         float | None,
         typer.Option(
-            "--model-parameters", min=1, help="Of your model, such as 7e9: adds estimates of memory."
+            "--model-parameters",
+            "--model-params",
+            min=1,
+            help="Of your model, such as 7e9: adds estimates of memory.",
         ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs of a node for those estimates; by default those of this host."),
     ] = None,
 ) -> None:
     try:
@@ -110,11 +120,12 @@ def _doctor(  # noqa: PLR0913 - every option of the command line is one
         options = CheckOptions(
             timeout=timeout,
             nproc=nproc,
-            hosts=tuple(filter(None, (hosts or "").split(","))),
+            hosts=() if hosts is None else _host_names(hosts),
             hostfile=str(hostfile) if hostfile is not None else None,
-            ssh_args=tuple(shlex.split(ssh_args)),
+            ssh_args=_ssh_args(ssh_args),
             folders=selection.folders,
             model_parameters=model_parameters,
+            gpus=gpus,
         )
         if sysroot is not None:
             check_record(sysroot)
@@ -125,6 +136,22 @@ def _doctor(  # noqa: PLR0913 - every option of the command line is one
     raise typer.Exit(code)
 
 
+def _host_names(given: str) -> tuple[str, ...]:
+    names = tuple(name for part in given.split(",") if (name := part.strip()))
+    if not names:
+        raise ConfigurationError(f"--hosts {given!r}: expected names of hosts, such as --hosts node1,node2.")
+    return names
+
+
+def _ssh_args(given: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(given))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--ssh-args {given!r}: expected words as a shell reads them, such as '-p 2222 -i key' ({error})."
+        ) from error
+
+
 def _run(
     selection: Selection, options: CheckOptions, *, sysroot: Path | None, as_json: bool, strict: bool
 ) -> int:
@@ -132,7 +159,7 @@ def _run(
 
     me = None if sysroot is not None else _rank_of_a_job()
     if me is not None and me.rank > 0:
-        return _serve_rank_0(me)
+        return _serve_rank_0(me, selection, options)
     checks = _checks(selection, options, sysroot, me)
     began = time.monotonic()
     results: list[CheckResult] = []
@@ -163,11 +190,12 @@ def _rank_of_a_job() -> JoinedRank | None:
     return me if me is not None and me.size > 1 else None
 
 
-def _serve_rank_0(me: JoinedRank) -> int:
+def _serve_rank_0(me: JoinedRank, selection: Selection, options: CheckOptions) -> int:
     """Do what rank 0 asks, which prints the table for all."""
+    from lightning_lockstep.doctor.joined import checks_of_host
     from lightning_lockstep.doctor.network.meeting import join
 
-    why = join(me)
+    why = join(me, checks_of_host(selection.names, options))
     if why:
         typer.echo(f"{_PROGRAM}: {why}", err=True)
     return _PROBLEM if why else _NO_PROBLEM

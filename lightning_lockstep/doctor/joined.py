@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from lightning_lockstep.doctor.child import Checks
 from lightning_lockstep.doctor.findings import CheckResult, Finding, problem
 from lightning_lockstep.doctor.merging import merged
 from lightning_lockstep.doctor.network.examination import examine, who_came
@@ -16,10 +17,20 @@ from lightning_lockstep.doctor.network.identity import JoinedRank
 from lightning_lockstep.doctor.network.meeting import MeetingError, meet_the_others
 from lightning_lockstep.doctor.options import CheckOptions
 
-__all__ = ["ChecksOfRanks"]
+__all__ = ["ChecksOfRanks", "checks_of_host"]
 
 _NETWORK = "network"
 _CHECKS = 180.0  # longest time for the other checks of a host [s]
+
+
+def checks_of_host(names: Sequence[str], options: CheckOptions) -> Checks:
+    """Return the checks that the first rank of a host runs there; the ranks look at the network together.
+
+    Args:
+        names: Of the checks that its command line asks for.
+        options: What its command line asks.
+    """
+    return Checks([name for name in names if name != _NETWORK], options)
 
 
 class ChecksOfRanks:
@@ -33,7 +44,7 @@ class ChecksOfRanks:
 
     def __init__(self, names: Sequence[str], options: CheckOptions, me: JoinedRank) -> None:
         self.names = tuple(names)
-        self._options, self._me = options, me
+        self._me, self._of_host = me, checks_of_host(names, options)
         self._began = time.monotonic()
 
     def running(self) -> dict[str, float]:
@@ -47,7 +58,7 @@ class ChecksOfRanks:
             tick: Called between the checks.
         """
         try:
-            group = meet_the_others(self._me)
+            group = meet_the_others(self._me, self._of_host)
         except MeetingError as error:
             fix = "lockstep-doctor mpi" if self._me.by_mpi else "export MASTER_ADDR=HOST_OF_RANK_0"
             yield CheckResult(_NETWORK, (problem("ranks", str(error), fix),))
@@ -69,12 +80,10 @@ class ChecksOfRanks:
             group.close()
 
     def _of_hosts(self, group: AgentGroup) -> Iterator[CheckResult]:
-        names = [name for name in self.names if name != _NETWORK]
-        if not names:
+        if not self._of_host.names:
             return
         first = [ranks[0] for ranks in group.hosts.values()]
-        given = {"names": names, "options": self._options.to_json()}
-        answers = group.ask("checks", _CHECKS, given, first)
+        answers = group.ask("checks", _CHECKS, {}, first)
         by_host: dict[str, list[CheckResult]] = {}
         for rank, answer in answers.items():
             found = _results(answer)

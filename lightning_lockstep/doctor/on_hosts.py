@@ -14,7 +14,7 @@ from lightning_lockstep.doctor.merging import merged
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.launchers.mpirun.hostfile import Host
 from lightning_lockstep.launchers.mpirun.hosts import HostReport, host_fix, ssh_advice
-from lightning_lockstep.launchers.mpirun.remote import remote_python, ssh_command
+from lightning_lockstep.launchers.mpirun.remote import python_on
 
 __all__ = ["ChecksOnHosts"]
 
@@ -22,6 +22,7 @@ __all__ = ["ChecksOnHosts"]
 _FROM_HERE = ("mpi", "network", "run")
 _LONGEST = 180.0  # for all checks of a host, where the user gives no limit [s]
 _SSH_FAILED = 255
+_BEGINS = "LOCKSTEP-DOCTOR"  # what a shell that is not interactive prints there by itself stands before it
 
 
 class ChecksOnHosts:
@@ -72,13 +73,18 @@ class ChecksOnHosts:
     def _ask(self, host: str) -> list[CheckResult] | CheckResult:
         """Return what a host has found, or why it was not asked."""
         given = ["-m", "lightning_lockstep.doctor", *self._there, "--json"]
+        for option, value in (
+            ("--model-parameters", self._options.model_parameters),
+            ("--gpus", self._options.gpus),
+        ):
+            given += [option, f"{value:.12g}"] if value is not None else []
         limit = _LONGEST
         if self._options.timeout is not None:
             given += ["--timeout", f"{self._options.timeout:g}"]
             limit = 30 + self._options.timeout * len(self._there)
         try:
             done = subprocess.run(
-                ssh_command(host, remote_python(given), self._options.ssh_args),
+                python_on(host, given, self._options.ssh_args, first=_BEGINS),
                 capture_output=True,
                 text=True,
                 timeout=limit,
@@ -90,7 +96,8 @@ class ChecksOnHosts:
         except subprocess.TimeoutExpired:
             return _not_asked(host, f"no answer within {limit:.0f} s", f"ssh {host} true")
         try:
-            return [CheckResult.from_json(result) for result in json.loads(done.stdout)["checks"]]
+            said = done.stdout.rpartition(f"{_BEGINS}\n")[2]
+            return [CheckResult.from_json(result) for result in json.loads(said)["checks"]]
         except (ValueError, KeyError, TypeError):
             return _unusable(host, done)
 

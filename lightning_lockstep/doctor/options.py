@@ -21,6 +21,7 @@ class CheckOptions:
         ssh_args: Arguments for ssh, such as ``-p 2222``.
         folders: Run folders to look at.
         model_parameters: Parameters of the model that is to be trained, for estimates of memory.
+        gpus: GPUs for which that is estimated; ``None`` for those of this host.
         strategy: Name of the strategy that is about to run; ``None`` outside a run.
     """
 
@@ -31,6 +32,7 @@ class CheckOptions:
     ssh_args: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     model_parameters: float | None = None
+    gpus: int | None = None
     strategy: str | None = None
 
     def to_json(self) -> dict[str, Any]:

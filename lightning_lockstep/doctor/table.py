@@ -56,16 +56,19 @@ def print_result(to: Console, result: CheckResult, *, least: Status = Status.NOT
         least: Only rows of this status or a worse one.
     """
     shown = [finding for finding in result.findings if finding.status.severity >= least.severity]
-    table = _grid()
     for number, finding in enumerate(shown):
-        table.add_row(
+        evidence, _, block = finding.evidence.partition("\n")
+        is_table = bool(block) and all(line.startswith("  ") for line in block.splitlines())
+        row = _grid()
+        row.add_row(
             Text("" if number else result.check),
             Text(finding.status.value, style=_STYLES[finding.status]),
             Text(finding.subject),
-            Text(finding.evidence),
+            Text(evidence if is_table else finding.evidence),
         )
-    if shown:
-        to.print(table)
+        to.print(row)
+        if is_table:  # the last column is too narrow for the columns of another table
+            to.print(Text(block), soft_wrap=True)
 
 
 def print_fixes(

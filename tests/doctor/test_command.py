@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lightning_lockstep.doctor.command import main
 from tests.doctor.machines import FOLDER
 
 OLD_KERNEL, HANGING_KERNEL = FOLDER / "kernel_old_ubuntu.yaml", FOLDER / "kernel_old_and_hangs.yaml"
@@ -59,6 +60,32 @@ def test_an_unknown_check_is_refused() -> None:
     done = doctor("kernal")
     assert done.returncode == 2
     assert "check 'kernal': expected one of" in done.stderr and "Did you mean 'kernel'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--hosts", " , "], "--hosts ' , ': expected names of hosts"),
+        (["--hosts", "a,-oProxyCommand=x"], "--hosts: '-oProxyCommand=x': expected names or addresses"),
+        (["--hosts", "a", "--ssh-args", "'x"], '--ssh-args "\'x": expected words as a shell reads them'),
+        (["--hostfile", "empty"], "--hostfile empty: it names no host"),
+        (["--hostfile", "binary"], "hostfile binary: it cannot be read"),
+        (["--hostfile", "absent"], "--hostfile absent: there is no such file"),
+    ],
+)
+def test_hosts_that_cannot_be_used_are_refused(
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").write_text("\n# nobody\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["kernel", *arguments])
+    assert ended.value.code == 2 and told in capsys.readouterr().err
 
 
 def test_explain_runs_nothing() -> None:

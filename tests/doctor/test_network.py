@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO, TypeVar
 
 import pytest
 
 from lightning_lockstep.doctor.findings import Status
-from lightning_lockstep.doctor.network.backends import try_backend
-from lightning_lockstep.doctor.network.examination import examine
+from lightning_lockstep.doctor.network import agent, meeting
+from lightning_lockstep.doctor.network.backends import BackendResult, try_backend
+from lightning_lockstep.doctor.network.examination import devices_of_hosts, examine
+from lightning_lockstep.doctor.network.group import AgentGroup
 from lightning_lockstep.doctor.network.identity import joined_rank
 from lightning_lockstep.doctor.network.links import ClosedError, Link, accept_ranks, connect, listen_at
-from lightning_lockstep.doctor.network.meeting import agents_here
+from lightning_lockstep.doctor.network.meeting import agents_by_ssh, agents_here
 from lightning_lockstep.doctor.network.report import backend_finding, ranks_in_words
+from lightning_lockstep.doctor.on_hosts import ChecksOnHosts
+from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.launchers.mpirun.hostfile import Host
 from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_script
 
 pytestmark = pytest.mark.slow
 
+Answer = TypeVar("Answer")
 DOCTOR = [sys.executable, "-m", "lightning_lockstep.doctor"]
 
 
@@ -33,10 +43,115 @@ def test_who_does_not_know_the_word_of_the_job_is_no_rank() -> None:
     with listen_at("127.0.0.1", [0]) as server:
         place = [("127.0.0.1", server.getsockname()[1])]
         with socket.create_connection(place[0]) as stranger:
-            stranger.sendall(b'{"word": "wrong", "rank": 1}\n')
+            stranger.sendall(b'{"rank": 1, "nonce": "' + b"0" * 64 + b'"}\n{"proof": "wrong"}\n')
             assert accept_ranks(server, "right", {1}, 0.5) == {}
     link, why = connect(place, "right", 1, 0.5)
     assert link is None and "refused" in why
+
+
+def test_ranks_that_know_the_word_of_the_job_meet() -> None:
+    with listen_at("127.0.0.1", [0]) as server:
+        place = [("127.0.0.1", server.getsockname()[1])]
+        ranks = in_thread(lambda: accept_ranks(server, "word", {1}, 30))
+        link, why = connect(place, "word", 1, 30)
+        assert link is not None, why
+        theirs = ranks()[1]
+    for _ in range(2):
+        theirs.send({"number": 1})
+        assert link.receive(5) == {"number": 1}
+        link.send({"number": 2})
+        assert theirs.receive(5) == {"number": 2}
+    link.close()
+    theirs.close()
+
+
+def in_thread(call: Callable[[], Answer]) -> Callable[[], Answer]:
+    """Start a call in a thread, and return what waits for its answer."""
+    answers: list[Answer] = []
+    thread = threading.Thread(target=lambda: answers.append(call()))
+    thread.start()
+
+    def answer() -> Answer:
+        thread.join()
+        return answers[0]
+
+    return answer
+
+
+def test_who_listens_in_the_place_of_rank_0_and_sends_back_what_it_gets_is_not_obeyed() -> None:
+    """It learns nothing that tells it the word of the job, either."""
+    heard: list[bytes] = []
+
+    def echo(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, connection.makefile("rwb", buffering=0) as lines:
+            for _ in range(2):
+                heard.append(lines.readline())
+                lines.write(heard[-1])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ended = in_thread(lambda: echo(server))
+        link, why = connect([("127.0.0.1", server.getsockname()[1])], "word", 1, 0.5)
+        ended()
+    assert link is None and "does not prove that it is rank 0" in why
+    assert b"word" not in b"".join(heard) and json.loads(heard[0]).keys() == {"rank", "nonce"}
+
+
+def test_who_passes_on_what_the_ranks_send_can_add_nothing() -> None:
+    """A stranger holds the port that rank 1 tries first, and connects to rank 0 itself."""
+
+    def passed_on(source: IO[bytes], goal: IO[bytes], count: int) -> None:
+        for _ in range(count):
+            goal.write(source.readline())
+
+    with listen_at("127.0.0.1", [0]) as first, listen_at("127.0.0.1", [0]) as server:
+        ranks = in_thread(lambda: accept_ranks(server, "word", {1}, 30))
+        joined = in_thread(lambda: connect([("127.0.0.1", first.getsockname()[1])], "word", 1, 30))
+        near, _ = first.accept()
+        far = socket.create_connection(server.getsockname())
+        with near, far, near.makefile("rwb", 0) as rank_1, far.makefile("rwb", 0) as rank_0:
+            passed_on(rank_1, rank_0, 1)
+            passed_on(rank_0, rank_1, 1)
+            passed_on(rank_1, rank_0, 1)
+            link, _ = joined()
+            theirs = ranks()[1]
+            assert link is not None  # the greeting was the real one
+            theirs.send({"do": "facts"})
+            line = rank_0.readline()
+            rank_1.write(line)
+            assert link.receive(5) == {"do": "facts"}
+            rank_1.write(line)  # once more
+            with pytest.raises(ClosedError):
+                link.receive(5)
+            link.close()
+            rank_0.write(b'{"number": 1, "answer": {"ok": true}}\n')
+            with pytest.raises(ClosedError):
+                theirs.receive(5)
+            theirs.close()
+
+
+def test_a_coordinator_can_set_no_variable_that_loads_code() -> None:
+    group = agents_here(1)
+    try:
+        found = try_backend(
+            group,
+            "gloo",
+            "127.0.0.1",
+            environ=lambda rank: {"NCCL_NET_PLUGIN": "/tmp/x.so", "LD_PRELOAD": "x"},
+        )
+    finally:
+        group.close()
+    assert found.step == "begin" and "not LD_PRELOAD, NCCL_NET_PLUGIN" in found.faults[0].error
+
+
+def test_a_coordinator_does_not_choose_checks_or_their_options() -> None:
+    link, thread = meeting._agent_here(agent.Agent(1))
+    given = {"names": ["mpi"], "options": {"ssh_args": ["-o", "ProxyCommand=x"]}}
+    link.send({"number": 1, "do": "checks", "given": given})
+    answer = (link.receive(5) or {})["answer"]
+    assert "unexpected keyword argument" in answer["error"]
+    link.close()
+    thread.join()
 
 
 def test_a_link_says_that_its_other_end_is_gone() -> None:
@@ -50,6 +165,85 @@ def test_a_link_says_that_its_other_end_is_gone() -> None:
         with pytest.raises(ClosedError):
             link.receive(5)
     link.close()
+
+
+def started(devices: list[list[str]]) -> BackendResult:
+    answers = {rank: {"devices": len(seen), "uuids": seen} for rank, seen in enumerate(devices)}
+    return BackendResult("gloo", answers={"start": answers})
+
+
+def test_each_rank_that_sees_one_device_has_its_own_under_srun() -> None:
+    """srun --gpus-per-task=1: what all of them call number 0 are different devices."""
+    bound = started([["a"], ["b"], ["c"]])
+    assert devices_of_hosts({"x": [0, 1], "y": [2]}, bound) == {"x": 2, "y": 1}
+    assert devices_of_hosts({"x": [0, 1]}, started([["a"], ["a"]])) == {"x": 1}
+    assert devices_of_hosts({"x": [0, 1]}, started([["a", "b"], ["a", "b"]])) == {"x": 2}
+    unknown = BackendResult("gloo", answers={"start": {0: {"devices": 4}, 1: {"devices": 4}}})
+    assert devices_of_hosts({"x": [0, 1]}, unknown) == {"x": 4}
+    assert devices_of_hosts({"x": [0]}, started([[]])) == {"x": 0}
+
+
+def test_two_machines_of_one_name_are_two_hosts() -> None:
+    group = AgentGroup({}, 3, {})
+    for rank, machine in enumerate(["first", "second", "first"]):
+        group.facts[rank] = {
+            "host": "localhost",
+            "name": "localhost",
+            "machine": machine,
+            "outside": [f"10.0.0.{'1' if machine == 'first' else '2'}"],
+        }
+    group.tell_hosts_apart()
+    assert group.hosts == {"localhost (10.0.0.1)": [0, 2], "localhost (10.0.0.2)": [1]}
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An ssh that runs the line here, in a shell whose settings print a greeting; returns what it was called for."""
+    calls = tmp_path / "calls"
+    program = tmp_path / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/bash\nfor last; do :; done\necho "$@" >> {calls}\n'
+        'echo "Welcome to {node} 1!"\nexec bash -c "$last"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    return calls
+
+
+def test_not_all_connections_to_a_host_begin_at_once(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    with_facts = meeting._with_facts
+
+    def noted(group: AgentGroup, ranks: list[int]) -> AgentGroup:
+        asked.append(ranks)
+        return with_facts(group, ranks)
+
+    monkeypatch.setattr(meeting, "_with_facts", noted)
+    monkeypatch.setattr(meeting, "_AT_ONCE", 2)
+    group = agents_by_ssh(["192.0.2.7"], 3)  # an address that is nobody's
+    try:
+        assert group.ranks == [0, 1, 2] and not group.missing
+        assert asked == [[0, 1], [2]]
+        assert len(ssh.read_text().splitlines()) == 3
+    finally:
+        group.close()
+
+
+def test_no_ssh_is_needed_to_this_host(ssh: Path) -> None:
+    group = agents_by_ssh([socket.gethostname(), "127.0.0.1"], 1)
+    try:
+        assert group.ranks == [0, 1] and not ssh.exists()
+    finally:
+        group.close()
+
+
+def test_a_host_whose_shell_prints_something_is_read_all_the_same(ssh: Path) -> None:
+    options = CheckOptions(model_parameters=7e9, gpus=8)
+    found = list(ChecksOnHosts(["deepspeed"], options, [Host("192.0.2.7")]).results())
+    [result] = [result for result in found if result.check == "deepspeed"]
+    [memory] = [finding for finding in result.findings if finding.subject == "memory a stage"]
+    assert memory.evidence.startswith("192.0.2.7: 7,000,000,000 parameters, 8 rank(s)")
 
 
 def test_who_started_this_rank_is_read_from_the_environment() -> None:
@@ -81,8 +275,11 @@ def test_who_started_this_rank_is_read_from_the_environment() -> None:
         ("import os; os.kill(os.getpid(), 9)", "its process was killed by SIGKILL"),
     ],
 )
-def test_the_rank_that_fails_is_named(what: str, told: str, tmp_path: Path) -> None:
+def test_the_rank_that_fails_is_named(
+    what: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 finds another torch than rank 0."""
+    monkeypatch.setattr(agent, "_VARIABLES", ("PYTHONPATH",))
     (tmp_path / "torch.py").write_text(what)
     group = agents_here(2)
     try:
@@ -98,8 +295,11 @@ def test_the_rank_that_fails_is_named(what: str, told: str, tmp_path: Path) -> N
     assert "rank 0 had no fault" in finding.evidence
 
 
-def test_a_rank_that_is_late_is_named_and_the_others_do_not_wait_for_ever(tmp_path: Path) -> None:
+def test_a_rank_that_is_late_is_named_and_the_others_do_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1 stops itself, as a frozen process does, when it is to wait for the others."""
+    monkeypatch.setattr(agent, "_VARIABLES", ("PYTHONPATH",))
     program = (
         "import os, signal, sys\n"
         "sys.path.remove(os.path.dirname(__file__))\n"

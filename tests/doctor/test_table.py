@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lockstep.doctor.findings import CheckResult, problem, warning
-from lightning_lockstep.doctor.table import console, print_fixes
+from lightning_lockstep.doctor.findings import CheckResult, ok, problem, warning
+from lightning_lockstep.doctor.table import console, print_fixes, print_result
 
 
 def test_lines_to_paste_are_printed_once_for_all_findings_that_need_them(
@@ -31,3 +31,11 @@ def test_lines_to_paste_are_printed_once_for_all_findings_that_need_them(
         "# 2. network: ranks\nwait",
         "# 3. mpi: prted\nmpirun --prefix /v\n",
     ]
+
+
+def test_a_table_in_a_row_is_as_wide_as_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    block = "  " + "x" * 150 + "\n  y"
+    print_result(console(), CheckResult("deepspeed", (ok("memory", f"of 8 ranks:\n{block}"), ok("b", "c"))))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["deepspeed", "ok", "memory", "of", "8", "ranks:"]
+    assert lines[1:3] == block.splitlines() and lines[3].split() == ["ok", "b", "c"]

@@ -19,6 +19,15 @@ from lightning_lockstep.doctor.versions import release
 _ALIKE_CLOCKS, _ALIKE_SPEED = 0.95, 0.9
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
+# With these srun gives each task devices of its own.
+_BOUND_BY_SLURM = (
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPU_BIND",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_TRES_BIND",
+    "SLURM_TRES_PER_TASK",
+)
+
 
 @check(
     name="devices",
@@ -173,8 +182,8 @@ def _visible(machine: Machine) -> Iterator[Finding]:
     shown = machine.environment.get("CUDA_VISIBLE_DEVICES")
     given = {name: release(machine.environment.get(name)) for name in _LOCAL_RANKS}
     ranks = next((number[0] for number in given.values() if number), 1)
-    if shown is None or machine.environment.get("SLURM_GPUS_PER_TASK"):
-        return
+    if shown is None or any(machine.environment.get(name) for name in _BOUND_BY_SLURM):
+        return  # each rank is shown another device
     visible = [part for part in shown.split(",") if part.strip()]
     if len(visible) < ranks:
         yield problem(

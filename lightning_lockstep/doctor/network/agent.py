@@ -20,13 +20,14 @@ from lightning_lockstep.doctor.child import Checks
 from lightning_lockstep.doctor.network.facts import addresses_of_name, host_facts, interface_towards
 from lightning_lockstep.doctor.network.links import ClosedError, Link
 from lightning_lockstep.doctor.network.rank_process import RankProcess
-from lightning_lockstep.doctor.options import CheckOptions
 
 __all__ = ["Agent", "serve_pipes"]
 
 _IDLE = 600.0  # without a word from the coordinator an agent ends [s]
 _PATTERN = bytes(range(256)) * 1024  # more than one packet of any size
 _LEAVE = 5.0  # how long a rank of MPI gets to end [s]
+# All that a coordinator may set for a rank: other variables, NCCL_NET_PLUGIN among them, would load code.
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_P2P_DISABLE")
 
 
 class Agent:
@@ -35,10 +36,13 @@ class Agent:
     Args:
         rank: Its rank.
         started: Process of MPI that has been started already, to find the coordinator.
+        checks: What to run when the coordinator asks for the checks of this host; it cannot say which, or with what
+            options.
     """
 
-    def __init__(self, rank: int, started: RankProcess | None = None) -> None:
+    def __init__(self, rank: int, started: RankProcess | None = None, checks: Checks | None = None) -> None:
         self.rank = rank
+        self._of_this_host = checks
         self._processes: dict[str, RankProcess] = {} if started is None else {"mpi4py": started}
         self._debug_folders: dict[str, str] = {}
         self._listener: socket.socket | None = None
@@ -51,7 +55,7 @@ class Agent:
         """
         actions: dict[str, Callable[..., Any]] = {
             "facts": host_facts,
-            "checks": _checks,
+            "checks": self._checks,
             "resolve": _resolve,
             "listen": self._listen,
             "reach": _reach,
@@ -80,6 +84,11 @@ class Agent:
             self._listener.close()
             self._listener = None
 
+    def _checks(self) -> dict[str, Any]:
+        """Run the other checks of this rank's command line on this host."""
+        found = self._of_this_host.results() if self._of_this_host is not None else ()
+        return {"checks": [result.to_json() for result in found]}
+
     def _listen(self, address: str) -> dict[str, Any]:
         """Take connections of other hosts, and send back what they send."""
         try:
@@ -96,6 +105,8 @@ class Agent:
     ) -> dict[str, Any]:
         """Start the process that tests a backend."""
         name = backend.partition("+")[0]
+        if others := sorted(set(environ) - set(_VARIABLES)):
+            raise ValueError(f"expected only {', '.join(_VARIABLES)}, not {', '.join(others)}")
         given = dict(environ)
         if debug and "NCCL_DEBUG" not in os.environ:
             self._debug_folders[backend] = folder = tempfile.mkdtemp(prefix="lockstep-nccl-")
@@ -144,12 +155,6 @@ def _delete(folder: Path) -> None:
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
-
-
-def _checks(names: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Run other checks on this host."""
-    found = Checks(names, CheckOptions.from_json(options)).results()
-    return {"checks": [result.to_json() for result in found]}
 
 
 def _resolve(names: list[str]) -> dict[str, list[str]]:

@@ -101,10 +101,13 @@ class Connections:
 
     def _names(self, group: AgentGroup) -> Iterator[Finding]:
         for host, known in self.resolved.items():
-            unknown = [name for name in group.hosts if not known.get(name) and name != host]
+            names = {
+                name: group.facts[ranks[0]]["name"] for name, ranks in group.hosts.items() if name != host
+            }
+            unknown = [name for name, own in names.items() if not known.get(own)]
             if unknown:
                 lines = [
-                    f"echo '{_first_outside(group, name)} {name}' | sudo tee -a /etc/hosts"
+                    f"echo '{_first_outside(group, name)} {names[name]}' | sudo tee -a /etc/hosts"
                     for name in unknown
                 ]
                 yield warning(
@@ -173,7 +176,8 @@ def try_connections(group: AgentGroup, patience: float = 1.0) -> Connections:
     """
     first = {host: ranks[0] for host, ranks in group.hosts.items()}
     hosts, agents = list(first), list(first.values())
-    resolved = group.ask("resolve", 20 * patience, {"names": hosts}, agents)
+    names_of_hosts = sorted({group.facts[rank]["name"] for rank in agents})
+    resolved = group.ask("resolve", 20 * patience, {"names": names_of_hosts}, agents)
     family = "::" if all(_only_ipv6(group.facts[rank]) for rank in agents) else "0.0.0.0"
     listening = group.ask("listen", 5 * patience, {"address": family}, agents)
     reached: dict[tuple[str, str], tuple[str, str]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
 from lightning_lockstep.doctor.network.backends import BackendResult, try_backend
@@ -10,7 +10,7 @@ from lightning_lockstep.doctor.network.connections import Connections, try_conne
 from lightning_lockstep.doctor.network.group import AgentGroup
 from lightning_lockstep.doctor.network.report import backend_finding, ranks_in_words
 
-__all__ = ["examine", "who_came"]
+__all__ = ["devices_of_hosts", "examine", "who_came"]
 
 _SMALL_SHARED_MEMORY = 2**28  # per rank of a host, below which NCCL or loaders run out of it [bytes]
 
@@ -101,17 +101,17 @@ def _backends(
 
 
 def _nccl(group: AgentGroup, gloo: BackendResult, address: str, patience: float) -> Iterator[Finding]:
-    devices = {rank: int(count or 0) for rank, count in gloo.value("start", "devices").items()}
+    devices = devices_of_hosts(group.hosts, gloo)
     if not any(devices.values()):
         yield not_applicable("nccl", "torch finds no CUDA device on any rank's host")
         return
-    crowded = {host: ranks for host, ranks in group.hosts.items() if devices.get(ranks[0], 0) < len(ranks)}
+    crowded = [
+        f"{host} has {devices[host]} device(s) for {len(ranks)} ranks"
+        for host, ranks in group.hosts.items()
+        if devices[host] < len(ranks)
+    ]
     if crowded:
-        listed = "; ".join(
-            f"{host} has {devices.get(ranks[0], 0)} device(s) for {len(ranks)} ranks"
-            for host, ranks in crowded.items()
-        )
-        yield not_applicable("nccl", f"it needs a device for each rank: {listed}")
+        yield not_applicable("nccl", f"it needs a device for each rank: {'; '.join(crowded)}")
         return
     versions = gloo.value("start", "nccl")
     if len(set(versions.values())) > 1:
@@ -138,6 +138,26 @@ def _nccl(group: AgentGroup, gloo: BackendResult, address: str, patience: float)
         yield warning(
             "nccl", "an IOMMU is on; it can send copies between GPUs astray: try booting with iommu=pt"
         )
+
+
+def devices_of_hosts(hosts: Mapping[str, Sequence[int]], started: BackendResult) -> dict[str, int]:
+    """Return how many devices the ranks of each host take, by their numbers on it.
+
+    Under ``srun --gpus-per-task=1`` each rank sees one device, and each another one.
+
+    Args:
+        hosts: The ranks of each.
+        started: What the ranks have said of the devices that they see.
+    """
+    counts, uuids = started.value("start", "devices"), started.value("start", "uuids")
+    found: dict[str, int] = {}
+    for host, ranks in hosts.items():
+        seen = [list(uuids.get(rank) or []) for rank in ranks]
+        if all(seen):
+            found[host] = len({one[place % len(one)] for place, one in enumerate(seen)})
+        else:
+            found[host] = int(counts.get(ranks[0]) or 0)
+    return found
 
 
 def _cure(again: BackendResult, name: str, what: str, lines: list[str]) -> Finding:

@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["addresses_of_name", "host_facts", "interface_towards", "interfaces"]
 
 _HOSTS = Path("/etc/hosts")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -65,6 +66,8 @@ def host_facts() -> dict[str, Any]:
     found = interfaces()
     return {
         "host": name,
+        "name": name,
+        "machine": _machine(),
         "pid": os.getpid(),
         "interfaces": found,
         "outside": [
@@ -83,6 +86,13 @@ def host_facts() -> dict[str, Any]:
             if key.startswith(("GLOO_SOCKET", "NCCL_")) or key in ("MASTER_ADDR", "MASTER_PORT")
         },
     }
+
+
+def _machine() -> str:
+    """Return what tells this host from others of the same name: the number that the kernel got when it started."""
+    with suppress(OSError):
+        return _BOOT.read_text().strip()
+    return ""
 
 
 def _line_of_hosts(name: str) -> str:

@@ -64,6 +64,16 @@ class AgentGroup:
         """
         return str(self.facts.get(rank, {}).get("host", "?"))
 
+    def tell_hosts_apart(self) -> None:
+        """Give hosts that have one name, as ``localhost`` is that of many, names of their own: with an address."""
+        machines: dict[str, set[str]] = {}
+        for facts in self.facts.values():
+            machines.setdefault(str(facts.get("name")), set()).add(str(facts.get("machine")))
+        for facts in self.facts.values():
+            name, machine = str(facts.get("name")), str(facts.get("machine"))
+            address = next(iter(facts.get("outside", [])), machine)
+            facts["host"] = f"{name} ({address})" if len(machines[name]) > 1 else name
+
     def local_rank(self, rank: int) -> int:
         """Return a rank's place among those of its host.
 

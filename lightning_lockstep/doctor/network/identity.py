@@ -59,7 +59,7 @@ class JoinedRank:
 
     @property
     def word(self) -> str:
-        """What connections of this job begin with: its token, or where there is none its name."""
+        """What both ends of a connection prove to know: made of the job's token, or where there is none of its name."""
         return hashlib.sha256(f"doctor\0{known_job_token() or _job()}".encode()).hexdigest()
 
 

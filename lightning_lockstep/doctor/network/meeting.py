@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import subprocess
 import threading
@@ -11,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from lightning_lockstep.distributed.interfaces import ANY, own_address
+from lightning_lockstep.doctor.child import Checks
 from lightning_lockstep.doctor.network.agent import Agent
 from lightning_lockstep.doctor.network.facts import addresses_of_name, host_facts
 from lightning_lockstep.doctor.network.group import AgentGroup
@@ -18,13 +20,14 @@ from lightning_lockstep.doctor.network.identity import JoinedRank
 from lightning_lockstep.doctor.network.links import ClosedError, Link, accept_ranks, connect, listen_at
 from lightning_lockstep.doctor.network.rank_process import RankProcess
 from lightning_lockstep.launchers.mpirun.hosts import HostReport, host_fix, ssh_advice
-from lightning_lockstep.launchers.mpirun.remote import remote_python, ssh_command
+from lightning_lockstep.launchers.mpirun.remote import python_on
 
 __all__ = ["MeetingError", "agents_by_ssh", "agents_here", "join", "meet_the_others"]
 
 _COME = 60.0  # longest wait for ranks that another program starts [s]
 _START_MPI = 60.0
 _FACTS = 20.0
+_AT_ONCE = 8  # connections of ssh to a host; of more than 10 that have yet to log in, sshd drops some
 
 
 class MeetingError(Exception):
@@ -67,24 +70,17 @@ def agents_by_ssh(hosts: Sequence[str], per_host: int, ssh_args: Sequence[str] =
         per_host: Number of ranks on each.
         ssh_args: Arguments for ssh.
     """
-    links: dict[int, Link] = {}
     processes: dict[int, subprocess.Popen[bytes]] = {}
-    module = ["-m", "lightning_lockstep.doctor.network.agent"]
-    for number, host in enumerate(hosts):
-        for place in range(per_host):
-            rank = number * per_host + place
-            process = subprocess.Popen(
-                ssh_command(host, remote_python(module), ssh_args),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            processes[rank] = process
-            assert process.stdin is not None and process.stdout is not None
-            links[rank] = Link(process.stdout, process.stdin, partial(_end, process))
-            with suppress(ClosedError):
-                links[rank].send({"rank": rank})
-    group = _with_facts(AgentGroup(links, len(links), {}))
+    group = AgentGroup({}, len(hosts) * per_host, {})
+    commands = [
+        python_on(host, ["-m", "lightning_lockstep.doctor.network.agent"], ssh_args) for host in hosts
+    ]
+    for first in range(0, per_host, _AT_ONCE):
+        places = range(first, min(first + _AT_ONCE, per_host))
+        begun = [number * per_host + place for number in range(len(hosts)) for place in places]
+        for rank in begun:
+            processes[rank], group.links[rank] = _agent_of_command(commands[rank // per_host], rank)
+        _with_facts(group, begun)
     for rank, process in processes.items():
         if rank not in group.facts:
             process.kill()
@@ -94,6 +90,15 @@ def agents_by_ssh(hosts: Sequence[str], per_host: int, ssh_args: Sequence[str] =
             group.missing[rank] = f"on {report.host}, {_why(report)}"
             group.fixes[rank] = tuple(host_fix(report))
     return group
+
+
+def _agent_of_command(command: Sequence[str], rank: int) -> tuple[subprocess.Popen[bytes], Link]:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    link = Link(process.stdout, process.stdin, partial(_end, process))
+    with suppress(ClosedError):
+        link.send({"rank": rank})
+    return process, link
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -111,11 +116,12 @@ def _why(report: HostReport) -> str:
     return ssh_advice(report)
 
 
-def meet_the_others(me: JoinedRank) -> AgentGroup:
+def meet_the_others(me: JoinedRank, checks: Checks) -> AgentGroup:
     """Return the agents of all ranks of a job, this one's among them.
 
     Args:
         me: Rank 0.
+        checks: Of its host.
 
     Raises:
         MeetingError: There is no port to listen at, or MPI does not work.
@@ -129,14 +135,15 @@ def meet_the_others(me: JoinedRank) -> AgentGroup:
         server = listen_at(at, me.ports if me.address is not None else [0])
     except OSError as error:
         raise MeetingError(f"rank 0 on {socket.gethostname()} cannot listen: {error}") from error
-    port = server.getsockname()[1]
+    port, word = server.getsockname()[1], me.word
     with server:
         if started is not None:
+            word = secrets.token_hex(32)  # MPI brings it to the ranks, and to nobody else
             facts = host_facts()
-            place = {"addresses": facts["outside"], "port": port, "word": me.word}
+            place = {"addresses": facts["outside"], "port": port, "word": word}
             _exchange(started, place)
-        own, thread = _agent_here(Agent(0, started))
-        others = accept_ranks(server, me.word, set(range(1, me.size)), _COME)
+        own, thread = _agent_here(Agent(0, started, checks))
+        others = accept_ranks(server, word, set(range(1, me.size)), _COME)
     missing = {
         rank: f"it has not come to {me.address or socket.gethostname()}:{port} within {_COME:.0f} s"
         for rank in range(1, me.size)
@@ -145,11 +152,12 @@ def meet_the_others(me: JoinedRank) -> AgentGroup:
     return _with_facts(AgentGroup({0: own, **others}, me.size, missing, [thread]))
 
 
-def join(me: JoinedRank) -> str:
+def join(me: JoinedRank, checks: Checks) -> str:
     """Be the agent of a rank other than 0; return why that was not possible, or nothing.
 
     Args:
         me: This rank.
+        checks: Of its host, by this rank's own command line.
     """
     started = None
     if me.address is None:
@@ -168,17 +176,18 @@ def join(me: JoinedRank) -> str:
         known = addresses_of_name(named) if me.address else []
         hint = f" {named} stands for {', '.join(known)} here." if known and known != [named] else ""
         return f"rank {me.rank} on {socket.gethostname()} does not reach rank 0 ({why}).{hint}"
-    Agent(me.rank, started).serve(link)
+    Agent(me.rank, started, checks).serve(link)
     return ""
 
 
-def _with_facts(group: AgentGroup) -> AgentGroup:
-    facts = group.ask("facts", _FACTS, {}, sorted(group.links))
+def _with_facts(group: AgentGroup, ranks: list[int] | None = None) -> AgentGroup:
+    facts = group.ask("facts", _FACTS, {}, sorted(group.links) if ranks is None else ranks)
     for rank, answer in facts.items():
         if "host" in answer:
             group.facts[rank] = answer
         else:
             group.missing.setdefault(rank, str(answer.get("error")))
+    group.tell_hosts_apart()
     return group
 
 

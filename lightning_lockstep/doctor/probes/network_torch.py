@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -41,9 +42,16 @@ class Rank:
         return {
             "torch": self.torch.__version__,
             "devices": count,
+            "uuids": self._uuids(count),
             "nccl": version,
             "gloo": self.dist.is_gloo_available(),
         }
+
+    def _uuids(self, count: int) -> list[str]:
+        """Return which devices this rank sees: where each has its own, all of them are number 0."""
+        with suppress(RuntimeError, AttributeError):  # in use by somebody alone; gloo needs none of them
+            return [str(self.torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+        return []
 
     def listen(self, address: str, within: float) -> dict[str, Any]:
         """Open the store where the ranks meet, at one address of this host."""
@@ -64,7 +72,8 @@ class Rank:
     def rendezvous(self, address: str, port: int, within: float) -> None:
         """Meet the other ranks, and connect to each."""
         if self.backend == "nccl":
-            self.device = self.torch.device("cuda", self.local_rank)
+            # Under srun --gpus-per-task=1 each rank sees one device, its own.
+            self.device = self.torch.device("cuda", self.local_rank % self.torch.cuda.device_count())
             self.torch.cuda.set_device(self.device)
         limit = timedelta(seconds=within)
         self.store = self.store or self.dist.TCPStore(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from lightning_lockstep.errors import LaunchError
 
-__all__ = ["Host", "checked_hosts", "read_hostfile"]
+__all__ = ["Host", "checked_hosts", "is_host_name", "read_hostfile"]
 
+_EXPECTED = "Expected lines such as 'node1 slots=4' (Open MPI) or 'node1:4' (MPICH)."
 # ssh and mpirun would take a name that begins with a dash for an option.
 _NAME = re.compile(r"[\w\[][\w.:@%\[\]-]*")
 
@@ -29,9 +30,20 @@ class Host:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Return the hosts of a hostfile of Open MPI (``node1 slots=4``) or MPICH (``node1:4``)."""
+    """Return the hosts of a hostfile of Open MPI (``node1 slots=4``) or MPICH (``node1:4``).
+
+    Args:
+        path: Of the file.
+
+    Raises:
+        LaunchError: It cannot be read as text.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"hostfile {path}: it cannot be read ({error}). {_EXPECTED}") from error
     hosts = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         words = line.split("#")[0].split()
         if not words:
             continue
@@ -50,6 +62,15 @@ def _name_and_count(word: str) -> tuple[str, str]:
     return (word, "") if ":" in count else (name, count)
 
 
+def is_host_name(name: str) -> bool:
+    """Return whether something can be the name or address of a host.
+
+    Args:
+        name: Such as ``node1``.
+    """
+    return _NAME.fullmatch(name) is not None
+
+
 def checked_hosts(hosts: Sequence[Host], given: str) -> list[Host]:
     """Return the hosts, if each has the name of one.
 
@@ -60,9 +81,9 @@ def checked_hosts(hosts: Sequence[Host], given: str) -> list[Host]:
     Raises:
         LaunchError: There is something else where a host's name should be.
     """
-    if wrong := [host.name for host in hosts if not _NAME.fullmatch(host.name)]:
+    if wrong := [host.name for host in hosts if not is_host_name(host.name)]:
         raise LaunchError(
             f"{given} has lines that do not begin with the name or address of a host:"
-            f" {', '.join(map(repr, wrong))}. Expected lines such as 'node1 slots=4' (Open MPI) or 'node1:4' (MPICH)."
+            f" {', '.join(map(repr, wrong))}. {_EXPECTED}"
         )
     return list(hosts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,13 @@ from lightning_lockstep.launchers.mpirun.command import (
     mpirun_environ,
 )
 from lightning_lockstep.launchers.mpirun.hostfile import Host, checked_hosts, read_hostfile
-from lightning_lockstep.launchers.mpirun.remote import ANSWER, CONNECT, remote_python, ssh_command
+from lightning_lockstep.launchers.mpirun.remote import (
+    ANSWER,
+    CONNECT,
+    is_this_host,
+    remote_python,
+    ssh_command,
+)
 
 __all__ = [
     "Host",
@@ -243,7 +248,7 @@ def ask_host(host: str, ssh_args: Sequence[str]) -> HostReport:
 
     Ranks: any process, alone; takes at most 46 s.
     """
-    if host in ("localhost", "127.0.0.1", socket.gethostname()):
+    if is_this_host(host):
         return replace(this_host(), host=host)
     # `python -c` finds what lies in its folder; the program does so only when it is run with `python -m`.
     from_folder = any(place in ("", str(Path.cwd())) for place in sys.path)
