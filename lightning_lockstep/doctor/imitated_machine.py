@@ -97,11 +97,12 @@ class ImitatedMachine:
         paths = (posixpath.join(folder, program) for folder in folders if folder)
         return next((path for path in paths if self.exists(path)), None)
 
-    def read_text(self, path: str) -> str | None:
+    def read_text(self, path: str, *, whole: bool = False) -> str | None:
         """Return what a recorded file holds.
 
         Args:
             path: Absolute.
+            whole: Not needed.
         """
         real = self.real_path(path)
         if real in self._files:
@@ -240,6 +241,7 @@ def _python(given: Mapping[str, Any], packages: Mapping[str, Any]) -> Python:
         include=str(given.get("include", f"/usr/include/python{short}")),
         site_packages=str(given.get("site_packages", f"/opt/venv/lib/python{short}/site-packages")),
         packages={name: str(version) for name, version in packages.items()},
+        folders={name: str(folder) for name, folder in _mapping(given, "folders").items()},
     )
 
 

@@ -62,6 +62,7 @@ class Python:
         include: Folder of its headers.
         site_packages: Folder where packages are installed.
         packages: Version of each installed distribution, by its name in lower case with ``-`` between words.
+        folders: Folder in which each of them was found; by default ``site_packages``.
     """
 
     executable: str
@@ -69,6 +70,15 @@ class Python:
     include: str
     site_packages: str
     packages: Mapping[str, str]
+    folders: Mapping[str, str] = field(default_factory=dict)
+
+    def folder_of(self, package: str) -> str:
+        """Return the folder in which a distribution was found.
+
+        Args:
+            package: Its name.
+        """
+        return self.folders.get(package, self.site_packages)
 
 
 @dataclass(frozen=True)
@@ -134,11 +144,12 @@ class Machine(Protocol):
             program: Its name, or a path.
         """
 
-    def read_text(self, path: str) -> str | None:
+    def read_text(self, path: str, *, whole: bool = False) -> str | None:
         """Return what a file holds, ``None`` if it cannot be read; undecodable bytes are replaced.
 
         Args:
             path: Absolute.
+            whole: Read it to its end; by default only its first million characters, since what is larger was not meant.
         """
 
     def exists(self, path: str) -> bool:

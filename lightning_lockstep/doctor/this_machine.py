@@ -21,7 +21,7 @@ from lightning_lockstep.doctor.processes import run_program
 __all__ = ["ThisMachine", "last_line"]
 
 _SHARED_MEMORY = "/dev/shm"
-# A file of /proc or of a toolkit is small; what is larger was not meant [bytes].
+# A file of /proc or of a toolkit is small; what is larger was not meant [characters].
 _MOST = 1_000_000
 
 
@@ -45,7 +45,8 @@ class ThisMachine:
         """The Python that runs this."""
         paths = sysconfig.get_paths()
         version = ".".join(map(str, sys.version_info[:3]))
-        return Python(sys.executable, version, paths["include"], paths["purelib"], _packages(sys.path))
+        packages, folders = _packages(sys.path)
+        return Python(sys.executable, version, paths["include"], paths["purelib"], packages, folders)
 
     @cached_property
     def limits(self) -> Limits:
@@ -83,15 +84,16 @@ class ThisMachine:
         """
         return shutil.which(program)
 
-    def read_text(self, path: str) -> str | None:
+    def read_text(self, path: str, *, whole: bool = False) -> str | None:
         """Return what a file holds.
 
         Args:
             path: Absolute.
+            whole: Read it to its end.
         """
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
-                return file.read(_MOST)
+                return file.read(-1 if whole else _MOST)
         except (OSError, ValueError):
             return None
 
@@ -158,16 +160,19 @@ def _after(done: Completed) -> str:
     return f" (its last line: {line})" if line else ""
 
 
-def _packages(folders: Sequence[str]) -> dict[str, str]:
-    """Return the installed distributions by the names of their folders; to read all metadata takes long."""
+def _packages(search_path: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return version and folder of each distribution, by the names of its files; to read all metadata takes long."""
     packages: dict[str, str] = {}
-    for folder in folders:
+    folders: dict[str, str] = {}
+    for folder in search_path:
         with suppress(OSError):
             for name in sorted(path.name for path in Path(folder).iterdir()):
                 if match := re.fullmatch(r"([^-]+)-([^-]+)(-.*)?\.(dist|egg)-info", name):
                     # The first on sys.path is the one that is imported.
-                    packages.setdefault(re.sub(r"[-_.]+", "-", match[1]).lower(), match[2])
-    return packages
+                    package = re.sub(r"[-_.]+", "-", match[1]).lower()
+                    packages.setdefault(package, match[2])
+                    folders.setdefault(package, str(Path(folder).absolute()))
+    return packages, folders
 
 
 def _limit(which: int) -> int | None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lightning_lockstep._application.checkpoints import find_checkpoint
 from lightning_lockstep.doctor.checks.run import run
 from lightning_lockstep.doctor.findings import Finding, Status
 from lightning_lockstep.doctor.options import CheckOptions
@@ -82,12 +87,120 @@ def test_a_loss_that_is_not_finite_is_found_in_the_log(tmp_path: Path) -> None:
     assert "train_loss is nan at step 1" in metrics.evidence and "debug=overflow" in metrics.fix[0]
 
 
-def test_a_run_that_left_nothing_can_go_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_the_log_of_the_last_attempt_is_read_to_its_end(tmp_path: Path) -> None:
+    rows = "".join(f"0,{step},2.5\n" for step in range(120_000))
+    of_attempts = {".": "0,0,nan\n", "attempt-1": f"{rows}0,120000,nan\n"}
+    for number, (name, lines) in enumerate(of_attempts.items()):
+        file = tmp_path / "csv" / name / "metrics.csv"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"epoch,step,train_loss\n{lines}")
+        os.utime(file, (number, number))
+    [metrics] = [finding for finding in findings(tmp_path) if finding.subject == "metrics"]
+    assert "train_loss is nan at step 120000" in metrics.evidence
+
+
+def test_a_run_that_left_nothing_can_go_on_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "x=[1,2] y"
+    (folder / "checkpoints").mkdir(parents=True)
+    for number, name in enumerate(("best.ckpt", "preempted.ckpt")):
+        with zipfile.ZipFile(folder / "checkpoints" / name, "w") as archive:
+            archive.writestr("data.pkl", "x")
+        os.utime(folder / "checkpoints" / name, (number, number))
+    half = (folder / "checkpoints" / "best.ckpt").read_bytes()[:20]
+    (folder / "checkpoints" / "last.ckpt").write_bytes(half)  # it was killed while it wrote this
+    found = {finding.subject: finding for finding in findings(folder)}
+    assert "it may still be running" in found["run"].evidence  # written to just now
+    [command] = found["checkpoints"].fix
+    [_, override, *_] = shlex.split(command, comments=True)
+    [read] = OverridesParser.create().parse_overrides([override])
+    assert read.get_key_element() == "ckpt_path"
+    path = read.value()
+    assert find_checkpoint(str(path), run_folder=tmp_path, started_in=tmp_path) == str(
+        folder / "checkpoints" / "preempted.ckpt"
+    )
+
+
+def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"")
     found = {finding.subject: finding for finding in findings(tmp_path)}
-    assert "it may still be running" in found["run"].evidence  # written to just now
-    assert found["checkpoints"].fix[0].startswith(f"lockstep-train ckpt_path={tmp_path}")
+    assert found["checkpoints"].status is Status.NOT_APPLICABLE and not found["checkpoints"].fix
+
+
+def test_a_rank_that_was_killed_is_not_said_to_be_out_of_memory(tmp_path: Path) -> None:
+    record = {"rank": 1, "world_size": 2, "host": "h", "summary": "killed by SIGKILL"}
+    (tmp_path / "failure.json").write_text(json.dumps(record))
+    [killed] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
+    assert killed.subject == "killed" and "a scheduler at a limit" in killed.evidence
+    assert any(line.startswith("sacct -j JOB") for line in killed.fix)
+    assert not any("auto_batch_size" in line for line in killed.fix)
+
+
+def test_a_long_report_is_read_whole_and_one_cut_short_is_named(tmp_path: Path) -> None:
+    report = {
+        "error": "CollectiveTimeoutError",
+        "text": "rank 1 never came to collective 7\n" + "x" * 1_100_000,
+    }
+    (tmp_path / "guard-report.json").write_text(json.dumps(report))
+    [guard] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
+    assert guard.subject == "collective guard" and "rank 1 never came to collective 7" in guard.evidence
+    (tmp_path / "guard-report.json").unlink()
+    (tmp_path / "failure.json").write_text('{"rank": 1, "summary": "RuntimeErr')
+    [cut] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
+    assert cut.subject == "records" and "failure.json is there and cannot be read" in cut.evidence
+    assert not any("killed from outside" in finding.evidence for finding in findings(tmp_path))
+
+
+def test_reports_of_an_earlier_attempt_do_not_speak_for_a_run_that_came_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "overflow").mkdir()
+    written = {
+        "guard-report.json": {"error": "CollectiveTimeoutError", "text": "rank 1 never came to collective 7"},
+        "overflow/batch-1.json": {"ranks": [{"rank": 0, "producer": {"module": "block.1"}}]},
+        "failure.json": {"rank": 1, "summary": "RuntimeError"},
+        ".hydra/overrides.yaml": [],
+        "summary.json": {"steps": 100, "ranks": 2, "metrics": {"loss": 1.0}},
+    }
+    for number, (name, content) in enumerate(written.items()):
+        (tmp_path / name).write_text(json.dumps(content))
+        os.utime(tmp_path / name, (number, number))
+    found = findings(tmp_path)
+    assert {(finding.status, finding.subject) for finding in found} == {
+        (Status.OK, "run"),
+        (Status.NOT_APPLICABLE, "collective guard"),
+    }
+    os.utime(tmp_path / "failure.json")  # and that of a later one does
+    assert (Status.PROBLEM, "failure") in {(f.status, f.subject) for f in findings(tmp_path)}
+
+
+def test_a_folder_whose_name_has_brackets(tmp_path: Path) -> None:
+    folder = tmp_path / "x=[1,2]"
+    (folder / "overflow").mkdir(parents=True)
+    content = {"ranks": [{"rank": 0, "batch_number": 3, "producer": {"module": "block.1"}}]}
+    (folder / "overflow" / "batch-3.json").write_text(json.dumps(content))
+    [overflow] = [finding for finding in findings(folder) if finding.status is Status.PROBLEM]
+    assert "block.1 made the first nan or inf (rank 0, batch 3)" in overflow.evidence
+    assert overflow.fix[0] == f"less '{folder}/overflow/batch-3.txt'"
+
+
+@pytest.mark.parametrize("place", ["a_folder", "a_file"])
+def test_what_is_no_run_folder_gets_no_verdict(place: str, tmp_path: Path) -> None:
+    (tmp_path / "a_folder" / "etc").mkdir(parents=True)
+    (tmp_path / "a_file").write_text("127.0.0.1 localhost")
+    [found] = findings(tmp_path / place)
+    assert found.status is Status.PROBLEM and "no run has left anything there" in found.evidence
+
+
+def test_the_folder_of_a_sweep_points_to_its_jobs(tmp_path: Path) -> None:
+    for job in range(11):
+        (tmp_path / str(job) / ".hydra").mkdir(parents=True)
+        (tmp_path / str(job) / ("failure.json" if job in (2, 10) else "summary.json")).write_text("{}")
+    [found] = findings(tmp_path)
+    assert found.status is Status.PROBLEM and "11 run folders below it" in found.evidence
+    assert found.fix == (f"lockstep-doctor run {tmp_path}/2 {tmp_path}/10",)
+    for job in (2, 10):
+        (tmp_path / str(job) / "summary.json").write_text("{}")
+    assert findings(tmp_path)[0].status is Status.OK
 
 
 @pytest.mark.parametrize(

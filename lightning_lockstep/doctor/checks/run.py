@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import csv
 import math
 import re
-import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePath
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from lightning_lockstep.doctor.findings import Finding, Status, not_applicable, ok, problem, warning
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.doctor.run_folder import RunFolder
 
 __all__ = ["run"]
 
@@ -23,11 +23,13 @@ not arrive, and where it was), those of the overflow detector (which module made
 failure that came first, the result of a search for a batch size, the summary, the logged metrics, the checkpoints. This
 check reads them together, says what happened first, and which command to run next.
 """
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "OutOfMemoryError", "MemoryError", "SIGKILL")
-_COMPARED = (
-    "# the same run, with each collective compared before it is called:",
-    "lockstep-train debug=collectives ...",
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "OutOfMemoryError", "MemoryError")
+_WHO_KILLED = (
+    "# on the host of that rank, and where a scheduler started the job:",
+    "sudo dmesg -T | grep -i -E 'out of memory|oom'",
+    "sacct -j JOB --format=JobID,State,ExitCode,ReqMem,MaxRSS,Elapsed,Timelimit",
 )
+_LISTED = 8  # jobs of a sweep that are named
 _LONGEST = 700  # of a text that is quoted [characters]
 _QUIET = 120.0  # a folder that was written to since may be that of a run at work [s]
 
@@ -45,44 +47,88 @@ def run(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
             "run folder", "none was given, as in: lockstep-doctor run outputs/train/2025-01-31_12-00-00"
         )
     for given in options.folders:
-        yield from _folder(machine, str(Path(given).absolute()), given)
+        yield from _folder(RunFolder(machine, given))
 
 
-def _folder(machine: Machine, folder: str, given: str) -> Iterator[Finding]:
-    if not machine.exists(folder):
-        yield problem("run folder", f"{given}: there is no such folder", "ls -d outputs/*/* multirun/*/*/*")
-        return
-    found = [*_guard(machine, folder, given), *_overflow(machine, folder, given)]
-    failure = _json(machine, f"{folder}/failure.json")
-    summary = _json(machine, f"{folder}/summary.json")
+def _folder(folder: RunFolder) -> Iterator[Finding]:
+    if not folder.exists:
+        evidence = f"{folder.given}: there is no such folder"
+        yield problem("run folder", evidence, "ls -d outputs/*/* multirun/*/*/*")
+    elif folder.is_of_a_run:
+        yield from _run(folder)
+    elif below := folder.runs_below():
+        yield _runs_below(folder, below)
+    else:
+        evidence = f"{folder.given}: no run has left anything there (.hydra, summary.json, failure.json, checkpoints)"
+        yield problem("run folder", evidence, "ls -d outputs/*/* multirun/*/*/*")
+
+
+def _runs_below(folder: RunFolder, below: Sequence[RunFolder]) -> Finding:
+    open_ones = [run for run in below if not run.has("summary.json")]
+    failed = [run for run in open_ones if run.has("failure.json") or run.has("guard-report.json")]
+    if not open_ones:
+        return ok("run folder", f"{folder.given}: {len(below)} run folders below it, each with a summary")
+    return (problem if failed else warning)(
+        "run folder",
+        f"{folder.given}: {len(below)} run folders below it, as a sweep has; {len(failed)} failed,"
+        f" {len(open_ones) - len(failed)} without a summary",
+        " ".join(["lockstep-doctor run", *(run.shown() for run in (failed or open_ones)[:_LISTED])]),
+    )
+
+
+def _run(folder: RunFolder) -> Iterator[Finding]:
+    """Yield what the records of one run say; of several attempts in one folder that of the last."""
+    summary, failure = folder.record("summary.json"), folder.record("failure.json")
+    if summary is not None and failure is not None:
+        if folder.age("failure.json") < folder.age("summary.json"):
+            summary = None
+        else:
+            failure = None
+    found = [*_guard(folder), *_overflow(folder)]
     if summary is not None:
-        found += _finished(summary, given)
-    if (
-        failure is not None
-        and not any(finding.status.value == "problem" for finding in found)
-        and summary is None
-    ):
-        found += _failed(failure, given)
-    found += [*_batch_size(machine, folder, given), *_metrics(machine, folder, given)]
-    if (summary is None and failure is None and not found) or (
-        summary is None and not any(finding.status.value == "problem" for finding in found)
-    ):
-        found.append(_unknown(machine, folder, given))
-    found += _checkpoints(machine, folder, given, finished=summary is not None)
+        found += _finished(summary, folder)
+    elif failure is not None and not _has_problem(found):
+        found += _failed(failure, folder)
+    found += [*_batch_size(folder), *_metrics(folder)]
+    found += _unreadable(folder, is_needed=summary is None and not _has_problem(found))
+    if summary is None and not _has_problem(found):
+        found.append(_unknown(folder))
     yield from found
+    if summary is None:
+        yield _checkpoints(folder)
 
 
-def _guard(machine: Machine, folder: str, given: str) -> Iterator[Finding]:
-    report = _json(machine, f"{folder}/guard-report.json")
+def _has_problem(found: Iterable[Finding]) -> bool:
+    return any(finding.status is Status.PROBLEM for finding in found)
+
+
+def _unreadable(folder: RunFolder, *, is_needed: bool) -> Iterator[Finding]:
+    for name in dict.fromkeys(folder.unreadable):
+        yield (problem if is_needed else warning)(
+            "records",
+            f"{folder.given}: {name} is there and cannot be read: its writer was killed, or the disk was full",
+            f"tail -c 500 {folder.shown(name)}; df -h {folder.shown()}",
+        )
+
+
+def _guard(folder: RunFolder) -> Iterator[Finding]:
+    name = "guard-report.json"
+    report = folder.record(name)
     if report is None:
+        return
+    if folder.has("summary.json") and folder.age(name) > folder.age("summary.json"):
+        yield not_applicable(
+            "collective guard",
+            f"{folder.given}: {name} is older than the summary: of an earlier attempt, or a wait that has ended",
+        )
         return
     text = str(report.get("text", ""))
     mismatch = report.get("error") == "CollectiveMismatchError"
     what = "the ranks called different collectives" if mismatch else "a collective did not complete"
     yield problem(
         "collective guard",
-        f"{given}: {what}. {_quoted(text.partition('Stack of')[0])}",
-        f"less {given}/guard-report.json  # where each rank was, with its stack",
+        f"{folder.given}: {what}. {_quoted(text.partition('Stack of')[0])}",
+        f"less {folder.shown(name)}  # where each rank was, with its stack",
         "# the same run with each collective compared before it is called:"
         if mismatch
         else "# and the network itself:",
@@ -90,34 +136,34 @@ def _guard(machine: Machine, folder: str, given: str) -> Iterator[Finding]:
     )
 
 
-def _overflow(machine: Machine, folder: str, given: str) -> Iterator[Finding]:
-    for path in _reports(machine, folder):
-        report = _json(machine, path)
+def _overflow(folder: RunFolder) -> Iterator[Finding]:
+    for name in _reports(folder):
+        report = folder.record(name)
         ranks = report.get("ranks") if report is not None else None
         if not isinstance(ranks, list):
             continue
         with_producer = [rank for rank in ranks if isinstance(rank, dict) and _producer(rank)]
-        text = str(PurePath(given, PurePath(path).relative_to(folder).with_suffix(".txt")))
+        text = folder.shown(str(PurePath(name).with_suffix(".txt")))
         if not with_producer:
-            yield problem(
-                "overflow", f"{given}: nan or inf, and no module that made it: see {text}", f"less {text}"
-            )
+            evidence = f"{folder.given}: nan or inf, and no module that made it: see {text}"
+            yield problem("overflow", evidence, f"less {text}")
             continue
         first = with_producer[0]
         module = str(_producer(first).get("module", "?"))
         where = f"rank {first.get('rank')}, batch {first.get('batch_number', '?')}"
         yield problem(
             "overflow",
-            f"{given}: {module} made the first nan or inf ({where}); the frames before it are in {text}",
+            f"{folder.given}: {module} made the first nan or inf ({where}); the frames before it are in {text}",
             f"less {text}",
             "# run that module in float32 (with precision=16-mixed or bf16-mixed):",
             f"lockstep-train callbacks=[overflow,fp32_modules] 'callbacks.fp32_modules.modules=[{module}]' ...",
         )
 
 
-def _reports(machine: Machine, folder: str) -> list[str]:
+def _reports(folder: RunFolder) -> list[str]:
     """Return the reports of the overflow detector; without a folder of its own, it writes to that of the logger."""
-    return [*machine.glob(f"{folder}/overflow/*.json"), *machine.glob(f"{folder}/*/overflow/*.json")]
+    names = folder.glob("overflow/*.json", "*/overflow/*.json", "*/*/overflow/*.json")
+    return [name for name in names if not folder.is_of_earlier_attempt(name)]
 
 
 def _producer(rank: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -128,118 +174,101 @@ def _producer(rank: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def _failed(failure: Mapping[str, Any], given: str) -> Iterator[Finding]:
+def _failed(failure: Mapping[str, Any], folder: RunFolder) -> Iterator[Finding]:
     summary = str(failure.get("summary", "it is not known how"))
     where = failure.get("where") if isinstance(failure.get("where"), dict) else {}
     place = "".join(f", {key} {value}" for key, value in dict(where or {}).items())
     who = f"rank {failure.get('rank')} of {failure.get('world_size')} on {failure.get('host')}{place}"
-    if any(word in summary for word in _OUT_OF_MEMORY):
+    evidence = f"{folder.given}: {who}: {_quoted(summary)}"
+    if "SIGKILL" in summary:
+        evidence += ". Another program has ended it: the kernel for want of memory, a scheduler at a limit, or somebody"
+        yield problem("killed", evidence, *_WHO_KILLED)
+    elif any(word in summary for word in _OUT_OF_MEMORY):
         yield problem(
             "out of memory",
-            f"{given}: {who}: {_quoted(summary)}",
+            evidence,
             "# the largest size that fits, the same on all ranks:",
             "lockstep-train callbacks=auto_batch_size ...",
             "# or split a batch that does not fit, and go on:",
             "lockstep-train callbacks=auto_batch_size callbacks.auto_batch_size.on_oom=split ...",
         )
-        return
-    evidence = f"{given}: {who}: {_quoted(summary)}"
-    yield problem("failure", evidence, f"less {given}/failure.json  # with its traceback")
+    else:
+        yield problem("failure", evidence, f"less {folder.shown('failure.json')}  # with its traceback")
 
 
-def _finished(summary: Mapping[str, Any], given: str) -> Iterator[Finding]:
+def _finished(summary: Mapping[str, Any], folder: RunFolder) -> Iterator[Finding]:
     metrics = summary.get("metrics")
     metrics = metrics if isinstance(metrics, dict) else {}
     shown = ", ".join(f"{name} {_short(value)}" for name, value in list(metrics.items())[:4])
     steps, ranks = summary.get("steps"), summary.get("ranks")
-    yield ok("run", f"{given}: it came to its end, {steps} steps on {ranks} rank(s); {shown}")
+    yield ok("run", f"{folder.given}: it came to its end, {steps} steps on {ranks} rank(s); {shown}")
     bad = [name for name, value in metrics.items() if not _is_finite(value)]
     if bad:
         yield problem(
             "metrics",
-            f"{given}: {', '.join(bad)} is not finite",
+            f"{folder.given}: {', '.join(bad)} is not finite",
             "lockstep-train debug=overflow ...  # which module, rank, batch",
         )
 
 
-def _batch_size(machine: Machine, folder: str, given: str) -> Iterator[Finding]:
-    result = _json(machine, f"{folder}/batch_size.json")
+def _batch_size(folder: RunFolder) -> Iterator[Finding]:
+    result = folder.record("batch_size.json")
     if result is not None:
         trials = result.get("trials")
         count = len(trials) if isinstance(trials, list) else "?"
         yield ok(
             "batch size",
-            f"{given}: {result.get('size')} per rank x {result.get('accumulate')} accumulated x {result.get('ranks')}"
-            f" rank(s), after {count} trials ({result.get('reason')})",
+            f"{folder.given}: {result.get('size')} per rank x {result.get('accumulate')} accumulated x"
+            f" {result.get('ranks')} rank(s), after {count} trials ({result.get('reason')})",
         )
 
 
-def _metrics(machine: Machine, folder: str, given: str) -> Iterator[Finding]:
-    """The first row of the CSV log with a loss that is not finite, where no report says more."""
-    if _reports(machine, folder):
+def _metrics(folder: RunFolder) -> Iterator[Finding]:
+    """The first row of the last attempt's log with a loss that is not finite, where no report says more."""
+    logs = folder.glob("csv/metrics.csv", "csv/*/metrics.csv")
+    if not logs or _reports(folder):
         return
-    for path in machine.glob(f"{folder}/csv/metrics.csv"):
-        lines = (machine.read_text(path) or "").splitlines()
-        heads = lines[0].split(",") if lines else []
-        for line in lines[1:]:
-            row = dict(zip(heads, line.split(","), strict=False))
-            bad = [name for name, value in row.items() if "loss" in name and value and not _is_finite(value)]
-            if bad:
-                yield problem(
-                    "metrics",
-                    f"{given}: {bad[0]} is {row[bad[0]]} at step {row.get('step', '?')}; nothing looked for its origin",
-                    "lockstep-train debug=overflow ...  # which module, rank and batch",
-                )
-                return
+    for row in csv.DictReader(folder.text(min(logs, key=folder.age)).replace("\0", "").splitlines()):
+        bad = [
+            name
+            for name, value in row.items()
+            if name and "loss" in name and isinstance(value, str) and value and not _is_finite(value)
+        ]
+        if bad:
+            yield problem(
+                "metrics",
+                f"{folder.given}: {bad[0]} is {row[bad[0]]} at step {row.get('step', '?')}; nothing looked for its"
+                " origin",
+                "lockstep-train debug=overflow ...  # which module, rank and batch",
+            )
+            return
 
 
-def _unknown(machine: Machine, folder: str, given: str) -> Finding:
-    files = [path for pattern in ("*", "*/*") for path in machine.glob(f"{folder}/{pattern}")]
-    newest = (
-        max((_age(path) for path in files), default=-math.inf, key=lambda age: -age) if files else math.inf
-    )
+def _unknown(folder: RunFolder) -> Finding:
+    newest = min(map(folder.age, folder.glob("*", "*/*", "*/*/*")), default=math.inf)
     if newest < _QUIET:
         return ok(
             "run",
-            f"{given}: no summary yet, and it was written to {newest:.0f} s ago: it may still be running",
+            f"{folder.given}: no summary yet, and it was written to {newest:.0f} s ago: it may still be running",
         )
     return warning(
         "run",
-        f"{given}: neither a summary nor a record of a failure: it was killed from outside (memory, time limit, a lost"
-        " host), or ended before its first step",
-        "dmesg | grep -i 'out of memory'   # and what the scheduler says of the job: sacct -j JOB",
+        f"{folder.given}: neither a summary nor a record of a failure: it was killed from outside (memory, time"
+        " limit, a lost host), or ended before its first step",
+        *_WHO_KILLED,
     )
 
 
-def _age(path: str) -> float:
-    try:
-        return time.time() - Path(path).stat().st_mtime
-    except OSError:
-        return math.inf
-
-
-def _checkpoints(machine: Machine, folder: str, given: str, *, finished: bool) -> Iterator[Finding]:
-    found = [*machine.glob(f"{folder}/checkpoints/*.ckpt"), *machine.glob(f"{folder}/*.ckpt")]
-    if finished:
-        return
+def _checkpoints(folder: RunFolder) -> Finding:
+    found = folder.checkpoints()
     if not found:
-        yield not_applicable("checkpoints", f"{given}: none was saved; the run can only begin afresh")
-        return
-    newest = min(found, key=_age)
-    yield Finding(
+        return not_applicable("checkpoints", f"{folder.given}: none is whole; the run can only begin afresh")
+    return Finding(
         Status.OK,
         "checkpoints",
-        f"{given}: {len(found)}, the newest is {PurePath(newest).name}; the run can go on from it",
-        (f"lockstep-train ckpt_path={given} ...  # with the arguments of that run",),
+        f"{folder.given}: {len(found)}, the newest is {found[0]}; the run can go on from it",
+        (f"lockstep-train {folder.override('ckpt_path', found[0])} ...  # with the arguments of that run",),
     )
-
-
-def _json(machine: Machine, path: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(machine.read_text(path) or "null")
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _short(value: object) -> str:
