@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from lightning_lockstep.doctor.findings import CheckResult, Finding, problem
 from lightning_lockstep.doctor.options import CheckOptions
@@ -22,8 +23,9 @@ from lightning_lockstep.doctor.registry import BUILT_IN, load_check
 
 __all__ = ["Checks"]
 
-# Checks of others are not imported here, so their own limits are not known [s].
-_TIMEOUT_OF_OTHERS = 60.0
+# Checks of others are not imported here, but in their own process: so long that may take [s].
+_TO_LOAD = 60.0
+_LOOK_EVERY = 0.01
 # So much later than its own report of where it hangs a check is ended [s].
 _GRACE = 0.5
 # So long a process may take to end the programs of its check [s].
@@ -33,6 +35,8 @@ _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 _WHAT_RUNS_PROGRAMS = ("doctor/processes.py", "doctor/this_machine.py")
 # Lines of a check's own output that are shown when it fails.
 _SHOWN = 6
+
+_Found = TypeVar("_Found")
 
 
 class Checks:
@@ -59,7 +63,7 @@ class Checks:
         self._lock = threading.Lock()
         self._running: dict[str, float] = {}
         self._is_over = False
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._children: list[_Child] = []
 
     def running(self) -> dict[str, float]:
         """Return the checks that run now, each with how long it has [s]."""
@@ -75,14 +79,31 @@ class Checks:
         Args:
             tick: Called several times a second while nothing has ended.
         """
-        together = [name for name in self.names if not _is_alone(name)]
-        alone = [name for name in self.names if _is_alone(name)]
-        yield from self._run(together, self._at_a_time, tick)
-        yield from self._run(alone, 1, tick)
+        alone = [name for name in self.names if name in BUILT_IN and load_check(name).needs_ranks]
+        waiting: list[_Child] = []
+        try:
+            begun = [partial(self._begin, name) for name in self.names if name not in alone]
+            for found in self._run(begun, self._at_a_time, tick):
+                if isinstance(found, _Child):
+                    waiting.append(found)
+                else:
+                    yield found
+            last = [
+                *(partial(self._finish, child) for child in waiting),
+                *(partial(self._whole, n) for n in alone),
+            ]
+            yield from self._run(last, 1, tick)
+        except BaseException:
+            self._end_all()
+            for child in waiting:
+                child.close()
+            raise
 
-    def _run(self, names: Sequence[str], at_a_time: int, tick: Callable[[], None]) -> Iterator[CheckResult]:
+    def _run(
+        self, calls: Sequence[Callable[[], _Found]], at_a_time: int, tick: Callable[[], None]
+    ) -> Iterator[_Found]:
         with ThreadPoolExecutor(at_a_time, thread_name_prefix="lockstep-doctor") as pool:
-            waiting: set[Future[CheckResult]] = {pool.submit(self._run_one, name) for name in names}
+            waiting: set[Future[_Found]] = {pool.submit(call) for call in calls}
             try:
                 while waiting:
                     done, waiting = wait(waiting, timeout=0.1, return_when=FIRST_COMPLETED)
@@ -93,118 +114,170 @@ class Checks:
                 self._end_all()
                 raise
 
-    def _run_one(self, name: str) -> CheckResult:
-        began = time.monotonic()
+    def _begin(self, name: str) -> CheckResult | _Child:
+        """Run a check; one that needs ranks, which is known when it is loaded, is returned to be run alone."""
+        child = self._loaded(name)
+        return child if child.needs_ranks else self._finish(child)
+
+    def _whole(self, name: str) -> CheckResult:
+        return self._finish(self._loaded(name))
+
+    def _loaded(self, name: str) -> _Child:
         with self._lock:
-            self._running[name] = began
+            self._running[name] = time.monotonic()
+            child = _Child(name, self._options, self._sysroot)
+            self._children.append(child)
+            is_over = self._is_over
         try:
-            return self._in_a_process(name, _timeout(name, self._options))
+            if not is_over:  # others may have been ended while it was started
+                child.load(self._options.timeout or _TO_LOAD)
         finally:
             with self._lock:
                 del self._running[name]
+        return child
 
-    def _in_a_process(self, name: str, timeout: float) -> CheckResult:
-        began = time.monotonic()
-        task = {
-            "check": name,
-            "deadline": time.time() + timeout,
-            "sysroot": str(self._sysroot) if self._sysroot else None,
-            "options": self._options.to_json(),
-        }
-        with memory_file() as results, memory_file() as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_lockstep.doctor.child_process"],
-                stdin=subprocess.PIPE,
-                stdout=results,
-                stderr=output,
-                start_new_session=True,
-            )
-            in_time = self._wait(process, task, timeout + _GRACE)
-            ended = _Ended(text_of(results), text_of(output), process.returncode, timeout, in_time)
-        return _result(name, ended, time.monotonic() - began)
-
-    def _wait(self, process: subprocess.Popen[bytes], task: Mapping[str, object], timeout: float) -> bool:
-        """Give a process its task and wait for its end; returns whether it came in time."""
+    def _finish(self, child: _Child) -> CheckResult:
         with self._lock:
-            self._processes[process.pid] = process
-            is_over = self._is_over
-        assert process.stdin is not None
+            self._running[child.name] = time.monotonic()
         try:
-            with suppress(BrokenPipeError):  # it has crashed already, and its output says how
-                process.stdin.write(json.dumps(task).encode() + b"\n")
-                process.stdin.flush()
-            process.wait(0 if is_over else timeout)  # others may have been ended while it was started
-            return True
-        except subprocess.TimeoutExpired:
-            return False
+            child.run(self._options.timeout)
+            child.end()
+            return child.result()
         finally:
-            _end(process)
+            child.close()
             with self._lock:
-                del self._processes[process.pid]
+                del self._running[child.name]
+                self._children.remove(child)
 
     def _end_all(self) -> None:
         with self._lock:
             self._is_over = True
-            left = list(self._processes.values())
-        for process in left:
-            _end(process)
+            left = list(self._children)
+        for child in left:
+            child.end()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all programs that its check has started.
+class _Child:
+    """The process of one check.
 
-    It ends them itself when its input closes, each with the group it has; what is left then is ended from here.
+    Args:
+        name: Of the check.
+        options: What the user has asked.
+        sysroot: The imitated machine to look at.
+
+    Attributes:
+        needs_ranks: Whether the check is to run alone; known when it is loaded.
     """
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):
-        process.stdin.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_TO_END)
-    end_group(process.pid)
-    process.wait()
 
-
-@dataclass(frozen=True)
-class _Ended:
-    """How the process of a check has ended."""
-
-    written: str
-    output: str
-    returncode: int
-    timeout: float
-    in_time: bool
-
-
-def _is_alone(name: str) -> bool:
-    return name in BUILT_IN and load_check(name).needs_ranks
-
-
-def _timeout(name: str, options: CheckOptions) -> float:
-    if options.timeout is not None:
-        return options.timeout
-    return load_check(name).timeout if name in BUILT_IN else _TIMEOUT_OF_OTHERS
-
-
-def _result(name: str, ended: _Ended, seconds: float) -> CheckResult:
-    with suppress(ValueError, KeyError, TypeError):
-        if ended.in_time:
-            return replace(CheckResult.from_json(json.loads(ended.written)), seconds=seconds)
-    return CheckResult(name, (_failure(name, ended),), seconds)
-
-
-def _failure(name: str, ended: _Ended) -> Finding:
-    if not ended.in_time:
-        place = _innermost_frame(ended.output)
-        evidence = (
-            f"It did not end within {ended.timeout:g} s{place}. What it waits for hangs, or needs more time."
+    def __init__(self, name: str, options: CheckOptions, sysroot: Path | None) -> None:
+        self.name = name
+        self.needs_ranks = False
+        self._options, self._sysroot = options, sysroot
+        self._results, self._output = memory_file(), memory_file()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_lockstep.doctor.child_process"],
+            stdin=subprocess.PIPE,
+            stdout=self._results,
+            stderr=self._output,
+            start_new_session=True,
         )
-        return problem(
-            "the check itself", evidence, f"lockstep-doctor {name} --timeout {4 * ended.timeout:g}"
-        )
-    how = f"exit code {ended.returncode}" if ended.returncode >= 0 else f"signal {-ended.returncode}"
-    lines = [line.rstrip() for line in ended.output.splitlines() if line.strip()][-_SHOWN:]
-    said = "; its last lines:\n" + "\n".join(lines) if lines else " and no output"
-    return problem("the check itself", f"It ended with {how}{said}")
+        self._ending = threading.Lock()
+        self._limit: float | None = None  # of the check, when it is loaded
+        self._passed: float | None = None  # the limit that it did not keep
+        self._began = time.monotonic()
+
+    def load(self, within: float) -> None:
+        """Have it load the check, and say what that needs.
+
+        Args:
+            within: Longest time [s].
+        """
+        task = {
+            "check": self.name,
+            "load_until": time.time() + within,
+            "sysroot": str(self._sysroot) if self._sysroot else None,
+            "options": self._options.to_json(),
+        }
+        self._tell(task)
+        deadline = time.monotonic() + within + _GRACE
+        while not (lines := self._lines()) and self._process.poll() is None:
+            if time.monotonic() > deadline:
+                self._passed = within
+                return
+            time.sleep(_LOOK_EVERY)
+        if lines := lines or self._lines():
+            self._limit, self.needs_ranks = float(lines[0]["timeout"]), bool(lines[0]["needs_ranks"])
+
+    def run(self, timeout: float | None) -> None:
+        """Have it run the check, and wait for its end.
+
+        Args:
+            timeout: Longest time [s]; by default that of the check.
+        """
+        if self._limit is None:
+            return  # it could not be loaded
+        self._began = time.monotonic()
+        within = timeout or self._limit
+        self._tell({"deadline": time.time() + within})
+        try:
+            self._process.wait(within + _GRACE)
+        except subprocess.TimeoutExpired:
+            self._passed = within
+
+    def end(self) -> None:
+        """End it and all programs that its check has started.
+
+        It ends them itself when its input closes, each with the group it has; what is left then is ended from here.
+        """
+        with self._ending:
+            assert self._process.stdin is not None
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TO_END)
+            end_group(self._process.pid)
+            self._process.wait()
+
+    def close(self) -> None:
+        """Give up what it has written."""
+        self._results.close()
+        self._output.close()
+
+    def result(self) -> CheckResult:
+        """Return what its check has found, up to where it failed if it did."""
+        _, *lines = self._lines() or [None]
+        is_whole = bool(lines) and lines[-1] is None and self._passed is None
+        found = [Finding.from_json(line) for line in lines if line is not None]
+        if not is_whole:
+            found.append(self._failure())
+        return CheckResult(self.name, tuple(found), time.monotonic() - self._began)
+
+    def _failure(self) -> Finding:
+        output = text_of(self._output)
+        if self._passed is not None:
+            evidence = (
+                f"It did not end within {self._passed:g} s{_innermost_frame(output)}. What it waits for hangs, or needs"
+                " more time."
+            )
+            again = f"lockstep-doctor {self.name} --timeout {4 * self._passed:g}"
+            return problem("the check itself", evidence, again)
+        code = self._process.returncode
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        lines = [line.rstrip() for line in output.splitlines() if line.strip()][-_SHOWN:]
+        said = "; its last lines:\n" + "\n".join(lines) if lines else " and no output"
+        return problem("the check itself", f"It ended with {how}{said}")
+
+    def _lines(self) -> list[Any]:
+        """Return what it has written, a line for what the check needs and for each finding, ``None`` at the end."""
+        whole, _, _ = text_of(self._results).rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def _tell(self, message: Mapping[str, object]) -> None:
+        assert self._process.stdin is not None
+        # It may have crashed already, and its output says how; or been ended with all others.
+        with suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
 
 
 def _innermost_frame(output: str) -> str:

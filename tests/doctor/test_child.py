@@ -47,11 +47,34 @@ def prints(machine, options):
 def silent(machine, options):
     return []
 
+@check(name="slow", summary="slow", why="to test", timeout=0.3)
+def slow(machine, options):
+    yield well("first")
+    time.sleep(600)
+
+def note(name, what):
+    with open(os.environ["PIDS"] + ".order", "a") as file:
+        file.write(f"{name} {what}\\n")
+
+def noted(name):
+    note(name, "begins")
+    time.sleep(0.1)
+    note(name, "ends")
+    yield well(name)
+
+@check(name="ranks", summary="ranks", why="to test", needs_ranks=True)
+def ranks(machine, options):
+    yield from noted("ranks")
+
+@check(name="other", summary="other", why="to test")
+def other(machine, options):
+    yield from noted("other")
+
 @check(name="talks", summary="talks", why="to test")
 def talks(machine, options):
     yield from (well("x" * 1000) for _ in range(1000))
 """
-NAMES = ["hangs", "raises", "dies", "prints", "silent", "talks"]
+NAMES = ["hangs", "raises", "dies", "prints", "silent", "talks", "slow", "ranks", "other"]
 
 
 @pytest.fixture
@@ -78,13 +101,31 @@ def test_checks_of_others(others: Path) -> None:
     results = results_of("raises", "dies", "prints", "silent", "talks", "broken")
     assert results["prints"].status is Status.OK
     assert len(results["talks"].findings) == 1000, "more than a pipe holds"
-    (raised,) = results["raises"].findings
+    first, raised = results["raises"].findings
+    assert first.subject == "first", "what was found before is kept"
     assert raised.status is Status.PROBLEM and "exit code 1" in raised.evidence
     assert "RuntimeError: planted" in raised.evidence
     (died,) = results["dies"].findings
     assert died.status is Status.PROBLEM and "signal 11" in died.evidence
     assert "found nothing at all" in results["silent"].findings[0].evidence
     assert "cannot be imported" in results["broken"].findings[0].evidence
+
+
+def test_a_check_of_others_has_the_limit_that_it_names_and_keeps_what_it_has_found(others: Path) -> None:
+    first, late = results_of("slow")["slow"].findings
+    assert first.status is Status.OK and first.subject == "first"
+    assert late.status is Status.PROBLEM and "did not end within 0.3 s; it was at" in late.evidence
+
+
+def test_a_check_of_others_that_needs_ranks_runs_alone_after_the_others(others: Path) -> None:
+    results = results_of("ranks", "other")
+    assert list(results) == ["other", "ranks"] and all(r.status is Status.OK for r in results.values())
+    assert (others / "pids.order").read_text().splitlines() == [
+        "other begins",
+        "other ends",
+        "ranks begins",
+        "ranks ends",
+    ]
 
 
 @pytest.mark.slow
