@@ -18,13 +18,14 @@ from lightning_lockstep.launchers.slurm_step import find_slurm_step
 __all__ = ["checks_for", "preflight_faults"]
 
 _ON_GPUS = ("cuda", "devices")
-_done: dict[tuple[str, ...], list[Fault]] = {}
+_WITHOUT_GPUS = ("cpu", "tpu")
+_done: dict[tuple[tuple[str, ...], CheckOptions], list[Fault]] = {}
 
 
 def preflight_faults(config: DictConfig) -> list[Fault]:
     """Run the checks if the configuration asks for them, print their table, and return what stops the run.
 
-    The jobs of a sweep with one strategy are checked once.
+    The jobs of a sweep that ask for the same are checked once.
 
     Args:
         config: The frozen configuration of one run.
@@ -35,9 +36,9 @@ def preflight_faults(config: DictConfig) -> list[Fault]:
     if not config.get("preflight"):
         return []
     names, options = checks_for(config)
-    if names not in _done:
-        _done[names] = _run(names, options)
-    return _done[names]
+    if (names, options) not in _done:
+        _done[names, options] = _run(names, options)
+    return _done[names, options]
 
 
 def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
@@ -48,19 +49,13 @@ def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
     """
     strategy = str(OmegaConf.select(config, "hydra.runtime.choices.strategy") or "")
     names: list[str] = ["packages", "kernel"]
-    if str(OmegaConf.select(config, "trainer.accelerator")) not in ("cpu", "tpu"):
+    if str(OmegaConf.select(config, "trainer.accelerator")) not in _WITHOUT_GPUS:
         names += _ON_GPUS
     names += [name for name in ("deepspeed", "mpi", "xla") if strategy.startswith(name)]
     if find_slurm_step() is not None:
         names.append("slurm")
-    devices: Any = OmegaConf.select(config, "trainer.devices")
-    ranks = devices if isinstance(devices, int) else None
-    if (
-        strategy.startswith(("ddp", "mpi", "deepspeed"))
-        and ranks is not None
-        and ranks > 1
-        and external_ranks() is None
-    ):
+    ranks = _ranks_here(config)
+    if strategy.startswith(("ddp", "mpi", "deepspeed")) and ranks > 1 and external_ranks() is None:
         names.append("network")
     hostfile = OmegaConf.select(config, "strategy.hostfile")
     ssh_args = OmegaConf.select(config, "strategy.ssh_args") or ()
@@ -71,6 +66,23 @@ def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
         strategy=strategy,
     )
     return tuple(names), options
+
+
+def _ranks_here(config: DictConfig) -> int:
+    """Return how many ranks the run starts on this host: one for each device that the configuration names."""
+    devices: Any = OmegaConf.select(config, "trainer.devices")
+    listed = OmegaConf.is_list(devices) or (isinstance(devices, str) and "," in devices)
+    if listed:
+        return len(
+            [part for part in (devices.split(",") if isinstance(devices, str) else devices) if part != ""]
+        )
+    if str(devices) not in ("auto", "-1"):
+        return int(devices) if str(devices).isdecimal() else 1
+    if str(OmegaConf.select(config, "trainer.accelerator")) in _WITHOUT_GPUS:
+        return 1
+    import torch
+
+    return max(torch.cuda.device_count(), 1)  # asks the driver, and starts nothing on the devices
 
 
 def _run(names: tuple[str, ...], options: CheckOptions) -> list[Fault]:

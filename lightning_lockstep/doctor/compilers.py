@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.package_manager import has_dnf, system_install
 from lightning_lockstep.doctor.toolkits import Toolkit
 from lightning_lockstep.doctor.versions import release
 
@@ -48,17 +49,18 @@ class Compiler:
         return numbers[0] if numbers else None
 
 
-def host_compiler(machine: Machine, toolkit: Toolkit) -> Compiler | None:
-    """Return the compiler that nvcc of a toolkit calls, ``None`` if there is none.
+def host_compiler(machine: Machine, toolkit: Toolkit, *, with_cc: bool = True) -> Compiler | None:
+    """Return the compiler that nvcc of a toolkit calls in builds of torch extensions, ``None`` if there is none.
 
     Args:
         machine: To look at.
         toolkit: Of the nvcc.
+        with_cc: Whether ``CC`` counts, which torch gives to nvcc before all else.
     """
     beside = f"{toolkit.root}/bin/gcc"
-    named = _named_to_nvcc(machine) or (
-        beside if toolkit.root != "/usr" and machine.exists(beside) else "gcc"
-    )
+    cc = _words(machine.environment.get("CC", ""))[:1] if with_cc else []
+    named = next(iter(cc), None) or _named_to_nvcc(machine)
+    named = named or (beside if toolkit.root != "/usr" and machine.exists(beside) else "gcc")
     path = machine.which(named)
     return None if path is None else _compiler(machine, path)
 
@@ -115,13 +117,9 @@ def _installed_gcc(machine: Machine, newest: int) -> str | None:
     return found[max(found)] if found else None
 
 
-def _has_dnf(machine: Machine) -> bool:
-    return machine.which("apt-get") is None and machine.which("dnf") is not None
-
-
 def _path_after_install(machine: Machine, version: int) -> str:
     return (
-        f"/opt/rh/gcc-toolset-{version}/root/usr/bin/gcc" if _has_dnf(machine) else f"/usr/bin/gcc-{version}"
+        f"/opt/rh/gcc-toolset-{version}/root/usr/bin/gcc" if has_dnf(machine) else f"/usr/bin/gcc-{version}"
     )
 
 
@@ -141,9 +139,7 @@ def _compiler(machine: Machine, path: str) -> Compiler:
 
 
 def _install(machine: Machine, version: int) -> str:
-    if _has_dnf(machine):
-        return f"sudo dnf install gcc-toolset-{version}-gcc-c++"
-    return f"sudo apt-get install gcc-{version} g++-{version}"
+    return system_install(machine, f"gcc-{version} g++-{version}", f"gcc-toolset-{version}-gcc-c++")
 
 
 def _words(text: str) -> list[str]:

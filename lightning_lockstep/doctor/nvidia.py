@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_lockstep.doctor.machine import Machine, Probed
+from lightning_lockstep.doctor.pci import pci_devices
 from lightning_lockstep.doctor.versions import release
 
 __all__ = ["Driver", "Gpu", "architectures", "driver", "find_gpus", "with_capabilities"]
@@ -181,9 +182,5 @@ def _version_of_module(machine: Machine) -> str:
 
 
 def _has_hardware(machine: Machine) -> bool:
-    for path in machine.glob("/sys/bus/pci/devices/*/vendor"):
-        if (machine.read_text(path) or "").strip() == _NVIDIA:
-            kind = (machine.read_text(f"{path.removesuffix('vendor')}class") or "").strip()
-            if kind.startswith(_DISPLAYS):
-                return True
-    return False
+    kinds = ((machine.read_text(f"{folder}/class") or "").strip() for folder in pci_devices(machine, _NVIDIA))
+    return any(kind.startswith(_DISPLAYS) for kind in kinds)

@@ -8,12 +8,41 @@ import re
 from dataclasses import dataclass
 
 from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.package_manager import system_install
 from lightning_lockstep.doctor.versions import release, short
 
-__all__ = ["Toolkit", "exports", "find_toolkits", "install_line", "library_folders", "toolkit_in_use"]
+__all__ = [
+    "Toolkit",
+    "compiles_for",
+    "exports",
+    "find_toolkits",
+    "first_compiling",
+    "install_line",
+    "library_folders",
+    "toolkit_in_use",
+]
 
 _PLACES = ("/usr/local/cuda*", "/opt/cuda*", "/opt/nvidia/hpc_sdk/*/*/cuda/*", "/usr/lib/cuda")
 _VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")
+# Where builds of torch extensions look at last.
+_LAST_GUESS = "/usr/local/cuda"
+# First CUDA whose nvcc compiles for a compute capability, and first that does not any more, by the major version.
+_COMPILED_FROM = {
+    (7, 0): (9, 0),
+    (7, 2): (9, 0),
+    (7, 5): (10, 0),
+    (8, 0): (11, 0),
+    (8, 6): (11, 1),
+    (8, 7): (11, 4),
+    (8, 9): (11, 8),
+    (9, 0): (11, 8),
+    (10, 0): (12, 8),
+    (10, 3): (12, 9),
+    (11, 0): (13, 0),
+    (12, 0): (12, 8),
+    (12, 1): (12, 9),
+}
+_OLDEST_OF = {13: (7, 5), 12: (5, 0)}
 _LIBRARY_FOLDERS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
 
 
@@ -58,15 +87,37 @@ def find_toolkits(machine: Machine) -> list[Toolkit]:
 
 
 def toolkit_in_use(machine: Machine) -> Toolkit | None:
-    """Return the toolkit that builds find: by ``CUDA_HOME`` if it is set, else by ``PATH``.
+    """Return the toolkit that builds find, as torch looks for it: ``CUDA_HOME``, ``PATH``, then ``/usr/local/cuda``.
 
     Args:
         machine: To look at.
     """
     home = machine.environment.get("CUDA_HOME") or machine.environment.get("CUDA_PATH")
-    if home:
-        return _toolkit(machine, machine.real_path(home)) if machine.exists(f"{home}/bin/nvcc") else None
-    return toolkit_on_path(machine)
+    if not home and (found := toolkit_on_path(machine)) is not None:
+        return found
+    home = home or _LAST_GUESS
+    return _toolkit(machine, machine.real_path(home)) if machine.exists(f"{home}/bin/nvcc") else None
+
+
+def first_compiling(capability: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first CUDA whose nvcc compiles for a compute capability; empty where that is not known.
+
+    Args:
+        capability: Such as ``(12, 0)``.
+    """
+    return _COMPILED_FROM.get((capability[0], capability[1]), ()) if len(capability) == 2 else ()
+
+
+def compiles_for(cuda: str, capability: tuple[int, ...]) -> bool:
+    """Return whether the nvcc of a CUDA compiles for a compute capability, as far as that is known.
+
+    Args:
+        cuda: Its version.
+        capability: Such as ``(12, 0)``.
+    """
+    version = release(cuda)
+    oldest = next((oldest for major, oldest in _OLDEST_OF.items() if version >= (major,)), ())
+    return not version or not capability or (oldest <= capability and first_compiling(capability) <= version)
 
 
 def toolkit_on_path(machine: Machine) -> Toolkit | None:
@@ -121,9 +172,7 @@ def install_line(version: str, machine: Machine) -> str:
         machine: On which it is to be installed.
     """
     package = f"cuda-toolkit-{short(version).replace('.', '-')}"
-    if machine.which("apt-get") is None and machine.which("dnf") is not None:
-        return f"sudo dnf install {package}"
-    return f"sudo apt-get install {package}"
+    return system_install(machine, package, package)
 
 
 def _toolkit(machine: Machine, root: str, program: str | None = None) -> Toolkit:

@@ -18,11 +18,13 @@ class TorchBuild:
         version: Empty where it is not installed.
         cuda: CUDA that it was built with, such as ``12.8``; empty without.
         is_rocm: Whether it was built for AMD's GPUs.
+        is_known: Whether its files say what it was built for.
     """
 
     version: str
     cuda: str = ""
     is_rocm: bool = False
+    is_known: bool = True
 
 
 def torch_build(machine: Machine) -> TorchBuild:
@@ -32,12 +34,14 @@ def torch_build(machine: Machine) -> TorchBuild:
         machine: To look at.
     """
     installed = machine.python.packages.get("torch", "")
-    text = machine.read_text(f"{machine.python.site_packages}/torch/version.py") or ""
+    text = machine.read_text(f"{machine.python.folder_of('torch')}/torch/version.py") or ""
     version = _assigned(text, "__version__") or installed
     cuda = _assigned(text, "cuda")
     if not cuda and (match := re.search(r"\+cu(\d+)(\d)\b", version)):
         cuda = f"{match[1]}.{match[2]}"
-    return TorchBuild(version, cuda, bool(_assigned(text, "hip")) or "+rocm" in version)
+    is_rocm = bool(_assigned(text, "hip")) or "+rocm" in version
+    # The version of metadata has no local part where torch comes from PyPI, and then says nothing of CUDA.
+    return TorchBuild(version, cuda, is_rocm, is_known=bool(text) or "+" in version)
 
 
 def _assigned(text: str, name: str) -> str:

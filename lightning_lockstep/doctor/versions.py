@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["release", "short"]
+__all__ = ["major", "release", "short"]
 
 # A larger number is none of a version: int() would refuse the longest.
 _MOST_DIGITS = 9
@@ -21,6 +21,15 @@ def release(version: str | None) -> tuple[int, ...]:
         return ()
     parts = match[1].split(".")
     return tuple(map(int, parts)) if max(map(len, parts)) <= _MOST_DIGITS else ()
+
+
+def major(version: str | None) -> int:
+    """Return the first number of a version, 0 if there is none.
+
+    Args:
+        version: In any spelling.
+    """
+    return next(iter(release(version)), 0)
 
 
 def short(version: str | None, parts: int = 2) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from lightning_lockstep._application.preflight import checks_for
@@ -23,11 +25,22 @@ TRAIN = [sys.executable, "-m", "lightning_lockstep.train", "debug=preflight", "t
         ("mpi", 2, "cpu", ("packages", "kernel", "mpi", "network")),
         ("deepspeed_stage_2", 1, "gpu", ("packages", "kernel", "cuda", "devices", "deepspeed")),
         ("xla_spmd", 1, "tpu", ("packages", "kernel", "xla")),
+        ("ddp", "auto", "cpu", ("packages", "kernel")),
+        ("ddp", "auto", "gpu", ("packages", "kernel", "cuda", "devices", "network")),
+        ("ddp", -1, "auto", ("packages", "kernel", "cuda", "devices", "network")),
+        ("ddp", [0, 2], "gpu", ("packages", "kernel", "cuda", "devices", "network")),
+        ("ddp", "0,2", "gpu", ("packages", "kernel", "cuda", "devices", "network")),
+        ("ddp", [1], "gpu", ("packages", "kernel", "cuda", "devices")),
     ],
 )
-def test_the_checks_follow_the_strategy(
-    strategy: str, devices: int, accelerator: str, expected: tuple[str, ...]
+def test_the_checks_follow_the_strategy_and_the_devices(
+    strategy: str,
+    devices: Any,
+    accelerator: str,
+    expected: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = OmegaConf.create(
         {
             "strategy": {"hostfile": None},

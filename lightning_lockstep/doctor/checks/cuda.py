@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_lockstep.doctor.compilers import host_compiler, link_lines, newest_gcc
-from lightning_lockstep.doctor.cuda_variables import broken_homes, check_variables
+from lightning_lockstep.doctor.cuda_builds import check_host_compiler, check_toolkits
+from lightning_lockstep.doctor.cuda_variables import check_variables
 from lightning_lockstep.doctor.findings import Finding, Status, not_applicable, ok, problem, warning
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.nvidia import Driver, Gpu, driver, find_gpus, with_capabilities
 from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.package_manager import has_dnf, system_install
 from lightning_lockstep.doctor.registry import check
-from lightning_lockstep.doctor.toolkits import Toolkit, exports, find_toolkits, install_line, toolkit_in_use
 from lightning_lockstep.doctor.torch_build import TorchBuild, torch_build
-from lightning_lockstep.doctor.versions import release, short
+from lightning_lockstep.doctor.versions import major, short
 
 # Oldest driver that runs a CUDA of this major version.
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+_DRIVER_OF_DNF = "dnf module install nvidia-driver:latest-dkms"
 
 
 @check(
@@ -35,7 +36,7 @@ def check_cuda(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
 
     Args:
         machine: To look at.
-        options: Not needed.
+        options: ``strategy`` says whether a run compiles anything.
     """
     torch, found = torch_build(machine), driver(machine)
     gpus = find_gpus(machine) if not found.error else []
@@ -43,13 +44,22 @@ def check_cuda(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     if torch.is_rocm:
         yield not_applicable("torch's CUDA", f"torch {torch.version} is built for ROCm.")
         return
-    yield from _torch(torch, found, gpus)
+    yield from _torch(machine, torch, found, gpus)
+    # Of all strategies only DeepSpeed's compile anything; and what is compiled for a GPU is not needed without one.
+    is_built = options.strategy is None or options.strategy.startswith("deepspeed")
     has_gpu = found.program is not None or bool(found.version) or found.has_hardware
-    yield from _toolkits(machine, torch, has_gpu)
+    yield from _weighed(check_toolkits(machine, torch, gpus), has_gpu and is_built)
     yield from check_variables(machine)
-    yield from _compiler(machine)
-    if torch.cuda and gpus:
+    yield from _weighed(check_host_compiler(machine), is_built)
+    if torch.cuda and gpus and not _is_too_old(found, torch):
         yield from _architectures(machine, gpus)
+
+
+def _weighed(findings: Iterable[Finding], is_needed: bool) -> Iterator[Finding]:
+    """Yield findings about builds: where nothing is built, a problem of theirs stops no run."""
+    for found in findings:
+        is_less = found.status is Status.PROBLEM and not is_needed
+        yield replace(found, status=Status.WARNING) if is_less else found
 
 
 def _driver(machine: Machine, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Finding]:
@@ -63,12 +73,11 @@ def _driver(machine: Machine, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Fi
         )
     elif found.program is None and found.version:
         evidence = f"The module of driver {found.version} is loaded, and nvidia-smi is not found."
-        fix = f"sudo apt-get install nvidia-utils-{short(found.version, 1)}"
+        fix = system_install(machine, f"nvidia-utils-{short(found.version, 1)}", "nvidia-driver-cuda")
         yield warning("driver", evidence, fix)
     elif found.program is None and found.has_hardware:
         evidence = "There is a GPU of NVIDIA and no driver for it: nvidia-smi is not found."
-        has_dnf = machine.which("apt-get") is None and machine.which("dnf") is not None
-        install = "dnf module install nvidia-driver:latest-dkms" if has_dnf else "ubuntu-drivers install"
+        install = _DRIVER_OF_DNF if has_dnf(machine) else "ubuntu-drivers install"
         yield problem("driver", evidence, f"sudo {install} && sudo reboot")
     elif found.program is None:
         yield not_applicable(
@@ -86,9 +95,33 @@ def _driver(machine: Machine, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Fi
         )
 
 
-def _torch(torch: TorchBuild, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+def _is_too_old(found: Driver, torch: TorchBuild) -> bool:
+    return bool(found.cuda) and major(found.cuda) < major(torch.cuda)
+
+
+def _newer_driver(machine: Machine, oldest: int | None) -> str:
+    if has_dnf(machine):
+        return f"sudo {_DRIVER_OF_DNF} && sudo reboot"
+    return (
+        f"sudo apt-get install nvidia-driver-{oldest} && sudo reboot"
+        if oldest
+        else "sudo ubuntu-drivers install"
+    )
+
+
+def _torch(machine: Machine, torch: TorchBuild, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     if not torch.version:
         yield not_applicable("torch's CUDA", "torch is not installed for this Python.")
+    elif not torch.cuda and not torch.is_known and gpus:
+        yield warning(
+            "torch's CUDA",
+            f"torch {torch.version}: its version.py is not found, so it is not known for which CUDA it is built.",
+            "python -c 'import torch; print(torch.__file__, torch.version.cuda)'",
+        )
+    elif not torch.cuda and not torch.is_known:
+        yield not_applicable(
+            "torch's CUDA", f"torch {torch.version}, of an unknown build, and there is no GPU."
+        )
     elif not torch.cuda and gpus:
         plain = torch.version.partition("+")[0]
         yield problem(
@@ -100,104 +133,17 @@ def _torch(torch: TorchBuild, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Fi
         yield not_applicable(
             "torch's CUDA", f"torch {torch.version} is built without CUDA, and there is no GPU."
         )
-    elif found.cuda and _major(found.cuda) < _major(torch.cuda):
-        oldest = _OLDEST_DRIVER.get(_major(torch.cuda))
+    elif _is_too_old(found, torch):
+        oldest = _OLDEST_DRIVER.get(major(torch.cuda))
         yield problem(
             "driver and torch",
             f"torch {torch.version} is built for CUDA {torch.cuda}, and driver {found.version} runs CUDA up to"
             f" {found.cuda}: the major version decides.",
-            f"sudo apt-get install nvidia-driver-{oldest} && sudo reboot"
-            if oldest
-            else "sudo ubuntu-drivers install",
-            f"# or, without a new driver, a torch that is built for CUDA {_major(found.cuda)}",
+            _newer_driver(machine, oldest),
+            f"# or, without a new driver, a torch that is built for CUDA {major(found.cuda)}",
         )
     else:
         yield ok("torch's CUDA", f"torch {torch.version} is built for CUDA {torch.cuda}")
-
-
-def _toolkits(machine: Machine, torch: TorchBuild, has_gpu: bool) -> Iterator[Finding]:
-    toolkits, used = find_toolkits(machine), toolkit_in_use(machine)
-    listed = "; ".join(f"{toolkit}{' <- found first' if toolkit == used else ''}" for toolkit in toolkits)
-    if toolkits:
-        yield ok("toolkits", listed)
-    elif torch.cuda and "deepspeed" not in machine.python.packages:
-        evidence = (
-            f"There is none. torch runs with its own CUDA {torch.cuda}; builds such as DeepSpeed's need one."
-        )
-        yield not_applicable("toolkits", evidence)
-    elif torch.cuda:
-        yield warning(
-            "toolkits",
-            f"There is none. torch runs with its own CUDA {torch.cuda}; DeepSpeed's operations cannot be compiled.",
-            install_line(torch.cuda, machine),
-            *exports(f"/usr/local/cuda-{short(torch.cuda)}"),
-        )
-    else:
-        yield not_applicable("toolkits", "There is none, and torch needs none.")
-    if toolkits and torch.cuda and not broken_homes(machine):
-        found = _match(machine, torch, toolkits, used)
-        # Runs on this host do not need what is compiled for a GPU.
-        yield (
-            found if has_gpu or found.status is not Status.PROBLEM else replace(found, status=Status.WARNING)
-        )
-
-
-def _match(machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit], used: Toolkit | None) -> Finding:
-    subject, wanted = "toolkit and torch", _major(torch.cuda)
-    fix = _matching_lines(machine, torch, toolkits)
-    if used is None:
-        return warning(
-            subject, "No toolkit is on PATH: nvcc is not found, and builds do not find CUDA.", *fix
-        )
-    if used.major is None:
-        fix = (f"{used.root}/bin/nvcc --version", *fix)
-        return warning(subject, f"nvcc of {used.root} does not say its version.", *fix)
-    if used.major != wanted:
-        return problem(
-            subject,
-            f"{used} is found first, and torch is built for CUDA {torch.cuda}: the major versions differ, and what is"
-            " compiled here does not fit.",
-            *fix,
-        )
-    if short(used.version) != short(torch.cuda):
-        return ok(subject, f"{used} and torch's CUDA {torch.cuda}: the minor versions may differ")
-    return ok(subject, f"{used} and torch's CUDA {torch.cuda}")
-
-
-def _matching_lines(machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit]) -> tuple[str, ...]:
-    """Return the lines that put the best installed toolkit in front, installing one if none fits."""
-    fitting = [toolkit for toolkit in toolkits if toolkit.major == _major(torch.cuda)]
-    exact = [toolkit for toolkit in fitting if short(toolkit.version) == short(torch.cuda)]
-    best = next(iter([*exact, *fitting]), None)
-    root = best.root if best else f"/usr/local/cuda-{short(torch.cuda)}"
-    lines: tuple[str, ...] = exports(root, best.libraries if best else None)
-    if machine.environment.get("CUDA_HOME"):  # it counts more than PATH
-        lines = (f"export CUDA_HOME={root}", *lines)
-    return lines if best else (install_line(torch.cuda, machine), *lines)
-
-
-def _compiler(machine: Machine) -> Iterator[Finding]:
-    toolkit = toolkit_in_use(machine)
-    newest = newest_gcc(toolkit.version) if toolkit else None
-    if toolkit is None or newest is None:
-        return
-    compiler = host_compiler(machine, toolkit)
-    subject = "host compiler"
-    if compiler is None:
-        yield problem(subject, "nvcc needs gcc, and it is not found.", *link_lines(machine, toolkit, newest))
-    elif compiler.is_gcc and compiler.major is not None and compiler.major > newest:
-        yield problem(
-            subject,
-            f"{compiler.path} is gcc {compiler.version}, and CUDA {toolkit.version} accepts gcc up to {newest}.",
-            *link_lines(machine, toolkit, newest),
-        )
-    elif compiler.is_gcc:
-        yield ok(
-            subject,
-            f"{compiler.path} is gcc {compiler.version}; CUDA {toolkit.version} accepts up to {newest}",
-        )
-    else:
-        yield ok(subject, f"{compiler.path}, which is not gcc: {compiler.version or 'of unknown version'}")
 
 
 def _architectures(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
@@ -257,8 +203,3 @@ def _capability(entry: str) -> tuple[int, ...]:
 
 def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
-
-
-def _major(version: str) -> int:
-    numbers = release(version)
-    return numbers[0] if numbers else 0

@@ -10,6 +10,7 @@ from lightning_lockstep.doctor.findings import Finding, Status, not_applicable, 
 from lightning_lockstep.doctor.machine import Machine, Probed
 from lightning_lockstep.doctor.nvidia import architectures, find_gpus, with_capabilities
 from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.package_manager import system_install
 from lightning_lockstep.doctor.registry import check
 from lightning_lockstep.doctor.toolkits import install_line, toolkit_in_use
 from lightning_lockstep.doctor.torch_build import torch_build
@@ -57,10 +58,10 @@ def check_deepspeed(machine: Machine, options: CheckOptions) -> Iterator[Finding
 
     Args:
         machine: To look at.
-        options: ``model_parameters`` adds an estimate of memory.
+        options: ``model_parameters`` adds an estimate of memory on ``gpus``.
     """
     if options.model_parameters is not None:
-        yield _memory(machine, options.model_parameters)
+        yield _memory(machine, options.model_parameters, options.gpus)
     version = machine.python.packages.get("deepspeed")
     if version is None:
         yield not_applicable("DeepSpeed", "It is not installed: pip install 'lightning-lockstep[deepspeed]'")
@@ -91,8 +92,10 @@ def _tools(tools: Probed) -> Iterator[Finding]:
         )
         return
     for sentence in _texts(tools.facts, "missing"):
-        evidence, _, fix = sentence.rpartition(": ")
-        yield warning("build tools", f"{evidence or sentence}: operations cannot be compiled.", fix)
+        evidence, _, remedies = sentence.rpartition(": ")
+        fix, *others = remedies.split(", or ")
+        evidence = f"{evidence or sentence}: operations cannot be compiled."
+        yield warning("build tools", evidence, fix, *(f"# or: {other}" for other in others))
     locks = tools.facts.get("locks")
     for lock in locks if isinstance(locks, list) else []:
         if isinstance(lock, dict) and lock.get("is_stale"):
@@ -176,10 +179,10 @@ def _kinds(machine: Machine) -> str:
     return architectures(gpus)
 
 
-def _memory(machine: Machine, parameters: float) -> Finding:
+def _memory(machine: Machine, parameters: float, gpus: int | None) -> Finding:
     from lightning_lockstep.deepspeed.memory_estimate import estimate_table
 
-    ranks = max(1, len(find_gpus(machine)))
+    ranks = gpus or max(1, len(find_gpus(machine)))
     table = estimate_table(parameters=int(parameters), ranks=ranks, ranks_per_node=ranks)
     return ok(
         "memory a stage", f"{parameters:,.0f} parameters, {ranks} rank(s), without activations:\n{table}"
@@ -190,9 +193,9 @@ def _install(machine: Machine, part: str) -> str:
     version, cuda = short(machine.python.version), short(torch_build(machine).cuda)
     if part in ("cudart", "curand") and toolkit_in_use(machine) is None:
         return install_line(cuda, machine)
-    has_dnf = machine.which("apt-get") is None and machine.which("dnf") is not None
-    package = _PACKAGES[part][has_dnf].format(version=version, cuda=cuda.replace(".", "-"))
-    return f"sudo {'dnf' if has_dnf else 'apt-get'} install {package}"
+    words = {"version": version, "cuda": cuda.replace(".", "-")}
+    debian, red_hat = (name.format(**words) for name in _PACKAGES[part])
+    return system_install(machine, debian, red_hat)
 
 
 def _links(tools: Probed) -> Mapping[str, str]:

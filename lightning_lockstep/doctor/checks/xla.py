@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.pci import pci_devices
 from lightning_lockstep.doctor.registry import check
 from lightning_lockstep.doctor.versions import release, short
 
@@ -23,7 +24,19 @@ _DEPRECATED = {
     "XRT_LOCAL_WORKER": "torch-xla has PJRT since release 2.0, and XRT no more",
 }
 _NO = ("", "0", "false")
-_TPUS = ("/dev/accel*", "/dev/vfio/[0-9]*")
+# Google's other devices on the bus, such as the network card of its virtual machines, have the vendor too.
+_GOOGLE = "0x1ae0"
+_TPUS = {
+    "0x0027": "TPU v2 or v3",
+    "0x0056": "TPU",
+    "0x005e": "TPU v4",
+    "0x0062": "TPU v5p",
+    "0x0063": "TPU v5e",
+    "0x006f": "TPU v6e",
+    "0x0076": "TPU7x",
+    "0x007c": "TPU8t",
+    "0x0083": "TPU8i",
+}
 
 
 @check(
@@ -44,10 +57,14 @@ def check_xla(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     yield from _variables(machine)
     packages = machine.python.packages
     xla, torch = packages.get("torch-xla"), packages.get("torch")
-    has_tpu = any(machine.glob(pattern) for pattern in _TPUS)
-    if xla is None and has_tpu:
-        evidence = "This host has a TPU, and torch-xla is not installed for this Python."
-        yield problem("torch-xla", evidence, "pip install 'lightning-lockstep[xla]' 'torch==2.9.*' libtpu")
+    tpu = _tpu(machine)
+    if xla is None and tpu:
+        evidence = f"This host has a {tpu}, and torch-xla is not installed for this Python."
+        yield problem(
+            "torch-xla",
+            evidence,
+            f"pip install 'lightning-lockstep[xla]' 'torch==2.9.*' {_with_libtpu('2.9')}",
+        )
     elif xla is None:
         yield not_applicable("torch-xla", "It is not installed, and this host has no TPU.")
     elif release(xla)[:2] != release(torch)[:2]:
@@ -55,7 +72,13 @@ def check_xla(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         evidence = f"torch-xla {xla} is built for torch {wanted}, and torch is {torch or 'missing'}."
         yield problem("torch-xla", evidence, f"pip install 'torch=={wanted}.*' 'torch-xla=={wanted}.*'")
     else:
-        yield from _device(machine, has_tpu)
+        yield from _device(machine, tpu)
+
+
+def _tpu(machine: Machine) -> str:
+    """Return which TPU is plugged in, or nothing: device files would not say, since NPUs and VFIO have them too."""
+    numbers = (machine.read_text(f"{folder}/device") or "" for folder in pci_devices(machine, _GOOGLE))
+    return next((_TPUS[number.strip()] for number in numbers if number.strip() in _TPUS), "")
 
 
 def _variables(machine: Machine) -> Iterator[Finding]:
@@ -65,24 +88,33 @@ def _variables(machine: Machine) -> Iterator[Finding]:
             yield warning(name, f"It is {value!r}, and torch-xla gives it up: {instead}.", f"unset {name}")
 
 
-def _device(machine: Machine, has_tpu: bool) -> Iterator[Finding]:
+def _device(machine: Machine, tpu: str) -> Iterator[Finding]:
     asked, given = machine.environment.get("PJRT_DEVICE", ""), machine.python.packages
-    if has_tpu and "libtpu" not in given and "libtpu-nightly" not in given:
-        yield problem(
-            "libtpu", "This host has a TPU, and its library libtpu is not installed.", "pip install libtpu"
-        )
+    if tpu and "libtpu" not in given and "libtpu-nightly" not in given:
+        evidence = f"This host has a {tpu}, and its library libtpu is not installed."
+        yield problem("libtpu", evidence, f"pip install {_with_libtpu(given['torch-xla'])}")
         return
-    if has_tpu and asked.upper() != "TPU":
-        evidence = (
-            f"This host has a TPU, and PJRT_DEVICE is {asked!r}." if asked else "PJRT_DEVICE is not set."
-        )
+    if tpu and asked.upper() != "TPU":
+        evidence = f"This host has a {tpu}, and PJRT_DEVICE is {repr(asked) if asked else 'not set'}:"
         yield warning(
             "PJRT device", f"{evidence} torch-xla may take another device.", "export PJRT_DEVICE=TPU"
         )
     probed = machine.probe("xla_devices", timeout=50.0)
-    if probed.error:
+    if "undefined symbol" in probed.error or "cannot open shared object" in probed.error:
+        wanted = short(given["torch-xla"])
+        yield problem(
+            "torch-xla",
+            f"It cannot be loaded: {probed.error}. Its binaries are those of another build of torch.",
+            f"pip install --force-reinstall --no-deps 'torch=={wanted}.*' 'torch-xla=={wanted}.*'",
+        )
+    elif probed.error:
         evidence = f"torch-xla finds no device (PJRT_DEVICE={asked!r}): {probed.error}"
-        yield problem("PJRT device", evidence, f"export PJRT_DEVICE={'TPU' if has_tpu else 'CPU'}")
+        yield problem("PJRT device", evidence, f"export PJRT_DEVICE={'TPU' if tpu else 'CPU'}")
     else:
         number, kind = probed.facts.get("devices"), probed.facts.get("device_type")
         yield ok("PJRT device", f"{number} of type {kind}; torch-xla {given['torch-xla']}")
+
+
+def _with_libtpu(xla: str) -> str:
+    """Return what pip is to install for TPUs: each torch-xla names the one libtpu that it goes with."""
+    return f"'torch-xla[tpu]=={short(xla)}.*'"
