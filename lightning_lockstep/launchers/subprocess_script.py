@@ -25,6 +25,7 @@ from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.process_exit import (
     at_exit,
     end_now,
+    ends_with_error,
     expected_exit,
     leaving,
     printed_a_line,
@@ -269,7 +270,7 @@ def current_job() -> object:
 def _end_children() -> None:
     if _started is None:
         return
-    if leaving() or hasattr(sys, "last_value"):  # after an error the others may wait for this rank for ever
+    if leaving() or ends_with_error():  # after an error the others may wait for this rank for ever
         if killed := _started.end(_started.grace_period):
             say(
                 f"lightning-lockstep: rank(s) {killed} of this host did not end within"
