@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from lightning_lockstep._lightning import SLURMEnvironment, Trainer, _AcceleratorConnector
+from lightning_lockstep._lightning import Trainer, _AcceleratorConnector
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -433,12 +433,9 @@ def restart_training_iterators(fit_loop: Any) -> list[Any]:
     "Trainer._accelerator_connector",
     why="what Lightning took for the cluster environment, also under a strategy that has none",
 )
-def slurm_requeue_signal(trainer: Any) -> signal.Signals | None:
-    """Return the signal on which Lightning requeues the Slurm job, or ``None`` where it does not."""
-    environment = trainer._accelerator_connector.cluster_environment
-    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
-        return None
-    return signal.Signals(environment.requeue_signal or signal.SIGUSR1)
+def cluster_environment_of(trainer: Any) -> Any:
+    """Return the cluster environment of a Trainer."""
+    return trainer._accelerator_connector.cluster_environment
 
 
 @touches(
