@@ -17,6 +17,7 @@ from lightning_lockstep.distributed.side_channel.job_token import signed, verifi
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.cluster_environment import detect_environment
 from lightning_lockstep.launchers.frozen_config import config_from_bytes, config_to_bytes
+from lightning_lockstep.launchers.slurm_step import find_slurm_step
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -74,11 +75,16 @@ def external_ranks() -> ExternalRanks | None:
 
 
 def _per_node(count: int) -> int | None:
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
+    step = find_slurm_step()
+    if step is not None and step.size == count:
+        return step.local_size
+    # An mpirun that tells its ranks nothing; its step, if it has one, has a task for each node.
     nodes = os.environ.get("SLURM_NNODES", "")
-    return count // int(nodes) if nodes.isdigit() and int(nodes) > 0 else None
+    known = nodes.isdigit() and int(nodes) > 0 and count % int(nodes) == 0
+    return count // int(nodes) if known else None
 
 
 @dataclass(frozen=True)
