@@ -215,7 +215,7 @@ def plain_number(value: Any) -> Any:
     Args:
         value: Anything.
     """
-    if isinstance(value, (bool, int, float)) or not isinstance(value, numbers.Real):
+    if type(value) in (bool, int, float) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 

@@ -145,6 +145,17 @@ def reloads_training_loader(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_reload_train_dl)
 
 
+@touches(
+    "_FitLoop._combined_loader",
+    "CombinedLoader._mode",
+    why="how many batches an epoch has where several loaders are taken together",
+)
+def combined_training_loader(trainer: Any) -> tuple[int, str] | None:
+    """Return how many loaders the fit loop takes together, and how; ``None`` until it has asked for all."""
+    combined = trainer.fit_loop._combined_loader
+    return None if combined is None else (len(combined.flattened), combined._mode)
+
+
 # -- launchers --
 
 
