@@ -12,8 +12,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightning_lockstep._console import say
+from lightning_lockstep._environment import JOB_TOKEN
+from lightning_lockstep.distributed.interfaces import on_one_host
 from lightning_lockstep.distributed.process_group import rendezvous_store
-from lightning_lockstep.distributed.side_channel.job_token import signed, verified
+from lightning_lockstep.distributed.side_channel.job_token import known_job_token, signed, verified
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.cluster_environment import detect_environment
 from lightning_lockstep.launchers.frozen_config import config_from_bytes, config_to_bytes
@@ -141,6 +144,12 @@ class ConfigChannel:
         """
         if self.ranks is None:
             return
+        if self._number == 0 and not on_one_host() and known_job_token() is None:
+            say(
+                "lightning-lockstep: the configuration is sent to the other hosts without a signature, so they take"
+                f" what anybody writes to {self.ranks.address}:{self.ranks.port} first. On a network that others share"
+                f" give all ranks one {JOB_TOKEN}; see docs/security.md."
+            )
         self._store().set(f"{self._prefix}/{self._number}", message.to_bytes())
         self._number += 1
         self._sent_last = message.last

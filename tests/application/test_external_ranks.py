@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
 from lightning_lockstep._application.checks import prepare_training
-from lightning_lockstep._application.config_channel import external_ranks
+from lightning_lockstep._application.config_channel import (
+    ConfigChannel,
+    ExternalRanks,
+    Message,
+    external_ranks,
+)
+from lightning_lockstep.distributed.side_channel import job_token
 
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0", "SLURM_NODELIST": "n[1-2]"}
 
@@ -24,9 +31,19 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     ("of_job", "of_step", "devices", "nodes"),
     [
         # srun -N1 -n2 in a job of --nodes=1 --ntasks-per-node=4
-        ({"SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "1"}, {"NUM_TASKS": "2", "TASKS_PER_NODE": "2"}, 2, 1),
+        (
+            {"SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "1"},
+            {"NUM_TASKS": "2", "TASKS_PER_NODE": "2"},
+            2,
+            1,
+        ),
         # srun -N1 -n3 in a job of two nodes
-        ({"SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"}, {"NUM_TASKS": "3", "TASKS_PER_NODE": "3"}, 3, 1),
+        (
+            {"SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"},
+            {"NUM_TASKS": "3", "TASKS_PER_NODE": "3"},
+            3,
+            1,
+        ),
         ({"SLURM_NNODES": "2"}, {"NUM_TASKS": "4", "TASKS_PER_NODE": "2(x2)"}, 2, 2),
     ],
 )
@@ -49,3 +66,29 @@ def test_a_step_of_slurm_has_the_devices_of_its_own_tasks(
     )
     prepare_training(config)
     assert (config.trainer.devices, config.trainer.num_nodes) == (devices, nodes)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, True),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "LOCKSTEP_JOB_TOKEN": "secret"}, False),
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}, False),
+    ],
+)
+def test_a_configuration_that_goes_to_other_hosts_without_a_signature_is_announced_once(
+    environment: dict[str, str],
+    says: bool,
+    tmp_path: os.PathLike[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("LOCKSTEP_JOB_TOKEN", raising=False)
+    monkeypatch.setattr(job_token, "_made", None)
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+    channel = ConfigChannel(ExternalRanks(0, 4, 2, "node1", 29500))
+    monkeypatch.setattr(channel, "_store", lambda: SimpleNamespace(set=lambda *_: None))
+    for last in (False, True):
+        channel.send(Message(last=last))
+    assert capsys.readouterr().err.count("one LOCKSTEP_JOB_TOKEN") == says
