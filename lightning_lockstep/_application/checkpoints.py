@@ -26,7 +26,9 @@ def note_begin(run_folder: Path) -> None:
 
     Ranks: rank 0 only, for all.
     """
-    with suppress(OSError):  # it exists already; or nothing can be written: then only files in the folder are the run's
+    with suppress(
+        OSError
+    ):  # it exists already; or nothing can be written: then only files in the folder are the run's
         (run_folder / _BEGUN).touch(exist_ok=False)
 
 

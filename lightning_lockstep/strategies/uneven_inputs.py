@@ -196,7 +196,7 @@ def most_batches(trainer: Any) -> float:
 def _until_max_steps(trainer: Any) -> float:
     if trainer.max_steps < 0:
         return math.inf
-    return max((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches, 0)
+    return float(max((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches, 0))
 
 
 class EvenLoader:

@@ -97,7 +97,9 @@ def save(path: Path, *, age: float, **content: object) -> Path:
 def test_a_checkpoint_of_weights_alone_is_not_resumed(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints" / "best.ckpt", age=10)
     assert find_checkpoint("auto", run_folder=tmp_path, started_in=tmp_path) is None
-    last = save(tmp_path / "checkpoints" / "last.ckpt", age=50, optimizer_states=[], hyper_parameters={"p": Path("x")})
+    last = save(
+        tmp_path / "checkpoints" / "last.ckpt", age=50, optimizer_states=[], hyper_parameters={"p": Path("x")}
+    )
     assert find_checkpoint("auto", run_folder=tmp_path, started_in=tmp_path) == str(last)
 
 
@@ -106,8 +108,15 @@ def test_what_a_run_saves_elsewhere_is_found_and_what_others_have_saved_there_is
     run.mkdir()
     config = OmegaConf.create(
         {
-            "checkpoint": {"last": {"dirpath": "scratch"}, "best": {"dirpath": "s3://bucket/run"}, "none": None},
-            "callbacks": {"stop_together": {"dirpath": str(tmp_path / "stopped")}, "lr": {"interval": "step"}},
+            "checkpoint": {
+                "last": {"dirpath": "scratch"},
+                "best": {"dirpath": "s3://bucket/run"},
+                "none": None,
+            },
+            "callbacks": {
+                "stop_together": {"dirpath": str(tmp_path / "stopped")},
+                "lr": {"interval": "step"},
+            },
             "trainer": {"default_root_dir": str(tmp_path / "root")},
         }
     )
@@ -121,7 +130,11 @@ def test_what_a_run_saves_elsewhere_is_found_and_what_others_have_saved_there_is
     note_begin(run)  # a later attempt
     save(scratch / "last.ckpt", age=200, optimizer_states=[])
     assert found() is None, "of another run"
-    for age, path in ((50, scratch / "last.ckpt"), (40, tmp_path / "stopped" / "last.ckpt"), (30, tmp_path / "root" / "hpc_ckpt_1.ckpt")):
+    for age, path in (
+        (50, scratch / "last.ckpt"),
+        (40, tmp_path / "stopped" / "last.ckpt"),
+        (30, tmp_path / "root" / "hpc_ckpt_1.ckpt"),
+    ):
         save(path, age=age, optimizer_states=[])
         assert found() == str(path)
     own = save(run / "checkpoints" / "last.ckpt", age=20, optimizer_states=[])

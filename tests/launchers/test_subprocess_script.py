@@ -58,7 +58,9 @@ def test_a_later_trainer_ends_the_children_before_a_forced_end(launchers: list[S
     assert [child.returncode for child in second.procs] == [-9]
 
 
-def test_a_child_that_ends_is_reported_to_the_trainer_that_it_works_for(launchers: list[ScriptLauncher]) -> None:
+def test_a_child_that_ends_is_reported_to_the_trainer_that_it_works_for(
+    launchers: list[ScriptLauncher],
+) -> None:
     first, second = launchers
     reported: list[tuple[str, int, int, int]] = []
     for name, launcher in (("first", first), ("second", second)):

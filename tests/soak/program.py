@@ -254,7 +254,9 @@ def main() -> None:
     try:
         if FAULT == "second_fit":
             fit_and_catch(net)
-            time.sleep(GRACE + 1)  # the program works on, for longer than a failure that nobody catches may take
+            time.sleep(
+                GRACE + 1
+            )  # the program works on, for longer than a failure that nobody catches may take
             net.fault = "none"
         fit(net)
         if FAULT == "second_fit":

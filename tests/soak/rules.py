@@ -143,8 +143,7 @@ def _does_not_hurt(plan: Plan) -> bool:
 def _fitted(plan: Plan) -> Expected:
     # Python ends any program with 120 whose last words could not be written.
     codes = (0, 120) if plan.fault == "stderr" and plan.launch in ("popen", *MULTIPROCESSING) else (0,)
-    seconds = 50.0 if plan.fault == "second_fit" else 25.0  # the program waits, and fits twice more
-    return Expected(codes, dict.fromkeys(_programs(plan), ("",)), done=_programs(plan), seconds=seconds)
+    return Expected(codes, dict.fromkeys(_programs(plan), ("",)), done=_programs(plan))
 
 
 def _preempted(plan: Plan) -> Expected:

@@ -231,7 +231,9 @@ def leaving_code() -> int | None:
 
 def ends_with_error() -> bool:
     """Return whether this process is about to end because of an exception that nobody caught."""
-    return hasattr(sys, "last_value")  # set by Python before it prints the exception; a SystemExit leaves no trace
+    return hasattr(
+        sys, "last_value"
+    )  # set by Python before it prints the exception; a SystemExit leaves no trace
 
 
 def leave_without_waiting(exit_code: int, message: str = "", *, unless_caught: bool = False) -> None:
