@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["Faults", "did_you_mean", "is_number", "is_whole", "nearest"]
+__all__ = ["Faults", "did_you_mean", "is_number", "is_whole", "nearest", "plain_number"]
 
 
 class Faults:
@@ -206,6 +207,17 @@ def is_whole(value: object) -> TypeGuard[int]:
         value: Anything.
     """
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number of another library, such as NumPy, as Python's own; anything else as it is.
+
+    Args:
+        value: Anything.
+    """
+    if type(value) in (bool, int, float) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def _near(given: str, known: Iterable[str], most: int) -> list[str]:

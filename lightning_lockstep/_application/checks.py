@@ -10,7 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_lockstep._application.build import component_keys
-from lightning_lockstep._application.checkpoints import find_checkpoint
+from lightning_lockstep._application.checkpoints import (
+    checkpoint_folders,
+    find_checkpoint,
+    note_begin,
+)
 from lightning_lockstep._application.config_channel import ExternalRanks, external_ranks
 from lightning_lockstep._application.faults import Fault
 from lightning_lockstep._application.preflight import preflight_faults
@@ -66,6 +70,7 @@ def prepare_training(config: DictConfig) -> None:
 
     Ranks: rank 0 only; reads environment variables and looks for files.
     """
+    note_begin(Path(config.hydra.runtime.output_dir))
     config.ckpt_path = _checkpoint(config)
     ranks = external_ranks()
     if ranks is None or ranks.per_node is None or ranks.count is None:
@@ -76,10 +81,12 @@ def prepare_training(config: DictConfig) -> None:
 
 
 def _checkpoint(config: DictConfig) -> str | None:
-    runtime = config.hydra.runtime
-    return find_checkpoint(
-        config.get("ckpt_path"), run_folder=Path(runtime.output_dir), started_in=Path(runtime.cwd)
-    )
+    runtime, given = config.hydra.runtime, config.get("ckpt_path")
+    run_folder, started_in = Path(runtime.output_dir), Path(runtime.cwd)
+    folders = []
+    if given == "auto":
+        folders = checkpoint_folders(config, run_folder=run_folder, started_in=started_in)
+    return find_checkpoint(given, run_folder=run_folder, started_in=started_in, folders=folders)
 
 
 def _prepared(config: DictConfig) -> list[Fault]:

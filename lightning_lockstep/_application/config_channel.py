@@ -12,11 +12,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightning_lockstep._console import say
+from lightning_lockstep._environment import JOB_TOKEN
+from lightning_lockstep.distributed.interfaces import on_one_host
 from lightning_lockstep.distributed.process_group import rendezvous_store
-from lightning_lockstep.distributed.side_channel.job_token import signed, verified
+from lightning_lockstep.distributed.side_channel.job_token import known_job_token, signed, verified
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.cluster_environment import detect_environment
 from lightning_lockstep.launchers.frozen_config import config_from_bytes, config_to_bytes
+from lightning_lockstep.launchers.slurm_step import find_slurm_step
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -74,11 +78,16 @@ def external_ranks() -> ExternalRanks | None:
 
 
 def _per_node(count: int) -> int | None:
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
+    step = find_slurm_step()
+    if step is not None and step.size == count:
+        return step.local_size
+    # An mpirun that tells its ranks nothing; its step, if it has one, has a task for each node.
     nodes = os.environ.get("SLURM_NNODES", "")
-    return count // int(nodes) if nodes.isdigit() and int(nodes) > 0 else None
+    known = nodes.isdigit() and int(nodes) > 0 and count % int(nodes) == 0
+    return count // int(nodes) if known else None
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,12 @@ class ConfigChannel:
         """
         if self.ranks is None:
             return
+        if self._number == 0 and not on_one_host() and known_job_token() is None:
+            say(
+                "lightning-lockstep: the configuration is sent to the other hosts without a signature, so they take"
+                f" what anybody writes to {self.ranks.address}:{self.ranks.port} first. On a network that others share"
+                f" give all ranks one {JOB_TOKEN}; see docs/security.md."
+            )
         self._store().set(f"{self._prefix}/{self._number}", message.to_bytes())
         self._number += 1
         self._sent_last = message.last

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from lightning_lockstep._lightning import SLURMEnvironment, Trainer, _AcceleratorConnector
+from lightning_lockstep._lightning import Trainer, _AcceleratorConnector
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -143,6 +143,17 @@ def show_accelerator(accelerator: Any) -> None:
 def reloads_training_loader(trainer: Any) -> bool:
     """Return whether the fit loop makes its training loader anew now."""
     return bool(trainer.fit_loop._should_reload_train_dl)
+
+
+@touches(
+    "_FitLoop._combined_loader",
+    "CombinedLoader._mode",
+    why="how many batches an epoch has where several loaders are taken together",
+)
+def combined_training_loader(trainer: Any) -> tuple[int, str] | None:
+    """Return how many loaders the fit loop takes together, and how; ``None`` until it has asked for all."""
+    combined = trainer.fit_loop._combined_loader
+    return None if combined is None else (len(combined.flattened), combined._mode)
 
 
 # -- launchers --
@@ -433,12 +444,9 @@ def restart_training_iterators(fit_loop: Any) -> list[Any]:
     "Trainer._accelerator_connector",
     why="what Lightning took for the cluster environment, also under a strategy that has none",
 )
-def slurm_requeue_signal(trainer: Any) -> signal.Signals | None:
-    """Return the signal on which Lightning requeues the Slurm job, or ``None`` where it does not."""
-    environment = trainer._accelerator_connector.cluster_environment
-    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
-        return None
-    return signal.Signals(environment.requeue_signal or signal.SIGUSR1)
+def cluster_environment_of(trainer: Any) -> Any:
+    """Return the cluster environment of a Trainer."""
+    return trainer._accelerator_connector.cluster_environment
 
 
 @touches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lightning_lockstep._lightning import EarlyStopping
 from lightning_lockstep._lightning.internals import logged_in_this_step
-from lightning_lockstep._settings import Faults
+from lightning_lockstep._settings import Faults, plain_number
 from lightning_lockstep.callbacks.drop_in import faults_as_lightnings
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.stopping.early_stopping_rule import (
@@ -46,7 +47,7 @@ class SyncedEarlyStopping(EarlyStopping):
     Args:
         monitor: Name of the metric.
         min_delta: Least change that counts as an improvement.
-        patience: Checks without an improvement after which to stop.
+        patience: Checks without an improvement after which to stop; ``math.inf``: never.
         verbose: Whether improvements and the stop are logged.
         mode: ``min`` or ``max``: which way is better.
         strict: Whether a metric that no rank has is an error.
@@ -92,8 +93,10 @@ class SyncedEarlyStopping(EarlyStopping):
         faults = Faults()
         is_name = isinstance(monitor, str) and bool(monitor)
         faults.check(is_name, "monitor", monitor, "the name of a logged metric, such as 'val_loss'")
-        faults.number("min_delta", min_delta, least=0, such_as=0.001)
-        faults.whole("patience", patience, least=0, what="a whole number of checks", such_as=3)
+        min_delta, patience = plain_number(min_delta), plain_number(patience)
+        faults.number("min_delta", min_delta, such_as=0.001)
+        if patience != math.inf:
+            faults.whole("patience", patience, least=0, what="a whole number of checks", such_as=3)
         faults.choice("mode", mode, tuple(MODES))
         faults.choice("reduce", reduce, REDUCTIONS)
         faults.choice("missing", missing, MISSING)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep._lightning import Callback
-from lightning_lockstep._lightning.internals import save_and_requeue, slurm_requeue_signal
+from lightning_lockstep._lightning.internals import cluster_environment_of, save_and_requeue
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.failure.process_exit import expect_exit
 from lightning_lockstep.distributed.stop_agreement import StepAgreement, StopDecision
 from lightning_lockstep.errors import Preempted
+from lightning_lockstep.launchers.cluster_environment import requeue_signal
 from lightning_lockstep.stopping.breakpoint import (
     check_breakpoint,
     connect,
@@ -218,9 +219,9 @@ class StopTogether(Callback):
 
     def _save(self, trainer: Any, reason: str) -> str:
         assert self._communicator is not None
-        requeue_signal = slurm_requeue_signal(trainer)
-        if requeue_signal is not None and f"received {requeue_signal.name}" in reason:
-            requeued: str = self._communicator.broadcast(save_and_requeue(trainer, requeue_signal))
+        requeues = requeue_signal(cluster_environment_of(trainer))
+        if requeues is not None and f"received {requeues.name}" in reason:
+            requeued: str = self._communicator.broadcast(save_and_requeue(trainer, requeues))
             return requeued
         folder = self.dirpath or getattr(trainer.checkpoint_callback, "dirpath", None)
         folder = folder or Path(trainer.default_root_dir, "checkpoints")

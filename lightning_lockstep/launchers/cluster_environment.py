@@ -7,10 +7,13 @@ launcher. A strategy of ours that is given as an object has its environment alre
 
 from __future__ import annotations
 
+from signal import SIGUSR1, Signals
+
 from lightning_lockstep._lightning import (
     ClusterEnvironment,
     LightningEnvironment,
     LSFEnvironment,
+    SLURMEnvironment,
     TorchElasticEnvironment,
 )
 from lightning_lockstep.errors import LaunchError
@@ -20,9 +23,15 @@ from lightning_lockstep.launchers.mpi_environment import (
     SrunMPIEnvironment,
     find_mpi_rank,
 )
-from lightning_lockstep.launchers.slurm_environment import SlurmStepEnvironment
+from lightning_lockstep.launchers.slurm_environment import SlurmStepEnvironment, find_slurm_step
 
-__all__ = ["LockstepEnvironment", "check_has_device", "detect_environment"]
+__all__ = [
+    "LockstepEnvironment",
+    "belongs_to_slurm",
+    "check_has_device",
+    "detect_environment",
+    "requeue_signal",
+]
 
 
 class LockstepEnvironment(LightningEnvironment):
@@ -59,6 +68,25 @@ def detect_environment(*, mpi: bool = False) -> ClusterEnvironment:
     if LSFEnvironment.detect():
         return LSFEnvironment()
     return LockstepEnvironment()
+
+
+def belongs_to_slurm(environment: ClusterEnvironment) -> bool:
+    """Return whether Slurm has started this rank, or the program that has started it as the one task of a step.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    is_own = isinstance(environment, LockstepEnvironment) and find_slurm_step() is not None
+    return is_own or isinstance(environment, SLURMEnvironment)
+
+
+def requeue_signal(environment: ClusterEnvironment) -> Signals | None:
+    """Return the signal on which the Slurm job is requeued, or ``None`` where it is not.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    if isinstance(environment, SLURMEnvironment):
+        return Signals(environment.requeue_signal or SIGUSR1) if environment.auto_requeue else None
+    return SIGUSR1 if belongs_to_slurm(environment) else None
 
 
 def check_has_device(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:

@@ -16,34 +16,47 @@ from pathlib import Path
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.slurm_environment import find_slurm_step
 
-__all__ = ["RESOLVERS", "forget_run_folders", "new_version", "run_attempt", "run_folder", "without_claiming"]
+__all__ = ["RESOLVERS", "forget_run_folders", "new_version", "run_folder", "run_names", "without_claiming"]
 
 _NOTE = ".attempt"
 _MOST = 10_000  # folders of one name
+_NO_RUN_ID = "none"  # torchrun's own where it is given none
 
 _claimed: dict[str, str] = {}
 _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
 
 
-def run_attempt(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Return what all attempts of this run have in common, and how many came before; ``None`` without a scheduler.
+def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]:
+    """Return by what the attempts of this run know each other, and how many came before; nothing without a scheduler.
+
+    The most particular name comes first. torchrun may run in a job of Slurm: after a requeue it begins to count anew,
+    and with ``--standalone`` it has another run id.
 
     Args:
         environ: Environment variables; by default those of this process.
     """
     environ = os.environ if environ is None else environ
+    names, restarts = [], _number(environ.get("TORCHELASTIC_RESTART_COUNT"))
     if "TORCHELASTIC_RUN_ID" in environ:
-        # Without --rdzv-id all jobs have the same one; their agents differ.
-        run = f"{environ['TORCHELASTIC_RUN_ID']}-{environ.get('MASTER_ADDR')}-{os.getppid()}"
-        return f"torchrun-{_plain(run)}", _number(environ.get("TORCHELASTIC_RESTART_COUNT"))
-    if "SLURM_JOB_ID" not in environ:
-        return None
+        run = environ["TORCHELASTIC_RUN_ID"]
+        # Jobs may have one run id: without --rdzv-id all have. Their agents differ, but another one may have rank 0
+        # after a restart.
+        particular = [run, environ.get("MASTER_ADDR", ""), str(os.getppid())]
+        names.append((f"torchrun-{_plain('-'.join(particular))}", restarts))
+        if run != _NO_RUN_ID:
+            names.append((f"torchrun-{_plain(run)}", restarts))
+    if "SLURM_JOB_ID" in environ:
+        requeues = _number(environ.get("SLURM_RESTART_COUNT"))
+        names.append((f"slurm-{_slurm_job(environ)}", requeues + restarts))
+    return names
+
+
+def _slurm_job(environ: Mapping[str, str]) -> str:
     job = environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in environ:
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID')}"
     step = find_slurm_step(environ)
-    part = f"-{step.step}" if step is not None else ""
-    return f"slurm-{_plain(job)}{part}", _number(environ.get("SLURM_RESTART_COUNT"))
+    return _plain(job if step is None else f"{job}-{step.step}")
 
 
 def run_folder(wanted: str) -> str:
@@ -117,27 +130,25 @@ def _claim(wanted: str) -> str:
 
 def _former(wanted: Path) -> str | None:
     """Return the folder of the attempt before this one."""
-    attempt = run_attempt()
-    if attempt is None or attempt[1] == 0:
-        return None
-    found = [note for note in wanted.parent.glob(f"*/{_NOTE}") if _is_of(note, attempt[0])]
-    newest = max(found, key=lambda note: note.stat().st_mtime, default=None)
-    return None if newest is None else str(newest.parent)
+    for name, earlier in run_names():
+        notes = wanted.parent.glob(f"*/{_NOTE}") if earlier else ()
+        if found := [note for note in notes if _is_of(note, name)]:
+            return str(max(found, key=lambda note: note.stat().st_mtime).parent)
+    return None
 
 
 def _is_of(note: Path, run: str) -> bool:
     # Checkpoints of that folder may be loaded: others may be able to make one beside it.
     with suppress(OSError, ValueError):
         own = note.stat().st_uid == note.parent.stat().st_uid == os.geteuid()
-        return own and note.read_text().strip() == run
+        return own and run in note.read_text().splitlines()
     return False
 
 
 def _leave_note(folder: Path) -> None:
-    attempt = run_attempt()
-    if attempt is not None:
+    if names := run_names():
         with suppress(OSError):  # then a later attempt has a folder of its own
-            (folder / _NOTE).write_text(f"{attempt[0]}\n")
+            (folder / _NOTE).write_text("".join(f"{name}\n" for name, _ in names))
 
 
 def _number(text: str | None) -> int:

@@ -25,6 +25,7 @@ from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.process_exit import (
     at_exit,
     end_now,
+    ends_with_error,
     expected_exit,
     leaving,
     printed_a_line,
@@ -53,12 +54,17 @@ _SAY_AFTER = 30.0
 
 @dataclass
 class _StartedRanks:
-    """The child ranks of one job of this process."""
+    """The child ranks of one job of this process, and the supervisor of the Trainer that they work for now."""
 
     job: object
     processes: list[subprocess.Popen[bytes]]
-    grace_period: float = 10.0
+    supervisor: RankSupervisor
     end_watch: Callable[[], None] = field(default=lambda: None)
+
+    def work_for(self, supervisor: RankSupervisor) -> None:
+        """Let a Trainer's supervisor learn when a child exits, and end the children before a forced end."""
+        self.supervisor = supervisor
+        supervisor.on_force = self.kill
 
     def can_serve(self, num_processes: int) -> bool:
         """Return whether a Trainer with this many ranks on the node can use these again."""
@@ -153,18 +159,19 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if _started is not None and _started.job == job and _started.can_serve(self.num_processes):
             # The children, and the ranks of other nodes, run this same script and will reach this Trainer too.
             self.procs = _started.processes
+            _started.work_for(self._supervisor)
             return
         forget_earlier_job(self._supervisor.settings.grace_period)
         self._check_can_spawn_children()
         environ = self._rank_environment()
         processes = [self._start_rank(local_rank, environ) for local_rank in range(1, self.num_processes)]
         self.procs = processes
-        _started = _StartedRanks(job, processes, self._supervisor.settings.grace_period)
-        self._supervisor.on_force = _started.kill
+        _started = _StartedRanks(job, processes, self._supervisor)
+        _started.work_for(self._supervisor)
         _started.end_watch = watch_interrupts(
             self._interrupted, patience=self._supervisor.settings.grace_period
         )
-        threading.Thread(target=self._watch, args=(processes,), name="lockstep-watch", daemon=True).start()
+        threading.Thread(target=self._watch, args=(_started,), name="lockstep-watch", daemon=True).start()
 
     def _rank_environment(self) -> dict[str, str]:
         environment = self.cluster_environment
@@ -188,28 +195,27 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         command, folder = rank_command()
         return subprocess.Popen(command, env={**environ, "LOCAL_RANK": str(local_rank)}, cwd=folder)
 
-    def _watch(self, processes: list[subprocess.Popen[bytes]]) -> None:
-        while _started is not None and _started.processes is processes:
-            for local_rank, process in enumerate(processes, 1):
+    def _watch(self, ranks: _StartedRanks) -> None:
+        while _started is ranks:
+            for local_rank, process in enumerate(ranks.processes, 1):
                 if process.poll() is not None and not _is_orderly(process.returncode):
-                    self._child_ended(local_rank, process)
+                    time.sleep(_REPORT_DELAY)
+                    self._child_ended(ranks, local_rank, process)
                     return
-            if all(process.poll() is not None for process in processes):
+            if all(process.poll() is not None for process in ranks.processes):
                 return
             time.sleep(_LOOK_EVERY)
 
-    def _child_ended(self, local_rank: int, process: subprocess.Popen[bytes]) -> None:
-        time.sleep(_REPORT_DELAY)
+    def _child_ended(self, ranks: _StartedRanks, local_rank: int, process: subprocess.Popen[bytes]) -> None:
         rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
-        propagation = self._supervisor.propagation
+        propagation = ranks.supervisor.propagation
         if propagation is not None:
             if not propagation.failed:
                 propagation.report_child_exit(rank, process.returncode, process.pid)
             return
         # The ranks have not met yet, so the main thread waits for a rank that will not come.
         _, summary, code = describe_exit(process.returncode)
-        if _started is not None:
-            _started.kill()
+        ranks.kill()
         end_now(
             code,
             f"\nlightning-lockstep: rank {rank} (process {process.pid}) ended before all ranks had met:"
@@ -269,11 +275,11 @@ def current_job() -> object:
 def _end_children() -> None:
     if _started is None:
         return
-    if leaving() or hasattr(sys, "last_value"):  # after an error the others may wait for this rank for ever
-        if killed := _started.end(_started.grace_period):
+    if leaving() or ends_with_error():  # after an error the others may wait for this rank for ever
+        patience = _started.supervisor.settings.grace_period
+        if killed := _started.end(patience):
             say(
-                f"lightning-lockstep: rank(s) {killed} of this host did not end within"
-                f" {_started.grace_period:g} s and were killed."
+                f"lightning-lockstep: rank(s) {killed} of this host did not end within {patience:g} s and were killed."
             )
             printed_a_line()
             repeat_headline()

@@ -42,7 +42,7 @@ import torch
 
 from lightning_lockstep._environment import launcher_pid
 from lightning_lockstep._exports import public
-from lightning_lockstep._lightning import Precision, SLURMEnvironment, rank_zero_only, reset_seed
+from lightning_lockstep._lightning import Precision, rank_zero_only, reset_seed
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
 from lightning_lockstep.distributed.guard.flight_recorder import size_flight_recorder
@@ -51,7 +51,11 @@ from lightning_lockstep.distributed.process_group import (
     process_group_exists,
     start_process_group,
 )
-from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, check_has_device
+from lightning_lockstep.launchers.cluster_environment import (
+    LockstepEnvironment,
+    belongs_to_slurm,
+    check_has_device,
+)
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.slurm_environment import check_srun_is_used, hide_srun_hint
@@ -261,8 +265,8 @@ class RankLifecycle:
         Lightning saves and requeues inside the signal handler of each rank, wherever that rank is; ranks in different
         places then wait for each other.
         """
-        module, environment = self._strategy.lightning_module, self._strategy.cluster_environment
-        if module is None or not isinstance(environment, SLURMEnvironment):
+        module = self._strategy.lightning_module
+        if module is None or not belongs_to_slurm(self._strategy.cluster_environment):
             return
         trainer = module.trainer
         callback = public("StopTogether")

@@ -4,24 +4,27 @@ Every rank must take the same number of steps: a rank that runs out of data goes
 wait for its gradients, and they hang, or gradients are added to values of another collective. Here the ranks
 compare the lengths of their loaders before the first batch. Loaders without a length agree before each batch
 whether all still have one; that reduction runs while the batch before it is computed.
+
+What the loop takes counts, not what the loaders have: a limit of the Trainer may end an epoch everywhere at the same
+batch, and of several loaders a longer one may decide, which is known only once Lightning has asked for all of them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from lightning_lockstep._lightning import TrainerFn
-from lightning_lockstep._lightning.internals import reloads_training_loader
+from lightning_lockstep._lightning.internals import combined_training_loader, reloads_training_loader
 from lightning_lockstep.distributed import Communicator, PendingReduction
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["EvenLoader", "StepPlan", "UnevenInputs", "even_loader", "plan_steps"]
+__all__ = ["EvenLoader", "StepPlan", "UnevenInputs", "batches_taken", "plan_steps"]
 
 _log = logging.getLogger(__name__)
 Policy = Literal["error", "truncate", "join"]
@@ -43,6 +46,7 @@ class UnevenInputs:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._loaders: list[EvenLoader] = []
+        self._lengths: list[Sequence[int | None]] = []  # of each training loader, on each rank
 
     def even(self, dataloader: Any, trainer: Any, communicator: Communicator) -> Any:
         """Return a loader of which every rank takes the same number of batches, if it is a training loader.
@@ -54,10 +58,39 @@ class UnevenInputs:
         """
         if not _is_for_training(trainer):
             return dataloader
-        loader = even_loader(dataloader, communicator, self._policy, taken=partial(batches_taken, trainer))
+        lengths = communicator.gather(_length(dataloader))
+        self._lengths.append(lengths)
+        loader = self._even(dataloader, lengths, trainer, communicator)
         if isinstance(loader, EvenLoader):
             self._loaders.append(loader)
         return loader
+
+    def _even(
+        self, loader: Any, lengths: Sequence[int | None], trainer: Any, communicator: Communicator
+    ) -> Any:
+        known = [length for length in lengths if length is not None]
+        if len(known) == len(lengths):
+            if len({batches_taken(trainer, [length]) for length in known}) == 1:
+                return loader  # the loop ends everywhere at the same batch
+            if self._policy == "error":
+                return CheckedLoader(loader, lambda: self._check(lengths, trainer, communicator.rank))
+        plan = plan_steps(lengths, communicator.rank, self._policy)
+        if plan.notice and communicator.is_main:
+            _log.warning(plan.notice)
+        if plan.steps is not None:
+            return SizedEvenLoader(loader, plan.steps, plan.own or 0)
+        return AgreeingLoader(loader, communicator, self._policy, lambda: most_batches(trainer))
+
+    def _check(self, own: Sequence[int | None], trainer: Any, rank: int) -> None:
+        """Raise unless the loop takes as many batches on all ranks of the loaders that it has together."""
+        combined = combined_training_loader(trainer)
+        if combined is None:
+            return  # Lightning still asks for the others
+        number, mode = combined
+        of_ranks = list(zip(*self._lengths[-number:], strict=True))
+        if number > 1 and not any(None in lengths for lengths in of_ranks):
+            own = [batches_taken(trainer, lengths, mode) for lengths in of_ranks]
+        plan_steps(own, rank, self._policy)
 
     def is_padding_batch(self, trainer: Any) -> bool:
         """Return whether the current training batch comes after the last one of this rank's own."""
@@ -70,6 +103,7 @@ class UnevenInputs:
     def clear(self) -> None:
         """Forget the loaders."""
         self._loaders.clear()
+        self._lengths.clear()
 
 
 def _is_for_training(trainer: Any) -> bool:
@@ -134,58 +168,35 @@ def plan_steps(lengths: Sequence[int | None], rank: int, policy: Policy) -> Step
     return StepPlan(steps, known[rank], notice)
 
 
-def batches_taken(trainer: Any, length: int) -> int:
-    """Return how many batches of an epoch the fit loop will take of a loader.
+def batches_taken(trainer: Any, lengths: Sequence[int], mode: str = "max_size_cycle") -> int:
+    """Return how many batches of an epoch the fit loop will take.
 
     Args:
         trainer: The Trainer, whose ``limit_train_batches``, ``max_steps``, ``fast_dev_run`` and ``overfit_batches``
             count.
-        length: Length of the loader in batches.
+        lengths: Length of each of its loaders in batches.
+        mode: How Lightning's ``CombinedLoader`` takes several: up to the end of the longest, or with ``min_size`` of
+            the shortest.
     """
     limit = trainer.limit_train_batches  # the two latter set it
-    taken = min(length, limit) if isinstance(limit, int) else int(length * limit)
-    if trainer.max_steps >= 0:
-        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-        taken = min(taken, max(left, 0))
-    return taken
+    each = [min(length, limit) if isinstance(limit, int) else int(length * limit) for length in lengths]
+    return int(min(min(each) if mode == "min_size" else max(each), _until_max_steps(trainer)))
 
 
-def even_loader(
-    loader: Any,
-    communicator: Communicator,
-    policy: Policy,
-    *,
-    taken: Callable[[int], int] = lambda length: length,
-) -> Any:
-    """Return a loader of which every rank takes the same number of batches.
+def most_batches(trainer: Any) -> float:
+    """Return how many batches of an epoch the fit loop will take at most, of a loader without a length.
 
     Args:
-        loader: This rank's training loader.
-        communicator: Communicator of the run.
-        policy: ``error``, ``truncate`` or ``join``.
-        taken: Given a length, returns how many batches the loop will take of it.
-
-    Returns:
-        ``loader`` itself when all ranks have the same length, else a wrapper around it.
-
-    Raises:
-        ConfigurationError: As :func:`plan_steps`, alike on every rank.
-
-    Ranks: all, together; one gather.
+        trainer: As for :func:`batches_taken`.
     """
-    length = _length(loader)
-    everyone = communicator.gather((length, None if length is None else taken(length)))
-    lengths, counts = zip(*everyone, strict=True)
-    if None not in counts and len(set(counts)) == 1:
-        return loader  # the loop ends everywhere at the same batch
-    plan = plan_steps(lengths, communicator.rank, policy)
-    if plan.notice and communicator.is_main:
-        _log.warning(plan.notice)
-    if plan.steps is not None and plan.steps == plan.own and plan.notice is None:
-        return loader
-    if plan.steps is not None:
-        return SizedEvenLoader(loader, plan.steps, plan.own or 0)
-    return AgreeingLoader(loader, communicator, policy)
+    limit = trainer.limit_train_batches
+    return min(limit if isinstance(limit, int) else math.inf, _until_max_steps(trainer))
+
+
+def _until_max_steps(trainer: Any) -> float:
+    if trainer.max_steps < 0:
+        return math.inf
+    return float(max((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches, 0))
 
 
 class EvenLoader:
@@ -196,7 +207,7 @@ class EvenLoader:
             padding batches, which must contribute nothing.
     """
 
-    _ours = ("_loader", "own_batches", "_steps", "_communicator", "_policy")
+    _ours = ("_loader", "own_batches", "_steps", "_communicator", "_policy", "_check", "_most")
 
     def __init__(self, loader: Any, own_batches: int | None) -> None:
         self._loader = loader
@@ -212,6 +223,27 @@ class EvenLoader:
             object.__setattr__(self, name, value)
         else:
             setattr(self._loader, name, value)
+
+
+class CheckedLoader(EvenLoader):
+    """Gives the batches of a loader that differs among the ranks, unless the epoch would.
+
+    Args:
+        loader: The loader.
+        check: Raises if the ranks would take different numbers of batches.
+    """
+
+    def __init__(self, loader: Any, check: Callable[[], None]) -> None:
+        super().__init__(loader, len(loader))
+        self._check = check
+
+    def __len__(self) -> int:
+        self._check()  # Lightning asks before the first batch, on all ranks
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._check()
+        return iter(self._loader)
 
 
 class SizedEvenLoader(EvenLoader):
@@ -247,20 +279,23 @@ class AgreeingLoader(EvenLoader):
         loader: The loader.
         communicator: Communicator of the run.
         policy: ``error``, ``truncate`` or ``join``.
+        most: Returns how many batches of an epoch the loop takes at most; Lightning asks for one more.
     """
 
-    def __init__(self, loader: Any, communicator: Communicator, policy: Policy) -> None:
+    def __init__(
+        self, loader: Any, communicator: Communicator, policy: Policy, most: Callable[[], float]
+    ) -> None:
         super().__init__(loader, None)
-        self._communicator, self._policy = communicator, policy
+        self._communicator, self._policy, self._most = communicator, policy, most
 
     def __iter__(self) -> Iterator[Any]:
         self.own_batches = None
-        batches, taken, current = iter(self._loader), 0, _NOTHING
+        batches, taken, current, most = iter(self._loader), 0, _NOTHING, self._most()
         following = next(batches, _NOTHING)
         pending = self._count_next(following)
         while True:
             with_data = int(pending.wait())
-            if with_data < self._communicator.world_size and self._ends(with_data, taken, following):
+            if with_data < self._communicator.world_size and self._ends(with_data, taken, following, most):
                 return
             if following is not _NOTHING:
                 current, taken = following, taken + 1
@@ -276,12 +311,14 @@ class AgreeingLoader(EvenLoader):
             torch.tensor(int(following is not _NOTHING), dtype=torch.int32)
         )
 
-    def _ends(self, with_data: int, taken: int, following: Any) -> bool:
+    def _ends(self, with_data: int, taken: int, following: Any, most: float) -> bool:
         """Return whether the epoch ends here, now that some rank has no next batch; all ranks know that."""
         if with_data == 0 or self._policy == "truncate":
             return True
         if self._policy == "join" and taken > 0:
             return False
+        if taken >= most:  # every rank has taken as many
+            return True
         taken_by_rank = self._communicator.gather((taken, following is not _NOTHING))
         counts = ", ".join(
             f"rank {rank}: {'more than ' if more else ''}{n}" for rank, (n, more) in enumerate(taken_by_rank)

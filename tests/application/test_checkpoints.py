@@ -8,8 +8,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
-from lightning_lockstep._application.checkpoints import find_checkpoint
+from lightning_lockstep._application.checkpoints import checkpoint_folders, find_checkpoint, note_begin
 from lightning_lockstep.errors import ConfigurationError
 
 
@@ -83,3 +85,57 @@ def test_neither_an_unfinished_folder_nor_a_consolidated_file_is_resumed(tmp_pat
         archive.writestr("weights", b"")
     (folder / "empty.ckpt").mkdir()
     assert find_checkpoint("auto", run_folder=tmp_path, started_in=tmp_path) == str(whole)
+
+
+def save(path: Path, *, age: float, **content: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"state_dict": {}, **content}, path)
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def test_a_checkpoint_of_weights_alone_is_not_resumed(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints" / "best.ckpt", age=10)
+    assert find_checkpoint("auto", run_folder=tmp_path, started_in=tmp_path) is None
+    last = save(
+        tmp_path / "checkpoints" / "last.ckpt", age=50, optimizer_states=[], hyper_parameters={"p": Path("x")}
+    )
+    assert find_checkpoint("auto", run_folder=tmp_path, started_in=tmp_path) == str(last)
+
+
+def test_what_a_run_saves_elsewhere_is_found_and_what_others_have_saved_there_is_not(tmp_path: Path) -> None:
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    run.mkdir()
+    config = OmegaConf.create(
+        {
+            "checkpoint": {
+                "last": {"dirpath": "scratch"},
+                "best": {"dirpath": "s3://bucket/run"},
+                "none": None,
+            },
+            "callbacks": {
+                "stop_together": {"dirpath": str(tmp_path / "stopped")},
+                "lr": {"interval": "step"},
+            },
+            "trainer": {"default_root_dir": str(tmp_path / "root")},
+        }
+    )
+
+    def found() -> str | None:
+        folders = checkpoint_folders(config, run_folder=run, started_in=tmp_path)
+        return find_checkpoint("auto", run_folder=run, started_in=tmp_path, folders=folders)
+
+    note_begin(run)
+    os.utime(run / ".begun", (time.time() - 100,) * 2)
+    note_begin(run)  # a later attempt
+    save(scratch / "last.ckpt", age=200, optimizer_states=[])
+    assert found() is None, "of another run"
+    for age, path in (
+        (50, scratch / "last.ckpt"),
+        (40, tmp_path / "stopped" / "last.ckpt"),
+        (30, tmp_path / "root" / "hpc_ckpt_1.ckpt"),
+    ):
+        save(path, age=age, optimizer_states=[])
+        assert found() == str(path)
+    own = save(run / "checkpoints" / "last.ckpt", age=20, optimizer_states=[])
+    assert found() == str(own)

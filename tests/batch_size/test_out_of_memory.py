@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_lockstep.batch_size.memory.meter import parse_bytes
-from lightning_lockstep.batch_size.memory.out_of_memory import attempt, is_out_of_memory
+from lightning_lockstep.batch_size.memory.out_of_memory import attempt, is_out_of_memory, release_memory
 from lightning_lockstep.errors import ConfigurationError
 from tests.helpers import run_ranks
 
@@ -110,3 +111,21 @@ def test_the_meter_sees_a_peak_and_the_wall_raises_only_beyond_the_limit():
     ((peak, limit, summary, allowed),) = run_ranks(1, meter_and_wall, backend=None)
     assert 150 * 2**20 < peak < limit
     assert "DefaultCPUAllocator" in summary and allowed
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_cache_of_any_accelerator_is_emptied_once_it_is_in_use(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[str] = []
+    npu = SimpleNamespace(is_initialized=lambda: begun, empty_cache=lambda: emptied.append("npu"))
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: SimpleNamespace(type="npu"))
+    release_memory()
+    assert emptied == (["npu"] if begun else [])
+
+
+def test_a_device_without_a_cache_of_its_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "hpu", SimpleNamespace(), raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: SimpleNamespace(type="hpu"))
+    release_memory()

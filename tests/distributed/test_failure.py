@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from dataclasses import replace
 
@@ -228,6 +229,37 @@ def prune_and_go_on(slow: int) -> str:
 def test_an_error_that_all_ranks_raise_and_catch_is_survived(slow: int) -> None:
     outcomes = run_ranks_raw(3, prune_and_go_on, slow, timeout=60)
     assert [(outcome.value, outcome.returncode) for outcome in outcomes] == [("goes on", 0)] * 3, outcomes
+
+
+def prune_and_end(grace: float) -> str:
+    """Every rank raises the same error and catches it; the program works on, and ends without another fit."""
+    crash = propagation(grace)
+    crash.arm()
+    dist.barrier()
+    error = ValueError(f"pruned on rank {dist.get_rank()}")
+    assert crash.error_to_raise(error) is error
+    time.sleep(1.5 * grace)
+    return "works on"
+
+
+def test_a_program_that_has_caught_an_error_on_all_ranks_may_do_something_else_and_end() -> None:
+    outcomes = run_ranks_raw(3, prune_and_end, 1.0, timeout=60)
+    assert [(outcome.value, outcome.returncode) for outcome in outcomes] == [("works on", 0)] * 3, outcomes
+
+
+def raise_alike_and_hang(grace: float) -> None:
+    """Nobody catches the error that every rank raises, and a thread would hold each process."""
+    crash = propagation(grace)
+    dist.barrier()
+    error = crash.error_to_raise(ValueError(f"boom on rank {dist.get_rank()}"))
+    sys.excepthook(type(error), error, None)  # as Python does before it waits for the threads
+    time.sleep(600)
+
+
+def test_an_error_that_nobody_catches_on_any_rank_ends_them_all_in_time() -> None:
+    outcomes = run_ranks_raw(2, raise_alike_and_hang, 0.5, timeout=60)
+    assert [outcome.returncode for outcome in outcomes] == [1, 1], outcomes
+    assert not any(outcome.killed_by_helper for outcome in outcomes)
 
 
 def not_noticed_yet() -> str:

@@ -122,9 +122,10 @@ def test_a_failed_process_whose_traceback_cannot_be_written_ends_in_time() -> No
         reader, writer = os.pipe()
         os.close(reader)
         os.dup2(writer, 2)
-        uncaught.end_within(0.3, 7)
+        error = ValueError("lost")
+        uncaught.end_within(error, 0.3, 7)
         threading.Thread(target=threading.Event().wait).start()  # no daemon: it would hold the process
-        raise ValueError("lost")
+        raise error
     """
     assert end(code)[0] == 7
 
@@ -137,6 +138,17 @@ def test_a_failed_process_runs_its_exit_functions_and_keeps_its_code() -> None:
         raise SystemExit(1)
     """
     assert end(code)[:2] == (5, "tracker closed\n")
+
+
+@pytest.mark.parametrize(("ends", "code"), [("", 0), ("sys.exit(3)", 3), ("1 / 0", 5)])
+def test_a_program_that_has_caught_a_failure_has_its_own_exit_code(ends: str, code: int) -> None:
+    body = f"""
+        import sys
+        process_exit.at_exit(lambda: print("leaving", process_exit.leaving()))
+        process_exit.leave_without_waiting(5, unless_caught=True)
+        {ends}
+    """
+    assert end(body)[:2] == (code, f"leaving {code == 5}\n")
 
 
 def test_a_process_says_why_it_ends_where_python_would_print_nothing() -> None:
@@ -174,20 +186,38 @@ def test_a_stream_that_nobody_reads_is_no_failure(dropped: bool, code: int) -> N
     assert end(program, fresh=True)[0] == code
 
 
-def test_nothing_at_its_exit_holds_a_failed_process() -> None:
-    code = """
+@pytest.mark.parametrize("quiet", [False, True])
+def test_nothing_at_its_exit_holds_a_failed_process(quiet: bool) -> None:
+    code = f"""
         import sys, threading, time
         uncaught.on_uncaught(lambda: None)
         usual = sys.excepthook
         sys.excepthook = lambda *args: usual(*args)  # another library's: ours stands in front of it and behind it
         threading.Thread(target=time.sleep, args=(600,)).start()
-        uncaught.end_within(0.5, 5)
-        raise ValueError("boom")
+        error = ValueError("boom")
+        if {quiet}:
+            uncaught.keep_quiet(error)
+        uncaught.end_within(error, 0.5, 5, on_force=lambda: print("children ended"))
+        raise error
     """
-    returncode, _, err = end(code)
-    assert returncode == 5
-    assert err.count("ValueError: boom") == 1
-    assert err.index("ValueError: boom") < err.index("ended by force")
+    returncode, out, err = end(code)
+    assert returncode == 5 and "children ended" in out
+    assert err.count("ValueError: boom") == (0 if quiet else 1)
+    assert quiet or err.index("ValueError: boom") < err.index("ended by force")
+
+
+def test_an_error_that_the_program_has_caught_ends_nothing() -> None:
+    code = """
+        import time
+        error = ValueError("boom")
+        uncaught.end_within(error, 0.1, 5)
+        try:
+            raise error
+        except ValueError:
+            time.sleep(0.5)
+        raise SystemExit(3)
+    """
+    assert end(code)[0] == 3
 
 
 @pytest.mark.parametrize(

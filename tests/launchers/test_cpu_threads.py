@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, detect_environment
+from lightning_lockstep.launchers.cluster_environment import (
+    LockstepEnvironment,
+    detect_environment,
+    requeue_signal,
+)
 from lightning_lockstep.launchers.cpu_threads import plan_threads
 from lightning_lockstep.launchers.slurm_environment import SlurmStepEnvironment
 from tests.helpers import run_script
@@ -50,8 +54,12 @@ def test_a_single_task_of_slurm_is_not_a_cluster(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLURM_NTASKS", "4")
     monkeypatch.setenv("SLURM_PROCID", "0")
     assert isinstance(detect_environment(), LockstepEnvironment), "a batch script"
+    assert requeue_signal(detect_environment()) is None
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     assert isinstance(detect_environment(), SlurmStepEnvironment)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert isinstance(detect_environment(), LockstepEnvironment)
+    assert requeue_signal(detect_environment()) is signal.SIGUSR1, "but srun has started it"
 
 
 def test_a_machine_that_has_srun_is_not_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

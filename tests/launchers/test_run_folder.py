@@ -12,8 +12,8 @@ from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.run_folder import (
     forget_run_folders,
     new_version,
-    run_attempt,
     run_folder,
+    run_names,
     without_claiming,
 )
 
@@ -77,16 +77,62 @@ def test_a_later_attempt_finds_the_folder_of_the_former(
 
 
 def test_attempts_are_known_by_their_job() -> None:
-    assert run_attempt({}) is None
+    assert run_names({}) == []
     array = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-    assert run_attempt(array) == ("slurm-7_1", 0)
+    assert run_names(array) == [("slurm-7_1", 0)]
     step = {
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_PROCID": "0",
         "SLURM_STEP_ID": "3",
         "SLURM_RESTART_COUNT": "2",
     }
-    assert run_attempt({"SLURM_JOB_ID": "8", **step}) == ("slurm-8-3", 2)
+    assert run_names({"SLURM_JOB_ID": "8", **step}) == [("slurm-8-3", 2)]
+
+
+JOB = {
+    "SLURM_JOB_ID": "8",
+    "SLURM_RESTART_COUNT": "0",
+    "TORCHELASTIC_RUN_ID": "8",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "MASTER_ADDR": "n1",
+}
+
+
+@pytest.mark.parametrize(
+    ("run_id", "later"),
+    [
+        ("8", {"SLURM_RESTART_COUNT": "1"}),
+        ("8", {"SLURM_RESTART_COUNT": "1", "MASTER_ADDR": "n2"}),
+        ("a1b2", {"SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "c3d4"}),  # --standalone
+        ("8", {"TORCHELASTIC_RESTART_COUNT": "1", "MASTER_ADDR": "n2"}),
+        ("none", {"TORCHELASTIC_RESTART_COUNT": "1", "MASTER_ADDR": "n2"}),
+    ],
+)
+def test_torchrun_in_a_job_of_slurm_goes_on_after_a_requeue_and_after_a_restart(
+    run_id: str, later: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**JOB, "TORCHELASTIC_RUN_ID": run_id}.items():
+        monkeypatch.setenv(name, value)
+    first = claim(str(tmp_path / "first"))
+    for name, value in later.items():
+        monkeypatch.setenv(name, value)
+    assert claim(str(tmp_path / "second")) == first
+
+
+def test_a_restart_that_moves_rank_0_goes_on_and_another_agent_of_that_name_does_not_take_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "100")
+    folders = {}
+    for address in ("n1", "n2"):
+        monkeypatch.setenv("MASTER_ADDR", address)
+        folders[address] = claim(str(tmp_path / address))
+    os.utime(tmp_path / "n1" / ".attempt", (1, 1))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("MASTER_ADDR", "n3")
+    assert claim(str(tmp_path / "third")) == folders["n2"]
+    monkeypatch.setenv("MASTER_ADDR", "n1")
+    assert claim(str(tmp_path / "fourth")) == folders["n1"]
 
 
 def test_what_a_later_attempt_logs_has_a_place_of_its_own(tmp_path: Path) -> None:

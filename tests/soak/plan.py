@@ -43,7 +43,7 @@ FAULTS = {
     "usr1_parent": "SIGUSR1 to the process that the user started",
     "ctrl_c": "Ctrl-C",
     "ctrl_c_twice": "Ctrl-C, and again 0.3 s later",
-    "second_fit": "every rank raises, the program catches it and fits again",
+    "second_fit": "every rank raises, the program catches it, works on and fits again; so does the last fit",
 }
 # Where the process that the user started is a rank, it is rank 0.
 _ON_RANK_0 = ("disk", "folder", "stdout", "term_parent", "usr1_parent")

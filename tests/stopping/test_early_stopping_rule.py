@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,7 +72,7 @@ def test_any_sequence_of_values_ends_as_with_lightnings(seed):
     settings = {
         "mode": chance.choice(["min", "max"]),
         "patience": chance.randint(0, 4),
-        "min_delta": chance.choice([0.0, 0.1, 0.25]),
+        "min_delta": chance.choice([0.0, 0.1, 0.25, -0.1]),
         "check_finite": chance.random() < 0.5,
         "stopping_threshold": chance.choice([None, 0.1, 2.0]),
         "divergence_threshold": chance.choice([None, 3.0]),
@@ -148,7 +149,6 @@ def test_a_missing_metric_is_an_error_unless_that_is_allowed(values, missing, st
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"min_delta": -0.1}, "min_delta=-0.1"),
         ({"min_delta": NAN}, "min_delta=nan"),
         ({"patience": -1}, "patience=-1"),
         ({"patience": 1.5}, "patience=1.5"),
@@ -161,6 +161,21 @@ def test_a_missing_metric_is_an_error_unless_that_is_allowed(values, missing, st
 def test_bad_arguments(arguments, text):
     with pytest.raises(ConfigurationError, match=text.replace("(", r"\(")):
         SyncedEarlyStopping("m", **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"patience": INF},
+        {"patience": np.int64(3)},
+        {"min_delta": np.float32(0.1)},
+        {"min_delta": np.float64(-0.01), "mode": "max"},
+    ],
+)
+def test_numbers_that_lightning_takes(arguments):
+    stock, ours = EarlyStopping("m", **arguments), SyncedEarlyStopping("m", **arguments)
+    assert (ours.patience, ours.min_delta) == (stock.patience, stock.min_delta)
+    assert {type(ours.patience), type(ours.min_delta)} <= {int, float}
 
 
 def test_all_faults_come_at_once():

@@ -225,23 +225,28 @@ def test_a_signal_outside_of_training_is_obeyed_at_the_next_batch_or_the_end(tmp
         assert ended["saved"] == ended["batches"]
 
 
-def requeued_by_slurm(folder: str) -> dict[str, Any]:
+def requeued_by_slurm(folder: str, ours: bool) -> dict[str, Any]:
+    """Under our strategy the callback is not given, and the environment is detected."""
     module = Module(act=terminate_on(0, 0, 4, signal.SIGUSR1))
+    given = {"strategy": "lockstep_ddp"} if ours else {"plugins": [SLURMEnvironment(auto_requeue=True)]}
     try:
-        fit(module, [StopTogether()], folder, plugins=[SLURMEnvironment(auto_requeue=True)])
+        fit(module, [] if ours else [StopTogether()], folder, **given)
     except Preempted as preempted:
         return {"checkpoint": preempted.checkpoint, "saved": Path(preempted.checkpoint).exists()}
     return {}
 
 
-def test_the_requeue_signal_of_a_slurm_job_saves_where_lightning_looks_and_requeues_it(tmp_path):
+@pytest.mark.parametrize("ours", [False, True])
+def test_the_requeue_signal_of_a_slurm_job_saves_where_lightning_looks_and_requeues_it(tmp_path, ours):
+    """Also where the job is a single task, which is no rank of a cluster."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
     scontrol.chmod(0o755)
     env = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}
     env |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
-    (value,) = run_ranks(1, requeued_by_slurm, str(tmp_path), backend=None, env=env, timeout=90)
+    env |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_NAME": "train"}
+    (value,) = run_ranks(1, requeued_by_slurm, str(tmp_path), ours, backend=None, env=env, timeout=90)
     assert value["saved"] and Path(value["checkpoint"]).name.startswith("hpc_ckpt_")
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
 

@@ -25,6 +25,7 @@ from lightning_lockstep.launchers import subprocess_script
 
 FAULT = sys.argv[1] if len(sys.argv) > 1 else "none"
 START = sys.argv[2] if len(sys.argv) > 2 else "popen"
+GRACE = 2.0 if FAULT in ("prune", "pruned") else 8.0
 
 
 class Net(L.LightningModule):
@@ -63,7 +64,7 @@ class Pruned(Exception):
 
 def provoke(rank: int) -> None:
     kind, _, where = FAULT.partition("@")
-    if kind == "prune":
+    if kind in ("prune", "pruned"):
         # The ranks of a sweep agree on it; a rank that is still between two batches would be stopped by the first's.
         torch.distributed.barrier()
         raise Pruned(f"on rank {rank}")
@@ -126,7 +127,7 @@ def main() -> None:
     elif START == "mpi":
         strategy = lightning_lockstep.LockstepMPIStrategy(grace_period=8.0)
     else:
-        strategy = lightning_lockstep.LockstepDDPStrategy(start_method=START, grace_period=8.0)
+        strategy = lightning_lockstep.LockstepDDPStrategy(start_method=START, grace_period=GRACE)
     callbacks = [lightning_lockstep.StopTogether(dirpath="stopped")] if FAULT == "endless" else []
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = L.Trainer(
@@ -143,11 +144,14 @@ def main() -> None:
     if FAULT.startswith("predict"):
         trainer.predict(net, DataLoader(data, batch_size=2))
         print("predicted all", flush=True)
-    if FAULT == "prune":
+    if FAULT in ("prune", "pruned"):
         try:
             trainer.fit(net, DataLoader(data, batch_size=16))
         except Pruned as error:
             print(f"caught {error}", flush=True)
+        time.sleep(1.5 * GRACE)  # the program evaluates, draws, loads its next data
+        if FAULT == "pruned":
+            return
         forget_fault()
         strategy = lightning_lockstep.LockstepDDPStrategy(grace_period=3.0)
         trainer = L.Trainer(

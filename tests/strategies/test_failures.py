@@ -75,14 +75,16 @@ def test_an_error_of_ours_on_all_ranks_is_its_message_alone() -> None:
     assert "[rank" not in outcome.stderr, outcome.stderr
 
 
-def test_a_failure_that_the_program_catches_on_all_ranks_is_survived() -> None:
-    outcome = run("prune")
+@pytest.mark.parametrize(("fault", "fits"), [("prune", 2), ("pruned", 0)])
+def test_a_failure_that_the_program_catches_on_all_ranks_is_survived(fault: str, fits: int) -> None:
+    """Whether it works on for longer than the grace period and fits again, or ends."""
+    outcome = run(fault)
     assert outcome.returncode == 0, outcome.output
     assert sorted(line for line in outcome.stdout.splitlines() if "caught" in line) == [
         "caught on rank 0",
         "caught on rank 1",
     ]
-    assert outcome.stdout.count("fitted") == 2
+    assert outcome.stdout.count("fitted") == fits
 
 
 def test_a_rank_out_of_memory_ends_the_job() -> None:

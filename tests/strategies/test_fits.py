@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, gather_uneven
-from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
+from lightning_lockstep._lightning import CombinedLoader, LightningModule, Trainer, seed_everything
 from tests.helpers import run_ranks
 
 QUIET = {
@@ -53,6 +53,13 @@ class Net(LightningModule):
 
     def digest(self) -> float:
         return sum(parameter.detach().double().abs().sum().item() for parameter in self.parameters())
+
+
+class FirstOfSeveral(Net):
+    """Gets a batch of each of several loaders, and learns from the first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[0], batch_idx)
 
 
 class Contrastive(Net):
@@ -142,6 +149,20 @@ def uneven_fits() -> dict[str, Any]:
     answers["even"] = fit(seeded(), loader(4, sized=False)).global_step
     limits = ({"limit_train_batches": 2}, {"max_steps": 3}, {"fast_dev_run": 2}, {"overfit_batches": 2})
     answers["cut short"] = [fit(seeded(), loader(mine, True), **limit).global_step for limit in limits]
+    limits = ({"limit_train_batches": 3}, {"max_steps": 3})
+    answers["cut short, no length"] = [
+        fit(seeded(), loader(mine, False), **limit).global_step for limit in limits
+    ]
+    for name, others, mode in (
+        ("a longer one decides", 8, "max_size_cycle"),
+        ("a shorter one decides", 2, "min_size"),
+        ("the longest differs", 2, "max_size_cycle"),
+    ):
+        several = CombinedLoader([loader(mine), loader(others)], mode)
+        try:
+            answers[name] = fit(FirstOfSeveral(), several).global_step
+        except ConfigurationError as error:
+            answers[name] = str(error)
     return answers
 
 
@@ -166,6 +187,10 @@ def test_ranks_with_different_amounts_of_data() -> None:
     assert first["cut short"] == second["cut short"] == [4, 3, 2, 4], (
         "the loop takes the same number on every rank"
     )
+    assert first["cut short, no length"] == second["cut short, no length"] == [6, 3]
+    for name, steps in (("a longer one decides", 16), ("a shorter one decides", 4)):
+        assert first[name] == second[name] == steps, name
+    assert "(rank 0: 3, rank 1: 5)" in first["the longest differs"] == second["the longest differs"]
     for policy, steps in (("truncate", 3), ("join", 5)):
         (notice,) = first[f"notices {policy} True"]
         expected = f"every rank takes {steps} steps an epoch (rank 0: 3, rank 1: 5)."

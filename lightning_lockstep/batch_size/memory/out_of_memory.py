@@ -138,10 +138,9 @@ def release_memory(*, collect: bool = True) -> None:
     """
     if collect:
         gc.collect()
-    for name in ("cuda", "xpu", "mps"):
-        backend = getattr(torch, name, None)
-        if backend is None or not backend.is_available():
-            continue
-        if getattr(backend, "is_initialized", lambda: True)():
-            backend.empty_cache()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    # Not by torch.accelerator.empty_cache, which raises where torch does not know the allocator of the device.
+    backend: Any = None if device is None else getattr(torch, device.type, None)
+    if hasattr(backend, "empty_cache") and getattr(backend, "is_initialized", lambda: True)():
+        backend.empty_cache()
     malloc.trim()

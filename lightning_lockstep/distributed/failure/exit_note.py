@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from lightning_lockstep._environment import ended_folder
-from lightning_lockstep.distributed.failure.process_exit import at_exit, leaving
+from lightning_lockstep.distributed.failure.process_exit import at_exit, ends_with_error, leaving
 from lightning_lockstep.distributed.failure.record import FailureRecord
 from lightning_lockstep.errors import Preempted
 
@@ -94,7 +93,7 @@ def note_orderly_end() -> None:
     """
 
     def note() -> None:
-        if not leaving() and not hasattr(sys, "last_value"):
+        if not leaving() and not ends_with_error():
             _write("ended", "")
 
     at_exit(note)

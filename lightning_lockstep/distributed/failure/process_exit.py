@@ -5,7 +5,8 @@ nobody catches is decided in :mod:`~lightning_lockstep.distributed.failure.uncau
 
 ====================================== ======================================================================
 an orderly end                         functions given to :func:`at_exit` and :func:`at_process_end` run
-:func:`leave_without_waiting`          as above once Python exits, but nothing that waits for a dead peer
+:func:`leave_without_waiting`          as above once Python exits, but nothing that waits for a dead peer; where the
+                                       program has caught the failure, with its own exit code
 :func:`end_after_exit_functions`       the same now, without going back to the program
 :func:`end_now`                        by force, from any thread: only what :func:`on_flush` holds is written
 ====================================== ======================================================================
@@ -34,6 +35,7 @@ __all__ = [
     "drop_what_nobody_reads",
     "end_after_exit_functions",
     "end_now",
+    "ends_with_error",
     "expect_exit",
     "expected_exit",
     "failure_returned",
@@ -227,12 +229,21 @@ def leaving_code() -> int | None:
     return _leaving_code
 
 
-def leave_without_waiting(exit_code: int, message: str = "") -> None:
+def ends_with_error() -> bool:
+    """Return whether this process is about to end because of an exception that nobody caught."""
+    return hasattr(
+        sys, "last_value"
+    )  # set by Python before it prints the exception; a SystemExit leaves no trace
+
+
+def leave_without_waiting(exit_code: int, message: str = "", *, unless_caught: bool = False) -> None:
     """Have this process, once Python begins to exit, end without the destructors that wait for dead peers.
 
     Args:
         exit_code: Its exit code.
         message: Printed to standard error before what is registered for the exit runs.
+        unless_caught: Do so only if an exception that nobody caught ends it; a program that has caught the failure
+            ends as it would have without, with an exit code of its own.
     """
     global _leaving, _leaving_code
     if _leaving is not None:
@@ -241,6 +252,9 @@ def leave_without_waiting(exit_code: int, message: str = "") -> None:
     def leave() -> None:
         atexit.unregister(leave)
         atexit.unregister(_destroy_dist_connection)
+        if unless_caught and not ends_with_error():
+            stay()
+            return
         say_last(message)
         end_after_exit_functions(exit_code)  # of these functions, those registered before this one
 

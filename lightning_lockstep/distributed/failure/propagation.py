@@ -89,7 +89,7 @@ class FailurePropagation:
         self.parent_prints = False
         self.explain: Callable[[BaseException], BaseException | None] | None = None
         self.on_force = on_force
-        self._interrupted_here = False
+        self._interrupted_here = self._raised_alike_here = False
         self._first = FirstFailure(channel, grace_period=lambda: self.grace_period, found=self._found)
         self._lost = LostPeers(channel, patience=lambda: self.grace_period / 4, then=self._take_lost)
 
@@ -122,7 +122,7 @@ class FailurePropagation:
         Ranks: every rank, at the start of a fit; sends a message only if this rank had raised.
         """
         if self._first.begin():
-            self._interrupted_here = False
+            self._interrupted_here = self._raised_alike_here = False
             stay()
             forget_failure()
         self.check()
@@ -184,19 +184,25 @@ class FailurePropagation:
             # Python itself prints nothing of a SystemExit.
             says = isinstance(error, SystemExit) and self.prints_report and not self.parent_prints
             report = f"\nlightning-lockstep: {record.report()}\n" if says else ""
-            leave_without_waiting(record.exit_code, report)
+            # Of a SystemExit nobody can see later whether the program has caught it.
+            leave_without_waiting(record.exit_code, report, unless_caught=not isinstance(error, SystemExit))
         if not self.prints_report and self._first.confirmed:
             keep_quiet(error)
         print_last(error, record.headline())
-        end_within(self.grace_period + _CHILDREN_END, record.exit_code)
-        return error
+        return self._ends(error, record)
 
     def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
-        """Keep an own error; by the end of the grace period the program has caught it or has ended."""
+        """Keep an own error, which ends this process in time unless the program catches it."""
+        self._raised_alike_here = True
         if not self.prints_report:
             keep_quiet(error)
         elif self._describe(error).summary != record.summary:
             print_also(error, f"\nlightning-lockstep: {record.report()}\n")
+        return self._ends(error, record)
+
+    def _ends(self, error: BaseException, record: FailureRecord) -> BaseException:
+        """Let an own error, if nobody catches it, end this process within the time that its children get."""
+        end_within(error, self.grace_period + _CHILDREN_END, record.exit_code, on_force=self.on_force)
         return error
 
     def _wait_for_cause(self) -> None:
@@ -303,6 +309,8 @@ class FailurePropagation:
         wait_for_reports(REPORT_LIMIT)
         if self._first.record is not record or failure_returned():
             return  # the program has caught it and goes on
+        if self._raised_alike_here and not self.parent_prints:
+            return  # this rank has an error of its own, and ends by it unless the program has caught it
         if record.kind == "interrupt" and self._interrupted_here:
             return  # Ctrl-C came here too, and the program has handled it
         note_failure(record)

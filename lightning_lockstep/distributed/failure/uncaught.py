@@ -119,21 +119,33 @@ def _usual_text(error: BaseException) -> str:
     return "\n\n".join(part.strip("\n") for part in parts if part)
 
 
-def end_within(seconds: float, exit_code: int) -> None:
-    """Once Python has printed an exception that nobody caught, end this process by force after a while.
+def end_within(
+    error: BaseException, seconds: float, exit_code: int, *, on_force: Callable[[], None] | None = None
+) -> None:
+    """If nobody catches ``error``, end this process by force a while after Python has printed it.
 
     A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it for ever.
 
     Args:
-        seconds: How long it may take to end by itself [s].
+        error: The error; another one that is raised while it is handled counts, too.
+        seconds: How long the process may take to end by itself [s].
         exit_code: Its exit code then.
+        on_force: Called before it is ended by force.
     """
+    global _on_force
+    _on_force = on_force  # not kept by the error, which may be pickled
+    error.__lockstep_end__ = seconds, exit_code  # type: ignore[attr-defined]
+    _install_hook()
 
-    def count_down() -> None:
-        time.sleep(seconds)
-        end_now(exit_code, "\nlightning-lockstep: ended by force; what runs at its exit took too long.\n")
 
-    on_uncaught(lambda: threading.Thread(target=count_down, name="lockstep-end", daemon=True).start())
+_on_force: Callable[[], None] | None = None
+
+
+def _count_down(seconds: float, exit_code: int) -> None:
+    time.sleep(seconds)
+    if _on_force is not None:
+        _on_force()
+    end_now(exit_code, "\nlightning-lockstep: ended by force; what runs at its exit took too long.\n")
 
 
 def on_uncaught(function: Callable[[], None]) -> None:
@@ -162,6 +174,13 @@ def _install_hook() -> None:
         return
 
     def hook(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        try:
+            show(kind, value, trace)
+        finally:
+            if (limit := _said_of(value, "__lockstep_end__")) is not None:
+                threading.Thread(target=_count_down, args=limit, name="lockstep-end", daemon=True).start()
+
+    def show(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         instead = getattr(value, "__lockstep_text__", None)
         if instead is not None:
             text, exit_code = instead
@@ -187,15 +206,19 @@ def _install_hook() -> None:
     sys.excepthook = hook
 
 
-def _headline(error: BaseException | None) -> str:
-    """Return the headline of an error or of the one that it followed, as where saving after it fails too."""
+def _headline(error: BaseException) -> str:
+    return str(_said_of(error, "__lockstep_headline__") or "")
+
+
+def _said_of(error: BaseException | None, name: str) -> Any:
+    """Return an attribute of an error or of the one that it followed, as where saving after it fails too."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if headline := getattr(error, "__lockstep_headline__", ""):
-            return str(headline)
+        if (said := getattr(error, name, None)) is not None:
+            return said
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return ""
+    return None
 
 
 def _is_standard(hook: Any) -> bool:
