@@ -263,6 +263,17 @@ def loaders_in_use(loop: Any) -> list[Any]:
 
 
 @touches(
+    "_FitLoop._combined_loader",
+    "CombinedLoader._mode",
+    why="whether a batch has a part of each of several loaders; the mode is not public",
+)
+def joins_batches(loop: Any) -> bool:
+    """Return whether each batch of a loop is made of batches of several loaders."""
+    combined = loop._combined_loader
+    return len(combined.flattened) > 1 and combined._mode != "sequential"
+
+
+@touches(
     "Trainer._accelerator_connector",
     why="whether Lightning divides the data; use_distributed_sampler is not kept",
 )

@@ -9,8 +9,10 @@ from typing import Any
 from lightning_lockstep._console import say
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
-from lightning_lockstep.recompilation.sources import CompilationSource, sources_for
+from lightning_lockstep.recompilation.sources import Compilation, CompilationSource, sources_for
 from lightning_lockstep.recompilation.steps import CompiledStep, StepCompilations, shapes_of
+from lightning_lockstep.static_shapes.run_loaders import batch_size_in_use
+from lightning_lockstep.steps.capabilities import RunsLater
 
 __all__ = ["RecompileMonitor"]
 
@@ -26,7 +28,8 @@ class RecompileMonitor(Callback):
     (``drop_last=True``), and sequences padded to a few lengths, save that.
 
     Args:
-        expected_batches: How many first batches of each stage may compile without a warning.
+        expected_batches: How many first batches of each stage may compile without a warning; in training that many for
+            each batch of ``accumulate_grad_batches``.
 
     Attributes:
         steps: Every batch in which something was compiled.
@@ -34,8 +37,9 @@ class RecompileMonitor(Callback):
     Raises:
         ConfigurationError: ``expected_batches`` cannot be used.
 
-    Ranks: any rank; each looks at its own process, and nothing is sent. Rank 0 speaks of all, other ranks of what is
-        not expected.
+    Ranks: add it on every rank alike; each looks at its own process, and nothing is sent. Under a strategy that runs
+        later (XLA), what is pending begins to run at the start and at the end of each batch, so that it is known which
+        one it belongs to. Rank 0 speaks of all, other ranks of what is not expected.
     """
 
     def __init__(self, *, expected_batches: int = 2) -> None:
@@ -64,13 +68,13 @@ class RecompileMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Leave out what was compiled between two batches. Ranks: any, alone."""
-        self._take()
+        """Note what was compiled outside of batches. Ranks: any, alone; every one alike under XLA."""
+        self._found.outside += self._take_of(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note what this batch has compiled. Ranks: any, alone."""
+        """Note what this batch has compiled. Ranks: any, alone; every one alike under XLA."""
         self._batch_done(trainer, "training", batch, batch_idx)
 
     def on_validation_batch_start(
@@ -82,7 +86,7 @@ class RecompileMonitor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """As for training, and alike for test and prediction."""
-        self._take()
+        self._found.outside += self._take_of(trainer)
 
     def on_validation_batch_end(
         self,
@@ -95,7 +99,7 @@ class RecompileMonitor(Callback):
     ) -> None:
         """As for training, and alike for test and prediction."""
         stage = "test" if trainer.testing else "predict" if trainer.predicting else "validation"
-        self._compare(trainer, stage, batch)
+        self._compare(trainer, stage, batch, dataloader_idx)
         self._batch_done(trainer, stage, batch, batch_idx)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
@@ -103,16 +107,29 @@ class RecompileMonitor(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Say how much was compiled in all. Ranks: any, alone; rank 0 speaks."""
-        if self._found.steps and trainer.is_global_zero:
+        self._found.outside += self._take()  # what is pending may wait for a rank that has failed
+        if (self._found.steps or self._found.outside) and trainer.is_global_zero:
             say(f"RecompileMonitor: {self._found.summary()}.")
         self._sources = []
 
-    def _take(self) -> list[Any]:
+    def _take(self) -> list[Compilation]:
         return [one for source in self._sources for one in source.take()]
 
+    def _take_of(self, trainer: Trainer) -> list[Compilation]:
+        """Return what was compiled up to here, also of what was called and would be compiled later only."""
+        if isinstance(trainer.strategy, RunsLater):
+            trainer.strategy.sync()
+        return self._take()
+
     def _batch_done(self, trainer: Trainer, stage: str, batch: Any, batch_idx: int) -> None:
-        compiled = self._take()
-        found = self._found.batch_done(stage, batch_idx, trainer.global_step, shapes_of(batch), compiled)
+        found = self._found.batch_done(
+            stage,
+            batch_idx,
+            trainer.global_step,
+            shapes_of(batch),
+            self._take_of(trainer),
+            accumulated=trainer.accumulate_grad_batches if stage == "training" else 1,
+        )
         if found is None:
             return
         if not found.is_expected:
@@ -121,14 +138,15 @@ class RecompileMonitor(Callback):
         elif trainer.is_global_zero:
             say(f"RecompileMonitor: {found.line()}")
 
-    def _compare(self, trainer: Trainer, stage: str, batch: Any) -> None:
-        """Say once if evaluation uses other sizes than training."""
+    def _compare(self, trainer: Trainer, stage: str, batch: Any, dataloader_idx: int) -> None:
+        """Say once if the batches of evaluation have another size than those of training."""
         trained, here = self._found.first_shapes("training"), shapes_of(batch)
         if stage in self._compared or not trained or not here or not trainer.is_global_zero:
             return
         self._compared.add(stage)
         sizes = {shape[0] for shape in (trained[0], here[0]) if shape}
-        if len(sizes) > 1:
+        # The only batch of a small loader may be not full; the loader's size is then that of training all the same.
+        if len(sizes) > 1 and batch_size_in_use(trainer, stage, dataloader_idx) != trained[0][0]:
             _log.warning(
                 "RecompileMonitor: %s takes %d samples at once, training %d. The same number lets both use what was"
                 " compiled for it: StaticShapes(evaluation_at_training_size=True).",

@@ -15,7 +15,12 @@ from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.static_shapes.batches import tensors_of
 from lightning_lockstep.static_shapes.real_samples import current, mean_of_real, real_samples
-from lightning_lockstep.static_shapes.run_loaders import loader_of_run, stage_of
+from lightning_lockstep.static_shapes.run_loaders import (
+    batch_size_in_use,
+    loader_of_run,
+    refuse_joined_batches,
+    stage_of,
+)
 from lightning_lockstep.static_shapes.settings import Key, StaticShapesSettings
 from lightning_lockstep.static_shapes.stages import ShapedStages
 from lightning_lockstep.steps.patching import put_in_place
@@ -40,7 +45,8 @@ class StaticShapes(Callback):
         last_batch: What becomes of a last batch of training that is not full. ``drop`` leaves it out, ``pad`` fills it
             up with copies of its last sample, ``keep`` leaves it as it is.
         evaluation_last_batch: The same for validation and test; ``pad`` or ``keep``, as no sample may be left out.
-        evaluation_at_training_size: Whether validation and test take as many samples at once as training.
+        evaluation_at_training_size: Whether validation and test take as many samples at once as training, where the
+            same samples are then evaluated: the loader drops none, and the Trainer does not limit its batches.
         fill_values: Values of added samples instead of a copy, by key of the batch (by position, where a batch is a
             list), such as ``{"labels": -100}``. Says that the loss and the metrics pass over them by that.
         sequence_lengths: Lengths to which sequences are padded, growing: each to the smallest that holds it.
@@ -88,11 +94,11 @@ class StaticShapes(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the place of two methods of the strategy. Ranks: all, alike; nothing is sent."""
         self._take_away()
-        sizes = self._stages.sizes
+        known = self._stages.training_size
         self._stages = ShapedStages(self.settings)
-        if stage != "fit" and "training" in sizes:
-            self._stages.sizes["training"] = sizes["training"]  # a test after a fit is at its size, too
-        if stage == "fit":
+        if stage != "fit":
+            self._stages.training_size = known  # a test after a fit is at its size, too
+        else:
             self._refuse_what_divides_batches(trainer)
         strategy: Any = trainer.strategy
         process, move = strategy.process_dataloader, strategy.batch_to_device
@@ -110,9 +116,17 @@ class StaticShapes(Callback):
         ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse to pad where that would change what the module learns. Ranks: all, alike."""
+        """From here on batches are those of the run, not of a search for a batch size. Ranks: all, alike.
+
+        Raises:
+            ConfigurationError: To pad would change what the module learns, or cannot be done.
+        """
+        # Not at the start of an epoch, which Lightning leaves out where a run resumes in the middle of one.
+        self._in_loop.add("training")
+        self._stages.training_size = batch_size_in_use(trainer, "training", 0)
         if self.settings.last_batch != "pad":
             return
+        refuse_joined_batches(trainer, "training", "last_batch")
         norms = [
             name
             for name, part in pl_module.named_modules()
@@ -123,10 +137,6 @@ class StaticShapes(Callback):
                 f"StaticShapes(last_batch='pad') with batch normalisation ({', '.join(norms[:3])}): expected a module"
                 " without, as its statistics would count the added samples. Give last_batch='drop'."
             )
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on batches are those of the run, not of a search for a batch size. Ranks: any, alone."""
-        self._in_loop.add("training")
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -139,13 +149,16 @@ class StaticShapes(Callback):
         """Refuse a training step that does not ask which samples are real. Ranks: all alike, at their first batch."""
         self._refuse_if_not_asked("training", "training_step", "last_batch")
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As at its start. Ranks: any, alone."""
         self._in_loop.discard("training")
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As for training, and alike for test."""
-        self._in_loop.add(stage_of(trainer))
+        stage = stage_of(trainer)
+        self._in_loop.add(stage)
+        if self.settings.pads(stage):
+            refuse_joined_batches(trainer, stage, "evaluation_last_batch")
 
     def on_validation_batch_start(
         self,
@@ -230,7 +243,8 @@ class StaticShapes(Callback):
         if stage not in self._in_loop:
             current.forget()
             return batch
-        return self._stages.shaped(stage, batch, dataloader_idx)
+        size = batch_size_in_use(trainer, stage, dataloader_idx)
+        return self._stages.shaped(stage, batch, dataloader_idx, size)
 
 
 def _with_mask(batch: Any) -> Any:

@@ -47,16 +47,15 @@ class DynamoCompilations:
 
     def take(self) -> Sequence[Compilation]:
         """See :meth:`CompilationSource.take`; of more than torch keeps (64), the last ones."""
-        new = [one for one in self._records() if _begun(one) > self._last]
+        records = self._records()
+        new = [one for one in records if _begun(one) > self._last]
         self._last = max([self._last, *map(_begun, new)])
-        return [
-            Compilation(
-                what=f"{Path(str(one.co_filename)).name}:{one.co_firstlineno} in {one.co_name}",
-                seconds=float(one.entire_frame_compile_time_s or 0.0),
-                reason=str(one.recompile_reason or "").partition(": ")[2],
-            )
-            for one in new
-        ]
+        # The backward of a graph has a record of its own, without the function's name.
+        named = {one.compile_id: one for one in records if one.co_filename}
+        parts: dict[Any, list[Any]] = {}
+        for one in new:
+            parts.setdefault(one.compile_id, []).append(one)
+        return [_joined(named.get(compile_id), part) for compile_id, part in parts.items()]
 
     def _newest(self) -> int:
         return max(map(_begun, self._records()), default=0)
@@ -65,6 +64,17 @@ class DynamoCompilations:
     def _records() -> list[Any]:
         utils = sys.modules.get("torch._dynamo.utils")
         return [] if utils is None else list(utils.get_compilation_metrics())
+
+
+def _joined(named: Any | None, parts: Sequence[Any]) -> Compilation:
+    """Return one compilation: the records of one graph, and the one of them, perhaps an earlier one, with the name."""
+    seconds = sum(float(one.duration_us or 0) for one in parts) / 1e6
+    if named is None:
+        return Compilation("torch.compile", seconds)
+    reason = str(named.recompile_reason or "").partition(": ")[2]
+    return Compilation(
+        f"{Path(str(named.co_filename)).name}:{named.co_firstlineno} in {named.co_name}", seconds, reason
+    )
 
 
 def _begun(record: Any) -> int:

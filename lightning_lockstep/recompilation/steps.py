@@ -30,7 +30,7 @@ class CompiledStep:
     Attributes:
         stage: ``training``, ``validation``, ``test`` or ``predict``.
         batch_idx: Which batch of the loader it was, from 0.
-        step: Optimizer steps made before it.
+        step: Optimizer steps made so far, with its own.
         shapes: Shapes of the tensors of its batch.
         before: Shapes of the batch of the stage before it; empty for the first one.
         are_new: Whether no batch of the stage had these shapes before.
@@ -81,18 +81,35 @@ class StepCompilations:
 
     Attributes:
         steps: Those that have compiled.
+        outside: What was compiled before, between and after batches.
     """
 
     expected: int
     steps: list[CompiledStep] = field(default_factory=list)
+    outside: list[Compilation] = field(default_factory=list)
     _seen: dict[str, dict[Shapes, None]] = field(default_factory=dict)  # the newest stand last
     _first: dict[str, Shapes] = field(default_factory=dict)
     _count: Counter[str] = field(default_factory=Counter)
 
     def batch_done(
-        self, stage: str, batch_idx: int, step: int, shapes: Shapes, compilations: Sequence[Compilation]
+        self,
+        stage: str,
+        batch_idx: int,
+        step: int,
+        shapes: Shapes,
+        compilations: Sequence[Compilation],
+        *,
+        accumulated: int = 1,
     ) -> CompiledStep | None:
         """Note a batch; return it if something was compiled in it.
+
+        Args:
+            stage: ``training``, ``validation``, ``test`` or ``predict``.
+            batch_idx: Which batch of the loader it was, from 0.
+            step: Optimizer steps made so far, with its own.
+            shapes: Shapes of the tensors of its batch.
+            compilations: What was compiled.
+            accumulated: How many batches make an optimizer step; as many times the expected ones are.
 
         Ranks: any rank, alone; nothing is sent.
         """
@@ -108,7 +125,7 @@ class StepCompilations:
                 shapes=shapes,
                 before=next(reversed(seen), ()),
                 are_new=shapes not in seen,
-                is_expected=self._count[stage] <= self.expected,
+                is_expected=self._count[stage] <= self.expected * accumulated,
                 compilations=tuple(compilations),
             )
             self.steps.append(found)
@@ -125,18 +142,20 @@ class StepCompilations:
         first = [one for one in self.steps if one.is_expected]
         later = [one for one in self.steps if not one.is_expected]
         text = f"{_graphs(first)} in the first batches"
+        outside = f", {_graphs(self.outside)} outside of batches" if self.outside else ""
         if not later:
-            return f"{text}, none later"
+            return f"{text}, none later{outside}"
         where = Counter(f"{one.stage} batch {one.batch_idx}" for one in later)
         places = ", ".join(
             f"{place} ({times} times)" if times > 1 else place for place, times in where.most_common(5)
         )
         more = f" and {len(where) - 5} more" if len(where) > 5 else ""
-        return f"{text}, {_graphs(later)} later: {places}{more}"
+        return f"{text}, {_graphs(later)} later: {places}{more}{outside}"
 
 
-def _graphs(steps: Sequence[CompiledStep]) -> str:
-    return f"{sum(one.count for one in steps)} graph(s) compiled in {sum(one.seconds for one in steps):.1f} s"
+def _graphs(found: Sequence[CompiledStep | Compilation]) -> str:
+    graphs = sum(one.count if isinstance(one, CompiledStep) else one.graphs for one in found)
+    return f"{graphs} graph(s) compiled in {sum(one.seconds for one in found):.1f} s"
 
 
 def _text(shapes: Shapes) -> str:

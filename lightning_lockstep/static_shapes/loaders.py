@@ -63,7 +63,9 @@ def loader_that_drops(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def evaluation_loader(loader: Any, size: int) -> Any:
-    """Return a loader like ``loader`` with batches of ``size`` samples, or ``None`` if it cannot be changed.
+    """Return a loader of the same samples in batches of ``size``, or ``None`` where that cannot be had.
+
+    One that leaves out its last batch would leave out other samples, or all of them.
 
     Args:
         loader: An evaluation loader.
@@ -71,7 +73,7 @@ def evaluation_loader(loader: Any, size: int) -> Any:
     """
     if not isinstance(loader, DataLoader) or not _is_plain(loader):
         return None
-    if isinstance(loader.dataset, IterableDataset) or _samples_of(loader) is None:
+    if isinstance(loader.dataset, IterableDataset) or _samples_of(loader) is None or loader.drop_last:
         return None
     return with_batch_size(loader, size)
 

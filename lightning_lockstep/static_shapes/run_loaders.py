@@ -1,12 +1,13 @@
-"""The loaders of a run, changed alike on all ranks."""
+"""The loaders of a run: what they say of their batches, and how they are changed alike on all ranks."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from lightning_lockstep._lightning import CombinedLoader, Trainer
-from lightning_lockstep._lightning.internals import data_source
+from lightning_lockstep._console import say
+from lightning_lockstep._lightning import CombinedLoader, Trainer, TrainerFn
+from lightning_lockstep._lightning.internals import data_source, joins_batches, loaders_in_use
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.static_shapes.loaders import (
@@ -18,7 +19,7 @@ from lightning_lockstep.static_shapes.loaders import (
 from lightning_lockstep.static_shapes.settings import StaticShapesSettings
 from lightning_lockstep.static_shapes.stages import ShapedStages
 
-__all__ = ["loader_of_run", "stage_of"]
+__all__ = ["batch_size_in_use", "loader_of_run", "refuse_joined_batches", "stage_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,14 +31,53 @@ def stage_of(trainer: Trainer) -> str:
     return "training" if trainer.training else "validation"
 
 
+def batch_size_in_use(trainer: Trainer, stage: str, dataloader_idx: int) -> int | None:
+    """Return how many samples the batches of a loader of the run have, or ``None`` where it does not say.
+
+    Args:
+        trainer: The Trainer, in a batch of that stage.
+        stage: ``training``, ``validation``, ``test`` or ``predict``.
+        dataloader_idx: Which loader of the stage.
+    """
+    return size_of(loaders_in_use(_loop_of(trainer, stage))[dataloader_idx])
+
+
+def refuse_joined_batches(trainer: Trainer, stage: str, option: str) -> None:
+    """Refuse to pad batches that are made of batches of several loaders, each with a number of samples of its own.
+
+    Args:
+        trainer: The Trainer, which has made its loaders.
+        stage: ``training``, ``validation`` or ``test``.
+        option: The one that asks for padding.
+
+    Raises:
+        ConfigurationError: The batches of the stage are such ones.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    if joins_batches(_loop_of(trainer, stage)):
+        raise ConfigurationError(
+            f"StaticShapes({option}='pad') with several loaders of {stage} at once: expected one, as there is one mask"
+            f" for a batch, and its parts have different numbers of samples. Give {option}="
+            f"{'drop' if stage == 'training' else 'keep'!r}."
+        )
+
+
+def _loop_of(trainer: Trainer, stage: str) -> Any:
+    if stage == "validation" and trainer.state.fn == TrainerFn.FITTING:
+        return trainer.fit_loop.epoch_loop.val_loop
+    name = {"training": "fit", "validation": "validate"}.get(stage, stage)
+    return getattr(trainer, f"{name}_loop")
+
+
 def loader_of_run(trainer: Trainer, loader: Any, settings: StaticShapesSettings, stages: ShapedStages) -> Any:
-    """Return a loader as the settings want it, and note the size of its batches.
+    """Return a loader as the settings want it.
 
     Args:
         trainer: The Trainer, which makes its loaders.
         loader: One of them, with the sampler that gives this rank its share.
         settings: What to do.
-        stages: Takes the size.
+        stages: Notes what was asked and said.
 
     Raises:
         ConfigurationError: The last batch of training cannot be dropped; alike on every rank.
@@ -45,16 +85,11 @@ def loader_of_run(trainer: Trainer, loader: Any, settings: StaticShapesSettings,
     Ranks: all, together; one small reduction or gather.
     """
     stage = stage_of(trainer)
-    if stage == "predict":
-        return loader
-    if stage == "training":
-        stages.new_loader(stage, size_of(loader))
-        return _dropping(loader) if settings.last_batch == "drop" else loader
-    made = (
-        _at_training_size(trainer, stage, loader, stages) if settings.evaluation_at_training_size else loader
-    )
-    stages.new_loader(stage, size_of(made))
-    return made
+    if stage == "training" and settings.last_batch == "drop":
+        return _dropping(loader)
+    if stage in ("validation", "test") and settings.evaluation_at_training_size:
+        return _at_training_size(trainer, stage, loader, stages)
+    return loader
 
 
 def _dropping(loader: Any) -> Any:
@@ -67,29 +102,44 @@ def _dropping(loader: Any) -> Any:
 
 
 def _at_training_size(trainer: Trainer, stage: str, loader: Any, stages: ShapedStages) -> Any:
-    """Give a loader the batch size of training, where all ranks then have the same number of batches."""
-    size = _training_size(trainer, stages)
+    """Give a loader the batch size of training, where every rank then evaluates what it would have evaluated."""
+    size = None if _limits_batches(trainer, stage) else _training_size(trainer, stages)
     made = None if size is None else evaluation_loader(loader, size)
     counts = current_communicator().gather(None if made is None else len(made))
-    if None not in counts and len(set(counts)) == 1:
-        return made
-    if None not in counts and trainer.is_global_zero:
-        _log.warning(
-            "StaticShapes: %s keeps its batch size of %s. With that of training, %s, the ranks would have different"
-            " numbers of batches: %s.",
-            stage,
-            size_of(loader),
-            size,
-            ", ".join(map(str, counts)),
-        )
-    return loader
+    if made is None or None in counts:
+        return loader
+    if len(set(counts)) > 1:
+        if trainer.is_global_zero:
+            _log.warning(
+                "StaticShapes: %s keeps its batch size of %s. With that of training, %s, the ranks would have different"
+                " numbers of batches: %s.",
+                stage,
+                size_of(loader),
+                size,
+                ", ".join(map(str, counts)),
+            )
+        return loader
+    text = (
+        f"StaticShapes: {stage} takes {size} samples at once instead of {size_of(loader)}, as training does"
+    )
+    if size != size_of(loader) and trainer.is_global_zero and text not in stages.announced:
+        stages.announced.add(text)
+        say(f"{text} (evaluation_at_training_size).")
+    return made
+
+
+def _limits_batches(trainer: Trainer, stage: str) -> bool:
+    """Return whether an evaluation is to take a number or a part of its batches, of which the size then matters."""
+    limit = trainer.limit_test_batches if stage == "test" else trainer.limit_val_batches
+    return isinstance(limit, int) or limit < 1.0
 
 
 def _training_size(trainer: Trainer, stages: ShapedStages) -> int | None:
     """Return the batch size of training, also before its loader is made."""
-    known = stages.sizes.get("training")
-    if known is None and trainer.state.fn is not None and trainer.state.fn.value == "fit":
+    if trainer.train_dataloader is not None:
+        return size_of(loaders_in_use(trainer.fit_loop)[0])
+    if stages.training_size is None and trainer.state.fn == TrainerFn.FITTING:
         source = data_source(trainer.fit_loop)
         loaders = CombinedLoader(source.dataloader()).flattened if source.is_defined() else []
-        known = size_of(loaders[0]) if loaders else None
-    return known
+        stages.training_size = size_of(loaders[0]) if loaders else None
+    return stages.training_size

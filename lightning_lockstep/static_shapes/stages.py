@@ -1,4 +1,4 @@
-"""To what each batch of a run is padded: by stage, and by what its loader says or has given so far."""
+"""To what each batch of a run is padded: by what its loader says or has given so far."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class ShapedStages:
         settings: What to do.
 
     Attributes:
-        sizes: How many samples a batch of a stage has, where its loaders say that.
+        training_size: How many samples a batch of training has, once that was asked; ``None`` where it is not known.
+        announced: What was said of other sizes of batches.
         added: How many samples were added, by stage.
     """
 
@@ -41,23 +42,18 @@ class ShapedStages:
         self._sequences = dict(settings.sequence_values or {})
         self._largest: Counter[tuple[str, int]] = Counter()
         self._looked_at: set[str] = set()
-        self.sizes: dict[str, int] = {}
+        self.training_size: int | None = None
+        self.announced: set[str] = set()
         self.added: Counter[str] = Counter()
 
-    def new_loader(self, stage: str, size: int | None) -> None:
-        """Note that the loaders of a stage are made, and the size of their batches, ``None`` if unknown."""
-        self._largest = Counter({key: most for key, most in self._largest.items() if key[0] != stage})
-        self.sizes.pop(stage, None)
-        if size is not None:
-            self.sizes[stage] = size
-
-    def shaped(self, stage: str, batch: Any, dataloader_idx: int) -> Any:
+    def shaped(self, stage: str, batch: Any, dataloader_idx: int, size: int | None) -> Any:
         """Return a batch in the shapes of its stage, and note how many of its samples are real.
 
         Args:
             stage: ``training``, ``validation`` or ``test``.
             batch: As its loader gave it.
             dataloader_idx: Which loader of the stage that is.
+            size: How many samples its batches have, ``None`` where it does not say.
 
         Raises:
             ConfigurationError: A setting names a key that the batches of training do not have.
@@ -72,15 +68,15 @@ class ShapedStages:
                 batch, self._settings.sequence_lengths, self._sequences, self._settings.sequence_dim
             )
         if self._settings.pads(stage):
-            batch = self._padded(stage, batch, dataloader_idx)
+            batch = self._padded(stage, batch, dataloader_idx, size)
         return batch
 
-    def _padded(self, stage: str, batch: Any, dataloader_idx: int) -> Any:
+    def _padded(self, stage: str, batch: Any, dataloader_idx: int, size: int | None) -> Any:
         real, place = samples_in(batch), (stage, dataloader_idx)
         if not real:
             return batch
         self._largest[place] = max(self._largest[place], real)
-        size = max(self.sizes.get(stage, self._largest[place]), real)
+        size = max(self._largest[place] if size is None else size, real)
         current.real = real if size > real else None
         current.mask = torch.arange(size) < real
         self.added[stage] += size - real

@@ -85,6 +85,13 @@ class RunsLater(Protocol):
         """
         ...
 
+    def sync(self) -> None:
+        """Compile what was called and is pending, if it is new, and begin to run it.
+
+        Ranks: every process alike, at the same place of the program.
+        """
+        ...
+
     def device_seed(self) -> int:
         """Return the state of the devices' random numbers; nothing is read from a device."""
         ...

@@ -82,6 +82,8 @@ class RankStartup:
         backend: Name of the backend of the process group; by default that of the device.
     """
 
+    script_launcher: type[ScriptLauncher] = ScriptLauncher
+
     def __init__(self, start_method: str = "popen", backend: str | None = None) -> None:
         self.start_method, self.backend = start_method, backend
 
@@ -92,7 +94,7 @@ class RankStartup:
         """Return the launcher that starts the ranks of this node."""
         environment = strategy.cluster_environment
         if self.start_method == "popen" or environment.creates_processes_externally:
-            return ScriptLauncher(
+            return self.script_launcher(
                 supervisor,
                 environment,
                 num_processes=strategy.num_processes,

@@ -19,21 +19,33 @@ from lightning_lockstep.distributed.host_copies import (
     reduce_tensor,
 )
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
+from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.hooks import LifecycleHooks
 from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
 from lightning_lockstep.strategies.options import LifecycleSettings
 from lightning_lockstep.strategies.xla_steps import XLASteps
 from lightning_lockstep.xla.replicas import Replicas, check_replicas
-from lightning_lockstep.xla.runtime import XLARuntime
+from lightning_lockstep.xla.runtime import XLARuntime, check_untouched
 
 __all__ = ["LockstepXLAStrategy"]
 
 _OPERATIONS: dict[str, Any] = {"sum": "sum", "mean": "mean", "avg": "mean", "min": "min", "max": "max"}
 
 
+class _XLALauncher(ScriptLauncher):
+    """Starts the other ranks of this host only where this process has not taken devices that were to be theirs."""
+
+    def _check_can_spawn_children(self) -> None:
+        super()._check_can_spawn_children()
+        if self.num_processes > 1:
+            check_untouched(self.num_processes)
+
+
 class XLAStartup(RankStartup):
     """How the ranks are started and connected: by this program, over gloo between hosts, whatever the devices."""
+
+    script_launcher = _XLALauncher
 
     def __init__(self) -> None:
         super().__init__("popen", "gloo")

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from lightning_utilities import apply_to_collection
 
 from lightning_lockstep._console import say
 from lightning_lockstep._lightning import Precision, SingleDeviceStrategy
+from lightning_lockstep._lightning.internals import given_to_trainer
 from lightning_lockstep._settings import Faults
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.numerics.precision import requested_precision
 from lightning_lockstep.strategies.xla_steps import XLASteps
 from lightning_lockstep.xla.mesh import DeviceMesh
@@ -36,8 +39,8 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
         ConfigurationError: One message with everything that cannot be used.
         MissingExtraError: torch-xla is not installed.
 
-    Ranks: one process a host, each alike. The Trainer's ``devices`` is the number of devices; where there is no TPU,
-        that many virtual ones on the CPU.
+    Ranks: one process on one host. The Trainer's ``devices`` is the number of devices, ``auto`` takes what there is;
+        where there is no TPU, that many virtual ones on the CPU.
     """
 
     strategy_name = "lockstep_xla_spmd"
@@ -60,6 +63,9 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
         self.downcast_bf16 = downcast_bf16
         self._divides, self._min_size, self._patterns = parameters == "fsdp", min_size, tuple(patterns)
         self.parallel_devices: list[torch.device] | None = None
+        self.num_nodes = 1
+        self._num_devices: int | None = None
+        self._said_ragged = False
         self._mesh: DeviceMesh | None = None
         self._divided: dict[str, int] = {}
         super().__init__(checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
@@ -67,15 +73,21 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
     def _configure_launcher(self) -> None:
         # The Trainer is under construction here: the last moment at which a fault stops it before any work.
         self.use_xla_accelerator()
+        if self.num_nodes > 1:
+            raise ConfigurationError(
+                f"num_nodes={self.num_nodes} with strategy='lockstep_xla_spmd': expected 1, one process over the"
+                " devices of one host. Use strategy='lockstep_xla' on several hosts."
+            )
+        if given_to_trainer("devices") not in (None, "auto"):  # of which Lightning makes a number of its own
+            self._num_devices = len(self.parallel_devices or ()) or None
         self.precision_plugin = self.resolve_precision(self.precision_plugin, requested_precision())
 
     def setup_environment(self) -> None:
         """Find torch-xla and its devices. Ranks: every process, alike."""
         if self.runtime is None:
-            devices = len(self.parallel_devices or ())
-            self.runtime = XLARuntime(self.needed_for, num_devices=devices or None)
-            self.runtime.use_spmd()
-            self._mesh = DeviceMesh(self.runtime)
+            runtime = XLARuntime(self.needed_for, num_devices=self._num_devices)
+            runtime.use_spmd()
+            self.runtime, self._mesh = runtime, DeviceMesh(runtime)
             say(
                 f"lightning-lockstep: one process over {self._mesh.size} XLA device(s)"
                 f" ({self.runtime.device_type}); each batch is divided among them."
@@ -94,7 +106,22 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the devices, divided among them. Ranks: every process, alike."""
         moved = super().batch_to_device(batch, device, dataloader_idx)
-        return moved if self._mesh is None else self._mesh.divide_batch(moved)
+        if self._mesh is None:
+            return moved
+        self._say_ragged(batch, self._mesh.size)
+        return self._mesh.divide_batch(moved)
+
+    def _say_ragged(self, batch: Any, devices: int) -> None:
+        """Say once that a batch cannot be divided evenly."""
+        found: list[int] = []
+        apply_to_collection(batch, torch.Tensor, lambda one: found.extend(one.shape[:1]))
+        if found and found[0] % devices and not self._said_ragged:
+            self._said_ragged = True
+            say(
+                f"lightning-lockstep: a batch of {found[0]} sample(s) is divided among {devices} devices, of which the"
+                " last ones have less to do or nothing; no sample is added or left out. A size of its own is compiled"
+                " for once more: the callback StaticShapes drops or fills up such batches."
+            )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what the optimizers have kept. Ranks: every process, alike."""

@@ -25,7 +25,7 @@ from lightning_lockstep.xla.dtypes import DtypeReport
 from lightning_lockstep.xla.gradients import own_memory
 from lightning_lockstep.xla.lazy_run import LazyRun
 from lightning_lockstep.xla.precision import resolve_xla_precision
-from lightning_lockstep.xla.runtime import check_torch_xla
+from lightning_lockstep.xla.runtime import check_accelerator, check_torch_xla
 
 __all__ = ["XLASteps"]
 
@@ -48,6 +48,7 @@ class XLASteps(XLAPending, Strategy):
     downcast_bf16: bool = False
     _dtypes: DtypeReport | None = None
     _lazy_run: LazyRun | None = None
+    _steps_made = 0
 
     @property
     def needed_for(self) -> str:
@@ -71,9 +72,11 @@ class XLASteps(XLAPending, Strategy):
 
         Raises:
             MissingExtraError: torch-xla is not installed.
-            ConfigurationError: A variable tells torch-xla to cast by itself.
+            ConfigurationError: A variable tells torch-xla to cast by itself; or a TPU was asked for, and torch-xla
+                takes the CPU.
         """
         check_torch_xla(self.needed_for)
+        check_accelerator(isinstance(self.accelerator, XLAAccelerator))
         devices = XLADevices()
         if isinstance(self.accelerator, XLAAccelerator):
             show_accelerator(devices)
@@ -111,7 +114,8 @@ class XLASteps(XLAPending, Strategy):
         if is_fit and self.lightning_module is not None:
             self._dtypes = DtypeReport(self.lightning_module)
         self.sync()
-        self._lazy_run = LazyRun(trainer)
+        self._steps_made = 0
+        self._lazy_run = LazyRun(trainer, lambda: self._steps_made)
 
     def sync(self) -> None:
         """Compile what is pending, if it is new, and begin to run it. Ranks: every process, alike."""
@@ -155,6 +159,7 @@ class XLASteps(XLAPending, Strategy):
 
         result = super().optimizer_step(optimizer, with_gradients, model, **kwargs)
         self.sync()
+        self._steps_made += 1
         self._say_dtypes(optimizer)
         return result
 

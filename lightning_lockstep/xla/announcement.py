@@ -67,21 +67,21 @@ class CompilationWatch:
         return None if said_at is None or begun_at is None else f"compiled in {now - begun_at:.0f} s"
 
 
-def where_in_run(trainer: Trainer) -> str:
+def where_in_run(trainer: Trainer, steps_made: int) -> str:
     """Return what a Trainer is at, for the announcement of a compilation.
 
     Args:
         trainer: The Trainer; looked at from another thread than its own.
+        steps_made: How many optimizer steps this process has made in this fit, those before a resume not counted.
     """
     if trainer.sanity_checking:
         return "validation, for the check before training"
     if not trainer.training:
         stage = "test" if trainer.testing else "prediction" if trainer.predicting else "validation"
         return f"a batch of {stage}"
-    step = trainer.global_step + 1
-    if step <= _FIRST_STEPS:
-        return f"training step {step} of the first {_FIRST_STEPS}, which always compile"
-    return f"training step {step}; RecompileMonitor says what forced it"
+    if steps_made < _FIRST_STEPS:
+        return f"training step {steps_made + 1} of the first {_FIRST_STEPS} of this fit, which always compile"
+    return f"training step {trainer.global_step + 1}; the callback RecompileMonitor shows why"
 
 
 class CompilationAnnouncer:
@@ -89,14 +89,17 @@ class CompilationAnnouncer:
 
     Args:
         trainer: The Trainer, in a run on XLA devices.
+        steps_made: Returns how many optimizer steps were made in this fit.
         after: How long a compilation takes until it is announced [s].
         interval: How often torch-xla's counters are looked at [s].
 
     Ranks: each process has one; nothing is sent. Rank 0 speaks.
     """
 
-    def __init__(self, trainer: Trainer, *, after: float = 1.0, interval: float = 0.25) -> None:
-        self._trainer, self._interval = trainer, interval
+    def __init__(
+        self, trainer: Trainer, steps_made: Callable[[], int], *, after: float = 1.0, interval: float = 0.25
+    ) -> None:
+        self._trainer, self._steps_made, self._interval = trainer, steps_made, interval
         self._watch = CompilationWatch(after)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-compilations", daemon=True)
@@ -120,6 +123,8 @@ class CompilationAnnouncer:
 
     def _look(self) -> None:
         begun, done = compilations_begun_and_done()
-        text = self._watch.look(begun, done, time.monotonic(), lambda: where_in_run(self._trainer))
+        text = self._watch.look(
+            begun, done, time.monotonic(), lambda: where_in_run(self._trainer, self._steps_made())
+        )
         if text is not None:
             say(f"lightning-lockstep: {text}.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import sys
 
 from lightning_lockstep.errors import ConfigurationError, LaunchError
+from lightning_lockstep.xla.runtime import has_devices, has_libtpu, num_tpu_chips
 
 __all__ = ["become_xla_rank", "check_xla_untouched", "num_xla_ranks"]
 
@@ -20,8 +20,7 @@ def check_xla_untouched() -> None:
 
     Ranks: the process that starts the ranks; imports nothing.
     """
-    extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
-    if extension is not None and extension._xla_runtime_is_initialized():
+    if has_devices():
         raise LaunchError(
             "XLA was already used in this kernel, so its devices would not work in ranks that are forked from it:"
             " expected no call of torch_xla.device(), no tensor and no model on an XLA device in any cell before."
@@ -44,12 +43,9 @@ def num_xla_ranks() -> int | None:
     given = os.environ.get("PJRT_DEVICE", "").upper()
     if given == "CPU":
         return 0
-    if given not in ("", "TPU") or importlib.util.find_spec("libtpu") is None:
+    if given not in ("", "TPU") or not has_libtpu() or not num_tpu_chips():
         return None
-    tpu = importlib.import_module("torch_xla._internal.tpu")
-    if int(tpu.num_available_chips()) == 0:
-        return None
-    return int(tpu.num_local_processes())
+    return int(importlib.import_module("torch_xla._internal.tpu").num_local_processes())
 
 
 def become_xla_rank(rank: int, world_size: int) -> None:

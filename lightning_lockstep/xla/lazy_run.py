@@ -25,12 +25,13 @@ class LazyRun:
 
     Args:
         trainer: The Trainer, whose strategy is being set up.
+        steps_made: Returns how many optimizer steps were made in this fit.
 
     Ranks: every process, alike; nothing is sent.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        announcer = CompilationAnnouncer(trainer)
+    def __init__(self, trainer: Any, steps_made: Callable[[], int]) -> None:
+        announcer = CompilationAnnouncer(trainer, steps_made)
         announcer.start()
         self._undo: list[Callable[[], object]] = [announcer.stop, keep_counts_of_step_values(trainer)]
         if not trainer.fast_dev_run:

@@ -4,6 +4,7 @@
 setting         float32 parameters  float64 parameters  what a module computes logged, metrics
 =============== =================== =================== ====================== ==================
 ``32-true``     float32             float64             as they are            as they are
+``64-true``     float64             float64             float64                as they are
 ``bf16-mixed``  float32             float64             bfloat16 by autocast   float32
 ``bf16-true``   bfloat16            bfloat16            bfloat16               float32
 with downcast   bfloat16            float32             bfloat16, float32      float32
@@ -14,6 +15,7 @@ The optimizer's state has the dtype of its parameter; inputs are cast as paramet
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +46,13 @@ class CastPrecision(HalfPrecision):
         self._becomes = dict.fromkeys(_FLOATS, torch.bfloat16)
         if downcast:
             self._becomes[torch.float64] = torch.float32
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Let ``configure_model`` make what it makes in its own dtypes; :meth:`convert_module` casts it afterwards.
+
+        With bfloat16 as the default dtype, metrics that are made there would count in 16 bits.
+        """
+        return nullcontext()
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Cast the parameters and buffers of a module, each by its own dtype."""

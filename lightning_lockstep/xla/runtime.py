@@ -9,19 +9,25 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import sys
 from typing import Any
 
 import torch
 
-from lightning_lockstep.errors import ConfigurationError, MissingExtraError
+from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
 
 __all__ = [
     "XLARuntime",
+    "check_accelerator",
     "check_environment",
     "check_torch_xla",
+    "check_untouched",
     "compilations_begun_and_done",
     "compilations_so_far",
     "find_device_type",
+    "has_devices",
+    "has_libtpu",
+    "num_tpu_chips",
 ]
 
 # Variables that change what float32 means for a whole process, and what to write instead.
@@ -77,12 +83,12 @@ class XLARuntime:
 
     Args:
         needed_for: What the user asked for, for the error.
-        num_devices: How many devices this process is to have where torch-xla can be told, which is on CPU;
-            ``None`` takes what there is.
+        num_devices: How many devices this process is to have; ``None`` takes what there is. torch-xla can be told on
+            the CPU, before it has its devices.
 
     Raises:
         MissingExtraError: torch-xla is not installed.
-        ConfigurationError: torch-xla has another number of devices, or the environment says another.
+        ConfigurationError: The environment says another number of devices.
 
     Ranks: every process, alone, before it makes its first tensor on a device.
     """
@@ -90,7 +96,8 @@ class XLARuntime:
     def __init__(self, needed_for: str, *, num_devices: int | None = None) -> None:
         check_torch_xla(needed_for)
         self._choose_device_type()
-        if num_devices is not None and self.device_type == "CPU":
+        self._num_devices = num_devices
+        if num_devices is not None and self.device_type == "CPU" and not has_devices():
             _set_cpu_devices(num_devices)
         self.torch_xla = importlib.import_module("torch_xla")
         self.runtime = importlib.import_module("torch_xla.runtime")
@@ -125,6 +132,7 @@ class XLARuntime:
 
         Raises:
             ConfigurationError: This process has used all devices as one (SPMD), which torch-xla does not take back.
+            LaunchError: torch-xla has its devices already, and they are not those of this process among so many.
 
         Ranks: every process, before it makes its first tensor on a device.
         """
@@ -134,11 +142,12 @@ class XLARuntime:
                 " expected a process of its own for one device. Start another program, or use"
                 " strategy='lockstep_xla_spmd'."
             )
-        start = self._module("_internal.pjrt")
         if local_processes == 1:
-            start.initialize_singleprocess()
-        else:
-            start.initialize_multiprocess(local_rank, local_processes)
+            self._module("_internal.pjrt").initialize_singleprocess()
+            return
+        if os.environ.get("PJRT_LOCAL_PROCESS_COUNT") != str(local_processes):
+            check_untouched(local_processes)
+        self._module("_internal.pjrt").initialize_multiprocess(local_rank, local_processes)
 
     @property
     def ordinal(self) -> int:
@@ -166,10 +175,26 @@ class XLARuntime:
     def use_spmd(self) -> None:
         """Let one process compute on all devices, as if they were one.
 
+        Raises:
+            ConfigurationError: There are other processes with devices beside this one, or torch-xla has another number
+                of devices than was asked for.
+
         Ranks: every process, before it makes its first tensor on a device.
         """
         if not self.runtime.is_spmd():
             self.runtime.use_spmd()
+        if self.num_processes > 1:
+            raise ConfigurationError(
+                f"torch-xla has {self.num_devices} devices in {self.num_processes} processes: expected the devices of"
+                " one host, in one process, as each process would divide batches of its own. Use"
+                " strategy='lockstep_xla' on several hosts."
+            )
+        if self._num_devices not in (None, self.num_devices):
+            raise ConfigurationError(
+                f"devices={self._num_devices} was given to the Trainer, and torch-xla has {self.num_devices}"
+                f" ({self.device_type}) in this process, which takes all of them: expected the same. Give"
+                " devices='auto', or for another number of virtual devices on the CPU start another program."
+            )
 
     def device(self) -> torch.device:
         """Return the device of this process."""
@@ -242,6 +267,34 @@ class XLARuntime:
         return self._module("distributed.spmd")
 
 
+def has_devices() -> bool:
+    """Return whether torch-xla has its devices in this process already.
+
+    Ranks: any rank, alone; imports nothing.
+    """
+    extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    return extension is not None and bool(extension._xla_runtime_is_initialized())
+
+
+def check_untouched(local_processes: int) -> None:
+    """Refuse to share devices among processes of which this one has them already.
+
+    Args:
+        local_processes: How many processes the host is to have.
+
+    Raises:
+        LaunchError: torch-xla has its devices in this process.
+
+    Ranks: any rank, alone; imports nothing.
+    """
+    if has_devices():
+        raise LaunchError(
+            f"XLA was already used in this process, so its devices could not be shared among {local_processes} ranks:"
+            " expected no call of torch_xla.device(), no tensor on an XLA device and no earlier job in it. Make the"
+            " Trainer first and the tensors within its run, and start each job of a sweep as a program of its own."
+        )
+
+
 def compilations_so_far() -> tuple[int, float]:
     """Return how many graphs torch-xla has compiled in this process, and how long that took [s].
 
@@ -257,7 +310,50 @@ def find_device_type() -> str:
 
     Ranks: any rank, alone; starts no device.
     """
-    return os.environ.get("PJRT_DEVICE", "TPU" if _has_tpu() else "CPU").upper()
+    return os.environ.get("PJRT_DEVICE", "TPU" if has_libtpu() and num_tpu_chips() else "CPU").upper()
+
+
+def has_libtpu() -> bool:
+    """Return whether torch-xla finds, or has found, the library without which it does not see a TPU.
+
+    Ranks: any rank, alone; imports nothing.
+    """
+    found = getattr(sys.modules.get("torch_xla"), "_found_libtpu", None)
+    if found is not None:
+        return bool(found)
+    return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
+
+
+def num_tpu_chips() -> int:
+    """Return how many chips of TPUs this host has, with torch-xla installed.
+
+    Ranks: any rank, alone; starts no device.
+    """
+    return int(importlib.import_module("torch_xla._internal.tpu").num_available_chips())
+
+
+def check_accelerator(is_tpu: bool) -> None:
+    """Refuse to train on the CPU where the Trainer was to train on TPUs.
+
+    Args:
+        is_tpu: Whether the Trainer's accelerator is Lightning's for TPUs.
+
+    Raises:
+        ConfigurationError: torch-xla has, or would choose, devices of the CPU.
+
+    Ranks: any rank, alone; starts no device.
+    """
+    if is_tpu and find_device_type() == "CPU":
+        why = (
+            "PJRT_DEVICE=CPU is set. Unset it"
+            if has_libtpu()
+            else "the package libtpu is missing. Install torch-xla with it: pip install 'torch-xla[tpu]==2.9.*', and"
+            " unset PJRT_DEVICE if it is set"
+        )
+        raise ConfigurationError(
+            f"accelerator='tpu', and torch-xla takes the CPU: expected a TPU, but {why}; or give the Trainer"
+            " accelerator='cpu' to train on virtual devices of the CPU."
+        )
 
 
 def compilations_begun_and_done() -> tuple[int, int]:
@@ -270,18 +366,11 @@ def compilations_begun_and_done() -> tuple[int, int]:
     return int(metrics.counter_value("UncachedCompile") or 0), int(took[0]) if took else 0
 
 
-def _has_tpu() -> bool:
-    if importlib.util.find_spec("libtpu") is None:
-        return False
-    tpu = importlib.import_module("torch_xla._internal.tpu")
-    return int(tpu.num_available_chips()) > 0
-
-
 def _set_cpu_devices(wanted: int) -> None:
     given = os.environ.get("CPU_NUM_DEVICES")
     if given is not None and given != str(wanted):
         raise ConfigurationError(
-            f"devices={wanted} was given to the Trainer, and CPU_NUM_DEVICES={given} is set: expected the same. Unset"
-            " CPU_NUM_DEVICES, or give devices='auto'."
+            f"CPU_NUM_DEVICES={given} is set, and this process is to have {wanted} XLA device(s): expected the same."
+            f" Unset CPU_NUM_DEVICES, or use strategy='lockstep_xla_spmd' with devices={given} or devices='auto'."
         )
     os.environ["CPU_NUM_DEVICES"] = str(wanted)

@@ -42,6 +42,7 @@ ALLOWED = {
     # torch
     "_XLAC": "torch_xla",
     "_xla_runtime_is_initialized": "torch_xla",
+    "_found_libtpu": "torch_xla",
     "_version": "Tensor",
     "_values": "Tensor",
     "_foreach_copy_": "torch",

@@ -123,6 +123,18 @@ def test_test_and_prediction_are_looked_at_too(tmp_path: Path) -> None:
     assert [(one.stage, one.batch_idx) for one in monitor.steps] == [("predict", 0)]
 
 
+def test_the_backward_of_a_graph_is_no_second_one(tmp_path: Path) -> None:
+    """As with any backend that compiles a backward, the usual one of torch.compile included."""
+    monitor = RecompileMonitor()
+    module = Net(dynamic=False)
+    module.compiled = torch.compile(module.layer, backend="aot_eager", dynamic=False)
+    trainer(tmp_path, monitor).fit(module, DataLoader(ROWS, 6))
+    assert [(one.batch_idx, one.count) for one in monitor.steps] == [(0, 1), (3, 1)]
+    ((first,), (later,)) = [one.compilations for one in monitor.steps]
+    assert first.what == later.what and "None" not in first.what
+    assert first.seconds > 0 and "expected 6, actual 2" in later.reason
+
+
 def test_an_argument_that_cannot_be_used() -> None:
     with pytest.raises(ConfigurationError, match="expected_batches=-1"):
         RecompileMonitor(expected_batches=-1)

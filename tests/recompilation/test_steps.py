@@ -29,6 +29,14 @@ def test_the_first_batches_of_each_stage_are_expected() -> None:
     assert line == "training batch 0 (step 0) compiled 1 graph(s) in 1.5 s, as the first batches do"
 
 
+def test_batches_that_only_accumulate_are_expected_too() -> None:
+    found = StepCompilations(expected=2)
+    done = [
+        found.batch_done("training", number, number // 3, LARGE, [ONE], accumulated=3) for number in range(7)
+    ]
+    assert [one is not None and one.is_expected for one in done] == [True] * 6 + [False]
+
+
 def test_new_shapes_are_shown_beside_those_before() -> None:
     found = StepCompilations(expected=1)
     found.batch_done("training", 0, 0, LARGE, [ONE])
@@ -70,6 +78,11 @@ def test_the_summary_counts_the_first_and_names_the_later() -> None:
     found = StepCompilations(expected=1)
     found.batch_done("training", 0, 0, LARGE, [ONE])
     assert found.summary() == "1 graph(s) compiled in 1.5 s in the first batches, none later"
+    found.outside += [ONE, Compilation("torch-xla", 0.25, graphs=3)]
+    assert found.summary() == (
+        "1 graph(s) compiled in 1.5 s in the first batches, none later, 4 graph(s) compiled in 1.8 s outside of batches"
+    )
+    found.outside.clear()
     for batch in (7, 7, 9):
         found.batch_done("training", batch, batch, SMALL, [ONE])
     assert found.summary() == (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_lockstep import AutoBatchSize, RecompileMonitor, StaticShapes
-from lightning_lockstep._lightning import Trainer
+from lightning_lockstep import AutoBatchSize, RecompileMonitor, StaticShapes, StopTogether
+from lightning_lockstep._lightning import Callback, Trainer
 from lightning_lockstep.errors import ConfigurationError
 from tests.static_shapes.nets import QUIET, Net, fitted, loader, numbers
 
@@ -180,6 +180,142 @@ def test_sequences_are_padded_to_a_few_lengths(tmp_path: Path, caplog: pytest.Lo
     with pytest.raises(ConfigurationError, match=r"sequence_values has 'idz'.*the keys 'ids'"):
         trainer = Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[StaticShapes(**settings)])
         trainer.fit(net, batches, loader(6, 6))
+
+
+class Sums(Net):
+    """Notes the lengths of its sequences, by epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.shapes.append((str(self.current_epoch), batch["ids"].size(1)))
+        return (self.layers[0].weight.sum() * batch["ids"].sum()) * 1e-3
+
+
+class SavesAfter(Callback):
+    """Saves a checkpoint after an optimizer step."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.parametrize("together", [False, True])
+def test_a_fit_that_resumes_in_the_middle_of_an_epoch_goes_on_padding(tmp_path: Path, together: bool) -> None:
+    made: Any = [{"ids": torch.ones(2, length)} for length in (3, 5, 4, 7, 8)]
+    batches, path = DataLoader(made, batch_size=None), tmp_path / "middle.ckpt"
+    settings: dict[str, Any] = {
+        "last_batch": "keep",
+        "sequence_lengths": [4, 8],
+        "sequence_values": {"ids": 0},
+    }
+
+    def fit(*callbacks: Any, **options: Any) -> list[tuple[str, int]]:
+        net = Sums()
+        more = [StopTogether()] if together else []
+        shapes = StaticShapes(**settings)
+        Trainer(**QUIET, default_root_dir=tmp_path, callbacks=[shapes, *more, *callbacks]).fit(
+            net, batches, loader(6, 6), **options
+        )
+        return [one for one in net.shapes if one[0] != "validation"]
+
+    whole = fit(SavesAfter(7, path))
+    assert [length for _, length in whole] == [4, 8, 4, 8, 8] * 2
+    resumed = fit(ckpt_path=path)
+    assert resumed and {epoch for epoch, _ in resumed} == {"1"}
+    assert {length for _, length in resumed} <= {4, 8}
+    if together:  # which goes on behind the batches that were seen
+        assert resumed == whole[7:]
+
+
+# -- evaluation at the size of training ---------------------------------------------------------------
+
+
+def sizes(net: Net, stage: str = "validation") -> list[int]:
+    return [size for name, size in net.shapes if name == stage]
+
+
+ONCE: dict[str, Any] = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0}
+
+
+def test_evaluation_keeps_its_size_where_other_samples_would_be_evaluated(tmp_path: Path) -> None:
+    def fit(held_out: DataLoader[Any], **options: Any) -> list[int]:
+        net = Net()
+        made = Trainer(**ONCE, **options, default_root_dir=tmp_path, callbacks=[StaticShapes()])
+        made.fit(net, loader(12, 6), held_out)
+        return sizes(net)
+
+    assert fit(DataLoader(loader(5, 4).dataset, 4, drop_last=True)) == [4], "not none, as with batches of 6"
+    assert fit(loader(16, 4), limit_val_batches=2) == [4, 4], "two batches of 6 are other samples"
+    assert fit(loader(16, 4), limit_val_batches=0.5) == [4, 4]
+    assert fit(loader(16, 4)) == [6, 6, 4]
+
+
+def test_another_size_of_evaluation_is_said_once_and_training_asked_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Model(Net):
+        asked = 0
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            self.asked += 1
+            return loader(12, 6)
+
+        def val_dataloader(self) -> list[DataLoader[Any]]:
+            return [loader(9, 4), loader(8, 4), loader(12, 6)]
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            super().validation_step(batch, batch_idx)
+
+    net = Model()
+    options = {**QUIET, "reload_dataloaders_every_n_epochs": 1}
+    Trainer(**options, default_root_dir=tmp_path, callbacks=[StaticShapes()]).fit(net)
+    assert net.asked == 3, "once before the check of the validation, and once for each epoch"
+    said = capsys.readouterr().err
+    assert said.count("StaticShapes: validation takes 6 samples at once instead of 4, as training does") == 1
+    assert "instead of 6" not in said
+
+
+def test_a_small_loader_of_the_size_of_training_is_no_other_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net({"backend": "eager", "dynamic": False})
+    made = Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[RecompileMonitor(), StaticShapes()])
+    made.fit(net, loader(12, 6), loader(5, 6))
+    assert sizes(net) == [5]
+    assert "samples at once" not in caplog.text
+
+
+@pytest.mark.parametrize("first", [4, 8])
+def test_each_loader_of_a_stage_has_its_own_size(tmp_path: Path, first: int) -> None:
+    class Model(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("val_loss", self.step(batch, f"validation {dataloader_idx}"))
+
+    net, second = Model(), 12 - first
+    shapes = StaticShapes(evaluation_last_batch="pad", evaluation_at_training_size=False)
+    made = Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[shapes])
+    made.fit(net, loader(12, 6), [loader(9, first), loader(9, second)])
+    assert {size for name, size in net.shapes if name == "validation 0"} == {first}
+    assert {size for name, size in net.shapes if name == "validation 1"} == {second}
+
+
+def test_batches_of_several_loaders_at_once_are_not_padded(tmp_path: Path) -> None:
+    class Model(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.step(batch["a"], "training") + self.step(batch["b"], "training")
+
+    both = {"a": loader(12, 6), "b": loader(8, 4)}
+    made = Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[StaticShapes(last_batch="pad")])
+    with pytest.raises(
+        ConfigurationError, match=r"last_batch='pad'\) with several loaders of training at once"
+    ):
+        made.fit(Model(), both, loader(6, 6))
+    net = Model()
+    Trainer(**ONCE, default_root_dir=tmp_path, callbacks=[StaticShapes()]).fit(net, both, loader(6, 6))
+    assert sizes(net, "training") == [6, 4, 6, 4]
 
 
 def test_without_the_callback_all_samples_are_real() -> None:

@@ -67,4 +67,5 @@ def test_why_a_loader_cannot_drop() -> None:
     assert "a batch sampler of its own (Own)" in str(fault_of_dropping(own))
     assert evaluation_loader(own, 5) is None and size_of(own) is None
     assert evaluation_loader(DataLoader(Stream(), 3), 5) is None
+    assert evaluation_loader(DataLoader(ROWS, 3, drop_last=True), 5) is None
     assert len(evaluation_loader(DataLoader(ROWS, 3), 5)) == 4

@@ -125,7 +125,7 @@ def test_real_compilations_are_announced(
     monkeypatch.setattr(lazy_run, "CompilationAnnouncer", at_once)
     fitted(tmp_path, spmd(), module=Shows(151), max_steps=1)
     said = capsys.readouterr().err
-    begun = "lightning-lockstep: torch-xla is compiling training step 1 of the first 2, which always compile."
+    begun = "torch-xla is compiling training step 1 of the first 2 of this fit, which always compile."
     assert said.count(begun) == 1
     assert "lightning-lockstep: compiled in " in said.partition(begun)[2]
 
@@ -159,12 +159,43 @@ def test_what_is_said_of_a_compilation() -> None:
     ] == [None] * 4
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_the_first_steps_are_those_of_the_fit_also_when_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    class Says(CompilationAnnouncer):
+        def __init__(self, made: Any, steps_made: Any) -> None:
+            super().__init__(made, steps_made, interval=0.01)
+            self.where = lambda: where_in_run(made, steps_made())
+            announcers.append(self)
+
+    class Notes(Shows):
+        def training_step(self, *args: Any) -> torch.Tensor:
+            found.append(announcers[-1].where())
+            return super().training_step(*args)
+
+    announcers: list[Says] = []
+    monkeypatch.setattr(lazy_run, "CompilationAnnouncer", Says)
+    first, _ = fitted(tmp_path, spmd(), module=Notes(), max_epochs=1, enable_checkpointing=True)
+    path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    found.clear()
+    again = trainer(tmp_path / "resumed", spmd(), max_epochs=2, enable_checkpointing=True)
+    again.fit(Notes(), *loaders(), ckpt_path=path)
+    assert found[:3] == [
+        "training step 1 of the first 2 of this fit, which always compile",
+        "training step 2 of the first 2 of this fit, which always compile",
+        "training step 8; the callback RecompileMonitor shows why",
+    ]
+
+
 def test_evaluation_is_named_too(tmp_path: Path) -> None:
     found = []
 
     class Notes(Shows):
         def test_step(self, *args: Any) -> None:
-            found.append(where_in_run(self.trainer))
+            found.append(where_in_run(self.trainer, 0))
 
     made = trainer(tmp_path, spmd())
     made.test(Notes(), loaders()[1], verbose=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from lightning_lockstep.xla.precision import CastPrecision
 from tests.xla.digits import Classifier, fitted, spmd
@@ -38,10 +38,37 @@ class Notes(Classifier):
         self.dtypes["state of float64"] = optimizer.state[scale]["exp_avg"].dtype
 
 
+class MakesLate(Notes):
+    """Makes its layers and its metrics in ``configure_model``."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "seen"):
+            self.net[2] = torch.nn.Linear(128, 12)
+            self.mean, self.seen = MeanMetric(), SumMetric()
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.seen.update(len(batch[0]) + 0.5)
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        self.dtypes["made late"] = self.net[2].weight.dtype  # type: ignore[assignment]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("downcast", [False, True])
+def test_metrics_made_in_configure_model_count_exactly(tmp_path: Path, downcast: bool) -> None:
+    module = MakesLate(torch.float64)
+    made, _ = fitted(tmp_path, spmd(downcast_bf16=downcast), module=module, precision="bf16-true")
+    assert module.dtypes["made late"] is BF16
+    assert module.seen.sum_value.dtype is F32 and module.dtypes["metric"] is F32
+    assert float(made.callback_metrics["seen"]) == 302.5, (
+        "five batches of 300 samples; bfloat16 has steps of 2 there"
+    )
+
+
 @pytest.mark.parametrize(
     ("precision", "downcast", "expected"),
     [
         ("32-true", False, {"float32 parameter": F32, "float64 parameter": F64, "hidden": F32, "state": F32}),
+        ("64-true", False, {"float32 parameter": F64, "float64 parameter": F64, "hidden": F64, "state": F64}),
         (
             "bf16-mixed",
             False,

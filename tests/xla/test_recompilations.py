@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,48 @@ def test_a_smaller_last_batch_is_named_once(tmp_path: Path, caplog: pytest.LogCa
     assert any(
         "its shapes (44, 64), (44,) are new, the batch before had (64, 64), (64,)" in line for line in lines
     )
+
+
+class Wide(Wider):
+    """Of another size again; a value of it is made between two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(64, 97), torch.nn.ReLU(), torch.nn.Linear(97, 12))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            self.sum_of_weights = (self.net[0].weight * 3.5 - 1.25).sum()  # pending until something runs it
+
+
+def test_what_is_pending_after_a_batch_is_no_matter_of_the_next_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monitor = RecompileMonitor()
+    options: dict[str, Any] = {"limit_train_batches": 4, "limit_val_batches": 0, "max_epochs": 4}
+    fitted(tmp_path, spmd(), module=Wide(), callbacks=[monitor], **options)
+    assert [one.line() for one in monitor.steps if not one.is_expected] == []
+    said = capsys.readouterr().err
+    assert re.search(
+        r"in the first batches, none later, \d+ graph\(s\) compiled in .* outside of batches\.", said
+    )
+
+
+def test_the_first_batches_that_accumulate_compile_as_expected(tmp_path: Path) -> None:
+    class Accumulates(Wider):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(64, 89), torch.nn.ReLU(), torch.nn.Linear(89, 12))
+
+    monitor = RecompileMonitor()
+    options: dict[str, Any] = {"limit_train_batches": 4, "limit_val_batches": 0, "accumulate_grad_batches": 4}
+    fitted(tmp_path, spmd(), module=Accumulates(), callbacks=[monitor], max_epochs=4, **options)
+    compiled = [one.batch_idx for one in monitor.steps]
+    assert compiled and [one.line() for one in monitor.steps if not one.is_expected] == []
+    assert monitor.steps[0].batch_idx == 0, "at the end of its own batch"
 
 
 def test_padded_batches_compile_nothing_new_and_give_the_same_losses(tmp_path: Path) -> None:

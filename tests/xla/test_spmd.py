@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.accelerators import XLAAccelerator
+from torch.utils.data import DataLoader
 
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.xla import runtime
 from tests.xla.digits import CLOSE, Classifier, fitted, loaders, numbers, spmd, trainer
 
 
@@ -100,6 +102,25 @@ def test_test_and_predict_are_those_of_one_device(tmp_path: Path) -> None:
     assert torch.equal(rows, expected_rows)
 
 
+def test_a_batch_that_the_devices_cannot_divide_evenly_counts_as_on_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nine samples in batches of four leave one, for four devices."""
+
+    def fit(strategy: Any) -> list[float]:
+        torch.manual_seed(1)
+        module, rows = Classifier(), loaders()[0].dataset
+        few = DataLoader(torch.utils.data.Subset(rows, range(9)), 4)
+        trainer(tmp_path, strategy, max_epochs=2).fit(module, few, loaders()[1])
+        return [float(loss) for loss in module.losses]
+
+    alone, divided = fit("auto"), fit(spmd())
+    assert len(alone) == 6 and divided == pytest.approx(alone, abs=CLOSE)
+    said = capsys.readouterr().err
+    assert said.count("a batch of 1 sample(s) is divided among 4 devices") == 1
+    assert "StaticShapes" in said
+
+
 def test_what_has_been_compiled_is_not_compiled_again(tmp_path: Path) -> None:
     """Neither by another epoch nor by the last batch, smaller than the others, when it comes again."""
     from torch_xla.debug import metrics
@@ -139,9 +160,8 @@ def test_by_name_and_by_the_command_line(tmp_path: Path) -> None:
     assert {value.device.type for value in weights.values()} == {"cpu"}
 
 
-def test_lightning_gives_the_strategy_its_tpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+@pytest.fixture
+def tpu_host(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """A stand-in for a host with a TPU: Lightning is told that there are four devices."""
     from torch_xla._internal import tpu
 
@@ -149,6 +169,12 @@ def test_lightning_gives_the_strategy_its_tpu(
     for cached in (XLAAccelerator.auto_device_count, XLAAccelerator.is_available):
         cached.cache_clear()  # type: ignore[attr-defined]
         request.addfinalizer(cached.cache_clear)  # type: ignore[attr-defined]
+
+
+def test_lightning_gives_the_strategy_its_tpu(
+    tmp_path: Path, tpu_host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
     for precision in ("32-true", "bf16-mixed"):
         made = trainer(tmp_path, spmd(), accelerator="tpu", precision=precision)
         assert isinstance(made.accelerator, XLAAccelerator)
@@ -193,8 +219,46 @@ def test_a_variable_that_torch_xla_has_given_up(
         fitted(tmp_path, spmd())
 
 
-def test_other_devices_than_the_environment_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [3, "3"])
+def test_other_devices_than_torch_xla_has(tmp_path: Path, devices: int | str) -> None:
     with pytest.raises(
-        ConfigurationError, match="devices=3 was given to the Trainer, and CPU_NUM_DEVICES=4 is set"
+        ConfigurationError, match=r"devices=3 was given to the Trainer, and torch-xla has 4 \(CPU\)"
     ):
-        fitted(tmp_path, spmd(), devices=3)
+        fitted(tmp_path, spmd(), devices=devices)
+
+
+@pytest.mark.parametrize("options", [{"devices": "auto"}, {"devices": 4}])
+def test_devices_that_follow_from_the_environment(
+    tmp_path: Path, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``auto`` is 1 where Lightning counts devices of the CPU."""
+    fitted(tmp_path, spmd(), max_steps=1, **options)
+    assert "one process over 4 XLA device(s) (CPU)" in capsys.readouterr().err
+
+
+def test_other_devices_than_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "has_devices", lambda: False)
+    with pytest.raises(ConfigurationError, match=r"CPU_NUM_DEVICES=4 is set, and .* 3 XLA device\(s\)"):
+        runtime.XLARuntime("this test", num_devices=3)
+
+
+def test_several_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="num_nodes=2 with strategy='lockstep_xla_spmd': expected 1"):
+        trainer(tmp_path, spmd(), num_nodes=2)
+    monkeypatch.setattr(runtime.XLARuntime, "num_processes", 2)
+    with pytest.raises(ConfigurationError, match="torch-xla has 4 devices in 2 processes"):
+        fitted(tmp_path, spmd())
+
+
+@pytest.mark.parametrize(
+    ("libtpu", "words"), [(False, r"pip install 'torch-xla\[tpu\]==2\.9\.\*'"), (True, "Unset it")]
+)
+@pytest.mark.parametrize("strategy", ["lockstep_xla_spmd", "lockstep_xla"])
+def test_a_tpu_that_torch_xla_does_not_take(
+    tmp_path: Path, tpu_host: None, monkeypatch: pytest.MonkeyPatch, strategy: str, libtpu: bool, words: str
+) -> None:
+    import torch_xla
+
+    monkeypatch.setattr(torch_xla, "_found_libtpu", libtpu)
+    with pytest.raises(ConfigurationError, match="accelerator='tpu', and torch-xla takes the CPU.*" + words):
+        trainer(tmp_path, strategy, accelerator="tpu", devices=4)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.strategies import LockstepXLAStrategy
+from lightning_lockstep.errors import ConfigurationError, LaunchError
+from lightning_lockstep.strategies import LockstepXLAStrategy, xla
 from lightning_lockstep.xla.runtime import XLARuntime
-from tests.xla.digits import trainer
+from tests.xla.digits import Classifier, loaders, trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,6 +129,23 @@ def test_a_process_that_has_used_all_devices_as_one() -> None:
     """As the process of these tests has."""
     with pytest.raises(ConfigurationError, match=r"has trained on all XLA devices as one \(SPMD\) before"):
         XLARuntime("this test").be_process(0, 1)
+
+
+def test_devices_that_were_taken_before_the_ranks_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the process of these tests has them; only what is refused sooner on the CPU is left out."""
+    monkeypatch.setattr(xla, "check_replicas", lambda count: None)
+    made = trainer(tmp_path, LockstepXLAStrategy(), devices=2)
+    with pytest.raises(LaunchError, match=r"XLA was already used in this process, .* among 2 ranks"):
+        made.fit(Classifier(), *loaders())
+
+
+def test_devices_of_ranks_that_somebody_else_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_USE_SPMD", "0")
+    monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "1")
+    with pytest.raises(LaunchError, match="XLA was already used in this process"):
+        XLARuntime("this test").be_process(1, 2)
 
 
 def test_settings_that_cannot_be_used() -> None:
