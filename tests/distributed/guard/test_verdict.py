@@ -171,7 +171,7 @@ def test_the_first_difference_is_reported_not_the_last() -> None:
     assert lines(found)[0] == "ranks disagree on collective #2 of group 'world'"
 
 
-@pytest.mark.parametrize("operation", ["all_to_all", "scatter", "gather_object_list"])
+@pytest.mark.parametrize("operation", ["all_to_all", "all_to_all_single", "alltoall", "scatter"])
 def test_shapes_that_ranks_may_choose_are_no_difference(operation: str) -> None:
     kinds = {"operation": operation}
     found = verdict(rank(0, call(**kinds)), rank(1, call(shapes=((9,),), **kinds)))
@@ -185,6 +185,46 @@ def test_shapes_that_ranks_may_choose_count_once_the_backend_has_found_other_siz
     assert found is not None and found.kind == "mismatch"
     assert lines(found)[0] == "ranks disagree on collective #1 of group 'world'"
     assert verdict(*ranks, raised="Connection closed by peer") is None
+
+
+@pytest.mark.parametrize(
+    "operation", ["reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "all_gather"]
+)
+def test_shapes_of_a_reduce_scatter_are_a_difference(operation: str) -> None:
+    kinds = {"operation": operation}
+    found = verdict(rank(0, call(**kinds)), rank(1, call(shapes=((9,),), **kinds)))
+    assert found is not None and found.kind == "mismatch"
+
+
+SIZES = "Received data size doesn't match expected size"
+ENDED = "a thread of the backend ended the process"
+
+
+def all_to_alls(*, then: bool = False, done: bool = True) -> tuple[RankState, RankState]:
+    """Return two ranks that have exchanged parts of their own sizes, and perhaps reduced something since."""
+    kinds = {"operation": "all_to_all", "done": done}
+    calls = [[call(1, **kinds), call(2, shapes=((size,),), **kinds)] for size in (3, 7)]
+    after = [call(3, done=True)] if then else []
+    return rank(0, *calls[0], *after), rank(1, *calls[1], *after)
+
+
+@pytest.mark.parametrize("raised", [SIZES, ENDED])
+def test_an_all_to_all_that_is_complete_does_not_explain_a_later_error(raised: str) -> None:
+    assert verdict(*all_to_alls(then=True), raised=raised) is None
+    # What the backend takes for done may be what it has raised about, if nothing was called since.
+    for ranks in (all_to_alls(), all_to_alls(done=False)):
+        found = verdict(*ranks, raised=raised)
+        assert lines(found)[0] == "ranks disagree on collective #2 of group 'world'"
+        assert "input_split_sizes" in lines(found)[-1] and "equal on all ranks" not in lines(found)[-1]
+
+
+def test_an_open_call_is_one_of_its_own_group() -> None:
+    """A complete all-to-all of another group has the number of what is open."""
+    pair = {PAIR: (0, 1)}
+    past = [call(2, operation="all_to_all", group=PAIR, shapes=((size,),), done=True) for size in (3, 7)]
+    ranks = [rank(number, one, call(2), groups=pair) for number, one in enumerate(past)]
+    found = verdict(*ranks, of=("world", 2), raised=SIZES)
+    assert found is None
 
 
 def test_in_a_scatter_only_the_root_records_tensors() -> None:
