@@ -146,7 +146,9 @@ class StragglerTracker:
             self._since_collective = step if before is None else joined(before, step)
             if step.measured:
                 found.append(self._since_collective)
-            if step.measured or len(step.times) < 2:  # of less than two ranks nothing is known, not even whether
+            if (
+                step.measured or len(step.times) < 2
+            ):  # of less than two ranks nothing is known, not even whether
                 self._since_collective = None
         return found
 

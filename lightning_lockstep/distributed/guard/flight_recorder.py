@@ -107,9 +107,9 @@ class FlightRecorder:
         titles, found = group_titles(), dict[_Group, Outstanding | None]()
         for ring, entry in self._entries(stacks=False):
             name = entry["process_group"][0]
-            if not _is_done(entry) and name in titles:
-                number = _number(entry)
-                found.setdefault((ring, str(entry["pg_id"])), Outstanding(titles[name][0], number))
+            if not _is_done(entry) and not entry["is_p2p"] and name in titles:
+                one = Outstanding(titles[name][0], _number(entry))
+                found.setdefault((ring, str(entry["pg_id"])), one)
         return found
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
@@ -165,7 +165,7 @@ def _is_done(entry: Mapping[str, Any]) -> bool:
 
 
 def _number(entry: Mapping[str, Any]) -> int:
-    return int(entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"])
+    return 0 if entry["is_p2p"] else int(entry["collective_seq_id"])  # sends and receives are not compared
 
 
 def _call(entry: Mapping[str, Any], group: str) -> CollectiveCall:

@@ -363,6 +363,38 @@ def test_a_receive_that_nobody_sends_for() -> None:
     assert lines(found)[4].rstrip().endswith("train.py:99 in step   <- never came")
 
 
+def awaiting(number: int, *calls: tuple[str, int | None], of: int = 3, **changes: Any) -> RankState:
+    """Return a rank that waits by a handle for one of these sends and receives."""
+    open_ones = tuple(CollectiveCall(operation=name, group="world", root=peer) for name, peer in calls)
+    return rank(number, of=of, function="wait", awaited=open_ones, **changes)
+
+
+def test_a_receive_that_is_waited_for_by_its_handle() -> None:
+    found = verdict(awaiting(0, ("recv", 1), of=2), rank(1), of=None)
+    assert lines(found)[0] == "rank 1 never came to a send or receive: rank 0 waited 61 s"
+    assert lines(found)[3].startswith("  0     receive from 1")
+    found = verdict(awaiting(0, ("recv", 1), of=2), awaiting(1, ("recv", 0), of=2), of=None)
+    assert lines(found)[0] == "ranks disagree on what they send and receive"
+    assert RankState.from_data(awaiting(0, ("recv", 1)).to_data()).peers() == {1}
+
+
+def test_of_several_sends_and_receives_one_that_moves_excuses_the_wait() -> None:
+    """Rank 2 has sent, and waits for an answer, while rank 0 waits for rank 1, which computes."""
+    waits = awaiting(0, ("recv", 1), ("recv", 2), ("recv", 1))
+    receiver = rank(2, of=3, function="recv", arguments={"src": "0"})
+    found = verdict(waits, rank(1, of=3, moves=True), receiver, of=None)
+    assert found is not None and (found.kind, found.ranks) == ("slow", (1,))
+    found = verdict(waits, rank(1, of=3), receiver, of=None)
+    assert found is not None and (found.kind, found.ranks) == ("stall", (1,))
+    assert "receive from 1 or receive from 2" in lines(found)[3]
+
+
+def test_a_peer_is_known_by_its_rank_in_the_group_too() -> None:
+    place = Position("train.py:9 in step", (), "recv", {"group_src": "1"}, "2 (ranks 0, 2)")
+    assert rank(0, of=3, position=place, groups={"2 (ranks 0, 2)": (0, 2)}).peers() == {2}
+    assert rank(0, of=3, position=place).peers() == set()
+
+
 # -- nobody can go on ----------------------------------------------------------------------------------
 
 
