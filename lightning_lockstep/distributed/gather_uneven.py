@@ -58,7 +58,7 @@ def gather_uneven(tensor: Any, *, group: dist.ProcessGroup | None = None) -> lis
 
     Ranks: all of the group, together; an all-gather of 1 KiB per rank, and one of the data (memory: group size times
     the largest rank's data). In backward all again, through at least one entry: an all-to-all. Calls are undone in
-    reverse order.
+    reverse order. Under DDP every rank's loss uses the same parameters before and after the gather.
     """
     ours = _process_group(group)
     given = _Given.of(tensor)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lightning_lockstep.stragglers.step_times import PARTS, CollectiveCallTime, Part, RankStep
 
-__all__ = ["Clock", "ComparedStep", "RankTimes", "StepComparer"]
+__all__ = ["Clock", "ComparedStep", "RankTimes", "StepComparer", "joined"]
 
 # How much later than a rank went on another one may seem to have arrived without being later in truth [s].
 _TOLERANCE = 5e-4
@@ -61,6 +61,20 @@ class ComparedStep(NamedTuple):
     def last(self) -> int | None:
         """The rank for which the others waited longest, ``None`` if they waited for nobody."""
         return max(self.cost, key=self.cost.__getitem__, default=None)
+
+
+def joined(first: ComparedStep, then: ComparedStep) -> ComparedStep:
+    """Return two consecutive steps as one.
+
+    Args:
+        first: One without a collective, so that what a rank does in it makes it late for a later one.
+        then: The next one.
+    """
+    times = {
+        rank: RankTimes(*map(sum, zip(first.times[rank], then.times[rank], strict=True)))
+        for rank in first.times.keys() & then.times.keys()
+    }
+    return then._replace(seconds=first.seconds + then.seconds, times=times)
 
 
 class StepComparer:

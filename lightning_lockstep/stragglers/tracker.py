@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_lockstep.stragglers.comparison import ComparedStep, RankTimes
+from lightning_lockstep.stragglers.comparison import ComparedStep, RankTimes, joined
 from lightning_lockstep.stragglers.verdict import NOBODY, Losses, Verdict, decide, losses_of
 
 __all__ = ["RankSummary", "StragglerTracker", "Window"]
@@ -79,6 +79,7 @@ class StragglerTracker:
         self.verdict: Verdict = NOBODY
         self.total = Losses.none(world_size)
         self._steps: list[ComparedStep] = []
+        self._since_collective: ComparedStep | None = None
         self._recent: deque[Losses] = deque()
         self._undecided_since: int | None = None
         self._times: list[deque[RankTimes]] = [deque(maxlen=_KEPT_WINDOWS) for _ in range(world_size)]
@@ -111,10 +112,12 @@ class StragglerTracker:
 
     def _evaluate(self, *, at_least: int = _FEWEST) -> Window:
         steps, self._steps = self._steps, []
-        losses = losses_of(steps, self._world_size)
+        measured = self._measured(steps)
+        losses = losses_of(measured, self._world_size)
         self.total += losses
         for rank, times in enumerate(self._times):
-            of_rank = [step.times[rank] for step in steps if rank in step.times]
+            shown = measured if self.total.steps else steps
+            of_rank = [step.times[rank] for step in shown if rank in step.times]
             if of_rank:
                 times.append(_medians(of_rank))
         self._recent.append(losses)
@@ -131,6 +134,23 @@ class StragglerTracker:
             self._undecided_since = None
             self.verdict = decide(together, min_share=self._min_share, before=before)
         return Window(first=steps[0].step, since=since, losses=losses, before=before, verdict=self.verdict)
+
+    def _measured(self, steps: Sequence[ComparedStep]) -> list[ComparedStep]:
+        """Return one step for all that lies between two collectives, as where gradients are accumulated.
+
+        What comes after the last collective waits for the next window.
+        """
+        found: list[ComparedStep] = []
+        for step in steps:
+            before = self._since_collective
+            self._since_collective = step if before is None else joined(before, step)
+            if step.measured:
+                found.append(self._since_collective)
+            if (
+                step.measured or len(step.times) < 2
+            ):  # of less than two ranks nothing is known, not even whether
+                self._since_collective = None
+        return found
 
 
 def _medians(times: Sequence[RankTimes]) -> RankTimes:

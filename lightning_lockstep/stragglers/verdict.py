@@ -31,7 +31,7 @@ class Losses:
     """Sums over steps; the tuples are by rank.
 
     Attributes:
-        steps: Number of steps in which arrivals were measured.
+        steps: Number of steps, each of them with arrivals that were measured.
         seconds: Their length [s].
         lost: How long the others waited for the rank, on average over them [s].
         squares: The squares of that, step by step [s^2].
@@ -107,14 +107,13 @@ def losses_of(steps: Sequence[ComparedStep], world_size: int) -> Losses:
     """Sum up consecutive steps.
 
     Args:
-        steps: In order; those without arrivals are left out.
+        steps: In order, each with a collective whose arrivals are known.
         world_size: Number of ranks.
     """
-    measured = [step for step in steps if step.measured]
     before = {one.step: previous for previous, one in itertools.pairwise(steps)}
     lost, squares, last = [0.0] * world_size, [0.0] * world_size, [0] * world_size
     excess = [[0.0] * len(PARTS) for _ in range(world_size)]
-    for step in measured:
+    for step in steps:
         for rank, seconds in step.cost.items():
             lost[rank] += seconds
             squares[rank] += seconds**2
@@ -124,8 +123,8 @@ def losses_of(steps: Sequence[ComparedStep], world_size: int) -> Losses:
         if step.last is not None:
             last[step.last] += 1
     return Losses(
-        steps=len(measured),
-        seconds=sum(step.seconds for step in measured),
+        steps=len(steps),
+        seconds=sum(step.seconds for step in steps),
         lost=tuple(lost),
         squares=tuple(squares),
         last=tuple(last),

@@ -183,6 +183,51 @@ def test_under_ddp_a_loss_of_all_parts_has_the_gradient_of_one_process() -> None
     assert run_ranks(2, under_ddp) == [True, True]
 
 
+def no_use_for_the_result(find_unused_parameters: bool) -> list[bool]:
+    """Rank 1 has nothing to give and no use for the result; the layers after the gather have a bucket of their own."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = torch.nn.Linear(4, 4)
+            layers = (torch.nn.Linear(4, 600), torch.nn.Linear(600, 600), torch.nn.Linear(600, 1))
+            self.after = torch.nn.Sequential(*layers)
+
+        def forward(self, batch: Tensor) -> Tensor:
+            found = self.before(batch)
+            everyone = gather_uneven(found[:0] if rank else found)
+            result = self.after(torch.cat(everyone))
+            return found.sum() + result.flatten()[:0].sum() if rank else result.sum()
+
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model, batches = Model(), [torch.randn(count, 4) for count in (2, 3)]
+    wrapped = DistributedDataParallel(
+        model, bucket_cap_mb=1, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True
+    )
+    alike = []
+    for _ in range(3):  # torch makes the buckets anew after the first step
+        model.zero_grad()
+        wrapped(batches[rank]).backward()
+        mean = (model.after(model.before(batches[0])).sum() + model.before(batches[1]).sum()) / 2
+        wanted = torch.autograd.grad(mean, list(model.parameters()))
+        alike += [
+            torch.allclose(parameter.grad, gradient, atol=1e-4)
+            for parameter, gradient in zip(model.parameters(), wanted, strict=True)
+            if parameter.grad is not None
+        ]
+    return alike
+
+
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_under_ddp_a_rank_without_use_for_the_result_uses_the_same_parameters(
+    find_unused_parameters: bool,
+) -> None:
+    count = 3 * 8
+    assert run_ranks(2, no_use_for_the_result, find_unused_parameters, timeout=60) == [[True] * count] * 2
+
+
 def nested_order() -> list[bool]:
     """Several calls, of which each rank's graph uses the results in another order."""
     rank = dist.get_rank()

@@ -175,6 +175,41 @@ def test_the_figures_for_the_loggers() -> None:
     )
 
 
+@pytest.mark.parametrize("every", [3, 8, 25, 50])
+def test_where_gradients_are_accumulated_a_step_is_what_lies_between_two_reductions(every: int) -> None:
+    """Rank 1 loads each batch for 10 ms more than rank 0; every eighth batch has a collective."""
+    clock, comparer, number, given = [0.0, 0.0], StepComparer(), 0, []
+    for batch in range(400):
+        begin, calls = list(clock), {rank: list[CollectiveCallTime]() for rank in (0, 1)}
+        clock = [clock[0] + 0.02, clock[1] + 0.03]
+        if batch % 8 == 7:
+            number += 1
+            for rank, at in enumerate(clock):
+                calls[rank] = [CollectiveCallTime("world", number, at, clock[1], 1)]
+            clock = [clock[1]] * 2
+        ranks = {
+            rank: RankStep(batch, clock[rank] - begin[rank], 0.01 * rank, 0.0, calls[rank]) for rank in (0, 1)
+        }
+        given.append(comparer.compare(ranks, {}))
+    tracker, windows = track(given, every=every)
+    for verdict in (tracker.conclusion(), [one.verdict for one in windows if one.losses.steps][-1]):
+        assert (verdict.rank, verdict.kind, verdict.where) == (1, "always", "data loading")
+        assert verdict.share == pytest.approx(1 / 3, abs=0.02)
+        assert verdict.lost == pytest.approx(0.08) and verdict.step_seconds == pytest.approx(0.24, abs=0.02)
+    assert tracker.total.steps == 50
+    fast, slow = (one.times for one in tracker.ranks())
+    assert fast == pytest.approx((0.0, 0.16, 0.0, 0.08)) and slow == pytest.approx((0.08, 0.16, 0.0, 0.0))
+
+
+def test_steps_of_which_one_rank_has_told_nothing_are_left_out() -> None:
+    given = steps(40, lambda i: {1: 0.04})
+    silent = [step(i, {}, ranks=1)._replace(measured=False) for i in range(40, 80)]
+    again = [one._replace(step=one.step + 80) for one in given]
+    tracker, _ = track(given + silent + again)
+    assert tracker.total.seconds == pytest.approx(80 * 0.14)
+    assert tracker.conclusion().share == pytest.approx(0.04 / 0.14)
+
+
 # -- arrivals -------------------------------------------------------------------------------------------
 
 

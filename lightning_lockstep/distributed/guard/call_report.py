@@ -18,6 +18,7 @@ from typing import Any
 from lightning_lockstep._tables import plain_table
 
 __all__ = [
+    "ALL_TO_ALL",
     "CollectiveCall",
     "call_site",
     "call_title",
@@ -28,6 +29,9 @@ __all__ = [
     "mismatch_report",
     "site_text",
 ]
+
+#: What backends call an exchange of parts whose sizes the ranks may choose.
+ALL_TO_ALL = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +157,11 @@ def _remedy(calls: Mapping[int, CollectiveCall], compared: Sequence[tuple[str, .
     if operation:
         return "Call the same collectives with the same arguments in the same order on every rank."
     first = next(iter(calls.values()))
+    if shape and not dtype and first.operation in ALL_TO_ALL:
+        return (
+            "Let what each rank sends to another be as much as that expects from it (input_split_sizes here,"
+            " output_split_sizes there); guard='verify' shows both."
+        )
     shapes = "numbers of dimensions" if first.uneven else "shapes"
     what = " and ".join(name for name, differs in (("dtypes", dtype), (shapes, shape)) if differs)
     instead = ""

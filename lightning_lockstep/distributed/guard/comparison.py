@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from lightning_lockstep.distributed.guard.call_report import CollectiveCall
+from lightning_lockstep.distributed.guard.call_report import ALL_TO_ALL, CollectiveCall
 
 __all__ = ["as_far_as_known", "comparison_key", "odd_ones"]
 
-# Operations whose shapes may differ between ranks, by a part of their names.
-_OWN_SHAPES = ("all_to_all", "alltoall", "scatter", "gather_object", "send", "recv")
+# Operations whose shapes may differ between ranks, by the names that backends give them.
+_OWN_SHAPES = {*ALL_TO_ALL, "scatter", "send", "recv"}
 
 
 def as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, CollectiveCall]:
@@ -50,7 +50,7 @@ def comparison_key(call: CollectiveCall, *, exactly: bool) -> tuple[str, ...]:
 
     Ranks: the rank that has asked, alone; nothing is sent.
     """
-    own_shapes = any(name in call.operation for name in _OWN_SHAPES)
+    own_shapes = call.operation in _OWN_SHAPES
     if exactly:
         columns = call.compared()
         return columns[:2] if own_shapes else columns

@@ -11,7 +11,7 @@ import os
 import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,6 +25,9 @@ __all__ = ["FlightRecorder", "size_flight_recorder"]
 _CALLS = 512
 _AUTOGRAD = f"{os.sep}torch{os.sep}autograd{os.sep}"
 _SIZE = "TORCH_FR_BUFFER_SIZE"
+
+#: A process group: the ring that has its calls, and torch's number of it there.
+_Group: TypeAlias = tuple[str, str]
 
 # Torch keeps one ring for process groups of the CPU and, in a build with CUDA, another for nccl.
 _DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
@@ -71,40 +74,43 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self._since = time.time_ns()
-        # By torch's number of each process group with an incomplete call: how many were called, which completed last.
-        self._counts: dict[str, tuple[int, int]] = {}
-        self._outstanding: list[Outstanding] | None = None
+        # Of each process group with an incomplete call: how many were called, which completed last.
+        self._counts: dict[_Group, tuple[int, int]] = {}
+        # Of those whose counts have stayed: the oldest incomplete call.
+        self._oldest: dict[_Group, Outstanding | None] = {}
 
     @property
     def is_recording(self) -> bool:
         """Whether torch has recorded anything yet; never, where its size was set to 0 or a release has no recorder."""
-        return any(dump.get("pg_status") for dump in _dumps(includeCollectives=False))
+        return any(dump.get("pg_status") for _, dump in _dumps(includeCollectives=False))
 
     def outstanding(self) -> Sequence[Outstanding]:
         """See :meth:`CallRecorder.outstanding`; about 0.1 ms.
 
-        What has been called since the last time this was asked is left out.
+        A group in which anything was called or completed since the last time this was asked is left out.
         """
-        counts = {}
-        for dump in _dumps(includeCollectives=False):
+        counts: dict[_Group, tuple[int, int]] = {}
+        for ring, dump in _dumps(includeCollectives=False):
             for number, status in dump.get("pg_status", {}).items():
                 called, done = status["last_enqueued_collective"], status["last_completed_collective"]
                 if called > max(done, 0):
-                    counts[number] = called, done
-        if counts != self._counts:
-            # Calls complete in any order, so the counts alone do not tell; where they stay, the calls are looked at.
-            self._counts, self._outstanding = counts, None
-            return ()
-        if self._outstanding is None:
-            self._outstanding = self._oldest_incomplete() if counts else []
-        return self._outstanding
+                    counts[ring, number] = called, done
+        # Calls complete in any order, so the counts alone do not tell; where they stay, the calls are looked at, once.
+        still = [group for group, count in counts.items() if self._counts.get(group) == count]
+        self._counts = counts
+        if any(group not in self._oldest for group in still):
+            self._oldest = self._oldest_incomplete()
+        self._oldest = {group: self._oldest.get(group) for group in still}
+        return [one for one in self._oldest.values() if one is not None]
 
-    def _oldest_incomplete(self) -> list[Outstanding]:
-        found: dict[str, Outstanding] = {}
-        for one in self.calls(sites=False):
-            if not one.done:
-                found.setdefault(one.call.group, Outstanding(one.call.group, one.call.number))
-        return list(found.values())
+    def _oldest_incomplete(self) -> dict[_Group, Outstanding | None]:
+        titles, found = group_titles(), dict[_Group, Outstanding | None]()
+        for ring, entry in self._entries(stacks=False):
+            name = entry["process_group"][0]
+            if not _is_done(entry) and not entry["is_p2p"] and name in titles:
+                one = Outstanding(titles[name][0], _number(entry))
+                found.setdefault((ring, str(entry["pg_id"])), one)
+        return found
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
         """See :meth:`CallRecorder.calls`.
@@ -118,9 +124,9 @@ class FlightRecorder:
             RecordedCall(
                 call=_call(entry, titles[entry["process_group"][0]][0]),
                 started=entry["time_created_ns"] / 1e9,
-                done=entry["retired"] or entry["state"] == "completed",
+                done=_is_done(entry),
             )
-            for entry in self._entries(stacks=sites)
+            for _, entry in self._entries(stacks=sites)
             if entry["process_group"][0] in titles
         ]
 
@@ -137,20 +143,29 @@ class FlightRecorder:
         titles = group_titles()
         return [
             Arrival(titles[name][0], entry["collective_seq_id"], entry["time_created_ns"] / 1e9)
-            for entry in self._entries(stacks=False)
+            for _, entry in self._entries(stacks=False)
             if entry["time_created_ns"] >= since * 1e9
             and not entry["is_p2p"]
             and (name := entry["process_group"][0]) in titles
         ]
 
-    def _entries(self, *, stacks: bool) -> list[dict[str, Any]]:
+    def _entries(self, *, stacks: bool) -> list[tuple[str, dict[str, Any]]]:
+        """Return what the rings hold, oldest first, each with the name of its ring."""
         entries = [
-            entry
-            for dump in _dumps(includeCollectives=True, includeStackTraces=stacks)
+            (ring, entry)
+            for ring, dump in _dumps(includeCollectives=True, includeStackTraces=stacks)
             for entry in dump.get("entries", ())
             if entry["time_created_ns"] >= self._since
         ]
-        return sorted(entries, key=lambda entry: entry["time_created_ns"])
+        return sorted(entries, key=lambda one: one[1]["time_created_ns"])
+
+
+def _is_done(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["retired"] or entry["state"] == "completed")
+
+
+def _number(entry: Mapping[str, Any]) -> int:
+    return 0 if entry["is_p2p"] else int(entry["collective_seq_id"])  # sends and receives are not compared
 
 
 def _call(entry: Mapping[str, Any], group: str) -> CollectiveCall:
@@ -158,7 +173,7 @@ def _call(entry: Mapping[str, Any], group: str) -> CollectiveCall:
     return CollectiveCall(
         operation=operation,
         group=group,
-        number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        number=_number(entry),
         dtypes=tuple(dict.fromkeys(_DTYPES.get(name, name.lower()) for name in entry["input_dtypes"])),
         shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
         site=_site(entry.get("frames", ())),
@@ -174,8 +189,8 @@ def _site(frames: Sequence[Mapping[str, Any]]) -> str:
     return "backward" if frames else ""
 
 
-def _dumps(**options: bool) -> Iterator[dict[str, Any]]:
+def _dumps(**options: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in _DUMPS:
         dump = getattr(torch._C._distributed_c10d, name, None)
         if dump is not None:
-            yield pickle.loads(dump(**options))
+            yield name, pickle.loads(dump(**options))

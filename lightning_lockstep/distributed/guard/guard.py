@@ -23,6 +23,7 @@ from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.settings import GuardSettings
 from lightning_lockstep.distributed.guard.terminate import before_terminate
 from lightning_lockstep.distributed.guard.verdict import Verdict
+from lightning_lockstep.distributed.guard.verification.message_recorder import MessageRecorder
 from lightning_lockstep.distributed.guard.verification.verify import CallVerifier
 from lightning_lockstep.distributed.guard.watch import CollectiveWatch
 from lightning_lockstep.distributed.side_channel.base import SideChannel
@@ -58,11 +59,13 @@ class CollectiveGuard:
         self.settings, self._propagation = settings, propagation
         self.folder: Callable[[], Path | None] = lambda: None
         self._verifier = CallVerifier() if settings.guard == "verify" else None
+        self._messages = self._verifier or MessageRecorder()
         self._errors = MainThreadErrors(_deals_with_errors)
         self.watch = CollectiveWatch(
             channel,
             [self._verifier or FlightRecorder(), GroupRecorders()],
             settings,
+            messages=self._messages.messages,
             conclude=self._conclude,
             report=self._report,
             has_failed=lambda: propagation.failed,
@@ -81,8 +84,7 @@ class CollectiveGuard:
 
         Ranks: all, between the same two collectives, from their main threads; nothing is sent.
         """
-        if self._verifier is not None:
-            self._verifier.start()
+        self._messages.start()
         self._errors.install()
         self.watch.start()
         self._propagation.explain = self.explain
@@ -93,8 +95,7 @@ class CollectiveGuard:
 
         Ranks: all, between the same two collectives; nothing is sent.
         """
-        if self._verifier is not None:
-            self._verifier.stop()
+        self._messages.stop()
         self.watch.stop()
         self._errors.remove()
         before_terminate(None)

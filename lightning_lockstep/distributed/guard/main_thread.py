@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dis
 import os
 import signal
 import sys
@@ -19,7 +20,15 @@ import psutil
 from lightning_lockstep.distributed.guard.call_report import is_library_module, site_text
 from lightning_lockstep.distributed.guard.group_names import WORLD, group_titles
 
-__all__ = ["Activity", "MainThreadErrors", "Position", "position", "position_of_error", "waits_for_import"]
+__all__ = [
+    "WAIT",
+    "Activity",
+    "MainThreadErrors",
+    "Position",
+    "position",
+    "position_of_error",
+    "waits_for_import",
+]
 
 # What counts as moving: so much of one core, by the main thread or by child processes that are no ranks ...
 _BUSY_SHARE = 0.05
@@ -29,6 +38,9 @@ _IO_RATE = 100_000.0
 _SHOWN_FRAMES = 12
 # Ignored by default, so that it does no harm where no handler is installed.
 _SIGNAL = signal.SIGURG
+#: Stands for the function of a main thread that waits by a handle.
+WAIT = "wait"
+_C10D = "torch.distributed.distributed_c10d"
 
 
 class Position(NamedTuple):
@@ -37,7 +49,8 @@ class Position(NamedTuple):
     Attributes:
         site: Nearest place in the user's own program.
         stack: All places, innermost first.
-        function: Function of ``torch.distributed`` that it is in, such as ``broadcast``; empty where it is in none.
+        function: Function of ``torch.distributed`` that it is in, such as ``broadcast``; ``wait`` where it waits by a
+            handle, such as that of an ``irecv``; empty where it is in none.
         arguments: What that function was called with, as far as a report shows it: ``op``, ``src``, ``dst``.
         group: What reports call the process group that it was called with; empty where that is not known.
     """
@@ -75,10 +88,23 @@ def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
     stack = tuple(_place(frame, line) for frame, line in places[:_SHOWN_FRAMES])
     sites = (_site(frame, line) for frame, line in places)
     site = next(filter(None, sites), stack[0] if stack else "")
-    for frame, _ in reversed(places):
-        if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
-            return Position(site, stack, frame.f_code.co_name, _arguments(frame), _group(frame))
-    return Position(site, stack)
+    inside = [frame for frame, _ in places if frame.f_globals.get("__name__") == _C10D]
+    if inside:
+        # Functions that send and receive objects do so by others, which tell more.
+        frame = next((one for one in inside if one.f_code.co_name in ("send", "recv")), inside[-1])
+        return Position(site, stack, frame.f_code.co_name, _arguments(frame), _group(frame))
+    return Position(site, stack, WAIT if places and _calls_wait(places[0][0]) else "")
+
+
+def _calls_wait(frame: FrameType) -> bool:
+    """Return whether the innermost function is in a call of C by the name ``wait``, as that of a work handle."""
+    name = ""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset > frame.f_lasti:
+            break
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            name = instruction.argval
+    return name == WAIT
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -11,10 +11,10 @@ from lightning_lockstep.distributed.guard.connections import Connection
 from lightning_lockstep.distributed.guard.main_thread import Position
 from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
 
-__all__ = ["RankState"]
+__all__ = ["MESSAGES", "RankState", "members"]
 
-# Functions of torch.distributed by which one rank waits for one other.
-_MESSAGES = ("send", "recv")
+#: Functions of torch.distributed by which one rank waits for one other.
+MESSAGES = ("send", "recv")
 # What is sent of a state as it is.
 _PLAIN = ("rank", "host", "pid", "seconds_since_call", "moves", "raised")
 
@@ -33,6 +33,7 @@ class RankState:
         seconds_since_call: How long ago the last of them was called [s], by this host's clock; ``None`` if there is
             none.
         position: Where its main thread is.
+        awaited: Sends and receives of which its main thread waits for one, by a handle; their roots are the peers.
         moves: Whether its main thread computes, reads or writes, rather than waits or sleeps.
         raised: Whether its last collective has raised an error, at ``position``.
         connections: Its TCP connections.
@@ -47,6 +48,7 @@ class RankState:
     calls: tuple[RecordedCall, ...] = ()
     seconds_since_call: float | None = None
     position: Position = field(default_factory=lambda: Position("", ()))
+    awaited: tuple[CollectiveCall, ...] = ()
     moves: bool = False
     raised: bool = False
     connections: tuple[Connection, ...] = ()
@@ -60,6 +62,7 @@ class RankState:
             "outstanding": [list(one) for one in self.outstanding],
             "calls": [call.to_data() for call in self.calls],
             "position": list(self.position),
+            "awaited": [call.to_data() for call in self.awaited],
             "connections": [list(one) for one in self.connections],
             "ports": list(self.ports),
         }
@@ -74,6 +77,7 @@ class RankState:
             outstanding=tuple(Outstanding(*one) for one in data["outstanding"]),
             calls=tuple(RecordedCall.from_data(call) for call in data["calls"]),
             position=Position(site, tuple(stack), function, dict(arguments), group),
+            awaited=tuple(CollectiveCall.from_data(call) for call in data["awaited"]),
             connections=tuple((here, there) for here, there in data["connections"]),
             ports=tuple(data["ports"]),
         )
@@ -95,17 +99,21 @@ class RankState:
         last = self.last_call(wanted.group)
         return last is not None and last.number >= wanted.number
 
-    def peer(self) -> int | None:
-        """Return the rank to or from which this one is in the middle of sending or receiving, if it is."""
-        if self.position.function not in _MESSAGES:
-            return None
+    def peers(self) -> set[int]:
+        """Return the ranks with one of which this one is in the middle of sending or receiving, if it is."""
+        if self.position.function not in MESSAGES:
+            return {call.root for call in self.awaited if call.root is not None}
         name = "dst" if self.position.function == "send" else "src"
         given = self.position.arguments.get(name, "")
-        return int(given) if given.isdecimal() else None
+        if given.isdecimal():
+            return {int(given)}
+        in_group = self.position.arguments.get(f"group_{name}", "")
+        ranks = self.groups.get(self.position.group, ())
+        return {ranks[int(in_group)]} if in_group.isdecimal() and int(in_group) < len(ranks) else set()
 
     def is_in_message(self) -> bool:
         """Return whether this rank is in the middle of sending or receiving."""
-        return self.position.function in _MESSAGES
+        return self.position.function in MESSAGES or bool(self.awaited)
 
     def call(self, wanted: Outstanding) -> CollectiveCall:
         """Return what this rank has called as a collective, with what its main thread knows of it."""
@@ -129,13 +137,17 @@ class RankState:
 
     def message(self) -> CollectiveCall:
         """Return the send or receive that this rank is in."""
-        peer, is_send = self.peer(), self.position.function == "send"
-        whom = "any rank" if peer is None else str(peer)
-        return CollectiveCall(
-            operation=f"send to {whom}" if is_send else f"receive from {whom}",
-            group="",
-            site=self.position.site,
-        )
+        if self.position.function in MESSAGES:
+            peer = next(iter(self.peers()), None)
+            titles = [_message_title(self.position.function, peer)]
+        else:
+            titles = [_message_title(call.operation, call.root) for call in self.awaited]
+        return CollectiveCall(operation=" or ".join(dict.fromkeys(titles)), group="", site=self.position.site)
+
+
+def _message_title(operation: str, peer: int | None) -> str:
+    whom = "any rank" if peer is None else str(peer)
+    return f"send to {whom}" if operation == "send" else f"receive from {whom}"
 
 
 def _with_arguments(call: CollectiveCall, arguments: Mapping[str, str], *, site: str) -> CollectiveCall:

@@ -162,24 +162,36 @@ class _Case:
         groups = [one.group for state in (asker, *reached) for one in state.outstanding]
         if self.question.raised:
             groups += [one.call.group for one in reversed(asker.calls)]
+        open_calls = self._open_calls(asker)
         for group in dict.fromkeys(groups):
             by_rank = {rank: s.calls_of(group) for rank, s in self.states.items() if group in s.groups}
             if len(by_rank) < 2:
                 continue
             for number in sorted(set.intersection(*(set(calls) for calls in by_rank.values()))):
-                calls = {rank: self.states[rank].call(Outstanding(group, number)) for rank in by_rank}
-                calls = as_far_as_known(calls)
-                if self._differ(calls, number, with_own_shapes):
+                wanted = Outstanding(group, number)
+                calls = as_far_as_known({rank: self.states[rank].call(wanted) for rank in by_rank})
+                if _differ(calls.values(), is_open=wanted in open_calls, with_own_shapes=with_own_shapes):
                     return _mismatch(calls)
         return None
 
-    def _differ(self, calls: Mapping[int, CollectiveCall], number: int, with_own_shapes: bool) -> bool:
-        """Return whether calls cannot belong together; of those that are complete, less is asked."""
-        open_on = [one.number for state in self.states.values() for one in state.outstanding]
-        is_open = number in open_on or bool(self.question.raised)
-        if with_own_shapes and is_open:
-            return len({call.compared() for call in calls.values()}) > 1
-        return len({comparison_key(call, exactly=is_open) for call in calls.values()}) > 1
+    def _open_calls(self, asker: RankState) -> set[Outstanding]:
+        """Return the calls that are not complete on some rank, and the one about which the backend has raised.
+
+        A backend may take a call for done that it has raised an error about.
+        """
+        found = {one for state in self.states.values() for one in state.outstanding}
+        if self.question.raised:
+            calls = [one for state in self.states.values() for one in state.calls if not one.done]
+            calls += sorted(asker.calls, key=lambda one: one.started)[-1:]
+            found |= {Outstanding(one.call.group, one.call.number) for one in calls}
+        return found
+
+
+def _differ(calls: Collection[CollectiveCall], *, is_open: bool, with_own_shapes: bool) -> bool:
+    """Return whether calls cannot belong together; of those that are complete on all ranks, less is asked."""
+    if with_own_shapes and is_open:
+        return len({call.compared() for call in calls}) > 1
+    return len({comparison_key(call, exactly=is_open) for call in calls}) > 1
 
 
 def _mismatch(calls: Mapping[int, CollectiveCall]) -> Verdict:

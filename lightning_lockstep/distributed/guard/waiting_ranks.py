@@ -41,8 +41,8 @@ class WaitingRanks:
             missing |= {
                 other for other in there if other != rank and not self._has_called(other, outstanding)
             }
-        if not state.outstanding and state.is_in_message() and (peer := state.peer()) is not None:
-            missing.add(peer)
+        if not state.outstanding and state.is_in_message():
+            missing |= state.peers()
         return missing
 
     def reached_from(self, rank: int) -> list[int]:
@@ -59,14 +59,17 @@ class WaitingRanks:
         """Return the ranks that will not go on by themselves: all but those that move, or wait for such alone."""
         going_on = {rank for rank, state in self._states.items() if state.moves and not self.is_waiting(rank)}
         while True:
-            more = {
-                rank
-                for rank in self.waiting()
-                if rank not in going_on and (waits := self.waits_for(rank)) and waits <= going_on
-            }
+            more = {rank for rank in self.waiting() if rank not in going_on and self._follows(rank, going_on)}
             if not more:
                 return (set(self._states) | set(self._silent)) - going_on
             going_on |= more
+
+    def _follows(self, rank: int, going_on: set[int]) -> bool:
+        """Return whether a rank that waits goes on once others do."""
+        waits = self.waits_for(rank)
+        if not self._states[rank].outstanding:
+            return bool(waits & going_on)  # which of several sends and receives it waits for is not known
+        return bool(waits) and waits <= going_on
 
     def _has_called(self, rank: int, wanted: Outstanding) -> bool:
         return rank in self._states and self._states[rank].has_called(wanted)

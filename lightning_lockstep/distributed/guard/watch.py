@@ -24,10 +24,16 @@ from lightning_lockstep.distributed.guard.connections import (
 )
 from lightning_lockstep.distributed.guard.group_names import group_titles
 from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries
-from lightning_lockstep.distributed.guard.main_thread import Activity, Position, position, waits_for_import
+from lightning_lockstep.distributed.guard.main_thread import (
+    WAIT,
+    Activity,
+    Position,
+    position,
+    waits_for_import,
+)
 from lightning_lockstep.distributed.guard.question import Question
-from lightning_lockstep.distributed.guard.rank_state import RankState
-from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding
+from lightning_lockstep.distributed.guard.rank_state import MESSAGES, RankState
+from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding, RecordedCall
 from lightning_lockstep.distributed.guard.settings import GuardSettings
 from lightning_lockstep.distributed.guard.silence import Silence, silence_of
 from lightning_lockstep.distributed.guard.verdict import Verdict
@@ -58,6 +64,7 @@ class CollectiveWatch:
         channel: The side channel of the run.
         recorders: Know which collectives this rank has called.
         settings: Settings.
+        messages: Returns the sends and receives of this rank that are not known to be complete.
         conclude: Called once, on the guard's thread, with the error that all ranks are to raise, before the waits of
             this rank are ended.
         report: Called on the one rank that has asked the others, with an error and what each rank has said.
@@ -78,6 +85,7 @@ class CollectiveWatch:
         recorders: Sequence[CallRecorder],
         settings: GuardSettings,
         *,
+        messages: Callable[[], Sequence[RecordedCall]] = tuple,
         conclude: Callable[[CollectiveError], None],
         report: Callable[[Verdict, Mapping[int, RankState]], None],
         is_rank: Callable[[int], bool] = lambda pid: False,
@@ -87,6 +95,7 @@ class CollectiveWatch:
     ) -> None:
         self.channel, self.settings, self._recorders = channel, settings, tuple(recorders)
         self._conclude, self._report, self._store_port = conclude, report, store_port
+        self._messages, self._open_messages = messages, tuple[RecordedCall, ...]()
         self._has_failed, self._has_raised = has_failed, has_raised
         self.error: CollectiveError | None = None
         self._waits = Waits(settings.stall_timeout)
@@ -174,6 +183,8 @@ class CollectiveWatch:
         Ranks: any rank, alone; nothing is sent.
         """
         self._activity.look(children=self._prepares, held_up=self._holds_up())
+        place = self._raised_at or position()
+        awaited = [one.call for one in self._messages()] if place.function == WAIT else []
         calls = [
             call for recorder in self._recorders for call in recorder.calls(sites=sites or self._knows_sites)
         ]
@@ -185,7 +196,8 @@ class CollectiveWatch:
             outstanding=tuple(self._outstanding()),
             calls=tuple(calls[-_COMPARED:]),
             seconds_since_call=time.time() - max(call.started for call in calls) if calls else None,
-            position=self._raised_at or position(),
+            position=place,
+            awaited=tuple(awaited),
             raised=self._raised_at is not None,
             moves=self._activity.moves,
             connections=tuple(connections()),
@@ -228,7 +240,8 @@ class CollectiveWatch:
         self._activity.look(children=self._prepares, held_up=self._holds_up())
         self._sees = self._sees or self._has_seen()
         waits: list[Outstanding | None] = list(self._outstanding())
-        if not waits and position().function in ("send", "recv"):
+        is_in_message = self._is_in_same_message()
+        if not waits and is_in_message:
             waits = [None]
         self._waits.update(waits, now, lambda: self._ages(2 * min(now - before, _SELDOM)))
         if self._waits.longest(now) > self.settings.stall_timeout / 2 and not self._prepares:
@@ -236,6 +249,13 @@ class CollectiveWatch:
             self._prepare()
         for one, waited in self._waits.due(now):
             self._inquiries.ask(Question(rank=self.channel.rank, outstanding=one, seconds=waited))
+
+    def _is_in_same_message(self) -> bool:
+        """Return whether the main thread is in a send or receive, and has been in no other since the last look."""
+        before, self._open_messages = self._open_messages, tuple(self._messages())
+        function = position().function
+        is_in_one = function in MESSAGES or (function == WAIT and bool(self._open_messages))
+        return is_in_one and before == self._open_messages
 
     def _ages(self, longest: float) -> dict[Outstanding | None, float]:
         """Return how long ago each incomplete collective was called [s], at most ``longest`` whatever the clock did."""

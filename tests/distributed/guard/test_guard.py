@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.distributed.guard.call_report import CollectiveCall
 from lightning_lockstep.distributed.guard.guard import guard_on
 from lightning_lockstep.distributed.guard.main_thread import (
     Activity,
@@ -23,6 +24,9 @@ from lightning_lockstep.distributed.guard.main_thread import (
     waits_for_import,
 )
 from lightning_lockstep.distributed.guard.settings import GuardSettings
+from lightning_lockstep.distributed.guard.verification.call_history import CallHistory
+from lightning_lockstep.distributed.guard.verification.message_recorder import MessageRecorder
+from lightning_lockstep.distributed.guard.verification.verify import CallVerifier
 from lightning_lockstep.errors import CollectiveStallError, ConfigurationError
 from tests.helpers import run_ranks
 
@@ -65,6 +69,58 @@ def test_the_place_of_the_main_thread_is_that_of_the_program() -> None:
     assert found[0].site.startswith("test_guard.py:") and found[0].site.endswith(
         "in test_the_place_of_the_main_thread_is_that_of_the_program"
     )
+
+
+def where_receives_wait(guard: Any) -> list[tuple[str, list[str]]]:
+    """What another thread of rank 0 finds of ways to receive while its main thread is in them."""
+    recorder = CallVerifier() if guard == "verify" else MessageRecorder()
+    recorder.start()
+    store, found = dist.distributed_c10d._get_default_store(), []
+    ways = [
+        lambda: dist.irecv(torch.ones(2), 1).wait(),
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.ones(2), 1)])[0].wait(),
+        lambda: dist.recv(torch.ones(2), 1),
+        lambda: dist.recv_object_list([None], 1),
+    ]
+    for number, receive in enumerate(ways):
+        if dist.get_rank() == 1:
+            store.wait([f"looked {number}"])
+            send = dist.send_object_list if number == 3 else dist.send
+            send([1] if number == 3 else torch.ones(2), 0)  # type: ignore[operator]
+            continue
+
+        def look(key: str = f"looked {number}") -> None:
+            while position().function not in ("wait", "recv"):
+                time.sleep(0.01)
+            messages = [one.call.title for one in recorder.messages()]
+            found.append((position().function, messages))
+            store.set(key, "")
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        receive()  # type: ignore[operator]
+        looking.join()
+    assert recorder.messages() == []
+    recorder.stop()
+    return found
+
+
+@pytest.mark.parametrize("guard", ["watch", "verify"])
+def test_sends_and_receives_are_known_while_they_are_waited_for(guard: str) -> None:
+    found, _ = run_ranks(2, where_receives_wait, guard, timeout=60)
+    assert found == [(function, ["recv from 1"]) for function in ("wait", "wait", "recv", "recv")]
+
+
+def test_handles_that_nobody_waits_for_are_let_go_of() -> None:
+    class Pending:
+        def is_completed(self) -> bool:
+            return False
+
+    history = CallHistory(2)
+    group = history.of_group()
+    for number in range(100):
+        group.uncounted(CollectiveCall(operation="send", group="world", root=number)).started(Pending())
+    assert [one.call.root for one in history.messages()] == list(range(36, 100))
 
 
 @pytest.mark.parametrize("waits", [lambda: time.sleep(60), lambda: threading.Event().wait(60)])

@@ -171,7 +171,7 @@ def test_the_first_difference_is_reported_not_the_last() -> None:
     assert lines(found)[0] == "ranks disagree on collective #2 of group 'world'"
 
 
-@pytest.mark.parametrize("operation", ["all_to_all", "scatter", "gather_object_list"])
+@pytest.mark.parametrize("operation", ["all_to_all", "all_to_all_single", "alltoall", "scatter"])
 def test_shapes_that_ranks_may_choose_are_no_difference(operation: str) -> None:
     kinds = {"operation": operation}
     found = verdict(rank(0, call(**kinds)), rank(1, call(shapes=((9,),), **kinds)))
@@ -185,6 +185,46 @@ def test_shapes_that_ranks_may_choose_count_once_the_backend_has_found_other_siz
     assert found is not None and found.kind == "mismatch"
     assert lines(found)[0] == "ranks disagree on collective #1 of group 'world'"
     assert verdict(*ranks, raised="Connection closed by peer") is None
+
+
+@pytest.mark.parametrize(
+    "operation", ["reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "all_gather"]
+)
+def test_shapes_of_a_reduce_scatter_are_a_difference(operation: str) -> None:
+    kinds = {"operation": operation}
+    found = verdict(rank(0, call(**kinds)), rank(1, call(shapes=((9,),), **kinds)))
+    assert found is not None and found.kind == "mismatch"
+
+
+SIZES = "Received data size doesn't match expected size"
+ENDED = "a thread of the backend ended the process"
+
+
+def all_to_alls(*, then: bool = False, done: bool = True) -> tuple[RankState, RankState]:
+    """Return two ranks that have exchanged parts of their own sizes, and perhaps reduced something since."""
+    kinds = {"operation": "all_to_all", "done": done}
+    calls = [[call(1, **kinds), call(2, shapes=((size,),), **kinds)] for size in (3, 7)]
+    after = [call(3, done=True)] if then else []
+    return rank(0, *calls[0], *after), rank(1, *calls[1], *after)
+
+
+@pytest.mark.parametrize("raised", [SIZES, ENDED])
+def test_an_all_to_all_that_is_complete_does_not_explain_a_later_error(raised: str) -> None:
+    assert verdict(*all_to_alls(then=True), raised=raised) is None
+    # What the backend takes for done may be what it has raised about, if nothing was called since.
+    for ranks in (all_to_alls(), all_to_alls(done=False)):
+        found = verdict(*ranks, raised=raised)
+        assert lines(found)[0] == "ranks disagree on collective #2 of group 'world'"
+        assert "input_split_sizes" in lines(found)[-1] and "equal on all ranks" not in lines(found)[-1]
+
+
+def test_an_open_call_is_one_of_its_own_group() -> None:
+    """A complete all-to-all of another group has the number of what is open."""
+    pair = {PAIR: (0, 1)}
+    past = [call(2, operation="all_to_all", group=PAIR, shapes=((size,),), done=True) for size in (3, 7)]
+    ranks = [rank(number, one, call(2), groups=pair) for number, one in enumerate(past)]
+    found = verdict(*ranks, of=("world", 2), raised=SIZES)
+    assert found is None
 
 
 def test_in_a_scatter_only_the_root_records_tensors() -> None:
@@ -321,6 +361,38 @@ def test_a_receive_that_nobody_sends_for() -> None:
     assert lines(found)[0] == "rank 1 never came to a send or receive: rank 0 waited 61 s"
     assert lines(found)[3].startswith("  0     receive from 1")
     assert lines(found)[4].rstrip().endswith("train.py:99 in step   <- never came")
+
+
+def awaiting(number: int, *calls: tuple[str, int | None], of: int = 3, **changes: Any) -> RankState:
+    """Return a rank that waits by a handle for one of these sends and receives."""
+    open_ones = tuple(CollectiveCall(operation=name, group="world", root=peer) for name, peer in calls)
+    return rank(number, of=of, function="wait", awaited=open_ones, **changes)
+
+
+def test_a_receive_that_is_waited_for_by_its_handle() -> None:
+    found = verdict(awaiting(0, ("recv", 1), of=2), rank(1), of=None)
+    assert lines(found)[0] == "rank 1 never came to a send or receive: rank 0 waited 61 s"
+    assert lines(found)[3].startswith("  0     receive from 1")
+    found = verdict(awaiting(0, ("recv", 1), of=2), awaiting(1, ("recv", 0), of=2), of=None)
+    assert lines(found)[0] == "ranks disagree on what they send and receive"
+    assert RankState.from_data(awaiting(0, ("recv", 1)).to_data()).peers() == {1}
+
+
+def test_of_several_sends_and_receives_one_that_moves_excuses_the_wait() -> None:
+    """Rank 2 has sent, and waits for an answer, while rank 0 waits for rank 1, which computes."""
+    waits = awaiting(0, ("recv", 1), ("recv", 2), ("recv", 1))
+    receiver = rank(2, of=3, function="recv", arguments={"src": "0"})
+    found = verdict(waits, rank(1, of=3, moves=True), receiver, of=None)
+    assert found is not None and (found.kind, found.ranks) == ("slow", (1,))
+    found = verdict(waits, rank(1, of=3), receiver, of=None)
+    assert found is not None and (found.kind, found.ranks) == ("stall", (1,))
+    assert "receive from 1 or receive from 2" in lines(found)[3]
+
+
+def test_a_peer_is_known_by_its_rank_in_the_group_too() -> None:
+    place = Position("train.py:9 in step", (), "recv", {"group_src": "1"}, "2 (ranks 0, 2)")
+    assert rank(0, of=3, position=place, groups={"2 (ranks 0, 2)": (0, 2)}).peers() == {2}
+    assert rank(0, of=3, position=place).peers() == set()
 
 
 # -- nobody can go on ----------------------------------------------------------------------------------

@@ -13,7 +13,10 @@ from typing import Any
 from lightning_lockstep.distributed.guard.call_report import CollectiveCall, call_site
 from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
 
-__all__ = ["CallHistory", "Entry"]
+__all__ = ["CallHistory", "Entry", "GroupHistory"]
+
+# Sends and receives whose handles are kept though nobody has waited for them: a handle holds the tensor.
+_OPEN_MESSAGES = 64
 
 
 class Entry:
@@ -108,6 +111,9 @@ class CallHistory:
             self._settle()
             entries.append(entry)
             self._open.append(entry)
+            messages = [one for one in self._open if not one.key.number]
+            if len(messages) > _OPEN_MESSAGES:
+                self._open.remove(messages[0])
 
     def outstanding(self) -> list[Outstanding]:
         """Return the oldest incomplete collective of each group that has one."""
@@ -118,6 +124,15 @@ class CallHistory:
         for key in sorted(key for key in keys if key.number):
             oldest.setdefault(key.group, key)
         return list(oldest.values())
+
+    def messages(self) -> list[RecordedCall]:
+        """Return the sends and receives that are not known to be complete, oldest first.
+
+        The handles of gloo say so only once they have been waited for.
+        """
+        with self._lock:
+            self._settle()
+            return [entry.recorded() for entry in self._open if not entry.key.number]
 
     def calls(self) -> list[RecordedCall]:
         """Return the last calls of all groups, oldest first."""

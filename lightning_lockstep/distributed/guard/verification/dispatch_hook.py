@@ -135,7 +135,8 @@ class Hook:
     def __init__(self, observer: Observer, *, operators: Iterable[str] = tuple(OPERATIONS)) -> None:
         self._observer, self._operators = observer, tuple(operators)
         self._noting = ExitStack()
-        self._noting.enter_context(noting_reductions())
+        if set(self._operators) - set(POINT_TO_POINT):
+            self._noting.enter_context(noting_reductions())
         with _lock:
             for name in self._operators:
                 _observers[name] = (*_observers.get(name, ()), observer)

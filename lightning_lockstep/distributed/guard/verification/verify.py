@@ -105,6 +105,10 @@ class CallVerifier:
         """See :meth:`CallRecorder.calls`; sends and receives have the number 0."""
         return self._history.calls()
 
+    def messages(self) -> Sequence[RecordedCall]:
+        """See :meth:`CallHistory.messages`."""
+        return self._history.messages()
+
     def arrivals(self, since: float) -> Sequence[Arrival]:
         """See :meth:`CallRecorder.arrivals`."""
         calls = [one for one in self._history.calls() if one.call.number and one.started >= since]
