@@ -217,7 +217,11 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
             timeout=self.settings.duration,
         )
         prepare_ops(
-            needed_ops(self._run_config.given),
+            needed_ops(
+                self._run_config.given,
+                self.root_device.type,
+                fits=self.lightning_module is None or self._fits,
+            ),
             current_communicator(),
             remove_stale_locks=self.settings.remove_stale_locks,
             timeout=self.settings.duration.total_seconds(),

@@ -65,12 +65,19 @@ NVME = {"device": "nvme", "nvme_path": "/nvme"}
         (optimizer("SGD"), []),
         (zero(offload_param=NVME), ["async_io"]),
         (optimizer("Adam") | zero(offload_optimizer=NVME), ["cpu_adam", "async_io"]),
+        (zero(zero_quantized_gradients=True), ["quantizer"]),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, []),
     ],
     ids=str,
 )
 def test_the_ops_that_a_config_needs(config: dict[str, Any], ops: list[str]) -> None:
-    assert needed_ops(config) == ops
+    assert needed_ops(config, "cuda") == ops
     assert limits(config, "cuda", can_build_ops=everything) == []
+
+
+def test_evaluations_need_no_op_of_the_optimizer() -> None:
+    assert needed_ops(optimizer("Adam") | zero(offload_optimizer=NVME), "cuda", fits=False) == []
+    assert needed_ops(optimizer("Adam") | zero(offload_param=NVME), "cpu", fits=False) == ["async_io"]
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def single_fits() -> dict[str, Any]:
 
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "total_num_steps": "auto"}}
     accumulating = {"gradient_accumulation_steps": 3, "scheduler": schedule}
-    runner = fit("steps", accumulating, max_epochs=2)
+    runner = fit("steps", accumulating, max_epochs=2, accumulate_grad_batches=1)  # as our program gives it
     found["steps"] = runner.global_step, config_of(runner)["scheduler"]["params"]
     stage_3 = {"optimizer": AUTO_LR, "zero_optimization": {"stage": 3}}
     fit("made later", stage_3, MadeLater())
@@ -279,6 +279,9 @@ def single_fits() -> dict[str, Any]:
     fit("scheduler of an unused optimizer", {"optimizer": AUTO_LR}, Net("StepLR"))
     fixed = {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}}
     fit("two learning rates", {"optimizer": fixed})
+    import deepspeed
+
+    found["probed"] = "__compatible_ops__" in vars(deepspeed.ops)
     fit("nulls", {"optimizer": None, "fp16": None, "scheduler": None, "compile": None})
     return found
 
@@ -289,6 +292,7 @@ def test_optimizers_schedulers_and_steps_of_real_fits() -> None:
     (found,) = run_ranks(1, single_fits, timeout=120)
     steps, params = found["steps"]
     assert steps == 6 and params == {"warmup_max_lr": 0.02, "total_num_steps": 6}
+    assert not found["probed"], "DeepSpeed has looked for the compilers of all its operations"
     assert found["made later"] == found["nulls"] == "fitted"
     assert "a StepLR of configure_optimizers: expected one scheduler" in found["two schedulers"]
     assert "a StepLR of configure_optimizers, which would" in found["scheduler of an unused optimizer"]

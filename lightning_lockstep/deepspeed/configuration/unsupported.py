@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep.deepspeed.configuration.adapting import Limit
+from lightning_lockstep.deepspeed.configuration.ops import QUANTIZING
 from lightning_lockstep.deepspeed.configuration.reading import section, stage_of
 from lightning_lockstep.deepspeed.precision import cpu_has_float16
 
@@ -142,11 +143,7 @@ def _only_cuda(config: Mapping[str, Any]) -> Iterator[Limit]:
     ``zero_hpz_partition_size``, and quantizing below stage 3.
     """
     zero = section(config, "zero_optimization")
-    for name in (
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_gradients",
-    ):
+    for name in QUANTIZING:
         if zero.get(name) is True and stage_of(config) == 3:
             yield _not_on_cpu(
                 f"zero_optimization.{name}",
