@@ -297,13 +297,25 @@ def before_batch_transfer(module: Any, batch: Any) -> Any:
     return module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
-@touches(
-    "_FitLoop._should_accumulate",
-    why="whether this batch ends with an optimizer step, which the loop decides",
+_WHY_ACCUMULATES = (
+    "whether a batch ends with an optimizer step, which the loop decides, or a step that runs apart"
 )
+
+
+@touches("_FitLoop._should_accumulate", why=_WHY_ACCUMULATES)
 def accumulates(trainer: Any) -> bool:
     """Return whether the batch under way only adds to the gradients."""
     return bool(trainer.fit_loop._should_accumulate())
+
+
+@touches("_FitLoop._should_accumulate", why=_WHY_ACCUMULATES)
+def accumulating(accumulates: bool) -> dict[str, Any]:
+    """Return the attributes by which a fit loop accumulates a batch or not, whatever it has counted.
+
+    Args:
+        accumulates: Whether it does; otherwise the optimizer steps.
+    """
+    return {"_should_accumulate": lambda: accumulates}
 
 
 @touches("LightningModule._current_fx_name", why="self.log needs to know in which hook it is called")

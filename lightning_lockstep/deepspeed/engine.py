@@ -6,8 +6,8 @@ import argparse
 import io
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_lockstep.deepspeed.configuration.reading import for_evaluation
 from lightning_lockstep.distributed import at_shut_down
+from lightning_lockstep.steps.patching import replaced
 
-__all__ = ["adopt_process_group", "evaluation_config", "make_engine"]
+__all__ = ["adopt_process_group", "divided_as_made", "evaluation_config", "make_engine"]
 
 _log = logging.getLogger(__name__)
 # Where DeepSpeed keeps groups of ranks for all engines of a process.
@@ -34,8 +36,6 @@ _GROUPS = (
     "_DATA_PARALLEL_GROUP",
     "mesh_device",
 )
-# What an engine that does not train needs of a configuration.
-_OF_EVALUATION = ("fp16", "bf16", "torch_autocast", "steps_per_print", "zero_allow_untested_optimizer")
 
 
 def adopt_process_group(
@@ -104,28 +104,46 @@ def _forget_process_group(deepspeed: Any) -> None:
             setattr(groups, name, None)
 
 
-@contextmanager
-def _without_shared_memory_op(deepspeed: Any) -> Iterator[None]:
-    """Keep DeepSpeed from compiling an operation for CPUs that only inference uses, half a minute on every rank."""
-    buildable = deepspeed.ops.__compatible_ops__
-    before = dict(buildable)
-    buildable["deepspeed_shm_comm"] = False
-    try:
-        yield
-    finally:
-        buildable.update(before)
+def _without_shared_memory_op(deepspeed: Any) -> AbstractContextManager[None]:
+    """Keep DeepSpeed from compiling an operation for CPUs that only inference uses, half a minute on every rank.
+
+    The whole table is replaced: to read it is to have every operation probed, compilers and CUDA included.
+    """
+    return replaced(deepspeed.ops, __compatible_ops__={"deepspeed_shm_comm": False})
 
 
 def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a complete configuration that an engine needs which does not train.
 
     Args:
-        config: The configuration of the training.
+        config: The configuration.
     """
-    found = {name: config[name] for name in _OF_EVALUATION if name in config}
-    if config["zero_optimization"]["stage"] == 3:
-        found["zero_optimization"] = config["zero_optimization"]
+    found = for_evaluation(config)
+    if not _is_divided(config):
+        del found["zero_optimization"]
     return {"train_micro_batch_size_per_gpu": 1, **found}
+
+
+def divided_as_made(config: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Divide the parameters that are made in the body among the ranks, in stage 3.
+
+    Args:
+        config: A complete configuration.
+
+    Ranks: all, together.
+    """
+    if not _is_divided(config):
+        return nullcontext()
+    import deepspeed
+
+    dividing: AbstractContextManager[None] = deepspeed.zero.Init(
+        config_dict_or_path=evaluation_config(config)
+    )
+    return dividing
+
+
+def _is_divided(config: Mapping[str, Any]) -> bool:
+    return bool(config["zero_optimization"]["stage"] == 3)
 
 
 def make_engine(

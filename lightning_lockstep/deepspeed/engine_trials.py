@@ -72,8 +72,7 @@ class EngineTrials:
         for name in ("offload_optimizer", "offload_param"):
             if (zero.get(name) or {}).get("device") == "nvme":
                 return f"{name} to NVMe: a step writes to files of the run, which cannot be put back"
-        engine = self._engine
-        if _is_engine(engine) and engine.micro_steps % engine.gradient_accumulation_steps():
+        if getattr(self._strategy.precision_plugin, "has_accumulated", False):
             return "batches have been accumulated already, and the optimizer has not stepped"
         return ""
 
@@ -110,7 +109,7 @@ class EngineTrials:
                 replaced(utils, dist=SimpleNamespace(get_rank=lambda: 0, broadcast=lambda *a, **k: None))
             )
             if hasattr(plugin, "history"):
-                stack.enter_context(replaced(plugin, history=LossScaleHistory()))
+                stack.enter_context(replaced(plugin, history=LossScaleHistory(), has_accumulated=False))
             stack.enter_context(replaced(engine, micro_steps=0))
             for holder, values in self._values_of_trials(passes):
                 stack.enter_context(replaced(holder, **values))
@@ -169,9 +168,3 @@ class EngineTrials:
             "gradient_accumulation_steps": accumulate,
             "train_batch_size": engine.train_batch_size(),
         }
-
-
-def _is_engine(model: Any) -> bool:
-    from deepspeed import DeepSpeedEngine
-
-    return isinstance(model, DeepSpeedEngine)

@@ -14,22 +14,25 @@ from lightning_lockstep.deepspeed.configuration.reading import section, stage_of
 from lightning_lockstep.deepspeed.configuration.trainer_values import PRECISIONS, precision_of
 from lightning_lockstep.deepspeed.loss_scale import LossScaleHistory, read_step
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.patching import replaced
 
 __all__ = ["EnginePrecision", "cpu_has_float16", "resolve_deepspeed_precision", "supported_precisions"]
 
 
 class EnginePrecision(DeepSpeedPrecision):
-    """Lightning's precision plugin of DeepSpeed, with gradients divided by the accumulated batches once.
+    """Lightning's precision plugin of DeepSpeed, whose engine steps and divides as Lightning's loop does.
 
     Lightning divides the loss by ``accumulate_grad_batches``, and DeepSpeed would divide it again: the gradients were
-    that much too small for SGD, and for clipping. It also says once when DeepSpeed skips more optimizer steps than
-    its loss scale explains.
+    that much too small for SGD, and for clipping. Lightning also counts accumulated batches from the start of each
+    epoch and steps after its last batch, where DeepSpeed counts on over the epochs; so the engine is told after which
+    batches it steps. It also says once when DeepSpeed skips more optimizer steps than its loss scale explains.
 
     Args:
         precision: Lightning's name, such as ``bf16-mixed``.
 
     Attributes:
         history: Of the loss scale and of skipped steps.
+        has_accumulated: Whether there are gradients of batches after which the optimizer has not stepped yet.
 
     Ranks: as Lightning calls it.
     """
@@ -37,6 +40,21 @@ class EnginePrecision(DeepSpeedPrecision):
     def __init__(self, precision: Any) -> None:
         super().__init__(precision)
         self.history = LossScaleHistory()
+        self.has_accumulated = False
+        self._steps = False  # whether a backward is that of a batch after which the optimizer steps
+
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        """Begin a run, in which nothing is accumulated yet.
+
+        Args:
+            model: The LightningModule.
+            optimizers: Of the module.
+            lr_schedulers: Of the module.
+
+        Ranks: every rank; nothing is sent.
+        """
+        self.has_accumulated = False
+        return super().connect(model, optimizers, lr_schedulers)
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of DeepSpeed's engine.
@@ -51,7 +69,14 @@ class EnginePrecision(DeepSpeedPrecision):
         Ranks: all, together; reduces gradients.
         """
         kwargs.setdefault("scale_wrt_gas", not model.automatic_optimization)
+        if self._steps or not model.automatic_optimization:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+            return
+        engine = model.trainer.model
+        _tell_boundary(engine, False)
         super().backward(tensor, model, optimizer, *args, **kwargs)
+        engine.step()  # counts the batch
+        self.has_accumulated = True
 
     def optimizer_step(  # type: ignore[override] # as Lightning's own plugin of DeepSpeed
         self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
@@ -68,7 +93,13 @@ class EnginePrecision(DeepSpeedPrecision):
         """
         engine = model.trainer.model
         before = engine.global_steps
-        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        if (
+            model.automatic_optimization
+        ):  # otherwise nobody knows before a backward whether a step will follow
+            _tell_boundary(engine, True)
+        with replaced(self, _steps=True):
+            result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        self.has_accumulated = False
         outcome = read_step(engine) if engine.global_steps != before else None
         if outcome is not None:
             self.history.record(outcome)
@@ -76,6 +107,11 @@ class EnginePrecision(DeepSpeedPrecision):
             if news and model.trainer.is_global_zero:
                 say(f"lightning-lockstep: {news}")
         return result
+
+
+def _tell_boundary(engine: Any, steps: bool) -> None:
+    if not getattr(engine, "zenflow", False):  # ZenFlow has boundaries of its own
+        engine.set_gradient_accumulation_boundary(steps)
 
 
 def cpu_has_float16() -> bool:

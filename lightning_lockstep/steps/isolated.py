@@ -24,7 +24,12 @@ from lightning_lockstep._lightning import (
     _Closure,
     _ManualOptimization,
 )
-from lightning_lockstep._lightning.internals import closure_parts, no_model_averaging, optimizer_step_hooks
+from lightning_lockstep._lightning.internals import (
+    accumulating,
+    closure_parts,
+    no_model_averaging,
+    optimizer_step_hooks,
+)
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.steps.engines import StepsApart
@@ -88,23 +93,24 @@ def run_step(
     *,
     accumulate: int = 1,
 ) -> None:
-    """Run one whole training step by Lightning's own optimization, with every hook of the module.
+    """Run one batch of training by Lightning's own optimization, with every hook of the module.
 
-    Accumulation of gradients is set aside, unless an engine counts batches: the step ends with an optimizer step.
-    Schedulers and the counters of the run stay as they are. To be called in :func:`isolated`.
+    The accumulation of the run is set aside, as are the batches that it has counted. Schedulers and the counters of the
+    run stay as they are. To be called in :func:`isolated`.
 
     Args:
         trainer: The Trainer, in a fit.
         module: Its LightningModule.
         arguments: What ``training_step`` is called with.
-        batch_idx: Number of the batch for the other hooks.
-        accumulate: Batches in an optimizer step of an engine, which counts them itself.
+        batch_idx: Number of the batch, from 0.
+        accumulate: Batches in an optimizer step: the last one of each so many ends with one.
     """
     kwargs: Any = OrderedDict(enumerate(arguments))
     if not module.automatic_optimization:
         _ManualOptimization(trainer).run(kwargs)
         return
-    with replaced(trainer, accumulate_grad_batches=accumulate):
+    adds_only = accumulating((batch_idx + 1) % accumulate != 0)
+    with replaced(trainer, accumulate_grad_batches=accumulate), replaced(trainer.fit_loop, **adds_only):
         _AutomaticOptimization(trainer).run(trainer.optimizers[0], batch_idx, kwargs)
 
 

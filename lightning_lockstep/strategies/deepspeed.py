@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -14,40 +14,31 @@ from lightning_lockstep._console import say
 from lightning_lockstep._exports import public
 from lightning_lockstep._lightning import (
     DDPStrategy,
-    LightningModule,
     MisconfigurationException,
     Precision,
 )
-from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.activation_checkpointing import configure_activation_checkpointing
 from lightning_lockstep.deepspeed.agreement import agreed
 from lightning_lockstep.deepspeed.builds.preparation import prepare_ops
-from lightning_lockstep.deepspeed.configuration.adapting import refuse_or_adapt
-from lightning_lockstep.deepspeed.configuration.completion import completed
-from lightning_lockstep.deepspeed.configuration.device_support import limits
-from lightning_lockstep.deepspeed.configuration.given import (
-    check_devices,
-    device_type_given,
-    values_given,
-)
-from lightning_lockstep.deepspeed.configuration.known_keys import check_keys
+from lightning_lockstep.deepspeed.configuration.given import device_type_given
 from lightning_lockstep.deepspeed.configuration.named_options import with_named_options
 from lightning_lockstep.deepspeed.configuration.ops import needed_ops
 from lightning_lockstep.deepspeed.configuration.reading import read_config
-from lightning_lockstep.deepspeed.configuration.run_values import run_values
-from lightning_lockstep.deepspeed.configuration.trainer_values import check_against_trainer
-from lightning_lockstep.deepspeed.engine import adopt_process_group, evaluation_config, make_engine
-from lightning_lockstep.deepspeed.engine_trials import EngineTrials
-from lightning_lockstep.deepspeed.gradient_check import GradientsOfEngine
+from lightning_lockstep.deepspeed.configuration.run_config import RunConfig
+from lightning_lockstep.deepspeed.engine import (
+    adopt_process_group,
+    divided_as_made,
+    evaluation_config,
+    make_engine,
+)
 from lightning_lockstep.deepspeed.importing import import_deepspeed
-from lightning_lockstep.deepspeed.plain_step import without_engine
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.mpirun.command import MPIRunSettings
-from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.deepspeed_checkpoints import DeepSpeedCheckpoints
+from lightning_lockstep.strategies.deepspeed_steps import DeepSpeedSteps
 from lightning_lockstep.strategies.hooks import LifecycleHooks
 from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
 from lightning_lockstep.strategies.mpi import MPIStartup
@@ -60,7 +51,7 @@ _OF_LIGHTNING = ("accelerator", "parallel_devices", "precision_plugin")
 _MPI_BACKENDS = ("mpi4py", "mpi")
 
 
-class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedCheckpoints):
+class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpoints):
     """DeepSpeed on CUDA or CPU, one process a device, on one or several nodes, ZeRO stages 0 to 3.
 
     What it adds to Lightning's: it runs on CPUs too, over gloo or MPI, so that a configuration can be tried without
@@ -154,22 +145,20 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedCheckpoints):
             process_group_backend=process_group_backend,
         )
         reject_unknown(options, type(self), accepted=_OF_LIGHTNING)
-        self._given = with_named_options(
+        given = with_named_options(
             read_config(config),
             stage=stage,
             offload_optimizer=offload_optimizer,
             offload_param=offload_param,
             nvme_path=nvme_path,
         )
-        faults = Faults()
-        check_keys(self._given, faults)
-        faults.raise_all()
+        self._run_config = RunConfig(given, adapt=adapt, say=self._say)
         import_deepspeed(device_type_given())
         self.lifecycle = RankLifecycle(
             self, self.settings, startup=self.make_startup(), precision=self._resolve_precision
         )
         super().__init__(
-            config=dict(self._given),
+            config=dict(self._run_config.given),
             cluster_environment=cluster_environment,
             process_group_backend=process_group_backend,
             timeout=self.settings.duration,
@@ -192,27 +181,16 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedCheckpoints):
         # Everything is checked while the Trainer is under construction, before any rank.
         device_type = self.root_device.type
         import_deepspeed(device_type)
-        faults = Faults()
-        given = values_given()
-        self._accumulation_given = given.accumulate_grad_batches is not None
-        check_against_trainer(self._given, given, faults)
-        check_devices(self.parallel_devices or (), faults)
-        faults.raise_all()
-        self._given = self._adapt(self._given)
+        self._run_config.check_trainer(self.parallel_devices or (), device_type)
+        self.config = dict(self._run_config.given)
         super()._configure_launcher()
 
-    def _adapt(self, config: dict[str, Any], client_optimizer: type | None = None) -> dict[str, Any]:
-        """Return the configuration without what cannot be done on the device here, or raise."""
-        found = limits(config, self.root_device.type, client_optimizer=client_optimizer)
-        adapted, replaced = refuse_or_adapt(config, found, self.settings.adapt)
+    def _say(self, line: str) -> None:
         if self.cluster_environment.global_rank() == 0:
-            for line in replaced:
-                say(f"lightning-lockstep: {line}")
-        self.config = dict(adapted)
-        return adapted
+            say(f"lightning-lockstep: {line}")
 
     def _resolve_precision(self, plugin: Precision, requested: str | None, device_type: str) -> Precision:
-        return resolve_deepspeed_precision(self._given, plugin, requested, device_type)
+        return resolve_deepspeed_precision(self._run_config.given, plugin, requested, device_type)
 
     # -- on each rank ----------------------------------------------------------------------------------
 
@@ -239,7 +217,11 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedCheckpoints):
             timeout=self.settings.duration,
         )
         prepare_ops(
-            needed_ops(self._given),
+            needed_ops(
+                self._run_config.given,
+                self.root_device.type,
+                fits=self.lightning_module is None or self._fits,
+            ),
             current_communicator(),
             remove_stale_locks=self.settings.remove_stale_locks,
             timeout=self.settings.duration.total_seconds(),
@@ -255,23 +237,29 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedCheckpoints):
 
     def _init_config_if_needed(self) -> None:
         # For every run anew: the loaders, and so the batch sizes, may be others.
-        module = self.lightning_module
-        if module is None:
+        if self.lightning_module is None:
             return
-        trainer = module.trainer
-        values = run_values(
-            trainer,
-            self._given,
-            precision=str(self.precision_plugin.precision),
-            world_size=self.world_size,
-            accumulation_given=self._accumulation_given,
-        )
-        faults = Faults()
-        check_against_trainer(self._given, values, faults)
-        faults.raise_all()
-        self.config = completed(self._given, values)
-        # What the configuration alone says holds for Lightning's loop too, which counts the steps.
-        trainer.accumulate_grad_batches = self.config["gradient_accumulation_steps"]
+        if self._fits:
+            self.config = self._run_config.of_fit(
+                self.lightning_module.trainer, precision=self._precision_name, world_size=self.world_size
+            )
+        else:
+            self.config = self._run_config.of_evaluation(self._precision_name)
+
+    @property
+    def _precision_name(self) -> str:
+        return str(self.precision_plugin.precision)
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Divide parameters among the ranks as they are made, in stage 3.
+
+        Only what that needs is looked at here: the module has no layers yet, so it cannot be asked for an optimizer.
+
+        Ranks: all, together.
+        """
+        with divided_as_made(self._run_config.of_evaluation(self._precision_name)):
+            yield
 
     def _init_optimizers(self) -> Any:
         try:
@@ -290,7 +278,10 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedCheckpoints):
     ) -> tuple[Any, Any]:
         if optimizer is not None:
             kind = type(optimizer)
-            agreed(current_communicator(), lambda: self._adapt(self._complete_config, client_optimizer=kind))
+            self.config = agreed(
+                current_communicator(),
+                lambda: self._run_config.adapted(self._complete_config, self.root_device.type, kind),
+            )
         return make_engine(
             model,
             self._complete_config,
@@ -309,41 +300,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedCheckpoints):
             device_index=self.root_device.index or 0,
             trains=False,
         )
-
-    @property
-    def step_capabilities(self) -> Capabilities:
-        """What can be done with a training step: DeepSpeed's engine runs it, on all ranks together."""
-        zero = (self.config or {}).get("zero_optimization") or {}
-        divided = zero.get("stage") == 3
-        return Capabilities(
-            whole_gradients=False, step_alone=False, replays="together" if divided else "alone"
-        )
-
-    def engine_gradients(self) -> GradientsOfEngine:
-        """Return what this rank holds of the gradients, once the engine is set up for a fit.
-
-        Raises:
-            ConfigurationError: It is not known where the optimizer keeps them.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
-        return GradientsOfEngine(self.model, getattr(self.precision_plugin, "history", None))
-
-    @property
-    def engine_trials(self) -> EngineTrials:
-        """Steps of the engine on one rank alone, to see what memory they need."""
-        return EngineTrials(self, self._given)
-
-    def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
-        """Let the body run ``module`` forward and backward by autograd alone, and leave the engine as it was.
-
-        Args:
-            module: The LightningModule, not wrapped.
-
-        Ranks: in stages 0 to 2 any rank, alone, and nothing is sent; in stage 3 all, together, since the parameters are
-            gathered.
-        """
-        return without_engine(self, module, module.trainer.model)
 
     def teardown(self) -> None:
         """Release what the run used; the ranks stay connected for a next call of the Trainer.

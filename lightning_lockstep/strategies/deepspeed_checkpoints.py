@@ -45,7 +45,11 @@ class DeepSpeedCheckpoints(DeepSpeedStrategy):
         target = self.broadcast(str(filepath))
         with (
             whole_folder(
-                target, is_first=self.global_rank == 0, is_first_of_node=self.local_rank == 0, meet=self._meet
+                target,
+                rank=self.global_rank,
+                is_first_of_node=self.local_rank == 0,
+                meet=self._meet,
+                gather=current_communicator().gather,
             ) as draft,
             warnings.catch_warnings(),
         ):
@@ -71,17 +75,11 @@ class DeepSpeedCheckpoints(DeepSpeedStrategy):
         """
         if not is_deepspeed_checkpoint(checkpoint_path):
             return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
-        stage = self._complete_config["zero_optimization"]["stage"]
+        stage, communicator = self._complete_config["zero_optimization"]["stage"], current_communicator()
         if not self._fits:
             # DeepSpeed 0.19 itself cannot do this in stage 3, and only on as many ranks in the others.
-            return whole_checkpoint(
-                checkpoint_path,
-                self._module,
-                divided=stage == 3,
-                is_first=self.is_global_zero,
-                share=self.broadcast,
-            )
-        communicator, folder = current_communicator(), Path(checkpoint_path)
+            return whole_checkpoint(checkpoint_path, self._module, communicator, divided=stage == 3)
+        folder = Path(checkpoint_path)
         if not writers_differ(folder, communicator, stage=stage, half=self._half):
             return super().load_checkpoint(checkpoint_path, weights_only)
         return resume_divided_anew(

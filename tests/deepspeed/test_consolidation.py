@@ -20,6 +20,7 @@ from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate, 
 from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
 from lightning_lockstep.deepspeed.checkpoints.loading import whole_checkpoint
 from lightning_lockstep.deepspeed.checkpoints.plain_data import plain_entries, read_file
+from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from tests.deepspeed.program_checkpoints import CONFIGS, Net, write_checkpoints
 from tests.helpers import run_ranks, run_script
@@ -180,17 +181,29 @@ def test_weights_that_do_not_fit_into_memory_go_through_files(
     assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
 
 
+def read_whole(folder: str, *, divided: bool = True) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return whole_checkpoint(folder, Net(), current_communicator(), divided=divided)
+        except ConfigurationError as error:
+            return str(error)
+
+
+def read_what_one_rank_cannot(folder: str) -> Any:
+    missing = current_communicator().rank == 1
+    return read_whole(f"{folder}/missing" if missing else folder, divided=False)
+
+
+def test_what_one_rank_cannot_read_is_an_error_of_all(two: Path) -> None:
+    first, other = run_ranks(2, read_what_one_rank_cannot, str(two / "stage_2_fp32.ckpt"))
+    assert first == other and "rank 1 on " in first and "missing: does not exist" in first
+
+
 def test_ranks_without_the_weights_get_the_buffers(two: Path) -> None:
     """In evaluations of stage 3, where rank 0 alone reads, and parameters go to the others when they are gathered."""
-    sent: list[Any] = []
-
-    def send(value: Any) -> Any:
-        sent.append(value)
-        return value
-
-    folder, net = two / "stage_3_bf16.ckpt", Net()
-    first = whole_checkpoint(folder, net, divided=True, is_first=True, share=send)
-    other = whole_checkpoint(folder, net, divided=True, is_first=False, share=lambda value: sent[0])
+    folder = two / "stage_3_bf16.ckpt"
+    first, other = run_ranks(2, read_whole, str(folder))
     compare(first.pop("state_dict"), truth(folder))
     weights = other.pop("state_dict")
     assert {name for name, value in weights.items() if value is not None} == {"mean", "steps"}

@@ -65,12 +65,19 @@ NVME = {"device": "nvme", "nvme_path": "/nvme"}
         (optimizer("SGD"), []),
         (zero(offload_param=NVME), ["async_io"]),
         (optimizer("Adam") | zero(offload_optimizer=NVME), ["cpu_adam", "async_io"]),
+        (zero(zero_quantized_gradients=True), ["quantizer"]),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, []),
     ],
     ids=str,
 )
 def test_the_ops_that_a_config_needs(config: dict[str, Any], ops: list[str]) -> None:
-    assert needed_ops(config) == ops
+    assert needed_ops(config, "cuda") == ops
     assert limits(config, "cuda", can_build_ops=everything) == []
+
+
+def test_evaluations_need_no_op_of_the_optimizer() -> None:
+    assert needed_ops(optimizer("Adam") | zero(offload_optimizer=NVME), "cuda", fits=False) == []
+    assert needed_ops(optimizer("Adam") | zero(offload_param=NVME), "cpu", fits=False) == ["async_io"]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +263,6 @@ def test_a_section_is_made_for_a_replacement_in_it() -> None:
             {"activation_checkpointing": {"cpu_checkpointing": True}},
             ["activation_checkpointing.cpu_checkpointing"],
         ),
-        ({"compile": {"deepcompile": True, "double_buffer": True}}, ["compile.deepcompile"]),
     ],
     ids=str,
 )
@@ -281,6 +287,16 @@ def test_what_only_cuda_has(config: dict[str, Any], paths: list[str]) -> None:
             "activation_checkpointing.contiguous_memory_optimization",
             False,
         ),
+        ({"compile": {"deepcompile": True, "double_buffer": True}}, "compile.deepcompile", False),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation", True),
+        (
+            {"data_efficiency": {"data_sampling": {"enabled": True}}},
+            "data_efficiency.data_sampling.enabled",
+            False,
+        ),
+        ({"pipeline": {"stages": 2}}, "pipeline", None),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size", None),
+        ({"sequence_parallel_size": 2, "data_parallel_size": 1}, "sequence_parallel_size", None),
     ],
     ids=str,
 )
@@ -303,6 +319,8 @@ def test_what_only_looks_like_it_is_accepted() -> None:
         zero() | {"torch_autocast": {"enabled": False, "dtype": "float16"}},
         {"zero_optimization": {"stage": 0}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
         {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True}},
+        {"managed_gradient_accumulation": True, "pipeline": {}, "sequence_parallel_size": 1},
+        {"tensor_parallel": {"autotp_size": 1}, "compile": {"deepcompile": False}},
     ):
         assert limits(config, "cpu") == [], config
 

@@ -304,6 +304,7 @@ def test_every_key_that_is_known_is_looked_for() -> None:
     read_elsewhere = {
         "allgather_size",  # with zero_optimization: true
         "bfloat16",  # without bf16
+        "data_parallel_size",  # beside sequence_parallel_size
         "sequence_parallel_size",  # with a process group
         "data_efficiency.data_sampling.dynamic_batching.metrics_path",  # by the sampler
         "data_efficiency.data_sampling.dynamic_batching.max_tokens",  # where it is enabled

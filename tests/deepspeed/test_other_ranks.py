@@ -30,6 +30,8 @@ CASES = {
     "stage 2, SGD": (2, "32-true", "SGD"),
     "stage 1, bf16": (1, "bf16-true", "AdamW"),
     "stage 3, bf16": (3, "bf16-mixed", "AdamW"),
+    "stage 2, round robin": (2, "32-true", "AdamW"),
+    "stage 1, bf16, round robin": (1, "bf16-true", "AdamW"),
 }
 # A checkpoint that goes on in another stage.
 CROSSED = {"stage 1": "stage 3", "stage 3": "stage 2"}
@@ -95,6 +97,8 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     if engine.zero_optimization_stage() < 3 and optimizer.state:
         # DeepSpeed 0.19.8 does this when the first group has made its step and the others none.
         vectors = engine.optimizer.single_partition_of_fp32_groups
+        if engine.optimizer.round_robin_gradients:
+            link_in_round_robin(engine.optimizer)
         for group, vector in zip(engine.optimizer.bit16_groups, vectors, strict=True):
             lazy_init_hp_params_optimizer_state(group, vector, optimizer.state)
     found: dict[str, Any] = {
@@ -115,6 +119,32 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         for key in keys:
             found[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).detach().clone()
     return found
+
+
+def link_in_round_robin(optimizer: Any) -> None:
+    """DeepSpeed 0.19.8 takes the vector to have the order of the group, which it has not."""
+    from deepspeed.utils import link_hp_params
+
+    for number, group in enumerate(optimizer.bit16_groups):
+        places = zip(
+            optimizer.round_robin_bit16_groups[number],
+            optimizer.round_robin_bit16_offsets[number],
+            strict=True,
+        )
+        offsets = {id(parameter): offset for parameter, offset in places}
+        length = optimizer.single_partition_of_fp32_groups[number].numel()
+        link_hp_params(
+            lp_param_list=group,
+            flat_hp_partition=optimizer.single_partition_of_fp32_groups[number],
+            gradient_dict={},
+            offload_gradient_dict={},
+            use_offload=False,
+            param_group_index=number,
+            partition_start=torch.distributed.get_rank() * length,
+            partition_size=length,
+            dp_group=optimizer.real_dp_process_group[number],
+            param_offsets=[offsets[id(parameter)] for parameter in group],
+        )
 
 
 def undivided_state_of(trainer: Trainer) -> dict[str, Any]:
@@ -147,7 +177,9 @@ def fit(
     stage, precision, optimizer = CASES[case]
     look = Look()
     trainer = Trainer(
-        strategy=LockstepDeepSpeedStrategy(stage=stage),
+        strategy=LockstepDeepSpeedStrategy(
+            config={"zero_optimization": {"stage": stage, "round_robin_gradients": "round robin" in case}}
+        ),
         precision=precision,  # type: ignore[arg-type]
         accelerator="cpu",
         devices=ranks,

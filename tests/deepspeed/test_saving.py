@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_lockstep.deepspeed.checkpoints.saving import consolidated_name, whole_folder
 
 
+class Ranks:
+    """Ranks as threads, with what they send to each other."""
+
+    def __init__(self, size: int) -> None:
+        self._meeting, self._sent = threading.Barrier(size, timeout=20), [None] * size
+
+    def meet(self) -> None:
+        self._meeting.wait()
+
+    def abort(self) -> None:
+        self._meeting.abort()
+
+    def gather_of(self, rank: int) -> Callable[[Any], list[Any]]:
+        def gather(value: Any) -> list[Any]:
+            self._sent[rank] = value
+            self.meet()
+            return list(self._sent)
+
+        return gather
+
+
 def write(
-    target: Path, rank: int, meet: Callable[[], object], *, node: Path | None = None, fails: bool = False
+    target: Path,
+    rank: int,
+    ranks: Ranks,
+    *,
+    node: Path | None = None,
+    first_of_node: bool = False,
+    fails: bool = False,
 ) -> None:
     """What a rank does; ranks with a ``node`` of their own see another disk."""
     seen = target if node is None else node / target.name
     with whole_folder(
-        str(seen), is_first=rank == 0, is_first_of_node=rank == 0 or node is not None, meet=meet
+        str(seen),
+        rank=rank,
+        is_first_of_node=rank == 0 or first_of_node or node is not None,
+        meet=ranks.meet,
+        gather=ranks.gather_of(rank),
     ) as draft:
         Path(draft).mkdir(exist_ok=True)
         (Path(draft) / f"of_{rank}").write_text("new")
@@ -25,14 +58,18 @@ def write(
             raise OSError("no space left on device")
 
 
-def on_ranks(size: int, function: Callable[[int, Callable[[], object]], None]) -> list[BaseException]:
-    meeting, errors = threading.Barrier(size, timeout=20), []
+def on_ranks(
+    size: int, function: Callable[[int, Ranks], None], *, aborts: bool = True
+) -> list[BaseException]:
+    ranks = Ranks(size)
+    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            function(rank, meeting.wait)
+            function(rank, ranks)
         except BaseException as error:
-            meeting.abort()  # as a failure ends the waits of the others
+            if aborts:
+                ranks.abort()  # as a failure ends the waits of the others
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -57,7 +94,7 @@ def test_a_new_folder_takes_the_place_of_the_old_one(before: str, tmp_path: Path
         target.write_text("a plain checkpoint")
     (tmp_path / "last.ckpt.writing").mkdir()
     (tmp_path / "last.ckpt.writing" / "of a killed run").write_text("half")
-    assert on_ranks(3, lambda rank, meet: write(target, rank, meet)) == []
+    assert on_ranks(3, lambda rank, ranks: write(target, rank, ranks)) == []
     assert names(tmp_path) == ["last.ckpt"]
     assert names(target) == ["of_0", "of_1", "of_2"]
 
@@ -66,7 +103,7 @@ def test_a_rank_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     target = tmp_path / "last.ckpt"
     target.mkdir()
     (target / "old").write_text("old")
-    errors = on_ranks(2, lambda rank, meet: write(target, rank, meet, fails=rank == 1))
+    errors = on_ranks(2, lambda rank, ranks: write(target, rank, ranks, fails=rank == 1))
     assert {type(error) for error in errors} == {OSError, threading.BrokenBarrierError}
     assert names(target) == ["old"]
 
@@ -76,14 +113,47 @@ def test_each_node_with_a_disk_of_its_own_gets_its_part(tmp_path: Path) -> None:
     for node in nodes:
         node.mkdir()
     target = nodes[0] / "last.ckpt"
-    assert on_ranks(2, lambda rank, meet: write(target, rank, meet, node=nodes[rank])) == []
+    assert on_ranks(2, lambda rank, ranks: write(target, rank, ranks, node=nodes[rank])) == []
     assert [names(node / "last.ckpt") for node in nodes] == [["of_0"], ["of_1"]]
     assert [names(node) for node in nodes] == [["last.ckpt"]] * 2
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_nodes_that_share_a_folder_do_not_take_it_away_again(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the file system of a node says from its cache that the draft is still there."""
+    target, is_dir = tmp_path / "last.ckpt", Path.is_dir
+    if links:
+        monkeypatch.setattr(Path, "is_dir", lambda path: path.suffix == ".writing" or is_dir(path))
+    else:
+
+        def link(*args: Any) -> None:
+            raise OSError("no links here")
+
+        monkeypatch.setattr(os, "link", link)
+    assert on_ranks(4, lambda rank, ranks: write(target, rank, ranks, first_of_node=rank == 2)) == []
+    assert names(tmp_path) == ["last.ckpt"]
+    assert names(target) == ["of_0", "of_1", "of_2", "of_3"]
+
+
+def test_a_node_that_cannot_write_is_an_error_of_all(tmp_path: Path) -> None:
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    nodes[0].mkdir()
+    nodes[1].write_text("a file")
+    target = nodes[0] / "last.ckpt"
+    errors = on_ranks(2, lambda rank, ranks: write(target, rank, ranks, node=nodes[rank]), aborts=False)
+    assert len(errors) == 2 and len({str(error) for error in errors}) == 1
+    assert isinstance(errors[0], OSError) and "node1" in str(errors[0])
+
+
 def test_an_address_is_written_to_directly() -> None:
     with whole_folder(
-        "s3://bucket/last.ckpt", is_first=True, is_first_of_node=True, meet=lambda: None
+        "s3://bucket/last.ckpt",
+        rank=0,
+        is_first_of_node=True,
+        meet=lambda: None,
+        gather=lambda value: [value],
     ) as draft:
         assert draft == "s3://bucket/last.ckpt"
 

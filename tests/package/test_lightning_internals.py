@@ -75,6 +75,7 @@ ALLOWED = {
     # DeepSpeed
     "_name": "DeepSpeedAccelerator",
     "_hp_mapping": "a parameter under ZeRO 1 or 2",
+    "_link_all_hp_params": "DeepSpeedZeroOptimizer",
     "_loaded_ops": "OpBuilder",
     # numpy, tqdm
     "_rand": "numpy.random.mtrand",

@@ -107,9 +107,9 @@ def trainer(strategy: Any, **options: Any) -> Trainer:
     return Trainer(strategy=strategy, **{**QUIET, "max_epochs": 1, "enable_checkpointing": False, **options})
 
 
-def curve(strategy: Any, net: Net | None = None, **options: Any) -> list[float]:
+def curve(strategy: Any, net: Net | None = None, *, batch_size: int = 8, **options: Any) -> list[float]:
     net = Net() if net is None else net
-    trainer(strategy, **options).fit(net, loader(), loader())
+    trainer(strategy, **options).fit(net, loader(batch_size), loader())
     return net.losses
 
 
@@ -144,6 +144,51 @@ def test_every_stage_has_the_loss_curve_of_ddp() -> None:
         assert len(expected) == 8 and expected[-1] < expected[0]
         for name, losses in found.items():
             assert losses == pytest.approx(expected, abs=2e-6), name
+
+
+class Counting(Net):
+    """Its learning rate falls with each optimizer step; it takes down who has stepped how often after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[int, int]] = []
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), _ = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        engine: Any = self.trainer.model
+        self.steps.append(
+            (self.trainer.global_step, getattr(engine, "global_steps", self.trainer.global_step))
+        )
+
+
+def uneven_accumulation() -> dict[str, Any]:
+    """Epochs of six batches and steps of four: the last two make a step of their own."""
+    common: dict[str, Any] = {"batch_size": 6, "accumulate_grad_batches": 4, "max_epochs": 2}
+    strategies = {"ddp": LockstepDDPStrategy()} | {
+        f"stage {stage}": LockstepDeepSpeedStrategy(stage=stage) for stage in STAGES
+    }
+    found = {}
+    for name, strategy in strategies.items():
+        net = Counting()
+        found[name] = curve(strategy, net, **common), net.steps
+    net = Counting()
+    curve(LockstepDeepSpeedStrategy(stage=2), net, precision="bf16-mixed", **common)
+    found["bf16"] = [], net.steps
+    return found
+
+
+def test_an_epoch_that_accumulation_does_not_divide_ends_with_a_step_as_under_ddp() -> None:
+    for found in run_ranks(2, uneven_accumulation, timeout=240):
+        losses, steps = found.pop("ddp")
+        assert [lightning for lightning, _ in steps] == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 4]
+        for name, (of_stage, steps_of_stage) in found.items():
+            assert steps_of_stage == steps, name
+            if name != "bf16":
+                assert of_stage == pytest.approx(losses, abs=2e-6), name
 
 
 def half_curves() -> dict[str, list[float]]:

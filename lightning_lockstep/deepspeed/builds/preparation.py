@@ -8,13 +8,10 @@ needs is looked for first, one rank builds, and what goes wrong there is the sam
 from __future__ import annotations
 
 import os
-import socket
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,6 +27,7 @@ from lightning_lockstep.deepspeed.builds.locks import (
 from lightning_lockstep.deepspeed.builds.tools import OPS, missing_tools
 from lightning_lockstep.deepspeed.builds.wait import Builder, BuildOutcomes, BuildProgress
 from lightning_lockstep.deepspeed.importing import cuda_trouble
+from lightning_lockstep.deepspeed.shared_folder import mark_of
 from lightning_lockstep.distributed.communicator import Communicator
 from lightning_lockstep.errors import LaunchError
 
@@ -37,8 +35,6 @@ __all__ = ["BuildLock", "find_build_locks", "prepare_ops", "remove_stale_locks"]
 
 # Builders of these load another op too.
 _TOGETHER = {"async_io": ("pin_memory",)}
-# Which folder it is, for ranks on several hosts: those that read the same text share it.
-_MARK = ".lockstep-folder"
 # How often a lock of another run is looked at [s].
 _LOOK_EVERY = 1.0
 # Lines of a failed build that are shown.
@@ -133,7 +129,7 @@ def _facts(builders: Mapping[str, Any], communicator: Communicator) -> dict[str,
     folder = ""
     if needs:
         try:
-            folder = _mark_of(build_folder(needs[0]).parent)
+            folder = mark_of(build_folder(needs[0]).parent)
         except OSError as error:
             missing.append(
                 f"No folder can be made for the build ({error}): export TORCH_EXTENSIONS_DIR=/tmp/ops"
@@ -155,21 +151,6 @@ def _needs_build(builder: Any) -> bool:
 
     is_installed = installed_ops.get(builder.name, False) and accelerator_name == get_accelerator()._name
     return not is_installed and builder.name not in getattr(builder, "_loaded_ops", {})
-
-
-def _mark_of(folder: Path) -> str:
-    """Return what tells this folder from all others, also from those of the same path on other hosts."""
-    mark = folder / _MARK
-    own = folder / f"{_MARK}.{uuid.uuid4().hex}"
-    own.write_text(own.name)
-    try:
-        with suppress(FileExistsError):
-            os.link(own, mark)  # unlike open(), it never shows a file that is still empty
-        return mark.read_text()
-    except OSError:
-        return f"{socket.gethostname()}:{folder}"  # a file system without links
-    finally:
-        own.unlink()
 
 
 def _raise_missing(everyone: Sequence[Mapping[str, Any]]) -> None:

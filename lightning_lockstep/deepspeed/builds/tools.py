@@ -23,6 +23,7 @@ OPS = {
     "fused_lamb": "FusedLambBuilder",
     "fused_lion": "FusedLionBuilder",
     "pin_memory": "PinMemoryBuilder",
+    "quantizer": "QuantizerBuilder",
     "utils": "UtilsBuilder",
 }
 

@@ -10,7 +10,14 @@ from typing import Any
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["check_complete", "check_kind", "expected_names", "is_state_file", "model_names"]
+__all__ = [
+    "check_complete",
+    "check_kind",
+    "expected_names",
+    "has_experts",
+    "is_state_file",
+    "model_names",
+]
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(
@@ -38,6 +45,15 @@ def model_names(names: Iterable[str]) -> list[str]:
     return [match.string for match in _matches(names, _MODEL_FILE)]
 
 
+def has_experts(names: Iterable[str]) -> bool:
+    """Return whether files of these names are of a model with experts of DeepSpeed.
+
+    Args:
+        names: Of files.
+    """
+    return any("expert" in name or name.startswith("expp_rank_") for name in names)
+
+
 def check_kind(folder: Path, names: Collection[str]) -> None:
     """Refuse a checkpoint that is split otherwise than over data-parallel ranks.
 
@@ -52,7 +68,7 @@ def check_kind(folder: Path, names: Collection[str]) -> None:
     kind = None
     if any(int(match["part"]) for match in matches):
         kind = "a model that is split by tensor or pipeline parallelism (more than one mp_rank)"
-    elif any("expert" in name or name.startswith("expp_rank_") for name in names):
+    elif has_experts(names):
         kind = "a model with experts of DeepSpeed"
     elif any(name.startswith("layer_") and name.endswith("model_states.pt") for name in names):
         kind = "a model that is split by pipeline parallelism"

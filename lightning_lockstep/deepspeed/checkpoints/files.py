@@ -68,6 +68,7 @@ def read_checkpoint(folders: Path | Sequence[Path], tag: str | None = None) -> C
     Ranks: any rank, alone.
     """
     folder, files = files_of(folders, tag)
+    check_kind(folder, files)
     first = _read_any(folder, files)
     models, optimizers = expected_names(folder, files, first)
     check_complete(folder, files, models, optimizers)
@@ -120,7 +121,6 @@ def files_of(folders: Path | Sequence[Path], tag: str | None = None) -> tuple[Pa
 
 
 def _read_any(folder: Path, files: Mapping[str, Path]) -> dict[str, Any]:
-    check_kind(folder, files)
     models = model_names(files)
     if not models:
         raise ConfigurationError(

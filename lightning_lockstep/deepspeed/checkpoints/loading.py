@@ -2,52 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_lockstep.deepspeed.agreement import agreed
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidated
-from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.distributed import Communicator
 
 __all__ = ["check_names", "load_by_module", "load_plain_weights", "whole_checkpoint"]
 
 
 def whole_checkpoint(
-    folder: str | Path, module: nn.Module, *, divided: bool, is_first: bool, share: Callable[[Any], Any]
+    folder: str | Path, module: nn.Module, communicator: Communicator, *, divided: bool
 ) -> dict[str, Any]:
     """Return a checkpoint folder with whole weights, to be loaded by any number of ranks.
 
     Args:
         folder: The folder.
         module: That the weights are for.
+        communicator: Of all ranks.
         divided: Whether the parameters are divided among the ranks (stage 3), so that rank 0's values go to all: of
             those the others get the names alone.
-        is_first: Whether this is rank 0.
-        share: Gives rank 0's object to all ranks.
 
     Raises:
         ConfigurationError: It cannot be read; on every rank alike.
 
     Ranks: all, together; rank 0 reads the files and sends all but the parameters, or every rank reads them.
     """
+    reads = communicator.is_main or not divided
+    found = agreed(communicator, lambda: consolidated(folder) if reads else {})
     if not divided:
-        return consolidated(folder)
-    found: Any = None
-    if is_first:
-        try:
-            found = consolidated(folder)
-        except ConfigurationError as error:
-            found = error
-    weights = found.pop("state_dict") if isinstance(found, dict) else {}
+        return found
+    weights = found.pop("state_dict", {})
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     buffers = {name: None if name in parameters else value for name, value in weights.items()}
-    shared = share([found, buffers] if is_first else None)
-    if isinstance(shared[0], ConfigurationError):
-        raise shared[0]
-    return {**shared[0], "state_dict": weights or shared[1]}
+    others, shared = communicator.broadcast((found, buffers))
+    return {**others, "state_dict": weights or shared}
 
 
 def load_plain_weights(

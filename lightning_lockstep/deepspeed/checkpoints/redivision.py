@@ -13,6 +13,7 @@ from lightning_lockstep.deepspeed.checkpoints.optimizer_state import OptimizerSt
 from lightning_lockstep.deepspeed.checkpoints.plain_file import in_memory
 from lightning_lockstep.deepspeed.checkpoints.values import Values, cut
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.patching import replaced
 
 __all__ = ["check_same_training", "divide_anew"]
 
@@ -53,6 +54,8 @@ def divide_anew(engine: Any, state: OptimizerState, rank: int) -> None:
 
     Ranks: all; nothing is sent.
     """
+    if getattr(engine.optimizer, "round_robin_gradients", False):
+        _link_in_round_robin(engine.optimizer)
     _make_room(engine, state)
     write = _write_divided if engine.zero_optimization_partition_weights() else _write_flat
     for parameter, name in _trained(engine).items():
@@ -175,6 +178,16 @@ def _vectors_in_groups(engine: Any) -> Iterator[list[list[Tensor]]]:
     finally:
         for group in optimizer.optimizer.param_groups:
             group["params"] = []
+
+
+def _link_in_round_robin(optimizer: Any) -> None:
+    """Let each parameter of stage 1 or 2 know where its part is, whose vector has another order than its group.
+
+    DeepSpeed 0.19.8 links them with the places that the vector really has only where it is padded.
+    """
+    padded = [[1]] * len(optimizer.bit16_groups)
+    with replaced(optimizer, round_robin_bit16_padding=padded):
+        optimizer._link_all_hp_params()
 
 
 def _link(engine: Any, groups: Sequence[Sequence[Tensor]]) -> None:

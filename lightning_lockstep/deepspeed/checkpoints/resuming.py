@@ -14,7 +14,12 @@ from lightning_lockstep._console import say
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep.deepspeed.agreement import agreed
 from lightning_lockstep.deepspeed.checkpoints.consolidation import OWN_KEYS
-from lightning_lockstep.deepspeed.checkpoints.file_names import check_complete, expected_names
+from lightning_lockstep.deepspeed.checkpoints.file_names import (
+    check_complete,
+    check_kind,
+    expected_names,
+    has_experts,
+)
 from lightning_lockstep.deepspeed.checkpoints.files import (
     Checkpoint,
     files_of,
@@ -50,7 +55,9 @@ def writers_differ(folder: Path, communicator: Communicator, *, stage: int, half
 
     Ranks: all, together; two agreements.
     """
-    first = agreed(communicator, lambda: read_first(folder))
+    first, of_experts = agreed(communicator, lambda: _read_first(folder, communicator.world_size))
+    if of_experts:
+        return False  # DeepSpeed alone knows their files
     if (_stage_of(first) == 0) != (stage == 0):
         zero, other = ("this run", "the checkpoint") if stage == 0 else ("the checkpoint", "this run")
         raise ConfigurationError(
@@ -141,6 +148,20 @@ class _Weights(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._sources) + len(self._others)
+
+
+def _read_first(folder: Path, world_size: int) -> tuple[dict[str, Any], bool]:
+    """Return the states of one file, and whether the checkpoint is of a model with experts."""
+    found, files = files_of(folder)
+    first, of_experts = read_first(folder), has_experts(files)
+    if not of_experts:
+        check_kind(found, files)
+    elif first.get("dp_world_size") != world_size:
+        raise ConfigurationError(
+            f"{folder}: is of a model with experts of DeepSpeed, written by {first.get('dp_world_size')} ranks, and"
+            f" this run has {world_size}: expected the same number, as only DeepSpeed itself reads these files."
+        )
+    return first, of_experts
 
 
 def _stage_of(model_states: Mapping[str, Any]) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from lightning_lockstep.deepspeed.shared_folder import forget_mark, mark_of
 
 __all__ = ["CONSOLIDATED", "consolidated_name", "whole_folder"]
 
@@ -24,19 +27,30 @@ def consolidated_name(folder: Path) -> Path:
 
 @contextmanager
 def whole_folder(
-    target: str, *, is_first: bool, is_first_of_node: bool, meet: Callable[[], object]
+    target: str,
+    *,
+    rank: int,
+    is_first_of_node: bool,
+    meet: Callable[[], object],
+    gather: Callable[[Any], Sequence[Any]],
 ) -> Iterator[str]:
     """Give the name of a folder to write into, which takes the place of ``target`` once all ranks have written.
 
-    A run that is killed meanwhile leaves the folder that was there before.
+    A run that is killed meanwhile leaves the folder that was there before. The nodes find out which of them share the
+    folder before anything is written: whether it is still there afterwards, a network file system may answer from a
+    cache.
 
     Args:
         target: The folder; an address such as ``s3://...`` is written to directly.
-        is_first: Whether this is rank 0.
+        rank: Of this process.
         is_first_of_node: Whether this is the first rank of its node, on which a folder may be of its own.
         meet: Waits for all ranks.
+        gather: Returns the values of all ranks on all of them.
 
-    Ranks: all, together; three barriers.
+    Raises:
+        OSError: A node cannot write there; on all ranks.
+
+    Ranks: all, together; three barriers and a gather.
     """
     if "://" in target:
         yield target
@@ -45,16 +59,31 @@ def whole_folder(
     if is_first_of_node:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed while it wrote
     meet()
+    mark, fault = _marked(draft) if is_first_of_node else ("", "")
+    marks, faults = zip(*gather((mark, fault)), strict=True)
+    if any(faults):
+        raise OSError("; ".join(dict.fromkeys(filter(None, faults))))
     yield str(draft)
     meet()
-    if is_first:
+    is_first_of_folder = is_first_of_node and marks.index(mark) == rank
+    if rank == 0:
         _replace(draft, Path(target))
     meet()
-    if is_first_of_node and not is_first and draft.is_dir():
+    if is_first_of_folder and rank != 0 and draft.is_dir():
         _replace(draft, Path(target))  # on a disk of this node
 
 
+def _marked(draft: Path) -> tuple[str, str]:
+    """Return what tells the folder from those of other nodes, and what went wrong; nothing is raised on one rank."""
+    try:
+        draft.mkdir(parents=True, exist_ok=True)
+        return mark_of(draft), ""
+    except OSError as error:
+        return "", str(error)
+
+
 def _replace(draft: Path, target: Path) -> None:
+    forget_mark(draft)
     before = Path(f"{target}.before")
     shutil.rmtree(before, ignore_errors=True)
     if target.exists():

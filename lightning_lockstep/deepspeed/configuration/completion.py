@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_lockstep._settings import Faults, is_number, is_whole
-from lightning_lockstep.deepspeed.configuration.batch_sizes import batch_sizes
 from lightning_lockstep.deepspeed.configuration.known_keys import is_comment
 from lightning_lockstep.deepspeed.configuration.reading import (
     AUTO,
@@ -15,7 +14,12 @@ from lightning_lockstep.deepspeed.configuration.reading import (
     section,
     stage_of,
 )
-from lightning_lockstep.deepspeed.configuration.trainer_values import PRECISION_OF, PRECISIONS, TrainerValues
+from lightning_lockstep.deepspeed.configuration.trainer_values import (
+    PRECISION_OF,
+    PRECISIONS,
+    TrainerValues,
+    batch_of,
+)
 
 __all__ = ["completed"]
 
@@ -93,9 +97,7 @@ def _fill_precision(config: dict[str, Any], precision: str | None) -> None:
 
 
 def _fill_batch(config: dict[str, Any], values: TrainerValues) -> None:
-    batch = batch_sizes(
-        config, micro=values.batch_size, accumulation=values.accumulate_grad_batches, ranks=values.world_size
-    ).deduced()
+    batch = batch_of(config, values).deduced()
     if batch.whole is not None and batch.ranks is None:
         # DeepSpeed, which knows the number of ranks, deduces what is missing.
         known = {

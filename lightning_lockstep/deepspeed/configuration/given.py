@@ -17,12 +17,15 @@ __all__ = ["check_devices", "device_type_given", "values_given"]
 def values_given() -> TrainerValues:
     """Return what the Trainer under construction was given; ``None`` for what it was not.
 
+    An accumulation of 1, the default, counts as not given: a program such as ours gives the Trainer all its defaults.
+
     Ranks: any rank, alone; nothing is sent.
     """
     algorithm = given_to_trainer("gradient_clip_algorithm")
+    accumulation = given_to_trainer("accumulate_grad_batches")
     return TrainerValues(
         precision=requested_precision(),
-        accumulate_grad_batches=given_to_trainer("accumulate_grad_batches"),
+        accumulate_grad_batches=None if accumulation == 1 else accumulation,
         gradient_clip_val=given_to_trainer("gradient_clip_val"),
         gradient_clip_algorithm=None if algorithm is None else str(getattr(algorithm, "value", algorithm)),
         batch_size=None,

@@ -124,8 +124,9 @@ _COMET = _keys(
 
 #: Every key of a config, a section as a mapping of its keys.
 KNOWN: Keys = _keys(
-    "allgather_size communication_data_type dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc"
-    " dump_state gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor"
+    "allgather_size communication_data_type data_parallel_size dataloader_drop_last datastates_ckpt"
+    " disable_allgather disable_python_gc dump_state gradient_accumulation_steps gradient_allreduce_op"
+    " gradient_clipping gradient_predivide_factor"
     " log_level managed_gradient_accumulation memory_breakdown prescale_gradients seq_parallel_communication_data_type"
     " sequence_parallel_size steps_per_print train_batch_size train_micro_batch_size_per_gpu"
     " use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown zero_allow_untested_optimizer"

@@ -6,26 +6,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_lockstep.deepspeed.builds.tools import OPS, missing_tools
-from lightning_lockstep.deepspeed.configuration.reading import modern_spelling, section
+from lightning_lockstep.deepspeed.configuration.reading import modern_spelling, section, stage_of
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 
-__all__ = ["can_build_op", "is_offloaded", "needed_ops", "op_of_optimizer", "sections_on_nvme"]
+__all__ = ["QUANTIZING", "can_build_op", "is_offloaded", "needed_ops", "op_of_optimizer", "sections_on_nvme"]
 
+#: Keys of ZeRO by which stage 3 quantizes, with an op for CUDA.
+QUANTIZING = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _OFFLOADED = ("cpu", "nvme")
 
 
-def needed_ops(config: Mapping[str, Any]) -> list[str]:
+def needed_ops(config: Mapping[str, Any], device_type: str, *, fits: bool = True) -> list[str]:
     """Return the ops of DeepSpeed that a config needs, such as ``cpu_adam``, without those it can do without.
 
     Args:
         config: What ``with_named_options`` has returned.
+        device_type: ``cpu`` or ``cuda``.
+        fits: Whether the optimizer is made; otherwise the run only evaluates.
 
     Ranks: any rank, and the process that starts them; nothing is sent.
     """
     asked = modern_spelling(config)
-    of_optimizer = op_of_optimizer(asked)
+    of_optimizer = op_of_optimizer(asked) if fits else None
+    on_nvme = [name for name in sections_on_nvme(asked) if fits or name == "offload_param"]
     ops = [] if of_optimizer is None else [of_optimizer]
-    return ops + (["async_io"] if sections_on_nvme(asked) else [])
+    ops += ["async_io"] if on_nvme else []
+    return ops + (["quantizer"] if device_type == "cuda" and _quantizes(asked) else [])
+
+
+def _quantizes(config: Mapping[str, Any]) -> bool:
+    zero = section(config, "zero_optimization")
+    return stage_of(config) == 3 and any(zero.get(name) is True for name in QUANTIZING)
 
 
 def can_build_op(op: str, device_type: str) -> bool:

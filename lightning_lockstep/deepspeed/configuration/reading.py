@@ -15,10 +15,32 @@ from typing import Any
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["AUTO", "is_given", "modern_spelling", "read_config", "section", "stage_of"]
+__all__ = [
+    "AUTO",
+    "for_evaluation",
+    "is_given",
+    "modern_spelling",
+    "read_config",
+    "section",
+    "stage_of",
+    "without_nulls",
+]
 
 #: What stands in a config for a value that is to be filled in from the Trainer, the loader or the model.
 AUTO = "auto"
+
+# What an engine needs that does not train, and what divides a model while it is made.
+_OF_EVALUATION = (
+    "aio",
+    "bf16",
+    "data_types",
+    "fp16",
+    "steps_per_print",
+    "torch_autocast",
+    "weight_quantization",
+    "zero_allow_untested_optimizer",
+    "zero_optimization",
+)
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -75,6 +97,35 @@ def modern_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
             if former in zero and zero.get(name) is None:
                 zero.update({name: {"device": "cpu"}} if zero.pop(former) is True else {})
     return modern
+
+
+def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config without the keys that are null, at every level.
+
+    A null says that nothing is given; DeepSpeed takes some of them so and fails over others, sections above all. The
+    parameters of an optimizer or a scheduler stay, where a null may be a value.
+
+    Args:
+        config: What :func:`read_config` has returned.
+
+    Ranks: any rank, and the process that starts them; nothing is sent.
+    """
+    return {
+        key: without_nulls(value) if isinstance(value, Mapping) and key != "params" else value
+        for key, value in _copy_of(config).items()
+        if value is not None
+    }
+
+
+def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a config that counts where nothing is trained.
+
+    Args:
+        config: In today's spelling.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    return {name: config[name] for name in _OF_EVALUATION if name in config}
 
 
 def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:

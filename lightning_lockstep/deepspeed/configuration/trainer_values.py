@@ -14,7 +14,14 @@ from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.configuration.batch_sizes import BatchSizes, batch_sizes
 from lightning_lockstep.deepspeed.configuration.reading import is_given, modern_spelling, section
 
-__all__ = ["PRECISIONS", "PRECISION_OF", "TrainerValues", "check_against_trainer", "precision_of"]
+__all__ = [
+    "PRECISIONS",
+    "PRECISION_OF",
+    "TrainerValues",
+    "batch_of",
+    "check_against_trainer",
+    "precision_of",
+]
 
 #: Section of the config that a precision of Lightning switches on; None for neither. DeepSpeed has no others.
 PRECISIONS: Mapping[str, str | None] = {
@@ -72,6 +79,18 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
     return PRECISION_OF[on[0]] if len(on) == 1 else None
 
 
+def batch_of(config: Mapping[str, Any], values: TrainerValues) -> BatchSizes:
+    """Return the sizes of a batch that a config says, and for the others those of the Trainer.
+
+    Args:
+        config: The config.
+        values: What the Trainer says.
+    """
+    return batch_sizes(
+        config, micro=values.batch_size, accumulation=values.accumulate_grad_batches, ranks=values.world_size
+    )
+
+
 def check_against_trainer(config: Mapping[str, Any], values: TrainerValues, faults: Faults) -> None:
     """Add a fault for each thing that the config and the Trainer say differently, with both values.
 
@@ -99,15 +118,7 @@ def check_against_trainer(config: Mapping[str, Any], values: TrainerValues, faul
             written = config.get(key)
             if is_given(written) and given is not None and written != given:
                 _add_clash(key, written, name.format(given), faults)
-        _check_whole_batch(
-            batch_sizes(
-                config,
-                micro=values.batch_size,
-                accumulation=values.accumulate_grad_batches,
-                ranks=values.world_size,
-            ),
-            faults,
-        )
+        _check_whole_batch(batch_of(config, values), faults)
 
 
 def _check_precision(config: Mapping[str, Any], precision: str | None, faults: Faults) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning_lockstep._settings import is_whole
 from lightning_lockstep.deepspeed.configuration.adapting import Limit
+from lightning_lockstep.deepspeed.configuration.ops import QUANTIZING
 from lightning_lockstep.deepspeed.configuration.reading import section, stage_of
 from lightning_lockstep.deepspeed.precision import cpu_has_float16
 
@@ -20,6 +22,7 @@ def on_any_device(config: Mapping[str, Any]) -> Iterator[Limit]:
     Args:
         config: In today's spelling.
     """
+    yield from _of_deepspeeds_own_loop(config)
     writer = section(config, "checkpoint").get("writer")
     if writer is not None:
         yield Limit(
@@ -52,6 +55,54 @@ def on_any_device(config: Mapping[str, Any]) -> Iterator[Limit]:
             "bfloat16",
             "Write 'bfloat16', or leave torch_autocast out and write fp16.enabled: true.",
         )
+
+
+def _of_deepspeeds_own_loop(config: Mapping[str, Any]) -> Iterator[Limit]:
+    """Yield what only works where DeepSpeed's own loop, loader or model calls it."""
+    if config.get("managed_gradient_accumulation") is False:
+        yield Limit(
+            "managed_gradient_accumulation",
+            False,
+            "the engine would step after every batch, also where batches are accumulated",
+            True,
+            "Write true, or leave it out: Lightning's loop tells the engine when to step.",
+        )
+    if section(config, "compile").get("deepcompile") is True:
+        yield Limit(
+            "compile.deepcompile",
+            True,
+            "DeepCompile begins with engine.compile(), which Lightning does not call",
+            False,
+            "Write false, or leave it out, and call torch.compile in configure_model.",
+        )
+    if section(config, "data_efficiency", "data_sampling").get("enabled") is True:
+        yield Limit(
+            "data_efficiency.data_sampling.enabled",
+            True,
+            "DeepSpeed chooses the samples in its own loader, and Lightning's is used",
+            False,
+            "Write false, and choose the samples in a sampler of the training loader.",
+        )
+    if section(config, "pipeline"):
+        yield Limit(
+            "pipeline",
+            config["pipeline"],
+            "DeepSpeed divides only its own PipelineModule in stages, which Lightning cannot train",
+            None,
+            "Remove the section.",
+        )
+    for path, size in (
+        ("tensor_parallel.autotp_size", section(config, "tensor_parallel").get("autotp_size")),
+        ("sequence_parallel_size", config.get("sequence_parallel_size")),
+    ):
+        if is_whole(size) and size > 1:
+            yield Limit(
+                path,
+                size,
+                "several ranks would need the same batch, and Lightning gives each rank its own",
+                None,
+                "Write 1, or leave it out; ZeRO's stage 3 divides a model that is too large for one device.",
+            )
 
 
 def on_a_cpu(config: Mapping[str, Any]) -> Iterator[Limit]:
@@ -92,11 +143,7 @@ def _only_cuda(config: Mapping[str, Any]) -> Iterator[Limit]:
     ``zero_hpz_partition_size``, and quantizing below stage 3.
     """
     zero = section(config, "zero_optimization")
-    for name in (
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_gradients",
-    ):
+    for name in QUANTIZING:
         if zero.get(name) is True and stage_of(config) == 3:
             yield _not_on_cpu(
                 f"zero_optimization.{name}",
@@ -113,10 +160,6 @@ def _only_cuda(config: Mapping[str, Any]) -> Iterator[Limit]:
     if section(zero, "offload_optimizer").get("super_offload") is True and stage_of(config) == 3:
         yield _not_on_cpu(
             "zero_optimization.offload_optimizer.super_offload", "SuperOffload is written for CUDA"
-        )
-    if section(config, "compile").get("deepcompile") is True:
-        yield _not_on_cpu(
-            "compile.deepcompile", "DeepCompile is written for CUDA, and its op dc is not compiled without it"
         )
     activations = section(config, "activation_checkpointing")
     if activations.get("cpu_checkpointing") is True and activations.get("partition_activations") is not True:
