@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
@@ -29,8 +28,6 @@ from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
 __all__ = ["REPORT", "CollectiveGuard", "guard_on"]
-
-_log = logging.getLogger(__name__)
 
 #: Name of the file with what each rank has said of itself.
 REPORT = "guard-report.json"
