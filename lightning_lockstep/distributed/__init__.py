@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     )
     from lightning_lockstep.distributed.failure.propagation import FailurePropagation as FailurePropagation
     from lightning_lockstep.distributed.failure.record import FailureRecord as FailureRecord
+    from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions as MPIBackendOptions
+    from lightning_lockstep.distributed.mpi.backend import register_mpi_backend as register_mpi_backend
     from lightning_lockstep.distributed.process_group import RankGroup as RankGroup
     from lightning_lockstep.distributed.process_group import rendezvous_store as rendezvous_store
     from lightning_lockstep.distributed.side_channel.base import LocalSideChannel as LocalSideChannel
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_lockstep.distributed.side_channel.gather import Gather as Gather
     from lightning_lockstep.distributed.side_channel.gather import Gathered as Gathered
     from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel as ZeroMQSideChannel
+    from lightning_lockstep.distributed.stop_agreement import StepAgreement as StepAgreement
     from lightning_lockstep.distributed.torch_communicator import TorchCommunicator as TorchCommunicator
     from lightning_lockstep.distributed.torch_communicator import at_shut_down as at_shut_down
     from lightning_lockstep.distributed.torch_communicator import current_communicator as current_communicator
@@ -44,15 +47,18 @@ else:
         "Gather": "distributed.side_channel.gather",
         "Gathered": "distributed.side_channel.gather",
         "LocalSideChannel": "distributed.side_channel.base",
+        "MPIBackendOptions": "distributed.mpi.backend",
         "Message": "distributed.side_channel.base",
         "PendingReduction": "distributed.communicator",
         "RankGroup": "distributed.process_group",
         "SideChannel": "distributed.side_channel.base",
         "SingleProcessCommunicator": "distributed.communicator",
+        "StepAgreement": "distributed.stop_agreement",
         "TorchCommunicator": "distributed.torch_communicator",
         "ZeroMQSideChannel": "distributed.side_channel.zeromq",
         "at_shut_down": "distributed.torch_communicator",
         "current_communicator": "distributed.torch_communicator",
+        "register_mpi_backend": "distributed.mpi.backend",
         "rendezvous_store": "distributed.process_group",
         "shut_down": "distributed.torch_communicator",
         "use_communicator": "distributed.torch_communicator",
