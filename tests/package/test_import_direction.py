@@ -25,6 +25,7 @@ GROUND = {
     "_tables",
     "_console",
     "_program",
+    "_files",
 }
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
@@ -52,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "_system": {"errors"},
     "_tables": set(),
     "_console": set(),
+    "_files": {"_console"},
     "_program": set(),
     "distributed": GROUND,
     "launchers": TALK,

@@ -8,10 +8,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from lightning_lockstep._files import write_report
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import is_broken_collective
@@ -153,9 +153,7 @@ class CollectiveGuard:
             "text": verdict.text,
             "ranks": [state.to_data() for state in states.values()],
         }
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / REPORT).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        write_report(folder / REPORT, json.dumps(content, indent=1))
 
 
 def _deals_with_errors(frame: FrameType) -> bool:
