@@ -26,6 +26,7 @@ GROUND = {
     "_console",
     "_program",
     "_files",
+    "_processes",
 }
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
@@ -54,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "_tables": set(),
     "_console": set(),
     "_files": {"_console"},
+    "_processes": set(),
     "_program": set(),
     "distributed": GROUND,
     "launchers": TALK,
