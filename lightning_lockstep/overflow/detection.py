@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+
 from torch import Tensor
 from torch.optim import Optimizer
 

@@ -57,7 +57,9 @@ def test_a_choice_has_a_second_name_that_no_app_hides(name: str) -> None:
     with initialize_config_module("lightning_lockstep.conf", version_base="1.3"):
         ours = compose(overrides=[f"+{group}@somewhere={choice}"])
     found = composed(f"+lockstep/{group}@somewhere={choice}")
-    first, second = (OmegaConf.to_container(one.get("somewhere", OmegaConf.create())) for one in (ours, found))
+    first, second = (
+        OmegaConf.to_container(one.get("somewhere", OmegaConf.create())) for one in (ours, found)
+    )
     assert first == second
 
 

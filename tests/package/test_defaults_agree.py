@@ -77,7 +77,10 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
 }
 # Fields that one of them does not take, each with the reason.
 NOT_TAKEN: dict[tuple[str, str], str] = {
-    ("LockstepXLAStrategy", "start_method"): "torch-xla is used in one process a device, which this program starts",
+    (
+        "LockstepXLAStrategy",
+        "start_method",
+    ): "torch-xla is used in one process a device, which this program starts",
 }
 # Arguments of another type than the field, each with the reason.
 OTHER_TYPE: dict[tuple[str, str], str] = {
@@ -112,7 +115,9 @@ def types_of(cls: type) -> dict[str, Any]:
     """Name and type of every argument in signatures of the package."""
     makers = [base for base in inspect.getmro(cls) if _is_ours(base)]
     return {
-        name: hint for maker in reversed(makers) for name, hint in typing.get_type_hints(maker.__init__).items()
+        name: hint
+        for maker in reversed(makers)
+        for name, hint in typing.get_type_hints(maker.__init__).items()
     }
 
 
@@ -133,7 +138,7 @@ def with_defaults(path: Path) -> Any:
     assert isinstance(config, DictConfig)
     named = config.pop("defaults", [])
     if "_target_" in config:
-        shared = [path.with_name(f"{name}.yaml") for name in named if isinstance(name, str)]
+        shared = [path.parent / f"{name}.yaml" for name in named if isinstance(name, str)]
         config = OmegaConf.merge(*(OmegaConf.load(one) for one in shared if one.exists()), config)
     return config
 
