@@ -11,6 +11,7 @@ from lightning_lockstep.deepspeed.configuration.trainer_values import TrainerVal
 
 __all__ = ["run_values"]
 
+_CLIPPED_BY_NORM = "norm"
 _OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay")
 
 
