@@ -117,11 +117,12 @@ def memory_file() -> IO[bytes]:
 
 
 def text_of(file: IO[bytes], most: int = -1) -> str:
-    """Return what has been written to a file, from its beginning.
+    """Return what has been written to a file, from its beginning; who writes to it may go on meanwhile.
 
     Args:
         file: Such as :func:`memory_file` returns.
         most: More than this is not read [bytes]; by default all is.
     """
-    file.seek(0)
-    return file.read(most).decode("utf-8", "replace")
+    size = os.fstat(file.fileno()).st_size
+    # Not read(), which moves the place where the other process writes next.
+    return os.pread(file.fileno(), size if most < 0 else min(most, size), 0).decode("utf-8", "replace")
