@@ -6,16 +6,19 @@ wrong at once, each fault in the same form: ``name=value: expected ... .``
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["Faults", "did_you_mean", "is_number", "is_whole", "nearest", "plain_number"]
+__all__ = ["Faults", "did_you_mean", "is_number", "is_whole", "nearest", "plain_number", "settings_of"]
+
+_Settings = TypeVar("_Settings")
 
 
 class Faults:
@@ -167,6 +170,22 @@ class Faults:
         """
         if self.texts:
             raise ConfigurationError(self.texts)
+
+
+def settings_of(cls: type[_Settings], given: Mapping[str, Any]) -> _Settings:
+    """Return the settings of a class out of values by name; what is none of its fields is left out.
+
+    A constructor gives it ``locals()``: a test holds its signature to the names, types and defaults of the fields.
+
+    Args:
+        cls: A settings class.
+        given: The values.
+
+    Raises:
+        ConfigurationError: One message with every value that cannot be used.
+    """
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
+    return cls(**{field.name: given[field.name] for field in fields if field.name in given})
 
 
 def did_you_mean(given: str, known: Iterable[str], *, most: int = 2) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_lockstep._files import write_report
 from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error
 from lightning_lockstep.errors import RankFailedError
 
@@ -31,10 +31,7 @@ def keep_failure(trainer: Any, error: BaseException) -> None:
     record = error.record if isinstance(error, RankFailedError) else None
     if not isinstance(record, FailureRecord):
         record = describe_error(error, trainer.global_rank, trainer.world_size, lambda: _where(trainer))
-    with suppress(OSError):  # the error itself is what matters
-        folder = Path(trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FAILURE_FILE).write_text(record.to_json() + "\n", encoding="utf-8")
+    write_report(Path(trainer.default_root_dir, FAILURE_FILE), record.to_json() + "\n")
 
 
 def _where(trainer: Any) -> Mapping[str, Any]:

@@ -11,6 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_lockstep._files import write_report
+
+_FILE = "summary.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
@@ -36,24 +40,26 @@ class Summary:
 
 
 def write(summary: Summary, folder: Path) -> None:
-    """Write `summary.json` into the run folder.
+    """Write `summary.json` into the run folder; where that is not possible, say so.
 
     Ranks: rank 0 only.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     metrics = {
         name: value if math.isfinite(value) else repr(value) for name, value in summary.metrics.items()
     }
     text = json.dumps({**asdict(summary), "metrics": metrics}, indent=2)
-    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    write_report(folder / _FILE, text + "\n")
 
 
 def read_metrics(folder: Path) -> dict[str, float]:
-    """Return the metrics that rank 0 has written into the run folder.
+    """Return the metrics that rank 0 has written into the run folder; none where it could not.
 
     Ranks: the process that has started the ranks.
     """
-    text = (folder / "summary.json").read_text(encoding="utf-8")
+    try:
+        text = (folder / _FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
     return {name: float(value) for name, value in json.loads(text)["metrics"].items()}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep._console import say
+from lightning_lockstep._files import write_report
 from lightning_lockstep.batch_size.search import ModelSearch, SizeSearch, Trial
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import MissingExtraError
@@ -22,10 +23,10 @@ __all__ = [
     "read_result",
     "table",
     "trial_line",
-    "write_result",
 ]
 
 FILE = "batch_size.json"
+PICTURE = "batch_size.png"
 
 
 @dataclass(frozen=True)
@@ -98,19 +99,6 @@ def table(result: SearchResult) -> str:
     return "\n".join([head, *lines, f"  batch size {numbers} = {result.global_batch} per optimizer step"])
 
 
-def write_result(folder: str | Path, result: SearchResult) -> Path:
-    """Write what was found to the run folder.
-
-    Ranks: rank 0.
-    """
-    path = Path(folder) / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = asdict(result)
-    content["fingerprint"] = dict(result.fingerprint)
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    return path
-
-
 def keep_result(folder: str | Path, result: SearchResult, search: SizeSearch | None = None) -> None:
     """Write the file and, if a search is given, draw it; where that is not possible, say so and go on.
 
@@ -119,16 +107,18 @@ def keep_result(folder: str | Path, result: SearchResult, search: SizeSearch | N
         result: What was found.
         search: What to draw to ``batch_size.png``.
     """
-    try:
-        write_result(folder, result)
-        if search is not None:
-            draw(Path(folder) / "batch_size.png", search, result.size)
-    except OSError as error:  # on this rank alone: the others go on
-        say(f"AutoBatchSize: the result could not be written to {folder}: {error}")
+    content = asdict(result)
+    content["fingerprint"] = dict(result.fingerprint)
+    write_report(Path(folder, FILE), json.dumps(content, indent=2) + "\n")
+    if search is not None:
+        try:
+            draw(Path(folder, PICTURE), search, result.size)
+        except OSError as error:  # on this rank alone: the others go on
+            say(f"lightning-lockstep: {PICTURE} could not be written to {folder}: {error.strerror or error}.")
 
 
 def read_result(folder: str | Path) -> dict[str, Any]:
-    """Return what :func:`write_result` wrote in an earlier run; empty where there is nothing to read.
+    """Return what :func:`keep_result` wrote in an earlier run; empty where there is nothing to read.
 
     Ranks: rank 0.
     """

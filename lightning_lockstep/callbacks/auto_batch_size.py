@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from lightning_lockstep._console import say
 from lightning_lockstep._lightning import BatchSizeFinder, LightningModule, Trainer, _TunerExitException
+from lightning_lockstep._settings import settings_of
 from lightning_lockstep.batch_size.loaders import BatchLoaders
 from lightning_lockstep.batch_size.memory.malloc import return_freed_memory
 from lightning_lockstep.batch_size.recovery.guarded_fit import guard_fit, refuse_engine, unguard_fit
@@ -116,22 +117,8 @@ class AutoBatchSize(BatchSizeFinder):
         plot: bool = False,
     ) -> None:
         with faults_as_lightnings():
-            self.settings = AutoBatchSizeSettings(
-                mode=cast(Any, str(mode).lower()),  # as Lightning does
-                steps_per_trial=steps_per_trial,
-                init_val=init_val,
-                max_trials=max_trials,
-                batch_arg_name=batch_arg_name,
-                margin=margin,
-                max_val=max_val,
-                memory_limit=memory_limit,
-                limit=limit,
-                effective_batch_size=effective_batch_size,
-                on_oom=on_oom,
-                loss_reduction=loss_reduction,
-                reuse=reuse,
-                plot=plot,
-            )
+            mode = cast(Any, str(mode).lower())  # as Lightning does
+            self.settings = settings_of(AutoBatchSizeSettings, locals())
         super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self.result: SearchResult | None = None
         self.batches_split = 0

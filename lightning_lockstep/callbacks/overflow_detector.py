@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.overflow.actions import Counters
 from lightning_lockstep.overflow.detection import Detection
@@ -86,23 +87,7 @@ class OverflowDetector(Callback):
         timeout: float = 300.0,
     ) -> None:
         super().__init__()
-        self.settings = OverflowSettings(
-            max_frames_to_save=max_frames_to_save,
-            trace_batch_nums=trace_batch_nums,
-            abort_after_batch_num=abort_after_batch_num,
-            mode=mode,
-            action=action,
-            gradients=gradients,
-            allow_inf=allow_inf,
-            modules=modules,
-            report_dir=report_dir,
-            max_skips=max_skips,
-            check_every_n_steps=check_every_n_steps,
-            underflow_threshold=underflow_threshold,
-            underflow_every_n_steps=underflow_every_n_steps,
-            scale_floor=scale_floor,
-            timeout=timeout,
-        )
+        self.settings = settings_of(OverflowSettings, locals())
         self._counters = Counters()
         self._detection: Detection | LateDetection | None = None
 

@@ -11,6 +11,7 @@ from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 from lightning_lockstep._console import say
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._lightning.internals import weigh_logged_values
+from lightning_lockstep._settings import settings_of
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.static_shapes.batches import tensors_of
@@ -78,15 +79,7 @@ class StaticShapes(Callback):
         sequence_dim: int = 1,
     ) -> None:
         super().__init__()
-        self.settings = StaticShapesSettings(
-            last_batch=last_batch,
-            evaluation_last_batch=evaluation_last_batch,
-            evaluation_at_training_size=evaluation_at_training_size,
-            fill_values=fill_values,
-            sequence_lengths=sequence_lengths,
-            sequence_values=sequence_values,
-            sequence_dim=sequence_dim,
-        )
+        self.settings = settings_of(StaticShapesSettings, locals())
         self._stages = ShapedStages(self.settings)
         self._in_loop: set[str] = set()
         self._undo: list[Callable[[], None]] = []

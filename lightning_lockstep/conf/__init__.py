@@ -34,6 +34,7 @@ for _group in ("callbacks", "checkpoint", "data", "logger", "model", "strategy")
             group=f"lockstep/{_group}",
             name=_file.name,
             node=OmegaConf.create(_file.read_text(encoding="utf-8")),
-            package=_group,
+            # What choices share goes where the choice goes, wherever `@` puts that.
+            package=None if _file.name.startswith("_") else _group,
             provider="lightning-lockstep",
         )

@@ -15,7 +15,6 @@ from lightning_lockstep.deepspeed.memory_formula import BUCKET, PRECISIONS, esti
 __all__ = ["estimate_table", "main"]
 
 _STAGES = (0, 1, 2, 3)
-_PLACES = ("none", "cpu", "nvme")
 
 
 def estimate_table(

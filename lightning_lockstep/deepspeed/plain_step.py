@@ -35,9 +35,20 @@ def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Itera
     divided = engine.zero_optimization_partition_weights()
     with (
         _divided_parameters(module, engine) if divided else stand_in_parameters(module),
-        replaced(strategy, _precision_plugin=PlainPrecision(strategy.precision_plugin, engine)),
+        _plain_precision(strategy, engine),
     ):
         yield
+
+
+@contextmanager
+def _plain_precision(strategy: Any, engine: Any) -> Iterator[None]:
+    """Let the strategy have a precision plugin that does not go through the engine."""
+    plugin = strategy.precision_plugin
+    strategy.precision_plugin = PlainPrecision(plugin, engine)
+    try:
+        yield
+    finally:
+        strategy.precision_plugin = plugin
 
 
 @contextmanager

@@ -8,7 +8,7 @@ data                   where it comes from                         model that fi
 =====================  ==========================================  ======================================
 
 They are the demo, the tests' real load and the pattern to copy: metrics reduced properly over ranks, a
-global batch that is the same on any number of ranks (`lightning_lockstep.demo.global_batch_sampler`), and
+global batch that is the same on any number of ranks (`GlobalBatchSampler`), and
 checks of their settings that report every fault at once.
 """
 
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from lightning_lockstep.demo.byte_gpt import ByteGPT as ByteGPT
     from lightning_lockstep.demo.cnn import ConvNet as ConvNet
     from lightning_lockstep.demo.digits import DigitsData as DigitsData
+    from lightning_lockstep.demo.global_batch_sampler import GlobalBatchSampler as GlobalBatchSampler
     from lightning_lockstep.demo.source_text import SourceTextData as SourceTextData
 else:
     _NAMES = {
         "ByteGPT": "demo.byte_gpt",
         "ConvNet": "demo.cnn",
         "DigitsData": "demo.digits",
+        "GlobalBatchSampler": "demo.global_batch_sampler",
         "SourceTextData": "demo.source_text",
     }
     __all__ = sorted(_NAMES)

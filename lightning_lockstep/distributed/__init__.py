@@ -11,7 +11,7 @@ Both know the run by its :class:`RankGroup` (rank, size, store), which need not 
 
 from typing import TYPE_CHECKING
 
-from lightning_lockstep._exports import lazy as _lazy
+from lightning_lockstep._exports import lazy
 
 if TYPE_CHECKING:
     from lightning_lockstep.distributed.communicator import Agreement as Agreement
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     )
     from lightning_lockstep.distributed.failure.propagation import FailurePropagation as FailurePropagation
     from lightning_lockstep.distributed.failure.record import FailureRecord as FailureRecord
+    from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions as MPIBackendOptions
+    from lightning_lockstep.distributed.mpi.backend import register_mpi_backend as register_mpi_backend
     from lightning_lockstep.distributed.process_group import RankGroup as RankGroup
     from lightning_lockstep.distributed.process_group import rendezvous_store as rendezvous_store
     from lightning_lockstep.distributed.side_channel.base import LocalSideChannel as LocalSideChannel
@@ -30,54 +32,36 @@ if TYPE_CHECKING:
     from lightning_lockstep.distributed.side_channel.gather import Gather as Gather
     from lightning_lockstep.distributed.side_channel.gather import Gathered as Gathered
     from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel as ZeroMQSideChannel
+    from lightning_lockstep.distributed.stop_agreement import StepAgreement as StepAgreement
     from lightning_lockstep.distributed.torch_communicator import TorchCommunicator as TorchCommunicator
     from lightning_lockstep.distributed.torch_communicator import at_shut_down as at_shut_down
     from lightning_lockstep.distributed.torch_communicator import current_communicator as current_communicator
     from lightning_lockstep.distributed.torch_communicator import shut_down as shut_down
     from lightning_lockstep.distributed.torch_communicator import use_communicator as use_communicator
-
-_NAMES = {
-    "Agreement": "distributed.communicator",
-    "Communicator": "distributed.communicator",
-    "FailurePropagation": "distributed.failure.propagation",
-    "FailureRecord": "distributed.failure.record",
-    "Gather": "distributed.side_channel.gather",
-    "Gathered": "distributed.side_channel.gather",
-    "LocalSideChannel": "distributed.side_channel.base",
-    "Message": "distributed.side_channel.base",
-    "PendingReduction": "distributed.communicator",
-    "RankGroup": "distributed.process_group",
-    "SideChannel": "distributed.side_channel.base",
-    "SingleProcessCommunicator": "distributed.communicator",
-    "TorchCommunicator": "distributed.torch_communicator",
-    "ZeroMQSideChannel": "distributed.side_channel.zeromq",
-    "at_shut_down": "distributed.torch_communicator",
-    "current_communicator": "distributed.torch_communicator",
-    "rendezvous_store": "distributed.process_group",
-    "shut_down": "distributed.torch_communicator",
-    "use_communicator": "distributed.torch_communicator",
-}
-
-__all__ = [
-    "Agreement",
-    "Communicator",
-    "FailurePropagation",
-    "FailureRecord",
-    "Gather",
-    "Gathered",
-    "LocalSideChannel",
-    "Message",
-    "PendingReduction",
-    "RankGroup",
-    "SideChannel",
-    "SingleProcessCommunicator",
-    "TorchCommunicator",
-    "at_shut_down",
-    "current_communicator",
-    "rendezvous_store",
-    "shut_down",
-    "ZeroMQSideChannel",
-    "use_communicator",
-]
-
-__getattr__, __dir__ = _lazy(__name__, _NAMES)
+else:
+    _NAMES = {
+        "Agreement": "distributed.communicator",
+        "Communicator": "distributed.communicator",
+        "FailurePropagation": "distributed.failure.propagation",
+        "FailureRecord": "distributed.failure.record",
+        "Gather": "distributed.side_channel.gather",
+        "Gathered": "distributed.side_channel.gather",
+        "LocalSideChannel": "distributed.side_channel.base",
+        "MPIBackendOptions": "distributed.mpi.backend",
+        "Message": "distributed.side_channel.base",
+        "PendingReduction": "distributed.communicator",
+        "RankGroup": "distributed.process_group",
+        "SideChannel": "distributed.side_channel.base",
+        "SingleProcessCommunicator": "distributed.communicator",
+        "StepAgreement": "distributed.stop_agreement",
+        "TorchCommunicator": "distributed.torch_communicator",
+        "ZeroMQSideChannel": "distributed.side_channel.zeromq",
+        "at_shut_down": "distributed.torch_communicator",
+        "current_communicator": "distributed.torch_communicator",
+        "register_mpi_backend": "distributed.mpi.backend",
+        "rendezvous_store": "distributed.process_group",
+        "shut_down": "distributed.torch_communicator",
+        "use_communicator": "distributed.torch_communicator",
+    }
+    __all__ = sorted(_NAMES)
+    __getattr__, __dir__ = lazy(__name__, _NAMES)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from dataclasses import dataclass
 
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
@@ -245,14 +244,9 @@ class StepAgreement:
         self.channel.post(self._topic, body, to=range(self.channel.world_size))
 
 
-_agreements: weakref.WeakKeyDictionary[SideChannel, StepAgreement] = weakref.WeakKeyDictionary()
-
-
 def stop_agreement(channel: SideChannel) -> StepAgreement:
     """Return the agreement of a side channel on leaving together; the same one while the channel lives.
 
     Ranks: every rank, for itself; nothing is sent.
     """
-    if channel not in _agreements:
-        _agreements[channel] = StepAgreement(channel)
-    return _agreements[channel]
+    return channel.own(StepAgreement)

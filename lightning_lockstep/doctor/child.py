@@ -32,7 +32,7 @@ _GRACE = 0.5
 _TO_END = 2.0
 # What a check waits in is of no interest, but which of its own lines called it.
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
-_WHAT_RUNS_PROGRAMS = ("doctor/processes.py", "doctor/this_machine.py")
+_WHAT_RUNS_PROGRAMS = ("lightning_lockstep/_processes.py", "doctor/this_machine.py")
 # Lines of a check's own output that are shown when it fails.
 _SHOWN = 6
 

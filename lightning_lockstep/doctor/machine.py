@@ -6,37 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from lightning_lockstep._processes import Completed
+
 __all__ = ["Completed", "Limits", "Machine", "Probed", "Python"]
-
-
-@dataclass(frozen=True)
-class Completed:
-    """A program that has run.
-
-    Attributes:
-        returncode: 127 where there is no such program, 124 where its time was over.
-        output: What it wrote to standard output.
-        error: What it wrote to standard error.
-    """
-
-    returncode: int
-    output: str = ""
-    error: str = ""
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether it ended with 0."""
-        return self.returncode == 0
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether there is no such program."""
-        return self.returncode == 127
-
-    @property
-    def timed_out(self) -> bool:
-        """Whether it was ended because its time was over."""
-        return self.returncode == 124
 
 
 @dataclass(frozen=True)

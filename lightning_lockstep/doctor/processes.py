@@ -1,97 +1,12 @@
-"""Programs that are run with a deadline, and of which nothing stays behind."""
+"""What the doctor uses of :mod:`lightning_lockstep._processes`."""
 
-from __future__ import annotations
-
-import contextlib
-import os
-import signal
-import subprocess
-import tempfile
-from collections.abc import Mapping, Sequence
-from typing import IO
-
-from lightning_lockstep.doctor.machine import Completed
+from lightning_lockstep._processes import (
+    NOT_FOUND,
+    end_group,
+    end_programs,
+    memory_file,
+    run_program,
+    text_of,
+)
 
 __all__ = ["NOT_FOUND", "end_group", "end_programs", "memory_file", "run_program", "text_of"]
-
-NOT_FOUND, NOT_EXECUTABLE, OUT_OF_TIME = 127, 126, 124
-# More than this of an output is not read: no tool that the checks run says so much [bytes].
-_MOST = 1_000_000
-
-# The groups of the programs that run now; sets change in one step, so that threads need no lock.
-_groups: set[int] = set()
-
-
-def run_program(
-    command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None
-) -> Completed:
-    """Run a program in a group of its own and wait for it; what it has started ends with it.
-
-    Args:
-        command: Program and arguments.
-        timeout: Longest time [s].
-        environment: Its variables; by default those of this process.
-    """
-    # Files, not pipes: a pipe is only at its end when the last process that a program has left behind is.
-    with memory_file() as output, memory_file() as errors:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                env=None if environment is None else dict(environment),
-                start_new_session=True,
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            return Completed(NOT_FOUND, "", f"{command[0]}: not found")
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # not executable, of another architecture, a null in an argument
-            return Completed(NOT_EXECUTABLE, "", str(error))
-        _groups.add(process.pid)
-        try:
-            returncode = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            returncode = OUT_OF_TIME
-        finally:
-            end_group(process.pid)
-            process.wait()
-            _groups.discard(process.pid)
-        return Completed(returncode, text_of(output, _MOST), text_of(errors, _MOST))
-
-
-def end_programs() -> None:
-    """End all programs that :func:`run_program` runs now: a group of its own each, which outlives this process."""
-    for pid in list(_groups):
-        end_group(pid)
-
-
-def end_group(pid: int) -> None:
-    """End all processes of a group at once.
-
-    Args:
-        pid: Of the process that leads it.
-    """
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def memory_file() -> IO[bytes]:
-    """Return an empty file that needs no disk: a full or read-only one is no reason for a doctor to fail."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("lockstep-doctor"), "w+b")
-    return tempfile.TemporaryFile()
-
-
-def text_of(file: IO[bytes], most: int = -1) -> str:
-    """Return what has been written to a file, from its beginning; who writes to it may go on meanwhile.
-
-    Args:
-        file: Such as :func:`memory_file` returns.
-        most: More than this is not read [bytes]; by default all is.
-    """
-    size = os.fstat(file.fileno()).st_size
-    # Not read(), which moves the place where the other process writes next.
-    return os.pread(file.fileno(), size if most < 0 else min(most, size), 0).decode("utf-8", "replace")

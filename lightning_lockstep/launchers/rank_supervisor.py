@@ -23,13 +23,12 @@ from lightning_lockstep._lightning.internals import (
     call_on_sigterm,
     mark_sigterm_received,
 )
-from lightning_lockstep._settings import Faults, is_whole
+from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.settings import GuardSettings
-from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.cpu_threads import apply_threads
 from lightning_lockstep.launchers.notebook.this_rank import notebook_rank
 
@@ -41,7 +40,7 @@ def _no_trainer() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisorSettings:
+class SupervisorSettings(GuardSettings):
     """What a user may set about the life cycle of a rank; see the strategies for the meaning.
 
     Raises:
@@ -53,30 +52,22 @@ class SupervisorSettings:
     silence_limit: float = 120.0
     threads_per_rank: int | Literal["auto"] = "auto"
     bind_cores: bool = False
-    guard: Literal["off", "watch", "verify"] = "watch"
-    stall_timeout: float = 60.0
-    guard_history: int = 0
 
-    def __post_init__(self) -> None:
-        faults, threads = Faults(), self.threads_per_rank
+    def check(self, faults: Faults) -> None:
+        """See :meth:`GuardSettings.check`."""
+        super().check(faults)
+        threads = self.threads_per_rank
         faults.check(self.on_rank_failure == "abort", "on_rank_failure", self.on_rank_failure, "'abort'")
         faults.number("grace_period", self.grace_period, what="seconds", above=0, such_as=10)
         faults.number("silence_limit", self.silence_limit, what="seconds", above=0, such_as=120)
         enough = threads == "auto" or (is_whole(threads) and threads >= 1)
         faults.check(enough, "threads_per_rank", threads, "'auto' or a whole number from 1")
         faults.flag("bind_cores", self.bind_cores)
-        try:
-            _ = self.guard_settings
-        except ConfigurationError as error:
-            faults.texts += error.faults
-        faults.raise_all()
 
     @property
     def guard_settings(self) -> GuardSettings:
-        """The settings of the collective guard."""
-        return GuardSettings(
-            guard=self.guard, stall_timeout=self.stall_timeout, guard_history=self.guard_history
-        )
+        """Those of the collective guard alone: a next run with the same ones goes on with the same guard."""
+        return settings_of(GuardSettings, vars(self))
 
 
 class RankSupervisor:

@@ -7,11 +7,11 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from lightning_lockstep._processes import run_program
 from lightning_lockstep.errors import LaunchError
 
 __all__ = ["INTERACTIVE", "SlurmStep", "address_of_node", "counts_in", "find_slurm_step", "first_node"]
@@ -139,14 +139,6 @@ def _address_by_slurm(name: str) -> str | None:
     scontrol = shutil.which("scontrol")
     if scontrol is None:
         return None
-    with suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(
-            [scontrol, "show", "node", "--oneliner", name],
-            capture_output=True,
-            text=True,
-            timeout=_ASK_SLURM,
-            check=True,
-        )
-        found = re.search(r"\bNodeAddr=(\S+)", told.stdout)
-        return found[1] if found else None
-    return None
+    answer = run_program([scontrol, "show", "node", "--oneliner", name], _ASK_SLURM)
+    found = re.search(r"\bNodeAddr=(\S+)", answer.output) if answer.succeeded else None
+    return found[1] if found else None

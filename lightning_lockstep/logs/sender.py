@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -130,11 +129,11 @@ Work = Callable[["LineSender | _LocalPrinter"], None]
 
 def sender_on(channel: SideChannel) -> LineSender:
     """Return the sender of a side channel, made on the first call; on rank 0 the collector is made, too."""
-    with _lock:
-        if channel not in _senders:
-            collector = Collector(channel) if channel.rank == 0 else None
-            _senders[channel] = LineSender(channel, collector)
-        return _senders[channel]
+    return channel.own(_make_sender)
+
+
+def _make_sender(channel: SideChannel) -> LineSender:
+    return LineSender(channel, Collector(channel) if channel.rank == 0 else None)
 
 
 def connected_sender() -> LineSender | None:
@@ -223,8 +222,6 @@ def _print_here(line: Line, *, prefix: str | None = None) -> None:
     logging.getLogger(line.site.logger).handle(record_of(line, prefix=prefix))
 
 
-_senders: weakref.WeakKeyDictionary[SideChannel, LineSender] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
 # Lines logged while rank 0 had not opened the channel yet; they are sent with the first one after that.
 _kept_back: deque[Work] = deque(maxlen=10_000)
 _releasing = threading.RLock()

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lockstep.numerics.gradients import flat_flags, fused_flags
-from lightning_lockstep.numerics.module_values import NamePatterns, module_names, output_values
+from lightning_lockstep.numerics.module_values import NamePatterns, output_values
 from lightning_lockstep.numerics.statistics import has_bad_values
+from lightning_lockstep.overflow.module_hooks import ModuleHooks
 
 __all__ = ["ActivationWatch"]
 
@@ -120,7 +121,7 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-class ActivationWatch:
+class ActivationWatch(ModuleHooks):
     """Forward hooks that check every output; nothing is sent, and on a GPU nothing is waited for.
 
     Without history, small outputs that are part of the graph are checked together. All others, and with
@@ -144,7 +145,6 @@ class ActivationWatch:
         keep_history: bool = False,
     ) -> None:
         self.device, self.allow_inf = device, allow_inf
-        self.active = False
         self.history: deque[tuple[int, list[tuple[list[tuple[str, str]], Tensor]]]] = deque(maxlen=_HISTORY)
         self._keep_history = keep_history
         self._extremes: dict[tuple[torch.dtype, bool], _Extremes] = {}
@@ -152,18 +152,11 @@ class ActivationWatch:
         self._waiting = _SmallOutputs()
         # A tensor that modules pass on unchanged (dropout of 0, an outer module) is checked once.
         self._checked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._handles = [
-            module.register_forward_hook(self._hook(name))
-            for module, name in module_names(root).items()
-            if modules is None or modules.match(name)
-        ]
+        super().__init__(root, modules)
 
     def remove(self) -> None:
         """Take every hook away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.active = False
+        super().remove()
         self._waiting.clear()
 
     def begin_step(self) -> None:
@@ -173,7 +166,7 @@ class ActivationWatch:
         self._unusual.clear()
         self._waiting.clear()
         self._checked.clear()
-        self.active = True
+        super().begin_step()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

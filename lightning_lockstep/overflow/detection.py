@@ -3,66 +3,40 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import LightningModule, Trainer
-from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.errors import LockstepError
 from lightning_lockstep.numerics.module_values import NamePatterns
 from lightning_lockstep.overflow.actions import Counters, Response
 from lightning_lockstep.overflow.activation_watch import ActivationWatch
-from lightning_lockstep.overflow.publishing import ReportPublisher
 from lightning_lockstep.overflow.replay import StepRecord
-from lightning_lockstep.overflow.requirements import refuse_compiled
 from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.overflow.step_check import StepCheck, spread_bad_values
-from lightning_lockstep.overflow.trace import BatchTrace
+from lightning_lockstep.overflow.step_detection import StepDetection
 from lightning_lockstep.overflow.training_step import wrap_training_step
 from lightning_lockstep.overflow.underflow import UnderflowCheck
 from lightning_lockstep.steps.engines import EngineGradients, HasEngineGradients
-from lightning_lockstep.steps.random_state import RandomState
 from lightning_lockstep.steps.snapshot import BufferCopies
 
 __all__ = ["Detection"]
 
 
-class Detection:
-    """Detects overflows from its construction until :meth:`remove`.
+class Detection(StepDetection):
+    """Looks at each step before its weights change; see :class:`StepDetection`."""
 
-    Args:
-        trainer: The Trainer.
-        module: Its LightningModule.
-        settings: The detector's options.
-        counters: Counters to update.
-
-    Raises:
-        ConfigurationError: ``mode="hooks"``, and the model or part of it is compiled.
-
-    Ranks: one on every rank. Each method is called at the same point of the same step on all of them.
-    """
+    _watch: ActivationWatch | None
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, settings: OverflowSettings, counters: Counters
     ) -> None:
-        if settings.mode == "hooks":
-            refuse_compiled(module)
-        self._trainer, self._module, self._settings, self._counters = trainer, module, settings, counters
-        self._device = module.device
-        self._communicator = current_communicator()
-        folder = Path(settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir) / "overflow")
-        self._publisher = ReportPublisher(self._communicator, folder, settings)
-        self._trace = BatchTrace(settings)
+        super().__init__(trainer, module, settings, counters)
         self._engine = _engine_of(trainer)
         # A warning must not change the run, one process has no other rank to inform, and with an engine all ask.
         self._spreads = (
             settings.action != "warn" and self._communicator.world_size > 1 and self._engine is None
         )
-        self._buffers = BufferCopies(module)
         self._check = StepCheck(settings, self._communicator, engine=self._engine)
         self._underflow = UnderflowCheck(settings, module)
         self._watch = _activation_watch(module, settings) if settings.mode == "hooks" else None
@@ -76,17 +50,9 @@ class Detection:
             counters,
             self._engine,
         )
-        self.record: StepRecord | None = None
         self._suspect: StepRecord | None = None
         self._last: StepRecord | None = None
         self._remove = wrap_training_step(module, self._begin_step)
-
-    def remove(self) -> None:
-        """Take everything away."""
-        self._remove()
-        self._publisher.close()
-        if self._watch is not None:
-            self._watch.remove()
 
     def before_backward(self, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every gradient and so every rank."""
@@ -103,11 +69,6 @@ class Detection:
             if record.activation_flag is not None:
                 flags.append(record.activation_flag)
             loss.register_hook(functools.partial(spread_bad_values, flags))  # type: ignore[no-untyped-call]
-
-    def after_backward(self) -> None:
-        """Watch activations again: with manual optimization another forward may follow."""
-        if self._watch is not None and not self._module.automatic_optimization:
-            self._watch.active = True
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Check, and act on a hit before the weights change.
@@ -158,11 +119,7 @@ class Detection:
         if record.skipped:
             self._module.log("overflow_skipped_steps", float(self._counters.skipped_steps))
         self._trace.finish(self._publisher, self._trainer, record)
-        last = self._settings.abort_after_batch_num
-        if last is not None and record.batch_number >= last:
-            raise LockstepError(
-                f"OverflowDetector: aborting after batch {record.batch_number}, as abort_after_batch_num={last} asks."
-            )
+        self._abort_after(record)
 
     def end(self) -> None:
         """Act on a bad activation of the last steps, where the run ends between two reads."""
@@ -180,23 +137,6 @@ class Detection:
             self._response.to_common_hit(self._trainer.optimizers[0], origin)
         else:
             self._response.to_single_rank_hit(origin)
-
-    def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
-        """Record what a replay needs; return the context that the step runs in."""
-        place = self._trainer.fit_loop.epoch_loop
-        self._buffers.refresh()
-        self.record = StepRecord(
-            step,
-            args,
-            kwargs,
-            RandomState.capture(self._device),
-            self._buffers,
-            place.total_batch_idx,
-            place.batch_idx,
-        )
-        if self._watch is not None:
-            self._watch.begin_step()
-        return self._trace.context(self._module, self.record)
 
 
 def _engine_of(trainer: Trainer) -> EngineGradients | None:

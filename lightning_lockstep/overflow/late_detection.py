@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,29 +12,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lockstep._lightning import LightningModule, Trainer
-from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.errors import LockstepError
 from lightning_lockstep.numerics.first_bad import FirstBad, bad_flag
 from lightning_lockstep.numerics.module_values import NamePatterns
 from lightning_lockstep.overflow.actions import Counters, Response
 from lightning_lockstep.overflow.late_watch import LateActivationWatch
-from lightning_lockstep.overflow.publishing import ReportPublisher
 from lightning_lockstep.overflow.replay import StepRecord
-from lightning_lockstep.overflow.requirements import refuse_compiled
 from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.overflow.step_check import spread_bad_values
-from lightning_lockstep.overflow.trace import BatchTrace
+from lightning_lockstep.overflow.step_detection import StepDetection
 from lightning_lockstep.overflow.training_step import wrap_training_step
 from lightning_lockstep.steps.capabilities import RunsLater
-from lightning_lockstep.steps.random_state import RandomState
-from lightning_lockstep.steps.snapshot import BufferCopies
 
 __all__ = ["LateDetection"]
 
-_FIRST_READ, _MOST_STEPS = (
-    10,
-    50,
-)  # steps noted between two reads: at first, and after reads that found nothing
+# Steps noted between two reads: at first, and after reads that found nothing.
+_FIRST_READ, _MOST_STEPS = 10, 50
 
 
 @dataclass(frozen=True)
@@ -49,37 +40,21 @@ class _Noted:
     outputs: list[str]
 
 
-class LateDetection:
-    """Detects overflows from its construction until :meth:`remove`, without reading from the device in each step.
+class LateDetection(StepDetection):
+    """Reads nothing from the device in each step; see :class:`StepDetection`.
 
     The check of a step is part of what is compiled for it, and a small tensor keeps which step was the first bad one.
     It is read after 10 steps, then after 20 more, up to every 50. With ``action="raise"`` the step that is bad, and
     all after it, leave parameters and buffers as they were, on the device and without a read; so the batch is
     replayed later with the weights that it had.
-
-    Args:
-        trainer: The Trainer.
-        module: Its LightningModule.
-        settings: The detector's options.
-        counters: Counters to update.
-
-    Raises:
-        ConfigurationError: ``mode="hooks"``, and the model or part of it is compiled.
-
-    Ranks: one on every rank. Each method is called at the same point of the same step on all of them.
     """
+
+    _watch: LateActivationWatch | None
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, settings: OverflowSettings, counters: Counters
     ) -> None:
-        if settings.mode == "hooks":
-            refuse_compiled(module)
-        self._trainer, self._module, self._settings, self._counters = trainer, module, settings, counters
-        self._communicator = current_communicator()
-        folder = Path(settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir) / "overflow")
-        self._publisher = ReportPublisher(self._communicator, folder, settings)
-        self._trace = BatchTrace(settings)
-        self._buffers = BufferCopies(module)
+        super().__init__(trainer, module, settings, counters)
         self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
         self._allow_inf = NamePatterns(settings.allow_inf)
         modules = None if settings.modules is None else NamePatterns(settings.modules)
@@ -96,7 +71,6 @@ class LateDetection:
         self._noted: list[_Noted] = []
         self._interval = _interval_of(settings)
         self._values: list[tuple[Tensor, Tensor]] = []
-        self.record: StepRecord | None = None
         self._handles = [
             optimizer.register_step_post_hook(self._after_optimizer_step) for optimizer in trainer.optimizers
         ]
@@ -104,12 +78,9 @@ class LateDetection:
 
     def remove(self) -> None:
         """Take everything away."""
-        self._remove()
-        self._publisher.close()
+        super().remove()
         for handle in self._handles:
             handle.remove()
-        if self._watch is not None:
-            self._watch.remove()
 
     def before_backward(self, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every gradient and so every rank."""
@@ -125,11 +96,6 @@ class LateDetection:
         several = self._holds and self._communicator.world_size > 1
         if several and loss.requires_grad and not self._trace.active:
             loss.register_hook(functools.partial(spread_bad_values, flags))  # type: ignore[no-untyped-call]
-
-    def after_backward(self) -> None:
-        """Watch activations again: with manual optimization another forward may follow."""
-        if self._watch is not None and not self._module.automatic_optimization:
-            self._watch.active = True
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Add the check to the step, before the weights change. Ranks: all alike; nothing is sent."""
@@ -193,14 +159,9 @@ class LateDetection:
             if self._holds:
                 self._hold(self._buffers.pairs())
         self._trace.finish(self._publisher, self._trainer, record)
-        last = self._settings.abort_after_batch_num
-        aborts = last is not None and record.batch_number >= last
-        if aborts or len(self._noted) >= self._interval:
+        if self._is_last(record) or len(self._noted) >= self._interval:
             self.read()
-        if aborts:
-            raise LockstepError(
-                f"OverflowDetector: aborting after batch {record.batch_number}, as abort_after_batch_num={last} asks."
-            )
+        self._abort_after(record)
 
     def end(self) -> None:
         """Act on a bad value of the last steps. Ranks: all alike."""
@@ -261,23 +222,12 @@ class LateDetection:
 
     def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
         """Record what a replay needs; return the context that the step runs in."""
-        trainer, place = self._trainer, self._trainer.fit_loop.epoch_loop
-        self._buffers.refresh()
-        self.record = StepRecord(
-            step,
-            args,
-            kwargs,
-            RandomState.capture(self._module.device),
-            self._buffers,
-            place.total_batch_idx,
-            place.batch_idx,
-            place=(trainer.current_epoch, trainer.global_step),
-        )
+        context, record, trainer = super()._begin_step(step, args, kwargs), self.record, self._trainer
+        assert record is not None
+        record.place = trainer.current_epoch, trainer.global_step
         if isinstance(trainer.strategy, RunsLater):
-            self.record.device_seed = trainer.strategy.device_seed()
-        if self._watch is not None:
-            self._watch.begin_step()
-        return self._trace.context(self._module, self.record)
+            record.device_seed = trainer.strategy.device_seed()
+        return context
 
 
 def _interval_of(settings: OverflowSettings) -> int:

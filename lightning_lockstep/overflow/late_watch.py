@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lockstep.numerics.first_bad import bad_flag
-from lightning_lockstep.numerics.module_values import NamePatterns, module_names, output_values
+from lightning_lockstep.numerics.module_values import NamePatterns, output_values
+from lightning_lockstep.overflow.module_hooks import ModuleHooks
 
 __all__ = ["LateActivationWatch"]
 
 
-class LateActivationWatch:
+class LateActivationWatch(ModuleHooks):
     """Forward hooks that add a flag per output to the step; nothing is read.
 
     Args:
@@ -26,26 +27,15 @@ class LateActivationWatch:
     def __init__(
         self, root: nn.Module, *, allow_inf: NamePatterns, modules: NamePatterns | None = None
     ) -> None:
-        self.active = False
         self.names: list[str] = []
         self.flags: list[Tensor] = []
         self._allow_inf = allow_inf
-        self._handles = [
-            module.register_forward_hook(self._hook(name))
-            for module, name in module_names(root).items()
-            if modules is None or modules.match(name)
-        ]
-
-    def remove(self) -> None:
-        """Take every hook away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.active = False
+        super().__init__(root, modules)
 
     def begin_step(self) -> None:
         """Forget the last step and watch from here on."""
-        self.names, self.flags, self.active = [], [], True
+        self.names, self.flags = [], []
+        super().begin_step()
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -126,7 +126,7 @@ class ReportPublisher:
             text = combined_text(occasion, texts, why)
             say(text)
             as_json = [entry["json"] for entry in reports.values()]
-            self._write(stem, text, as_json)
+            write(self.folder, stem, text, as_json)
             # The steps before are drawn as they were on the rank whose report is drawn.
             self._draw(stem, as_json, next((h for entry in reports.values() if (h := entry["history"])), {}))
         return f"{head}\nFull report: {self.folder / f'{stem}.txt'}"
@@ -158,24 +158,17 @@ class ReportPublisher:
         if self.communicator.is_main:
             whole = "\n".join(entry["text"] for entry in entries.values())
             say(whole)
-            self._write(f"trace-batch-{batch_number}", whole, [])
+            write(self.folder, f"trace-batch-{batch_number}", whole, [])
 
     def _print_single(self, message: Message) -> None:
         text, stem = str(message.body["text"]), f"batch-{int(message.body['batch'])}-rank-{message.sender}"
         say(text)
-        self._write(stem, text, [message.body["json"]])
-
-    # A full disk or a broken matplotlib must not make rank 0 act differently from the others.
-
-    def _write(self, stem: str, text: str, reports: list[Any]) -> None:
-        try:
-            write(self.folder, stem, text, reports)
-        except OSError as error:
-            _log.warning("the report of an overflow could not be written to %s: %s", self.folder, error)
+        write(self.folder, stem, text, [message.body["json"]])
 
     def _draw(self, stem: str, reports: list[Any], history: Mapping[Any, Any]) -> None:
         if self.settings.report_dir is None:
             return
+        # A broken matplotlib must not make rank 0 act differently from the others, nor must a full disk.
         try:
             draw(self.folder / f"{stem}.png", reports, {int(step): seen for step, seen in history.items()})
         except MissingExtraError as error:

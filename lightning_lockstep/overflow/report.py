@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_lockstep._files import write_report
 from lightning_lockstep.overflow.frames import Frame, Producer
 from lightning_lockstep.overflow.remedy import Remedy
 
@@ -157,23 +158,17 @@ def combined_text(occasion: Occasion, texts: Mapping[int, str], why: str) -> str
     return "\n".join([head, *(texts[rank] for rank in sorted(texts))]) + "\n"
 
 
-def write(folder: Path, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> Path:
-    """Write a report as text and as JSON.
+def write(folder: Path, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Write a report as text and as JSON; where that is not possible, say so.
 
     Args:
         folder: Made if it does not exist.
         stem: File name without its ending.
         text: The report as printed.
         reports: Each rank's report, as :meth:`RankReport.as_json` gives it.
-
-    Returns:
-        The path of the text.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{stem}.txt"
-    path.write_text(text, encoding="utf-8")
-    (folder / f"{stem}.json").write_text(json.dumps({"ranks": list(reports)}, indent=1), encoding="utf-8")
-    return path
+    write_report(folder / f"{stem}.txt", text)
+    write_report(folder / f"{stem}.json", json.dumps({"ranks": list(reports)}, indent=1))
 
 
 def _listed(title: str, lines: Sequence[str]) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-import torch
-
 from lightning_lockstep._lightning import DDPStrategy, SingleDeviceStrategy, Strategy
 
 __all__ = [
@@ -67,23 +65,10 @@ class StatesCapabilities(Protocol):
 
 @runtime_checkable
 class RunsLater(Protocol):
-    """A strategy that collects operations and runs them later, and says how to wait for them.
+    """A strategy that collects operations and runs them later; its devices' random numbers have a state of their own.
 
-    Ranks: any rank, alone; nothing is sent but what the collected operations send.
+    Ranks: any rank, alone; nothing is sent, but what `sync` runs may send.
     """
-
-    @property
-    def memory_device(self) -> torch.device:
-        """The device whose memory fills up: the CPU where the devices are virtual ones on it."""
-        ...
-
-    def finish_pending(self) -> None:
-        """Run what was called and is pending, and wait until the devices are through.
-
-        Raises:
-            RuntimeError: Memory ran out, or what else went wrong there.
-        """
-        ...
 
     def sync(self) -> None:
         """Compile what was called and is pending, if it is new, and begin to run it.

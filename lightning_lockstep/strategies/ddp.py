@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lightning_lockstep._lightning import DDPStrategy, _register_ddp_comm_hook
+from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed.ddp_comm_hooks import compression_hook
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.hooks import LifecycleHooks
@@ -94,23 +95,7 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
     ) -> None:
         of_lightning = {name: options.pop(name) for name in _OF_LIGHTNING if name in options}
         reject_unknown(options, type(self), options_of_ddp())
-        self.settings = DDPSettings(
-            start_method=start_method,
-            on_rank_failure=on_rank_failure,
-            grace_period=grace_period,
-            silence_limit=silence_limit,
-            uneven_inputs=uneven_inputs,
-            threads_per_rank=threads_per_rank,
-            bind_cores=bind_cores,
-            timeout=timeout,
-            guard=guard,
-            stall_timeout=stall_timeout,
-            guard_history=guard_history,
-            process_group_backend=process_group_backend,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_state=ddp_comm_state,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-        )
+        self.settings = settings_of(DDPSettings, locals())
         self.lifecycle = RankLifecycle(self, self.settings, startup=self.make_startup())
         self._comm_wrapper = of_lightning.get("ddp_comm_wrapper")
         super().__init__(

@@ -17,6 +17,7 @@ from lightning_lockstep._lightning import (
     MisconfigurationException,
     Precision,
 )
+from lightning_lockstep._settings import settings_of
 from lightning_lockstep.deepspeed.activation_checkpointing import configure_activation_checkpointing
 from lightning_lockstep.deepspeed.agreement import agreed
 from lightning_lockstep.deepspeed.builds.preparation import prepare_ops
@@ -126,24 +127,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
         cluster_environment: Any | None = None,
         **options: Any,
     ) -> None:
-        self.settings = DeepSpeedSettings(
-            consolidate=consolidate,
-            adapt=adapt,
-            remove_stale_locks=remove_stale_locks,
-            exclude_frozen_parameters=exclude_frozen_parameters,
-            start_method=start_method,
-            on_rank_failure=on_rank_failure,
-            grace_period=grace_period,
-            silence_limit=silence_limit,
-            uneven_inputs=uneven_inputs,
-            threads_per_rank=threads_per_rank,
-            bind_cores=bind_cores,
-            timeout=timeout,
-            guard=guard,
-            stall_timeout=stall_timeout,
-            guard_history=guard_history,
-            process_group_backend=process_group_backend,
-        )
+        self.settings = settings_of(DeepSpeedSettings, locals())
         reject_unknown(options, type(self), accepted=_OF_LIGHTNING)
         given = with_named_options(
             read_config(config),

@@ -2,6 +2,9 @@
 
 A strategy need not inherit from DDP. It calls its :class:`RankLifecycle` where Lightning calls the strategy::
 
+    from lightning_lockstep.launchers import detect_environment
+    from lightning_lockstep.strategies import LifecycleSettings, RankLifecycle
+
     class OwnStrategy(ParallelStrategy):
         def __init__(self, **options):
             super().__init__(cluster_environment=detect_environment())

@@ -11,9 +11,8 @@ from typing import Any, Literal
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep._environment import debug
-from lightning_lockstep._settings import Faults, is_number
+from lightning_lockstep._settings import Faults, is_number, settings_of
 from lightning_lockstep.distributed.ddp_comm_hooks import HOOKS
-from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
 
 __all__ = ["DDPSettings", "DeepSpeedSettings", "LifecycleSettings", "options_of_ddp", "reject_unknown"]
@@ -23,7 +22,7 @@ UNEVEN_INPUTS = ("error", "truncate", "join")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LifecycleSettings:
+class LifecycleSettings(SupervisorSettings):
     """Settings of the life cycle of a strategy's ranks; see :class:`LockstepDDPStrategy` for the meaning.
 
     Raises:
@@ -31,47 +30,23 @@ class LifecycleSettings:
     """
 
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
-    on_rank_failure: Literal["abort"] = "abort"
-    grace_period: float = 10.0
-    silence_limit: float = 120.0
     uneven_inputs: Literal["error", "truncate", "join"] = "error"
-    threads_per_rank: int | Literal["auto"] = "auto"
-    bind_cores: bool = False
     timeout: float | timedelta = 1800.0
-    guard: Literal["off", "watch", "verify"] = "watch"
-    stall_timeout: float = 60.0
-    guard_history: int = 0
-
-    def __post_init__(self) -> None:
-        faults = Faults()
-        self.check(faults)
-        faults.raise_all()
 
     def check(self, faults: Faults) -> None:
-        """Add to ``faults`` what is wrong; a class with further settings checks those too."""
+        """See :meth:`GuardSettings.check`."""
+        super().check(faults)
         faults.choice("start_method", self.start_method, START_METHODS)
         faults.choice("uneven_inputs", self.uneven_inputs, UNEVEN_INPUTS)
         seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
         usable = is_number(seconds) and seconds > 0
         faults.check(usable, "timeout", self.timeout, "seconds, more than 0, such as 1800")
-        try:
-            _ = self.supervisor
-        except ConfigurationError as error:
-            faults.texts += error.faults
 
     @property
     def supervisor(self) -> SupervisorSettings:
         """The settings of the rank supervisor; ``LOCKSTEP_DEBUG=1`` turns ``watch`` into ``verify``."""
-        return SupervisorSettings(
-            on_rank_failure=self.on_rank_failure,
-            grace_period=self.grace_period,
-            silence_limit=self.silence_limit,
-            threads_per_rank=self.threads_per_rank,
-            bind_cores=self.bind_cores,
-            guard="verify" if self.guard == "watch" and debug() else self.guard,
-            stall_timeout=self.stall_timeout,
-            guard_history=self.guard_history,
-        )
+        guard = "verify" if self.guard == "watch" and debug() else self.guard
+        return settings_of(SupervisorSettings, {**vars(self), "guard": guard})
 
     @property
     def duration(self) -> timedelta:
@@ -93,7 +68,7 @@ class DDPSettings(LifecycleSettings):
     gradient_as_bucket_view: bool = True
 
     def check(self, faults: Faults) -> None:
-        """See :meth:`LifecycleSettings.check`."""
+        """See :meth:`GuardSettings.check`."""
         super().check(faults)
         if isinstance(self.ddp_comm_hook, str):
             faults.choice("ddp_comm_hook", self.ddp_comm_hook, HOOKS, more="or a function")
@@ -115,7 +90,7 @@ class DeepSpeedSettings(LifecycleSettings):
     process_group_backend: str | None = None
 
     def check(self, faults: Faults) -> None:
-        """See :meth:`LifecycleSettings.check`."""
+        """See :meth:`GuardSettings.check`."""
         super().check(faults)
         faults.choice("start_method", self.start_method, ("popen",))
         for name in ("consolidate", "adapt", "remove_stale_locks", "exclude_frozen_parameters"):

@@ -11,6 +11,7 @@ from torchmetrics import Metric
 
 from lightning_lockstep._lightning import Precision
 from lightning_lockstep._lightning.internals import given_to_trainer
+from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.host_copies import (
     broadcast_object,
@@ -113,18 +114,7 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
         if not isinstance(downcast_bf16, bool):
             raise ConfigurationError(f"downcast_bf16={downcast_bf16!r}: expected True or False.")
         self.downcast_bf16 = downcast_bf16
-        self.settings = LifecycleSettings(
-            on_rank_failure=on_rank_failure,
-            grace_period=grace_period,
-            silence_limit=silence_limit,
-            uneven_inputs=uneven_inputs,
-            threads_per_rank=threads_per_rank,
-            bind_cores=bind_cores,
-            timeout=timeout,
-            guard=guard,
-            stall_timeout=stall_timeout,
-            guard_history=guard_history,
-        )
+        self.settings = settings_of(LifecycleSettings, locals())
         self.lifecycle = RankLifecycle(
             self, self.settings, startup=XLAStartup(), precision=self.resolve_precision
         )

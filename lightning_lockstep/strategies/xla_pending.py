@@ -1,4 +1,4 @@
-"""What a strategy for XLA devices says of operations that are called and not run yet; for every such strategy."""
+"""What holds for every strategy of XLA devices, whose operations are called and run later."""
 
 from __future__ import annotations
 
@@ -14,28 +14,13 @@ CAPABILITIES = Capabilities(sees_out_of_memory=False, runs_at_once=False)
 
 
 class XLAPending:
-    """How to wait for what torch-xla has collected, and whose memory it takes.
+    """The state of the devices' random numbers, which a step that is run again begins from.
 
-    Ranks: any rank, alone; nothing is sent but what the collected operations send.
+    Ranks: any rank, alone; nothing is sent.
     """
 
     runtime: XLARuntime | None = None
     _device = torch.device("cpu")
-
-    @property
-    def memory_device(self) -> torch.device:
-        """The device whose memory fills up: the CPU where the devices are virtual ones on it."""
-        virtual = self.runtime is None or self.runtime.device_type == "CPU"
-        return torch.device("cpu") if virtual else self._device
-
-    def finish_pending(self) -> None:
-        """Run what was called and is pending, and wait until the devices are through.
-
-        Raises:
-            RuntimeError: Memory ran out, or what else went wrong there.
-        """
-        if self.runtime is not None:
-            self.runtime.finish()
 
     def device_seed(self) -> int:
         """Return the state of the devices' random numbers; nothing is read from a device."""

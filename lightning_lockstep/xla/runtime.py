@@ -226,17 +226,6 @@ class XLARuntime:
         """
         self._sync()
 
-    def finish(self) -> None:
-        """Run what is pending, and wait until the devices are through.
-
-        Raises:
-            RuntimeError: Memory ran out, or what else went wrong there.
-
-        Ranks: any rank, alone, unless what is pending communicates.
-        """
-        self._sync()
-        self._module("core.xla_model").wait_device_ops()
-
     def seed(self) -> int:
         """Return the state of the devices' random numbers, which this process keeps. Ranks: any rank, alone."""
         return int(self._module("core.xla_model").get_rng_state())

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -26,7 +26,7 @@ SHOWN = re.findall(r"^    python (.*)\n    # (.*)$", (APP / "README.md").read_te
 NAMED = [
     path.relative_to(CONF).with_suffix("").as_posix()
     for group in ("callbacks", "checkpoint", "data", "logger", "model", "strategy")
-    for path in sorted((CONF / group).glob("*.yaml"))
+    for path in sorted((CONF / group).glob("[!_]*.yaml"))
 ]
 
 
@@ -54,11 +54,20 @@ def test_a_command_line(command: str, printed: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMED)
 def test_a_choice_has_a_second_name_that_no_app_hides(name: str) -> None:
     group, _, choice = name.partition("/")
-    file = OmegaConf.load(CONF / f"{name}.yaml")
-    assert isinstance(file, DictConfig)
-    file.pop("defaults", None)
-    found = composed(f"+lockstep/{group}@somewhere={choice}").get("somewhere", OmegaConf.create())
-    assert OmegaConf.to_container(found) == OmegaConf.to_container(file)
+    with initialize_config_module("lightning_lockstep.conf", version_base="1.3"):
+        ours = compose(overrides=[f"+{group}@somewhere={choice}"])
+    found = composed(f"+lockstep/{group}@somewhere={choice}")
+    first, second = (
+        OmegaConf.to_container(one.get("somewhere", OmegaConf.create())) for one in (ours, found)
+    )
+    assert first == second
+
+
+def test_what_choices_share_goes_to_the_place_of_the_choice() -> None:
+    strategy = composed("+lockstep/strategy@trainer.strategy=deepspeed_stage_1").trainer.strategy
+    assert strategy._target_ == "lightning_lockstep.LockstepDeepSpeedStrategy"
+    assert strategy.config.zero_optimization.stage == 1
+    assert strategy.on_rank_failure == "abort"
 
 
 def test_without_a_place_the_second_name_composes_where_the_first_does() -> None:

@@ -31,6 +31,7 @@ def test_it_is_about_the_program_and_shows_each_key_with_its_comment(monkeypatch
         ("lockstep_train", ""),
         ("trainer/default", "trainer"),
         ("strategy/ddp", "strategy"),
+        ("strategy/_life_cycle", "strategy"),
     ):
         found = comments((CONF / f"{file}.yaml").read_text(), package)
         assert len(found) >= 5

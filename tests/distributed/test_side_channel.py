@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
 import subprocess
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,7 @@ from lightning_lockstep.distributed import (
 )
 from lightning_lockstep.distributed.side_channel import peer_watch
 from lightning_lockstep.distributed.side_channel.job_token import channel_keys
+from lightning_lockstep.distributed.stop_agreement import stop_agreement
 from tests.helpers import run_ranks, run_ranks_raw
 
 
@@ -360,3 +363,13 @@ def test_a_peer_that_is_being_killed_and_still_answers_is_asked_again_soon(
         now += 0.11
         watch.look()
     assert gone == [1]
+
+
+def test_what_belongs_to_a_channel_is_made_once_and_goes_with_it() -> None:
+    channel = LocalSideChannel()
+    assert stop_agreement(channel) is stop_agreement(channel)
+    assert stop_agreement(LocalSideChannel()) is not stop_agreement(channel)
+    is_there = weakref.ref(channel)
+    del channel
+    gc.collect()
+    assert is_there() is None

@@ -276,14 +276,13 @@ def test_a_dtensor_is_checked_without_a_message_to_other_ranks() -> None:
 
 
 def test_a_report_that_cannot_be_written_does_not_part_the_ranks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
     detector = OverflowDetector(action="skip", report_dir=tmp_path / "file" / "below")
-    with caplog.at_level(logging.WARNING):
-        trainer = fit(Task(Explode()), data(batches=3, marked={1: 0}), detector, default_root_dir=tmp_path)
+    trainer = fit(Task(Explode()), data(batches=3, marked={1: 0}), detector, default_root_dir=tmp_path)
     assert (trainer.global_step, detector.skipped_steps) == (3, 1)
-    assert "could not be written" in caplog.text
+    assert f"batch-1.txt could not be written to {tmp_path / 'file' / 'below'}:" in capsys.readouterr().err
 
 
 def test_hooks_take_outputs_of_inference_mode(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_lockstep
@@ -20,8 +21,12 @@ from lightning_lockstep._application.targets import target_nodes
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
 CONF = PACKAGE / "conf"
+# Public names of these rooms that no config file is about.
+NO_COMPONENT = {"GlobalBatchSampler", "LifecycleSettings", "RankLifecycle"}
 CLASSES: dict[str, Any] = {
-    name: getattr(room, name) for room in (callbacks, strategies, demo) for name in room.__all__
+    name: getattr(room, name)
+    for room in (callbacks, strategies, demo)
+    for name in sorted({*room.__all__} - NO_COMPONENT)
 }
 
 # Settings that a file leaves out, each with the reason.
@@ -55,7 +60,7 @@ OTHER_VALUE: dict[tuple[str, str], str] = {
 
 # Settings class -> the public classes that take its fields as arguments of their own.
 OF_DDP = ("LockstepDDPStrategy", "LockstepMPIStrategy")
-STRATEGIES = (*OF_DDP, "LockstepDeepSpeedStrategy")
+STRATEGIES = (*OF_DDP, "LockstepDeepSpeedStrategy", "LockstepXLAStrategy")
 TAKEN_BY: dict[str, tuple[str, ...]] = {
     "AutoBatchSizeSettings": ("AutoBatchSize",),
     "CheckOptions": (),  # of the doctor's command line
@@ -69,6 +74,18 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "OverflowSettings": ("OverflowDetector",),
     "StaticShapesSettings": ("StaticShapes",),
     "SupervisorSettings": STRATEGIES,
+}
+# Fields that one of them does not take, each with the reason.
+NOT_TAKEN: dict[tuple[str, str], str] = {
+    (
+        "LockstepXLAStrategy",
+        "start_method",
+    ): "torch-xla is used in one process a device, which this program starts",
+}
+# Arguments of another type than the field, each with the reason.
+OTHER_TYPE: dict[tuple[str, str], str] = {
+    ("LockstepMPIStrategy", "mpirun_args"): "any sequence, made a tuple",
+    ("LockstepMPIStrategy", "ssh_args"): "any sequence, made a tuple",
 }
 
 
@@ -94,6 +111,16 @@ def _is_ours(cls: type) -> bool:
     return cls.__module__.startswith("lightning_lockstep.") and "__init__" in vars(cls)
 
 
+def types_of(cls: type) -> dict[str, Any]:
+    """Name and type of every argument in signatures of the package."""
+    makers = [base for base in inspect.getmro(cls) if _is_ours(base)]
+    return {
+        name: hint
+        for maker in reversed(makers)
+        for name, hint in typing.get_type_hints(maker.__init__).items()
+    }
+
+
 def own_defaults_of(cls: type) -> dict[str, Any]:
     """Those in signatures of the package: of torch's DDP the files list some."""
     named = {
@@ -105,13 +132,24 @@ def own_defaults_of(cls: type) -> dict[str, Any]:
     return {name: default for name, default in defaults_of(cls).items() if name in named}
 
 
+def with_defaults(path: Path) -> Any:
+    """A config file; one that names a class of its own, together with the files of its folder under `defaults`."""
+    config = OmegaConf.load(path)
+    assert isinstance(config, DictConfig)
+    named = config.pop("defaults", [])
+    if "_target_" in config:
+        shared = [path.parent / f"{name}.yaml" for name in named if isinstance(name, str)]
+        config = OmegaConf.merge(*(OmegaConf.load(one) for one in shared if one.exists()), config)
+    return config
+
+
 def nodes_with(name: str) -> list[tuple[Path, Any]]:
     """Where the files list the settings of a class; `debug` only changes what others list."""
     return [
         (path, node)
         for path in sorted(CONF.rglob("*.yaml"))
         if path.parent.name != "debug"
-        for _, node in target_nodes(OmegaConf.load(path))  # type: ignore[arg-type]
+        for _, node in target_nodes(with_defaults(path))
         if str(node["_target_"]).startswith("lightning_lockstep.")
         and locate(node["_target_"]) is CLASSES[name]
     ]
@@ -152,12 +190,19 @@ def settings_classes() -> dict[str, Any]:
 def test_a_settings_class_has_the_names_and_defaults_of_the_signature(settings: str) -> None:
     assert settings in TAKEN_BY, "say which public class takes its fields"
     for name in TAKEN_BY[settings]:
-        taken = defaults_of(CLASSES[name])
+        taken, types = defaults_of(CLASSES[name]), types_of(CLASSES[name])
         for field in dataclasses.fields(settings_classes()[settings]):
+            if (name, field.name) in NOT_TAKEN:
+                continue
             assert field.name in taken, f"{name} takes no {field.name}"
             assert plain(taken[field.name]) == plain(field.default), f"{settings}.{field.name}"
+            if (name, field.name) not in OTHER_TYPE:
+                expected = typing.get_type_hints(settings_classes()[settings])[field.name]
+                assert types[field.name] == expected, f"{settings}.{field.name}"
 
 
 def test_an_exception_that_is_none_any_more_is_noticed() -> None:
     for owner, key in [*LEFT_OUT, *OTHER_VALUE]:
         assert key in defaults_of(CLASSES[owner]), f"{owner} has no setting {key}"
+    for owner, key in NOT_TAKEN:
+        assert key not in defaults_of(CLASSES[owner]), f"{owner} takes {key}"

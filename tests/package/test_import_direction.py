@@ -25,6 +25,8 @@ GROUND = {
     "_tables",
     "_console",
     "_program",
+    "_files",
+    "_processes",
 }
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
@@ -52,6 +54,8 @@ ALLOWED: dict[str, set[str]] = {
     "_system": {"errors"},
     "_tables": set(),
     "_console": set(),
+    "_files": {"_console"},
+    "_processes": set(),
     "_program": set(),
     "distributed": GROUND,
     "launchers": TALK,

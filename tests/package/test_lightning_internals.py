@@ -104,23 +104,25 @@ ALLOWED = {
 }
 
 
+# Functions whose second argument is the name of an attribute of the first.
+BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "put_in_place")
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__") and name.isidentifier()
 
 
 def private_attributes(tree: ast.AST) -> Iterator[tuple[int, ast.expr, str]]:
-    """Line, object and name of every use of a private attribute, also by getattr, setattr and vars."""
+    """Line, object and name of every use of a private attribute, also by getattr, setattr, vars and our patching."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.lineno, node.value, node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "getattr",
-            "setattr",
-            "hasattr",
-            "delattr",
-        ):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
             if len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
                 yield node.lineno, node.args[0], str(node.args[1].value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "replaced":
+            for keyword in node.keywords:
+                yield node.lineno, node.args[0], keyword.arg or ""
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             of = node.value
             if isinstance(of, ast.Call) and ast.unparse(of.func) == "vars" and of.args:
@@ -180,6 +182,8 @@ def test_private_attributes_of_lightning_are_used_in_one_module() -> None:
         "def f(trainer):\n    getattr(trainer.strategy, '_anything', None)\n",
         "def f(loader):\n    vars(loader)['_anything'] = None\n",
         "class A:\n    def f(self):\n        return self.trainer._anything()\n",
+        "def f(strategy):\n    with replaced(strategy, public=1, _anything=2):\n        pass\n",
+        "def f(strategy):\n    put_in_place(strategy, '_anything', 2)\n",
     ],
 )
 def test_a_planted_use_is_found(source: str, tmp_path: Path) -> None:

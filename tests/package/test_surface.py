@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ import pytest
 
 import lightning_lockstep
 from lightning_lockstep import errors
+from lightning_lockstep._exports import new_path
 from tests.helpers import run_ranks
 
 STRATEGIES = [
@@ -79,9 +81,38 @@ def test_each_name_resolves_to_something_of_that_name(name: str) -> None:
 # Names that people import from a room, as they do from Lightning.
 ROOMS = {
     "callbacks": CALLBACKS,
-    "strategies": STRATEGIES,
-    "demo": ["ByteGPT", "ConvNet", "DigitsData", "SourceTextData"],
+    "strategies": sorted([*STRATEGIES, "LifecycleSettings", "RankLifecycle"]),
+    "demo": ["ByteGPT", "ConvNet", "DigitsData", "GlobalBatchSampler", "SourceTextData"],
+    "distributed": [
+        "Agreement",
+        "Communicator",
+        "FailurePropagation",
+        "FailureRecord",
+        "Gather",
+        "Gathered",
+        "LocalSideChannel",
+        "MPIBackendOptions",
+        "Message",
+        "PendingReduction",
+        "RankGroup",
+        "SideChannel",
+        "SingleProcessCommunicator",
+        "StepAgreement",
+        "TorchCommunicator",
+        "ZeroMQSideChannel",
+        "at_shut_down",
+        "current_communicator",
+        "register_mpi_backend",
+        "rendezvous_store",
+        "shut_down",
+        "use_communicator",
+    ],
+    "launchers": ["detect_environment"],
 }
+
+# Modules that users run with `python -m`.
+COMMANDS = {"lightning_lockstep.deepspeed.memory_estimate"}
+PAGES = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -130,6 +161,15 @@ def star_import(package: str) -> tuple[list[str], list[str]]:
 def test_star_import_brings_the_surface_and_no_engine() -> None:
     """Engines are imported where they are used, not where a class that could use them is defined."""
     assert run_ranks(1, star_import, "lightning_lockstep", backend=None) == [(sorted(SURFACE), [])]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_names_nothing_private(path: Path) -> None:
+    """What a page for users names by its whole path is there, and is named by the package or by its room."""
+    for dotted in sorted(set(re.findall(r"\blightning_lockstep\.\w+\.[\w.]*\w", path.read_text()))):
+        package, _, name = dotted.rpartition(".")
+        if dotted not in COMMANDS and new_path(dotted) is None and name != "X":
+            assert name in importlib.import_module(package).__all__, dotted
 
 
 @pytest.mark.parametrize("room", ["callbacks", "strategies"])

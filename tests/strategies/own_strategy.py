@@ -16,9 +16,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep.errors import LockstepError
-from lightning_lockstep.launchers.cluster_environment import detect_environment
-from lightning_lockstep.strategies.lifecycle import RankLifecycle
-from lightning_lockstep.strategies.options import LifecycleSettings
+from lightning_lockstep.launchers import detect_environment
+from lightning_lockstep.strategies import LifecycleSettings, RankLifecycle
 
 
 class AveragingStrategy(ParallelStrategy):

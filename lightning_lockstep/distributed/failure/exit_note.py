@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_lockstep._environment import ended_folder
+from lightning_lockstep._files import write_whole
 from lightning_lockstep.distributed.failure.process_exit import at_exit, ends_with_error, leaving
 from lightning_lockstep.distributed.failure.record import FailureRecord
 from lightning_lockstep.errors import Preempted
@@ -61,8 +62,7 @@ def note_failure(record: FailureRecord) -> None:
                 "extraInfo": {"py_callstack": record.traceback, "timestamp": str(int(time.time()))},
             }
         }
-        with suppress(OSError):
-            Path(path).write_text(json.dumps(content), encoding="utf-8")
+        write_whole(Path(path), json.dumps(content))
 
 
 def forget_failure() -> None:
@@ -129,14 +129,8 @@ def orderly_ends(folder: Path) -> int:
 
 def _write(kind: str, content: str) -> None:
     folder = _notes_folder()
-    if folder is None:
-        return
-    note = folder / f"{os.getpid()}.{kind}"
-    draft = note.with_suffix(".draft")
-    # A rank on another host has no such folder; the move makes the note appear whole.
-    with suppress(OSError):
-        draft.write_text(content, encoding="utf-8")
-        draft.replace(note)
+    if folder is not None and folder.is_dir():  # a rank on another host has no such folder
+        write_whole(folder / f"{os.getpid()}.{kind}", content)
 
 
 def _notes_folder() -> Path | None:

@@ -19,7 +19,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -320,14 +319,9 @@ class FailurePropagation:
         end_now(record.exit_code, f"\nlightning-lockstep: {record.report()}\n" if prints else "")
 
 
-_propagations: weakref.WeakKeyDictionary[SideChannel, FailurePropagation] = weakref.WeakKeyDictionary()
-
-
 def propagation_on(channel: SideChannel) -> FailurePropagation:
     """Return the failure propagation of a side channel; the same one for as long as the channel lives.
 
     Ranks: every rank, for itself; nothing is sent.
     """
-    if channel not in _propagations:
-        _propagations[channel] = FailurePropagation(channel)
-    return _propagations[channel]
+    return channel.own(FailurePropagation)

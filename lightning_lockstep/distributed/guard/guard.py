@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from lightning_lockstep._files import write_report
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import is_broken_collective
@@ -30,8 +29,6 @@ from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.errors import CollectiveError, ConfigurationError, LockstepError
 
 __all__ = ["REPORT", "CollectiveGuard", "guard_on"]
-
-_log = logging.getLogger(__name__)
 
 #: Name of the file with what each rank has said of itself.
 REPORT = "guard-report.json"
@@ -157,9 +154,7 @@ class CollectiveGuard:
             "text": verdict.text,
             "ranks": [state.to_data() for state in states.values()],
         }
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / REPORT).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        write_report(folder / REPORT, json.dumps(content, indent=1))
 
 
 def _deals_with_errors(frame: FrameType) -> bool:

@@ -1,6 +1,6 @@
 """The backend ``mpi4py``: MPI collectives for an ordinary build of torch.
 
-    from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
+    from lightning_lockstep.distributed import register_mpi_backend
     register_mpi_backend()
     torch.distributed.init_process_group("mpi4py", rank=..., world_size=..., store=...)
 

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = ["LocalSideChannel", "Message", "Post", "SideChannel", "receivers_of"]
 
@@ -21,6 +21,7 @@ _KEPT_UNREAD = 10_000
 _LOOK_EVERY = 0.5
 
 Handler = Callable[["Message"], None]
+_Owned = TypeVar("_Owned")
 
 
 class Message(NamedTuple):
@@ -68,6 +69,7 @@ class SideChannel(ABC):
         self._lock = threading.RLock()
         self._before_close: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
+        self._owned: dict[object, Any] = {}
         self._on_lost: Callable[[int, str], None] | None = None
         self._on_silent: Callable[[int, float, str], None] | None = None
 
@@ -102,6 +104,20 @@ class SideChannel(ABC):
         Ranks: any rank, alone; nothing is sent.
         """
         return False
+
+    def own(self, make: Callable[[SideChannel], _Owned]) -> _Owned:
+        """Return what ``make`` returns for this channel, the same object every time; it lives as long as the channel.
+
+        Args:
+            make: Such as a class whose objects take a channel.
+
+        Ranks: any rank, alone; nothing is sent but what ``make`` sends.
+        """
+        with self._lock:
+            if make not in self._owned:
+                self._owned[make] = make(self)
+            owned: _Owned = self._owned[make]
+            return owned
 
     @property
     def usable(self) -> bool:

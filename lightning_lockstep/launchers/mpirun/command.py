@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_lockstep._processes import run_program
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "mpirun_of",
 ]
 
+_VERSION = 20  # how long mpirun may take to say what it is [s]
 # Variables that ranks on other hosts need as they are here; mpirun passes the rest of its own.
 _PASSED_ON = (
     *("PATH", "PYTHON", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_", "MKL_"),
@@ -84,11 +85,11 @@ def find_mpirun(settings: MPIRunSettings) -> MPIRun | None:
     path = settings.mpirun or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if path is None:
         return None
-    try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"mpirun={path!r} cannot be run: {error}") from error
-    return mpirun_of(path, answer.stdout + answer.stderr)
+    answer = run_program([path, "--version"], _VERSION)
+    if answer.is_missing or answer.is_unusable or answer.timed_out:
+        why = f"no answer within {_VERSION} s" if answer.timed_out else answer.error.strip()
+        raise LaunchError(f"mpirun={path!r} cannot be run: {why}")
+    return mpirun_of(path, answer.output + answer.error)
 
 
 def mpirun_of(path: str, output: str) -> MPIRun:

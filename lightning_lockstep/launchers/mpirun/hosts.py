@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+from lightning_lockstep._processes import run_program
 from lightning_lockstep._tables import plain_table
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.mpirun.command import (
@@ -254,27 +254,19 @@ def ask_host(host: str, ssh_args: Sequence[str]) -> HostReport:
     from_folder = any(place in ("", str(Path.cwd())) for place in sys.path)
     probe = _PROBE.format(names=_PACKAGES, from_folder=from_folder, daemons=_DAEMONS)
     command = ssh_command(host, remote_python(["-c", probe]), ssh_args)
-    try:
-        answer = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=CONNECT + ANSWER,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-    except FileNotFoundError:
+    if shutil.which(command[0]) is None:
         return HostReport(host, "there is no ssh command on this host")
-    except subprocess.TimeoutExpired:
+    answer = run_program(command, CONNECT + ANSWER)
+    if answer.timed_out:
         return HostReport(host, f"no answer within {CONNECT + ANSWER} s")
     errors = [
         line
-        for line in answer.stderr.splitlines()
+        for line in answer.error.splitlines()
         if line.strip() and not line.startswith("Warning: Permanently")
     ]
     if answer.returncode == 255:
         return HostReport(host, errors[-1] if errors else "no connection")
-    for line in answer.stdout.splitlines():
+    for line in answer.output.splitlines():
         if line.startswith("LOCKSTEP"):
             python, versions, daemon, cores = json.loads(line.removeprefix("LOCKSTEP"))
             return HostReport(host, "ok", python, versions, daemon, cores)
@@ -294,22 +286,13 @@ def mpirun_fault(hosts: Sequence[Host], mpirun: MPIRun, settings: MPIRunSettings
     Ranks: any process, alone; takes at most 40 s.
     """
     command = hostname_command(mpirun, [host.name for host in hosts], settings.ssh_args)
-    try:
-        answer = subprocess.run(
-            command,
-            env=mpirun_environ(settings),
-            capture_output=True,
-            text=True,
-            timeout=_MPIRUN,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    answer = run_program(command, _MPIRUN, mpirun_environ(settings))
+    if answer.timed_out:
         return (
             f"`{' '.join(command)}` gave no answer within {_MPIRUN} s, though ssh works: the hosts must reach"
             " each other on all ports, not only ssh's. Open the firewall between them."
         )
-    if answer.returncode or len(answer.stdout.split()) < len(hosts):
-        output = "\n".join(line for line in (answer.stdout + answer.stderr).splitlines() if line.strip("- "))
+    if answer.returncode or len(answer.output.split()) < len(hosts):
+        output = "\n".join(line for line in (answer.output + answer.error).splitlines() if line.strip("- "))
         return f"`{' '.join(command)}` failed with exit code {answer.returncode}:\n\n{output[-1500:]}"
     return None

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_lockstep import _system
+from lightning_lockstep._files import write_whole
 from lightning_lockstep.distributed.failure.exit_note import first_failure
 from lightning_lockstep.distributed.failure.folded import format_error
 from lightning_lockstep.distributed.failure.record import (
@@ -82,11 +83,8 @@ def note_raised(folder: Path, error: BaseException, *, rank: int, world_size: in
     Ranks: the rank that ends.
     """
     record = describe_error(error, rank, world_size, dict)
-    file = folder / f"{rank}.error"
-    file.write_bytes(error_to_bytes(error))
-    draft = folder / f"{rank}.draft"
-    draft.write_text(json.dumps([time.time(), record.to_json()]), encoding="utf-8")
-    draft.replace(folder / f"{rank}.raised")
+    if write_whole(folder / f"{rank}.error", error_to_bytes(error)) is None:
+        write_whole(folder / f"{rank}.raised", json.dumps([time.time(), record.to_json()]))
 
 
 def error_of_ranks(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep._console import say
+from lightning_lockstep._files import write_whole
 from lightning_lockstep._lightning import move_data_to_device, rank_zero_only
 from lightning_lockstep.distributed.failure.exit_note import agreed_exit, keep_notes_in, note_agreed_exit
 from lightning_lockstep.distributed.failure.process_exit import end_now, stay
@@ -181,6 +182,9 @@ def _keep_result(folder: Path, value: Any) -> None:
             " dict of metrics or a state_dict()."
         )
         return
-    draft = folder / f"{_RESULT}.draft"
-    draft.write_bytes(content)
-    draft.replace(folder / _RESULT)
+    why = write_whole(folder / _RESULT, content)
+    if why is not None:
+        say(
+            f"lightning-lockstep: what rank 0 returned could not be kept for the kernel in {folder}: {why}; so None is"
+            " returned there."
+        )

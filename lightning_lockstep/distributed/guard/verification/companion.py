@@ -24,7 +24,6 @@ __all__ = ["Companion"]
 
 _PREFIX = "lightning_lockstep/verify"
 _ARRIVED = "arrived"
-_TAG = 1
 
 
 class Companion:

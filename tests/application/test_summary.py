@@ -1,0 +1,33 @@
+"""The report at the end of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_lockstep._application.summary import Summary, read_metrics, write
+
+SUMMARY = Summary(
+    metrics={"val_loss": 0.5, "train_loss": float("nan")},
+    steps=3,
+    epochs=1,
+    ranks=1,
+    samples_per_second=None,
+    wall_time=1.0,
+    files={},
+)
+
+
+def test_the_process_that_started_the_ranks_reads_the_metrics(tmp_path: Path) -> None:
+    write(SUMMARY, tmp_path / "run")
+    assert str(read_metrics(tmp_path / "run")) == str(SUMMARY.metrics)
+
+
+def test_a_finished_run_does_not_fail_where_its_summary_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "summary.json").mkdir()
+    write(SUMMARY, tmp_path)
+    assert f"summary.json could not be written to {tmp_path}: Is a directory." in capsys.readouterr().err
+    assert read_metrics(tmp_path / "empty") == {}
