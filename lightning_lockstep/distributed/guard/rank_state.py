@@ -16,7 +16,7 @@ __all__ = ["RankState"]
 # Functions of torch.distributed by which one rank waits for one other.
 _MESSAGES = ("send", "recv")
 # What is sent of a state as it is.
-_PLAIN = ("rank", "host", "pid", "seconds_since_call", "moves", "raised")
+_PLAIN = ("rank", "host", "pid", "seconds_since_call", "moves", "transfers", "raised")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,8 @@ class RankState:
         seconds_since_call: How long ago the last of them was called [s], by this host's clock; ``None`` if there is
             none.
         position: Where its main thread is.
-        moves: Whether its main thread computes, reads or writes, rather than waits or sleeps.
+        moves: Whether its program computes, reads or writes, rather than waits or sleeps.
+        transfers: Whether bytes move on its TCP connections.
         raised: Whether its last collective has raised an error, at ``position``.
         connections: Its TCP connections.
         ports: Ports at one end of connections that are not the backend's.
@@ -48,6 +49,7 @@ class RankState:
     seconds_since_call: float | None = None
     position: Position = field(default_factory=lambda: Position("", ()))
     moves: bool = False
+    transfers: bool = False
     raised: bool = False
     connections: tuple[Connection, ...] = ()
     ports: tuple[int, ...] = ()

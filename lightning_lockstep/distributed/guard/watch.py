@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from lightning_lockstep._console import say
+from lightning_lockstep.distributed.c10d_operators import OPERATIONS
+from lightning_lockstep.distributed.guard.activity import Activity
 from lightning_lockstep.distributed.guard.connections import (
     abort_devices,
     connections,
@@ -24,12 +26,12 @@ from lightning_lockstep.distributed.guard.connections import (
 )
 from lightning_lockstep.distributed.guard.group_names import group_titles
 from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries
-from lightning_lockstep.distributed.guard.main_thread import Activity, Position, position, waits_for_import
+from lightning_lockstep.distributed.guard.main_thread import Position, position, waits_for_import
 from lightning_lockstep.distributed.guard.question import Question
 from lightning_lockstep.distributed.guard.rank_state import RankState
 from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding
 from lightning_lockstep.distributed.guard.settings import GuardSettings
-from lightning_lockstep.distributed.guard.silence import Silence, silence_of
+from lightning_lockstep.distributed.guard.silence import Silence, SilentRanks
 from lightning_lockstep.distributed.guard.verdict import Verdict
 from lightning_lockstep.distributed.guard.verification.host_sockets import end_host_sockets
 from lightning_lockstep.distributed.guard.waits import Waits
@@ -41,9 +43,14 @@ __all__ = ["CollectiveWatch"]
 _log = logging.getLogger(__name__)
 # Calls of each rank that are compared.
 _COMPARED = 100
+# Functions of torch.distributed whose collectives torch's flight recorder sees.
+_COLLECTIVES = {
+    *OPERATIONS.values(),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+} - {"send", "recv", "monitored_barrier"}
 # How often it looks, as a part of the stall timeout, within these limits [s].
 _PART, _OFTEN, _SELDOM = 0.1, 0.05, 1.0
-# How far back the main thread's movements count, at most [s].
+# How far back the program's movements count, at most [s].
 _MOVEMENT = 10.0
 # How long the thread may take to end [s].
 _ENDS_WITHIN = 2.0
@@ -92,9 +99,12 @@ class CollectiveWatch:
         self._waits = Waits(settings.stall_timeout)
         self._raised_at: Position | None = None
         self._prepares = self._knows_sites = self._concluded = False
-        self._sees = False
+        self._sees, self._unseen = False, Position("", ())
         self._looked = time.monotonic()
-        self._activity = Activity(min(_MOVEMENT, settings.stall_timeout / 2), is_rank)
+        self._trains = threading.current_thread()
+        window = min(_MOVEMENT, settings.stall_timeout / 2)
+        self._activity = Activity(window, is_rank, ports=(channel.port, store_port))
+        self._silent = SilentRanks(channel)
         self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answered = threading.Condition()
         self._answers = 0
@@ -119,6 +129,17 @@ class CollectiveWatch:
         Ranks: any rank, alone; nothing is sent.
         """
         self._thread.start()
+
+    def follow(self, thread: threading.Thread) -> None:
+        """Say which thread trains; by default it is the one that has made this object.
+
+        Args:
+            thread: That thread.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        self._trains = thread
+        self._to_do.put(lambda: self._activity.follow(thread))
 
     def stop(self) -> None:
         """Stop watching, and wait a moment until its threads have noticed.
@@ -173,7 +194,7 @@ class CollectiveWatch:
 
         Ranks: any rank, alone; nothing is sent.
         """
-        self._activity.look(children=self._prepares, held_up=self._holds_up())
+        self._activity.look(closely=self._prepares, held_up=self._holds_up())
         calls = [
             call for recorder in self._recorders for call in recorder.calls(sites=sites or self._knows_sites)
         ]
@@ -185,9 +206,10 @@ class CollectiveWatch:
             outstanding=tuple(self._outstanding()),
             calls=tuple(calls[-_COMPARED:]),
             seconds_since_call=time.time() - max(call.started for call in calls) if calls else None,
-            position=self._raised_at or position(),
+            position=self._raised_at or position(self._trains),
             raised=self._raised_at is not None,
             moves=self._activity.moves,
+            transfers=self._activity.transfers,
             connections=tuple(connections()),
             ports=(self.channel.port, self._store_port),
         )
@@ -225,10 +247,10 @@ class CollectiveWatch:
         if lost > 0:  # this process was stopped meanwhile, perhaps all of them
             self._waits.put_off(lost)
             self._activity.forget()
-        self._activity.look(children=self._prepares, held_up=self._holds_up())
+        self._activity.look(closely=self._prepares, held_up=self._holds_up())
         self._sees = self._sees or self._has_seen()
         waits: list[Outstanding | None] = list(self._outstanding())
-        if not waits and position().function in ("send", "recv"):
+        if not waits and position(self._trains).function in ("send", "recv"):
             waits = [None]
         self._waits.update(waits, now, lambda: self._ages(2 * min(now - before, _SELDOM)))
         if self._waits.longest(now) > self.settings.stall_timeout / 2 and not self._prepares:
@@ -250,18 +272,19 @@ class CollectiveWatch:
         """Return whether it is settled that the recorders see this rank's collectives; says so where they do not."""
         if any(recorder.is_recording for recorder in self._recorders):
             return True
-        function = position().function
-        if function and self.channel.rank == 0:
+        before, self._unseen = self._unseen, position(self._trains)
+        waits = self._unseen == before and self._unseen.function in _COLLECTIVES
+        if waits and self.channel.rank == 0:
             size = os.environ.get("TORCH_FR_BUFFER_SIZE", "not set")
             say(
-                f"lightning-lockstep: guard='watch' does not see the {function} that rank 0 waits in: torch's flight"
-                f" recorder has no collective (TORCH_FR_BUFFER_SIZE={size}, torch {torch.__version__})."
+                f"lightning-lockstep: guard='watch' does not see the {self._unseen.function} that rank 0 waits in:"
+                f" torch's flight recorder has no collective (TORCH_FR_BUFFER_SIZE={size}, torch {torch.__version__})."
                 " guard='verify' records by itself."
             )
-        return bool(function)
+        return waits
 
     def _prepare(self) -> None:
-        """Begin with what takes time: look at child processes, too, and let torch say where calls came from."""
+        """Begin with what takes time: look at all that may move, and let torch say where calls came from."""
         if self._prepares:
             return
         self._prepares = True
@@ -278,7 +301,7 @@ class CollectiveWatch:
 
     def _holds_up(self) -> bool:
         """Return whether the main thread may wait for what :meth:`_prepare` has begun: torch imports modules for it."""
-        return self._sites is not None and self._sites.is_alive() and waits_for_import()
+        return self._sites is not None and self._sites.is_alive() and waits_for_import(self._trains)
 
     def _ask_about(self, raised: str) -> None:
         outstanding = next(iter(self._outstanding()), None)
@@ -292,7 +315,7 @@ class CollectiveWatch:
     def _silence(self, rank: int) -> Silence:
         # A rank that fails says so before it closes its channel.
         failed = self._has_failed() or self._has_raised(rank)
-        return silence_of(self.channel, rank, has_failed=failed)
+        return self._silent.look(rank, has_failed=failed)
 
     # -- what comes of a question ----------------------------------------------------------------------
 
