@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
 
 from lightning_lockstep.distributed import (
     LocalSideChannel,
@@ -29,6 +30,7 @@ from lightning_lockstep.distributed import (
 )
 from lightning_lockstep.distributed.side_channel import peer_watch
 from lightning_lockstep.distributed.side_channel.job_token import channel_keys
+from lightning_lockstep.distributed.side_channel.receiver import sender_of
 from lightning_lockstep.distributed.stop_agreement import stop_agreement
 from tests.helpers import run_ranks, run_ranks_raw
 
@@ -373,3 +375,30 @@ def test_what_belongs_to_a_channel_is_made_once_and_goes_with_it() -> None:
     del channel
     gc.collect()
     assert is_there() is None
+
+
+def test_a_peer_answers_heartbeats_as_long_as_its_connection_stands() -> None:
+    watch = peer_watch.PeerWatch(lambda: 60.0, on_gone=lambda *_: None, on_silent=lambda *_: None)
+    watch.add(1, "127.0.0.1", 1)
+    assert not watch.answers(1)
+    watch.connected(1)
+    assert watch.answers(1)
+    watch.disconnected(1)
+    assert not watch.answers(1)
+    watch.connected(1)
+    watch.closed(1)
+    assert not watch.answers(1)
+
+
+def test_what_a_peer_has_sent_before_it_connected_again_is_read_as_its_own() -> None:
+    """ZeroMQ gives the former connection a name of its own; its messages still carry what the peer called itself."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as inbox, context.socket(zmq.DEALER) as peer:
+        inbox.linger = peer.linger = 0
+        peer.identity = b"3"
+        peer.connect(f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}")
+        peer.send(b"content")
+        assert inbox.poll(20_000)
+        frame, _ = inbox.recv_multipart(copy=False)
+        assert sender_of(frame) == b"3"
+        former: Any = SimpleNamespace(bytes=b"\0k\x8bEg", get=frame.get)
+        assert sender_of(former) == b"3"

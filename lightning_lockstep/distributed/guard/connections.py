@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,7 +20,10 @@ import torch.distributed as dist
 
 from lightning_lockstep.distributed.process_group import process_group_exists
 
-__all__ = ["Connection", "abort_devices", "connections", "end_connections"]
+__all__ = ["Connection", "abort_devices", "connections", "end_connections", "transferred"]
+
+# Where Linux's ``struct tcp_info`` says how many bytes the other end has acknowledged, and how many have come.
+_BYTES_IN_TCP_INFO, _TCP_INFO_LENGTH = struct.Struct("@120xQQ"), 136
 
 #: This end's address and port, and the other end's, as texts such as ``10.0.0.1:4000``.
 Connection = tuple[str, str]
@@ -39,6 +44,28 @@ def connections(pid: int | None = None) -> dict[Connection, int]:
             if one.status == psutil.CONN_ESTABLISHED
         }
     return {}
+
+
+def transferred(without_ports: Collection[int] = ()) -> dict[str, int]:
+    """Return how many bytes each TCP connection of this process has sent and received, where Linux says so.
+
+    Args:
+        without_ports: Connections with one of these ports at either end are left out.
+
+    Ranks: any rank, alone; nothing is sent.
+    """
+    found = {}
+    with suppress(OSError):
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(OSError, ValueError, struct.error):
+                name = str(link.readlink())
+                if name.startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(link.name))) as one:
+                        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_LENGTH)
+                        ports = {one.getsockname()[1], one.getpeername()[1]}
+                    if not ports & set(without_ports):
+                        found[name] = sum(_BYTES_IN_TCP_INFO.unpack(info))
+    return found
 
 
 def end_connections(ends: Collection[Connection], *, hosts: Iterable[str] = ()) -> int:

@@ -79,13 +79,21 @@ class CollectiveGuard:
     def start(self) -> None:
         """Begin to watch, and to verify if that is wanted.
 
-        Ranks: all, between the same two collectives, from their main threads; nothing is sent.
+        Ranks: all, between the same two collectives, from the threads that train; nothing is sent.
         """
         self._messages.start()
-        self._errors.install()
+        self.follow()
         self.watch.start()
         self._propagation.explain = self.explain
         before_terminate(self._before_terminate)
+
+    def follow(self) -> None:
+        """Take the calling thread for the one that trains, which is watched and gets the errors.
+
+        Ranks: all, each from the thread that trains; nothing is sent.
+        """
+        self._errors.install()
+        self.watch.follow(threading.current_thread())
 
     def stop(self) -> None:
         """Stop watching and verifying.
@@ -190,11 +198,12 @@ def guard_on(
     Raises:
         ConfigurationError: Another rank was given another guard.
 
-    Ranks: every rank, alike, from its main thread; one round trip to rank 0.
+    Ranks: every rank, alike, from the thread that trains; one round trip to rank 0.
     """
     _check_alike(channel, settings)
     guard = _guards.get(channel)
     if guard is not None and guard.settings == settings:
+        guard.follow()
         return guard
     if guard is not None:
         guard.stop()

@@ -112,6 +112,8 @@ class Inquiries:
         self._waiting: list[Question] = []
         self._asked: tuple[Question, int, float] | None = None  # the question, who is to take it, until when
         self._taken_by: tuple[Question, int] | None = None  # the question, and who collects answers to it
+        # When a remark was made about a wait, and how long that was [s].
+        self._remarks: dict[Outstanding | int, tuple[float, float]] = {}
         self._answered: Verdict | None = None  # the verdict, on the collecting rank
 
         def on(topic: str, handler: Callable[[Message], None]) -> Callable[[], None]:
@@ -227,11 +229,13 @@ class Inquiries:
         silent = {rank: self._silence(rank) for rank in missing}
         reasons = {rank: silence.reason for rank, silence in silent.items()}
         left = [rank for rank, silence in silent.items() if silence.has_left]
+        running = [rank for rank, silence in silent.items() if silence.is_moving]
         verdict = judge(
             collection.question,
             states,
             reasons,
             left=left,
+            running=running,
             stall_timeout=self._stall_timeout,
             history=self._history,
         )
@@ -244,7 +248,7 @@ class Inquiries:
         if not collection.is_second and (once_more := _once_more(collection, verdict, silent)):
             self._second = collection.question, time.monotonic() + once_more
             return
-        if verdict is not None:
+        if verdict is not None and (verdict.kind != "slow" or self._is_news(collection.question)):
             self._report(verdict, states)
         if verdict is not None and verdict.kind != "slow":
             self._answered = verdict
@@ -258,6 +262,16 @@ class Inquiries:
                 self._send_answer(Answer(verdict=verdict), question)
             else:
                 self._take_question(question)
+
+    def _is_news(self, question: Question) -> bool:
+        """Return whether a remark about a wait is to be made: again once that is about twice as long as at the last."""
+        wait = question.outstanding or question.rank
+        at, seconds = self._remarks.get(wait, (0.0, 0.0))
+        now = time.monotonic()
+        if now - question.seconds < at and question.seconds < 1.9 * seconds:
+            return False
+        self._remarks[wait] = now, question.seconds
+        return True
 
     def _send_error(
         self, verdict: Verdict, states: Mapping[int, RankState], silent: Mapping[int, Silence]

@@ -1,4 +1,7 @@
-"""What the main thread of this process is doing, asked from another thread, and a way to raise an error in it."""
+"""What the thread that trains is doing, asked from another thread, and a way to raise an error in it.
+
+That is the main thread of the process, unless the fit was started in another one, as Ray Train does.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,15 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from types import FrameType
 from typing import Any, NamedTuple
-
-import psutil
 
 from lightning_lockstep.distributed.guard.call_report import is_library_module, site_text
 from lightning_lockstep.distributed.guard.group_names import WORLD, group_titles
 
 __all__ = [
     "WAIT",
-    "Activity",
     "MainThreadErrors",
     "Position",
     "position",
@@ -30,10 +27,6 @@ __all__ = [
     "waits_for_import",
 ]
 
-# What counts as moving: so much of one core, by the main thread or by child processes that are no ranks ...
-_BUSY_SHARE = 0.05
-# ... or so much read and written by the main thread [bytes/s].
-_IO_RATE = 100_000.0
 # Frames of the stack that a report shows.
 _SHOWN_FRAMES = 12
 # Ignored by default, so that it does no harm where no handler is installed.
@@ -44,7 +37,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 class Position(NamedTuple):
-    """Where the main thread is.
+    """Where a thread is.
 
     Attributes:
         site: Nearest place in the user's own program.
@@ -62,13 +55,15 @@ class Position(NamedTuple):
     group: str = ""
 
 
-def position() -> Position:
-    """Return where the main thread is now.
+def position(thread: threading.Thread) -> Position:
+    """Return where a thread is now.
+
+    Args:
+        thread: The one that trains.
 
     Ranks: any rank, alone, from any thread; nothing is sent.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return _position([(one, one.f_lineno) for one in _frames(frame)])
+    return _position([(one, one.f_lineno) for one in _frames(_frame_of(thread))])
 
 
 def position_of_error(error: BaseException) -> Position:
@@ -107,6 +102,10 @@ def _calls_wait(frame: FrameType) -> bool:
     return name == WAIT
 
 
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    return sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
+
+
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
@@ -139,107 +138,23 @@ def _group(frame: FrameType) -> str:
     return title
 
 
-def waits_for_import() -> bool:
-    """Return whether the main thread is in Python's import system, perhaps because another thread imports the same.
+def waits_for_import(thread: threading.Thread) -> bool:
+    """Return whether a thread is in Python's import system, perhaps because another thread imports the same.
+
+    Args:
+        thread: The one that trains.
 
     Ranks: any rank, alone, from any thread; nothing is sent.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _frame_of(thread)
     return frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap"
 
 
-class _Sample(NamedTuple):
-    time: float
-    busy: float
-    bytes: float
-    children: float | None
-
-
-class Activity:
-    """Tells whether the main thread moves: whether it computes, reads or writes, or waits for a process that does.
-
-    A thread that sleeps, or polls something now and then, does not move.
-
-    Args:
-        window: How far back it looks [s].
-        is_rank: Returns whether a child process is a rank of the run, which moves for itself.
-    """
-
-    def __init__(self, window: float, is_rank: Callable[[int], bool]) -> None:
-        self._window, self._is_rank = window, is_rank
-        self._samples: deque[_Sample] = deque()
-        self._main = threading.main_thread()
-        self._held_up = 0.0
-
-    def look(self, *, children: bool, held_up: bool = False) -> None:
-        """Take a sample; to be called a few times in each window, from one thread.
-
-        Args:
-            children: Whether to look at child processes too, which takes some milliseconds.
-            held_up: Whether the main thread waits for another thread of this package, so that the time since the last
-                sample counts as if it had moved.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
-        now = time.monotonic()
-        if held_up and self._samples:
-            self._held_up += now - self._samples[-1].time
-        while len(self._samples) > 1 and self._samples[1].time < now - self._window:
-            self._samples.popleft()
-        spent = self._children_seconds() if children else None
-        self._samples.append(_Sample(now, self._cpu_seconds() + self._held_up, self._bytes(), spent))
-
-    def forget(self) -> None:
-        """Forget the samples, so that the time before now does not count."""
-        self._samples.clear()
-
-    @property
-    def moves(self) -> bool:
-        """Whether the main thread has moved in the window."""
-        if len(self._samples) < 2:
-            return False
-        first, last = self._samples[0], self._samples[-1]
-        seconds = max(last.time - first.time, 1e-3)
-        busy = (last.busy - first.busy) / seconds > _BUSY_SHARE
-        return busy or (last.bytes - first.bytes) / seconds > _IO_RATE or self._children_move()
-
-    def _children_move(self) -> bool:
-        known = [(one.time, one.children) for one in self._samples if one.children is not None]
-        if len(known) < 2:
-            return False
-        (began, first), (ended, last) = known[0], known[-1]
-        return (last - first) / max(ended - began, 1e-3) > _BUSY_SHARE
-
-    def _cpu_seconds(self) -> float:
-        with suppress(OSError, AttributeError, TypeError):
-            return time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0))
-        return time.process_time()
-
-    def _bytes(self) -> float:
-        with suppress(OSError, ValueError):
-            with open(f"/proc/self/task/{self._main.native_id}/io", encoding="ascii") as file:
-                fields = dict(line.split(": ") for line in file.read().splitlines())
-            return float(fields["rchar"]) + float(fields["wchar"])
-        return 0.0
-
-    def _children_seconds(self) -> float:
-        total = 0.0
-        with suppress(psutil.Error):
-            waiting = psutil.Process().children()
-            while waiting:
-                child = waiting.pop()
-                with suppress(psutil.Error):
-                    if not self._is_rank(child.pid):
-                        spent = child.cpu_times()
-                        total += spent.user + spent.system
-                        waiting += child.children()
-        return total
-
-
 class MainThreadErrors:
-    """Raises an error in the main thread from another thread, also while it sleeps or waits for a lock.
+    """Raises an error in the thread that trains from another thread, also while that sleeps or waits for a lock.
 
-    A main thread in a call of C gets it when that call returns.
+    In a call of C it gets the error when that call returns. So it does in all that waits, if it is not the main thread:
+    Python runs handlers of signals in that one alone.
 
     Args:
         is_critical: Returns whether the error must not be raised at a frame, since that deals with errors itself.
@@ -248,16 +163,18 @@ class MainThreadErrors:
     def __init__(self, is_critical: Callable[[FrameType], bool]) -> None:
         self._is_critical = is_critical
         self._pending: BaseException | None = None
+        self._thread = threading.current_thread()
         self._by_signal = False
         self._before: Any = None
         self._process = os.getpid()
 
     def install(self) -> None:
-        """Begin to handle the signal by which the main thread is woken.
+        """Take the calling thread for the one that trains, and begin to handle the signal by which it is woken.
 
-        Ranks: any rank, alone, from its main thread; from another thread errors come without a signal, a little later.
+        Ranks: any rank, alone, from the thread that trains.
         """
-        if threading.current_thread() is threading.main_thread() and not self._by_signal:
+        self._thread = threading.current_thread()
+        if self._thread is threading.main_thread() and not self._by_signal:
             self._before = signal.signal(_SIGNAL, self._woken)
             self._by_signal = True
 
@@ -271,29 +188,41 @@ class MainThreadErrors:
             self._by_signal = False
 
     def raise_soon(self, error: BaseException) -> None:
-        """Raise ``error`` in the main thread.
+        """Raise ``error`` in the thread that trains.
 
-        Ranks: any rank, alone, from any thread but the main one; returns at once.
+        Ranks: any rank, alone, from any other thread; returns at once.
         """
         self._pending = error
-        ident = threading.main_thread().ident or 0
-        if self._by_signal:
-            signal.pthread_kill(ident, _SIGNAL)
-        else:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(type(error)))
+        ident = ctypes.c_ulong(self._thread.ident or 0)
+        if self._by_signal and self._thread is threading.main_thread():
+            signal.pthread_kill(ident.value, _SIGNAL)
+        elif not self._is_left_to(_frame_of(self._thread)):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(self._class_that_makes(error)))
 
     def take(self) -> BaseException | None:
         """Return the error that was to be raised and has not been, once."""
         error, self._pending = self._pending, None
         return error
 
+    def _class_that_makes(self, error: BaseException) -> type[BaseException]:
+        """Return a class of which Python, which is given no more than a class, makes ``error`` itself."""
+
+        def make(cls: type[BaseException]) -> BaseException:
+            self.take()
+            return error
+
+        kind = type(error)
+        return type(kind.__name__, (kind,), {"__new__": make, "__module__": kind.__module__})
+
+    def _is_left_to(self, frame: FrameType | None) -> bool:
+        """Return whether the code at a frame, or what has called it, asks for the error itself."""
+        return any(self._is_critical(one) for one in _frames(frame))
+
     def _woken(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):
             self._before(number, frame)
-        if self._pending is None or os.getpid() != self._process:
+        if self._pending is None or os.getpid() != self._process or self._is_left_to(frame):
             return
-        if any(self._is_critical(one) for one in _frames(frame)):
-            return  # that code asks for the error itself
         error = self.take()
         if error is not None:
             raise error

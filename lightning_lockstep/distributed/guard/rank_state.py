@@ -16,7 +16,7 @@ __all__ = ["MESSAGES", "RankState", "members"]
 #: Functions of torch.distributed by which one rank waits for one other.
 MESSAGES = ("send", "recv")
 # What is sent of a state as it is.
-_PLAIN = ("rank", "host", "pid", "seconds_since_call", "moves", "raised")
+_PLAIN = ("rank", "host", "pid", "seconds_since_call", "moves", "transfers", "raised")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ class RankState:
             none.
         position: Where its main thread is.
         awaited: Sends and receives of which its main thread waits for one, by a handle; their roots are the peers.
-        moves: Whether its main thread computes, reads or writes, rather than waits or sleeps.
+        moves: Whether its program computes, reads or writes, rather than waits or sleeps.
+        transfers: Whether bytes move on its TCP connections.
         raised: Whether its last collective has raised an error, at ``position``.
         connections: Its TCP connections.
         ports: Ports at one end of connections that are not the backend's.
@@ -50,6 +51,7 @@ class RankState:
     position: Position = field(default_factory=lambda: Position("", ()))
     awaited: tuple[CollectiveCall, ...] = ()
     moves: bool = False
+    transfers: bool = False
     raised: bool = False
     connections: tuple[Connection, ...] = ()
     ports: tuple[int, ...] = ()

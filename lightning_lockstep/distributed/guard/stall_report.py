@@ -43,10 +43,19 @@ class StallReport:
             late: These ranks.
         """
         asker = self._states[self._question.rank]
-        where = "; ".join(f"rank {rank} works at {self._states[rank].position.site}" for rank in late)
+        where = "; ".join(self._work(rank) for rank in late)
         return (
             f"rank {asker.rank} has waited {self._question.seconds:.0f} s in {self._what()} at {asker.position.site}"
             f" for {_ranks(late)}. {where}. Nothing is done about it as long as that moves."
+        )
+
+    def transfers(self) -> str:
+        """Return the remark that all ranks are in a collective, whose data is still on its way."""
+        asker = self._states[self._question.rank]
+        return (
+            f"rank {asker.rank} has waited {self._question.seconds:.0f} s in {self._what()} at {asker.position.site}."
+            " All its ranks have called it alike, and data moves between them. Nothing is done about it as long as it"
+            " does."
         )
 
     def never_came(self, causes: Sequence[int]) -> str:
@@ -79,7 +88,8 @@ class StallReport:
         return (
             f"{self._what()} does not complete though {_ranks(ranks)} have called it alike,"
             f" {self._question.seconds:.0f} s ago\n\n{self._table(())}\n\n"
-            "Look at the network between the hosts, or at what runs beside it on other threads."
+            "Look at the network between the hosts, or at what runs beside it on other threads. A transfer that only"
+            " needs longer can be given time by a larger stall_timeout."
         )
 
     def current(self, rank: int) -> CollectiveCall:
@@ -93,6 +103,11 @@ class StallReport:
             return state.message()
         asked = self._question.outstanding
         return state.call(asked if asked and asked in state.outstanding else state.outstanding[0])
+
+    def _work(self, rank: int) -> str:
+        if rank in self._states:
+            return f"rank {rank} works at {self._states[rank].position.site}"
+        return f"rank {rank} cannot say where it is: {self._silent[rank]}"
 
     def _what(self) -> str:
         outstanding = self._question.outstanding

@@ -28,7 +28,7 @@ class Verdict:
 
     Attributes:
         kind: ``mismatch``: ranks called different things; ``stall``: a rank did not come and does not move;
-            ``slow``: it has not come yet, and moves: a remark, no error.
+            ``slow``: it has not come yet, and moves, or data still does: a remark, no error.
         text: The report, the same for every rank.
         ranks: The ranks that are the cause; empty where all are.
         lacks_sites: Whether it does not say of each rank where that has called what it has called.
@@ -61,6 +61,7 @@ def judge(
     silent: Mapping[int, str],
     *,
     left: Collection[int] = (),
+    running: Collection[int] = (),
     stall_timeout: float = 0.0,
     history: int = 0,
 ) -> Verdict | None:
@@ -71,12 +72,13 @@ def judge(
         states: What each rank has said of itself, by rank.
         silent: Why a rank that has not answered is silent, by rank.
         left: Those of the silent ranks whose program has come to its end, which breaks connections with others.
+        running: Those of the silent ranks whose processes are known to run.
         stall_timeout: How long a collective may take that all ranks have called [s].
         history: How many of the last calls of each rank the report lists.
 
     Ranks: the rank that has asked, alone; nothing is sent.
     """
-    case = _Case(question, states, silent, left, stall_timeout)
+    case = _Case(question, states, silent, left, running, stall_timeout)
     verdict = case.verdict()
     if verdict is None or not history or verdict.kind == "slow":
         return verdict
@@ -92,11 +94,12 @@ class _Case:
         states: Mapping[int, RankState],
         silent: Mapping[int, str],
         left: Collection[int],
+        running: Collection[int],
         stall_timeout: float,
     ) -> None:
         self.question, self.states, self.silent, self.left = question, states, silent, left
         self.stall_timeout = stall_timeout
-        self.waiting = WaitingRanks(states, silent)
+        self.waiting = WaitingRanks(states, silent, running)
         self.report = StallReport(question, states, silent, self.waiting)
 
     def verdict(self) -> Verdict | None:
@@ -147,6 +150,8 @@ class _Case:
         since = [self.states[rank].seconds_since_call for rank in ranks]
         if any(seconds is not None and seconds < self.stall_timeout for seconds in since):
             return None  # the last of them has come only now
+        if any(self.states[rank].transfers for rank in ranks):
+            return Verdict(kind="slow", text=self.report.transfers())
         return Verdict(kind="stall", text=self.report.does_not_complete(ranks), may_pass=True)
 
     def _first_difference(self, asker: RankState, *, with_own_shapes: bool = False) -> Verdict | None:

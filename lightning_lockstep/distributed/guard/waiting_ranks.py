@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from lightning_lockstep.distributed.guard.rank_state import RankState, members
 from lightning_lockstep.distributed.guard.recorded import Outstanding
@@ -16,10 +16,13 @@ class WaitingRanks:
     Args:
         states: What each rank has said of itself, by rank.
         silent: Why a rank that has not answered is silent, by rank.
+        running: Those of the silent ranks whose processes are known to run.
     """
 
-    def __init__(self, states: Mapping[int, RankState], silent: Mapping[int, str]) -> None:
-        self._states, self._silent = states, silent
+    def __init__(
+        self, states: Mapping[int, RankState], silent: Mapping[int, str], running: Collection[int] = ()
+    ) -> None:
+        self._states, self._silent, self._running = states, silent, running
 
     def is_waiting(self, rank: int) -> bool:
         """Return whether a rank is in a collective that is not complete, or in a send or receive."""
@@ -58,6 +61,7 @@ class WaitingRanks:
     def stuck(self) -> set[int]:
         """Return the ranks that will not go on by themselves: all but those that move, or wait for such alone."""
         going_on = {rank for rank, state in self._states.items() if state.moves and not self.is_waiting(rank)}
+        going_on |= set(self._running)
         while True:
             more = {rank for rank in self.waiting() if rank not in going_on and self._follows(rank, going_on)}
             if not more:

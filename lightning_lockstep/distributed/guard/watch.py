@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from lightning_lockstep._console import say
+from lightning_lockstep.distributed.c10d_operators import OPERATIONS
+from lightning_lockstep.distributed.guard.activity import Activity
 from lightning_lockstep.distributed.guard.connections import (
     abort_devices,
     connections,
@@ -24,18 +26,12 @@ from lightning_lockstep.distributed.guard.connections import (
 )
 from lightning_lockstep.distributed.guard.group_names import group_titles
 from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries
-from lightning_lockstep.distributed.guard.main_thread import (
-    WAIT,
-    Activity,
-    Position,
-    position,
-    waits_for_import,
-)
+from lightning_lockstep.distributed.guard.main_thread import WAIT, Position, position, waits_for_import
 from lightning_lockstep.distributed.guard.question import Question
 from lightning_lockstep.distributed.guard.rank_state import MESSAGES, RankState
 from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding, RecordedCall
 from lightning_lockstep.distributed.guard.settings import GuardSettings
-from lightning_lockstep.distributed.guard.silence import Silence, silence_of
+from lightning_lockstep.distributed.guard.silence import Silence, SilentRanks
 from lightning_lockstep.distributed.guard.verdict import Verdict
 from lightning_lockstep.distributed.guard.verification.host_sockets import end_host_sockets
 from lightning_lockstep.distributed.guard.waits import Waits
@@ -47,9 +43,14 @@ __all__ = ["CollectiveWatch"]
 _log = logging.getLogger(__name__)
 # Calls of each rank that are compared.
 _COMPARED = 100
+# Functions of torch.distributed whose collectives torch's flight recorder sees.
+_COLLECTIVES = {
+    *OPERATIONS.values(),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+} - {"send", "recv", "monitored_barrier"}
 # How often it looks, as a part of the stall timeout, within these limits [s].
 _PART, _OFTEN, _SELDOM = 0.1, 0.05, 1.0
-# How far back the main thread's movements count, at most [s].
+# How far back the program's movements count, at most [s].
 _MOVEMENT = 10.0
 # How long the thread may take to end [s].
 _ENDS_WITHIN = 2.0
@@ -101,9 +102,12 @@ class CollectiveWatch:
         self._waits = Waits(settings.stall_timeout)
         self._raised_at: Position | None = None
         self._prepares = self._knows_sites = self._concluded = False
-        self._sees = False
+        self._sees, self._unseen = False, Position("", ())
         self._looked = time.monotonic()
-        self._activity = Activity(min(_MOVEMENT, settings.stall_timeout / 2), is_rank)
+        self._trains = threading.current_thread()
+        window = min(_MOVEMENT, settings.stall_timeout / 2)
+        self._activity = Activity(window, is_rank, ports=(channel.port, store_port))
+        self._silent = SilentRanks(channel)
         self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answered = threading.Condition()
         self._answers = 0
@@ -128,6 +132,17 @@ class CollectiveWatch:
         Ranks: any rank, alone; nothing is sent.
         """
         self._thread.start()
+
+    def follow(self, thread: threading.Thread) -> None:
+        """Say which thread trains; by default it is the one that has made this object.
+
+        Args:
+            thread: That thread.
+
+        Ranks: any rank, alone; nothing is sent.
+        """
+        self._trains = thread
+        self._to_do.put(lambda: self._activity.follow(thread))
 
     def stop(self) -> None:
         """Stop watching, and wait a moment until its threads have noticed.
@@ -182,8 +197,8 @@ class CollectiveWatch:
 
         Ranks: any rank, alone; nothing is sent.
         """
-        self._activity.look(children=self._prepares, held_up=self._holds_up())
-        place = self._raised_at or position()
+        self._activity.look(closely=self._prepares, held_up=self._holds_up())
+        place = self._raised_at or position(self._trains)
         awaited = [one.call for one in self._messages()] if place.function == WAIT else []
         calls = [
             call for recorder in self._recorders for call in recorder.calls(sites=sites or self._knows_sites)
@@ -200,6 +215,7 @@ class CollectiveWatch:
             awaited=tuple(awaited),
             raised=self._raised_at is not None,
             moves=self._activity.moves,
+            transfers=self._activity.transfers,
             connections=tuple(connections()),
             ports=(self.channel.port, self._store_port),
         )
@@ -237,7 +253,7 @@ class CollectiveWatch:
         if lost > 0:  # this process was stopped meanwhile, perhaps all of them
             self._waits.put_off(lost)
             self._activity.forget()
-        self._activity.look(children=self._prepares, held_up=self._holds_up())
+        self._activity.look(closely=self._prepares, held_up=self._holds_up())
         self._sees = self._sees or self._has_seen()
         waits: list[Outstanding | None] = list(self._outstanding())
         is_in_message = self._is_in_same_message()
@@ -253,7 +269,7 @@ class CollectiveWatch:
     def _is_in_same_message(self) -> bool:
         """Return whether the main thread is in a send or receive, and has been in no other since the last look."""
         before, self._open_messages = self._open_messages, tuple(self._messages())
-        function = position().function
+        function = position(self._trains).function
         is_in_one = function in MESSAGES or (function == WAIT and bool(self._open_messages))
         return is_in_one and before == self._open_messages
 
@@ -270,18 +286,19 @@ class CollectiveWatch:
         """Return whether it is settled that the recorders see this rank's collectives; says so where they do not."""
         if any(recorder.is_recording for recorder in self._recorders):
             return True
-        function = position().function
-        if function and self.channel.rank == 0:
+        before, self._unseen = self._unseen, position(self._trains)
+        waits = self._unseen == before and self._unseen.function in _COLLECTIVES
+        if waits and self.channel.rank == 0:
             size = os.environ.get("TORCH_FR_BUFFER_SIZE", "not set")
             say(
-                f"lightning-lockstep: guard='watch' does not see the {function} that rank 0 waits in: torch's flight"
-                f" recorder has no collective (TORCH_FR_BUFFER_SIZE={size}, torch {torch.__version__})."
+                f"lightning-lockstep: guard='watch' does not see the {self._unseen.function} that rank 0 waits in:"
+                f" torch's flight recorder has no collective (TORCH_FR_BUFFER_SIZE={size}, torch {torch.__version__})."
                 " guard='verify' records by itself."
             )
-        return bool(function)
+        return waits
 
     def _prepare(self) -> None:
-        """Begin with what takes time: look at child processes, too, and let torch say where calls came from."""
+        """Begin with what takes time: look at all that may move, and let torch say where calls came from."""
         if self._prepares:
             return
         self._prepares = True
@@ -298,7 +315,7 @@ class CollectiveWatch:
 
     def _holds_up(self) -> bool:
         """Return whether the main thread may wait for what :meth:`_prepare` has begun: torch imports modules for it."""
-        return self._sites is not None and self._sites.is_alive() and waits_for_import()
+        return self._sites is not None and self._sites.is_alive() and waits_for_import(self._trains)
 
     def _ask_about(self, raised: str) -> None:
         outstanding = next(iter(self._outstanding()), None)
@@ -312,7 +329,7 @@ class CollectiveWatch:
     def _silence(self, rank: int) -> Silence:
         # A rank that fails says so before it closes its channel.
         failed = self._has_failed() or self._has_raised(rank)
-        return silence_of(self.channel, rank, has_failed=failed)
+        return self._silent.look(rank, has_failed=failed)
 
     # -- what comes of a question ----------------------------------------------------------------------
 

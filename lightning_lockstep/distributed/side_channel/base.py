@@ -119,6 +119,13 @@ class SideChannel(ABC):
             owned: _Owned = self._owned[make]
             return owned
 
+    def answers(self, rank: int) -> bool:
+        """Return whether a rank's process is known to run: the connection to it stands, and answers heartbeats.
+
+        Ranks: any rank, alone; nothing is sent. Rank 0 knows it of all ranks, every rank knows it of rank 0.
+        """
+        return False
+
     @property
     def usable(self) -> bool:
         """Whether a message that is posted now can still arrive."""

@@ -57,6 +57,7 @@ class PeerWatch:
         self._addresses: dict[int, tuple[str, int]] = {}
         self._suspects: dict[int, _Suspect] = {}
         self._closed: set[int] = set()
+        self._connected: set[int] = set()
 
     def add(self, rank: int, host: str, port: int) -> None:
         """Watch the connection to a peer that listens there."""
@@ -65,15 +66,22 @@ class PeerWatch:
     def connected(self, rank: int) -> None:
         """Note that the peer has answered."""
         self._suspects.pop(rank, None)
+        self._connected.add(rank)
+
+    def answers(self, rank: int) -> bool:
+        """Return whether a peer answers heartbeats; one that is stopped does until their timeout. From any thread."""
+        return rank in self._connected
 
     def disconnected(self, rank: int) -> None:
         """Note that the connection to it ended."""
+        self._connected.discard(rank)
         if rank not in self._closed:
             self._suspects.setdefault(rank, _Suspect(time.monotonic()))
 
     def closed(self, rank: int) -> None:
         """Note that the peer has closed its channel: what it does from now on is its own affair."""
         self._closed.add(rank)
+        self._connected.discard(rank)
         self._suspects.pop(rank, None)
 
     @property

@@ -16,7 +16,7 @@ from lightning_lockstep.distributed.side_channel.job_token import ChannelKeys
 from lightning_lockstep.distributed.side_channel.links import MONITOR, WAKE, set_up
 from lightning_lockstep.distributed.side_channel.peer_watch import PeerWatch
 
-__all__ = ["Receiver"]
+__all__ = ["Receiver", "sender_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,8 @@ class Receiver:
                 pause = self._watch.next_look
                 for socket, _ in poller.poll(None if pause is None else int(1000 * pause)):
                     if socket is self._inbox:
-                        self._take(*self._inbox.recv_multipart())
+                        identity, *frames = self._inbox.recv_multipart(copy=False)
+                        self._take(sender_of(identity), *(frame.bytes for frame in frames))
                     elif socket is self._wake:
                         self._take_from_sender(poller, watched)
                     else:
@@ -134,3 +135,16 @@ class Receiver:
             self._pass_on(sender, kind, content)
         except (ValueError, TypeError) as error:
             _log.warning("a message of the side channel cannot be read and is left out: %s", error)
+
+
+def sender_of(identity: Any) -> bytes:
+    """Return the identity under which a peer has connected.
+
+    Once it has connected again, ZeroMQ names its former connection by a number of its own that begins with a zero byte;
+    what has come by that connection is read all the same.
+
+    Args:
+        identity: The first frame of a message.
+    """
+    name: bytes = identity.bytes
+    return str(identity.get("Identity")).encode() if name.startswith(b"\0") else name

@@ -157,6 +157,10 @@ class ZeroMQSideChannel(SideChannel):
         """See :meth:`SideChannel.has_closed`."""
         return rank in self._closed_ranks
 
+    def answers(self, rank: int) -> bool:
+        """See :meth:`SideChannel.answers`."""
+        return self._watch.answers(rank)
+
     def _put(self, post: Post) -> None:
         self._sender.put(post)
 

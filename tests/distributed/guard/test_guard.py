@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
+import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,11 +18,13 @@ import torch.distributed as dist
 
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.distributed.guard import watch as watch_module
+from lightning_lockstep.distributed.guard.activity import Activity
 from lightning_lockstep.distributed.guard.call_report import CollectiveCall
 from lightning_lockstep.distributed.guard.guard import guard_on
 from lightning_lockstep.distributed.guard.main_thread import (
-    Activity,
     MainThreadErrors,
+    Position,
     position,
     waits_for_import,
 )
@@ -27,6 +32,8 @@ from lightning_lockstep.distributed.guard.settings import GuardSettings
 from lightning_lockstep.distributed.guard.verification.call_history import CallHistory
 from lightning_lockstep.distributed.guard.verification.message_recorder import MessageRecorder
 from lightning_lockstep.distributed.guard.verification.verify import CallVerifier
+from lightning_lockstep.distributed.guard.watch import CollectiveWatch
+from lightning_lockstep.distributed.side_channel.base import LocalSideChannel
 from lightning_lockstep.errors import CollectiveStallError, ConfigurationError
 from tests.helpers import run_ranks
 
@@ -63,7 +70,7 @@ def test_all_ranks_have_the_same_guard_and_may_change_it_between_fits() -> None:
 
 def test_the_place_of_the_main_thread_is_that_of_the_program() -> None:
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(position()))
+    thread = threading.Thread(target=lambda: found.append(position(threading.main_thread())))
     thread.start()
     thread.join()
     assert found[0].site.startswith("test_guard.py:") and found[0].site.endswith(
@@ -155,16 +162,16 @@ def test_an_error_is_left_to_code_that_deals_with_errors() -> None:
 
 def test_computing_is_moving_and_sleeping_is_not() -> None:
     activity = Activity(60.0, lambda pid: False)
-    activity.look(children=False)
+    activity.look(closely=False)
     time.sleep(0.3)
-    activity.look(children=False)
+    activity.look(closely=False)
     assert not activity.moves
     activity.forget()
-    activity.look(children=False)
+    activity.look(closely=False)
     end = time.thread_time() + 0.3
     while time.thread_time() < end:
         sum(range(1000))
-    activity.look(children=False)
+    activity.look(closely=False)
     assert activity.moves
 
 
@@ -180,8 +187,8 @@ def test_waiting_for_an_import_of_the_guard_is_moving(
     def watch() -> None:
         time.sleep(0.3)
         for _ in range(5):
-            seen.append(waits_for_import())
-            activity.look(children=False, held_up=seen[-1])
+            seen.append(waits_for_import(threading.main_thread()))
+            activity.look(closely=False, held_up=seen[-1])
             time.sleep(0.1)
 
     watching = threading.Thread(target=watch)
@@ -193,4 +200,155 @@ def test_waiting_for_an_import_of_the_guard_is_moving(
     watching.join()
     assert all(seen)
     assert activity.moves
-    assert not waits_for_import()
+    assert not waits_for_import(threading.main_thread())
+
+
+def looks(activity: Activity, seconds: float) -> None:
+    """Let an activity take samples, as a thread of the guard does."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        activity.look(closely=True)
+        time.sleep(0.05)
+
+
+def moves_while(function: Any, *, named: str = "pool-0") -> bool:
+    """Return whether this thread moves that waits for another one, which does something."""
+    activity, ended = Activity(60.0, lambda pid: False), threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            function()
+
+    working = threading.Thread(target=work, name=named)
+    looking = threading.Thread(target=looks, args=(activity, 0.6), name="lockstep-test")
+    working.start()
+    looking.start()
+    looking.join()
+    ended.set()
+    working.join()
+    return activity.moves
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_thread_that_waits_for_another_one_moves_with_that() -> None:
+    assert moves_while(lambda: sum(range(100_000)))
+    assert not moves_while(lambda: time.sleep(0.02)), "it only polls"
+    assert not moves_while(lambda: sum(range(100_000)), named="lockstep-guard"), "that one is ours"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("reads", [True, False])
+def test_one_long_write_is_moving_as_long_as_somebody_reads(reads: bool) -> None:
+    taken, given = os.pipe()
+    activity, moved, size = Activity(60.0, lambda pid: False), list[bool](), 4 << 20
+
+    def read() -> None:
+        time.sleep(0.1)
+        if not reads:
+            looks(activity, 0.6)
+            moved.append(activity.moves)
+        left = size
+        while left:
+            left -= len(os.read(taken, 1 << 16))
+            if left:
+                activity.look(closely=True)
+                time.sleep(0.01)
+        moved.append(activity.moves)
+
+    reading = threading.Thread(target=read, name="lockstep-test")
+    reading.start()
+    assert os.write(given, bytes(size)) == size
+    reading.join()
+    os.close(taken)
+    os.close(given)
+    assert moved[0] == reads
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the sockets")
+def test_bytes_on_connections_are_moving_but_for_those_of_the_side_channel() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+    ):
+        other, _ = server.accept()
+        with other:
+            counting, other_ports = Activity(60.0, lambda pid: False), {server.getsockname()[1]}
+            blind = Activity(60.0, lambda pid: False, ports=other_ports)
+            for activity in (counting, blind):
+                activity.look(closely=True)
+            for _ in range(20):
+                one.sendall(bytes(100_000))
+                left = 100_000
+                while left:
+                    left -= len(other.recv(left))
+            for activity in (counting, blind):
+                activity.look(closely=True)
+            assert counting.transfers and counting.moves and not blind.transfers
+
+
+def test_an_error_reaches_a_thread_that_trains_with_its_text() -> None:
+    errors, raised, ready = MainThreadErrors(lambda frame: False), list[BaseException](), threading.Event()
+    error = CollectiveStallError("rank 1 never came")
+
+    def train() -> None:
+        errors.install()
+        ready.set()
+        try:
+            while True:
+                time.sleep(0.01)
+        except CollectiveStallError as caught:
+            raised.append(caught)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    ready.wait()
+    errors.raise_soon(error)
+    thread.join()
+    assert raised == [error], "the very error, and not in the main thread"
+    assert errors.take() is None
+    errors.raise_soon(error)  # that thread has ended; nobody else gets it
+
+
+def test_the_place_and_the_movements_are_those_of_the_thread_that_trains() -> None:
+    ended, activity, found = threading.Event(), Activity(60.0, lambda pid: False), list[Any]()
+
+    def train() -> None:
+        while not ended.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    activity.follow(thread)
+    for _ in range(5):
+        activity.look(closely=False)
+        time.sleep(0.1)
+    found.append(position(thread).site)
+    ended.set()
+    thread.join()
+    assert activity.moves and found[0].endswith("in train")
+    activity.look(closely=False)
+    assert position(thread).site == "", "it has ended"
+
+
+def test_only_a_collective_that_a_rank_stays_in_is_said_not_to_be_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Blind:
+        is_recording = False
+
+    watch = CollectiveWatch(
+        LocalSideChannel(),
+        [Blind()],  # type: ignore[list-item]
+        GuardSettings(),
+        conclude=lambda error: None,
+        report=lambda verdict, states: None,
+    )
+    places = [
+        *[Position("train.py:1", ("a",), "new_group")] * 2,
+        *[Position("train.py:2", ("b",), "all_reduce"), Position("train.py:3", ("c",), "all_reduce")],
+        Position("train.py:3", ("c",), "all_reduce"),
+    ]
+    remaining = iter(places)
+    monkeypatch.setattr(watch_module, "position", lambda thread: next(remaining))
+    assert [watch._has_seen() for _ in places] == [False] * 4 + [True]
+    assert capsys.readouterr().err.count("does not see the all_reduce that rank 0 waits in") == 1

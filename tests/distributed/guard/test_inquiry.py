@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,3 +95,23 @@ def test_what_all_have_called_long_ago_is_a_stall_once_it_is_found_twice(theirs:
     (answer,), times = asked([WAITS, WAITS], [theirs, theirs])
     assert answer.verdict is not None and "does not complete though ranks 0, 1" in answer.verdict.text
     assert times == 2
+
+
+def test_a_remark_is_made_again_once_the_wait_is_twice_as_long() -> None:
+    at_work = replace(NOT_YET, moves=True)
+    channel, remarks = OtherRank(iter([at_work] * 8)), list[str]()
+    inquiries = Inquiries(
+        channel,  # type: ignore[arg-type]
+        state=lambda sites: WAITS,
+        silence=lambda rank: Silence("it does not answer"),
+        decided=lambda verdict: None,
+        conclude=lambda answer: None,
+        report=lambda verdict, states: remarks.append(verdict.text.partition(" in ")[0]),
+        stall_timeout=30.0,
+        history=0,
+        run_soon=lambda function: function(),
+    )
+    for seconds in (60, 120, 180, 240, 300):
+        inquiries.ask(Question(rank=0, outstanding=WANTED, seconds=seconds))
+    assert channel.asked == 5
+    assert remarks == [f"rank 0 has waited {seconds} s" for seconds in (60, 120, 240)]

@@ -49,6 +49,7 @@ def rank(number: int, *calls: RecordedCall, of: int = 2, function: str = "", **c
 def verdict(
     *states: RankState,
     silent: Mapping[int, str] | None = None,
+    running: tuple[int, ...] = (),
     of: tuple[str, int] | None = ("world", 1),
     asker: int = 0,
     raised: str = "",
@@ -58,7 +59,7 @@ def verdict(
     wanted = None if of is None else Outstanding(*of)
     question = Question(rank=asker, outstanding=wanted, seconds=61.0, raised=raised)
     said = {state.rank: state for state in states}
-    return judge(question, said, silent or {}, stall_timeout=stall_timeout, history=history)
+    return judge(question, said, silent or {}, running=running, stall_timeout=stall_timeout, history=history)
 
 
 def lines(found: Verdict | None) -> list[str]:
@@ -431,7 +432,8 @@ def test_a_collective_that_all_have_called_alike_and_that_does_not_complete() ->
         "  0     all_reduce  float32  (4,)   train.py:1 in step",
         "  1     all_reduce  float32  (4,)   train.py:1 in step",
         "",
-        "Look at the network between the hosts, or at what runs beside it on other threads.",
+        "Look at the network between the hosts, or at what runs beside it on other threads. A transfer that only"
+        " needs longer can be given time by a larger stall_timeout.",
     ]
     assert found is not None and (found.kind, found.ranks) == ("stall", ())
 
@@ -477,3 +479,18 @@ def test_the_error_that_every_rank_raises() -> None:
     assert type(error) is CollectiveStallError and str(error) == "s"
     with pytest.raises(ValueError, match="a slow rank is no error"):
         Verdict(kind="slow", text="").error()
+
+
+def test_a_silent_rank_whose_process_computes_is_a_remark() -> None:
+    found = verdict(rank(0, call()), silent={1: "its process 7 computes"}, running=(1,))
+    assert found is not None and (found.kind, found.ranks) == ("slow", (1,))
+    assert "for rank 1. rank 1 cannot say where it is: its process 7 computes. Nothing is done" in found.text
+
+
+def test_a_collective_whose_data_is_still_on_its_way_is_a_remark() -> None:
+    found = verdict(rank(0, call()), rank(1, call(), transfers=True))
+    assert found is not None and (found.kind, found.ranks) == ("slow", ())
+    assert "All its ranks have called it alike, and data moves between them." in found.text
+    # What differs does so whatever moves.
+    found = verdict(rank(0, call()), rank(1, call(operation="barrier"), transfers=True))
+    assert found is not None and found.kind == "mismatch"
