@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from benchmarks.engine import Comparison, Report, Samples, interleave
+from benchmarks.engine import Comparison, Report, Samples, Table, interleave
 from lightning_lockstep.distributed.guard.flight_recorder import size_flight_recorder
 from lightning_lockstep.errors import LockstepError
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
-from tests.helpers import run_ranks, run_ranks_raw
+from tests.helpers import run_ranks, run_ranks_raw, run_script
 
+ROOT = Path(__file__).parent.parent
 OFF, WATCH, NO_RECORDER = "off", "watch", "off, and torch's flight recorder off"
 WIDTHS = {"1 M": [512, 1024, 512], "10 M": [1024, 3072, 2048, 512]}
+# Goals: what a small all_reduce may take more [us], what 2,000 collectives may take of memory [MiB], and how long after
+# ``stall_timeout`` (of a rank that ends: after its end) the last rank may get its error [s].
+SMALL_AT_MOST, MEMORY_AT_MOST = 5.0, 1.0
+ERROR_AFTER = {"calls something else": (True, 2.0), "sleeps": (True, 2.0), "is killed": (False, 3.0)}
 # Torch needs 2 to 3 s to load what names the place of a call, which begins at half of it.
 STALL_TIMEOUT = 8.0
 
@@ -88,10 +96,10 @@ def one_process(guard: str, calls: int) -> dict[str, float]:
     size_flight_recorder()
     dist.init_process_group("gloo")
     try:
-        supervised(guard)
         act = small()
         seconds(act, 50)
         before = psutil.Process().memory_info().rss
+        supervised(guard)
         took = seconds(act, calls)
         return {"seconds": took, "MiB": (psutil.Process().memory_info().rss - before) / 2**20}
     finally:
@@ -99,7 +107,7 @@ def one_process(guard: str, calls: int) -> dict[str, float]:
 
 
 def apart(size: int, calls: int, rounds: int) -> dict[str, Samples]:
-    """The variants, each in fresh processes, in turn."""
+    """The variants in turn, each in interpreters of their own: of a fork, memory that it shares would count too."""
     found: dict[str, Samples] = {"seconds": {}, "MiB": {}}
     variants = {
         OFF: (OFF, {}),
@@ -108,8 +116,19 @@ def apart(size: int, calls: int, rounds: int) -> dict[str, Samples]:
     }
     for number in range(rounds):
         for name, (guard, environment) in list(variants.items())[:: 1 if number % 2 else -1]:
-            values = run_ranks(size, one_process, guard, calls, env=environment, backend=None)[0]
-            for kind, value in values.items():
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nproc-per-node={size}",
+                "--no-python",
+            ]
+            program = [sys.executable, "-m", "benchmarks.bench_guard", guard, str(calls)]
+            outcome = run_script([*command, *program], timeout=120, cwd=ROOT, env=environment, fresh=True)
+            found_values = [line for line in outcome.stdout.splitlines() if line.startswith("{")]
+            if outcome.returncode or not found_values:
+                raise RuntimeError(outcome.output)
+            for kind, value in json.loads(found_values[0]).items():
                 found[kind].setdefault(name, []).append(value)
     return found
 
@@ -140,11 +159,30 @@ def delays(rounds: int) -> Samples:
     """Seconds from the divergence to the error on the last rank."""
     found: Samples = {}
     for _ in range(rounds):
-        for case in ("calls something else", "sleeps", "is killed"):
+        for case in ERROR_AFTER:
             outcomes = run_ranks_raw(2, part_ways, case, timeout=60)
             times = [outcome.value[0] for outcome in outcomes if outcome.value is not None]
-            found.setdefault(f"rank 1 {case}", []).append(max(times))
+            found.setdefault(case, []).append(max(times))
     return found
+
+
+def delay_table(found: Samples) -> Table:
+    """How long after the moment from which it can be known the last rank got its error; the slowest run counts."""
+    rows = []
+    for case, values in found.items():
+        waits, limit = ERROR_AFTER[case]
+        limit += STALL_TIMEOUT if waits else 0.0
+        verdict = "reached" if max(values) <= limit else "missed"
+        median, slowest = f"{statistics.median(values):.2f}", f"{max(values):.2f}"
+        rows.append((f"rank 1 {case}", median, slowest, f"<= {limit:g}", verdict))
+    title = f"From the divergence to the error on the last of 2 ranks, stall_timeout={STALL_TIMEOUT:g}"
+    return Table(title, ("divergence", "median [s]", "slowest [s]", "goal", "verdict"), rows)
+
+
+def small_comparison(title: str, samples: Samples, peer: str) -> Comparison:
+    """A small all_reduce, whose goal is a difference."""
+    goal = {WATCH: SMALL_AT_MOST}
+    return Comparison(title, samples, peer=peer, unit="us", scale=1e6, at_most=goal, by="difference")
 
 
 def run(quick: bool) -> Report:
@@ -157,21 +195,32 @@ def run(quick: bool) -> Report:
         for name, limit in (("1 M", 1.02), ("10 M", 1.01)):
             title = f"DDP step, {name} parameters, {size} ranks"
             tables.append(Comparison(title, samples[name], peer=OFF, at_most={WATCH: limit}))
-        tables.append(Comparison(f"all_reduce of 8 float32, {size} ranks", samples["small"], peer=OFF))
+        tables.append(small_comparison(f"all_reduce of 8 float32, {size} ranks", samples["small"], OFF))
     found = apart(2, 2000, 2 if quick else 7)
     tables.append(
-        Comparison(
-            "all_reduce of 8 float32, 2 ranks, a process each time", found["seconds"], peer=NO_RECORDER
+        small_comparison(
+            "all_reduce of 8 float32, 2 ranks, a process each time", found["seconds"], NO_RECORDER
         )
     )
+    tables.append(
+        Comparison(
+            "Memory that the guard and 2,000 collectives took, per rank",
+            found["MiB"],
+            peer=NO_RECORDER,
+            unit="MiB",
+            scale=1.0,
+            at_most={WATCH: MEMORY_AT_MOST},
+            by="difference",
+        )
+    )
+    tables.append(delay_table(delays(2 if quick else 5)))
     notes = [
-        "Memory that 2,000 collectives took, MiB per rank: "
-        + ", ".join(f"{name} {statistics.median(values):.2f}" for name, values in found["MiB"].items()),
-        f"Seconds from the divergence to the error on all ranks, stall_timeout={STALL_TIMEOUT:g}: "
-        + ", ".join(
-            f"{case} {statistics.median(values):.2f} (at most {max(values):.2f})"
-            for case, values in delays(2 if quick else 5).items()
-        ),
         "In torch 2.13 the flight recorder is on unless TORCH_FR_BUFFER_SIZE=0, so guard=off has it too.",
     ]
     return Report("guard='watch' over off, gloo", tables, notes)
+
+
+if __name__ == "__main__":
+    measured = one_process(sys.argv[1], int(sys.argv[2]))
+    if os.environ["RANK"] == "0":
+        print(json.dumps(measured), flush=True)

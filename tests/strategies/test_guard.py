@@ -69,6 +69,16 @@ def test_ranks_that_call_different_things_raise_the_same(
         assert all(f"rank {rank} raises CollectiveMismatchError" in outcome.stdout for rank in (0, 1))
 
 
+def test_a_rank_that_leaves_a_layer_out_gets_the_error_of_ddp(tmp_path: Path) -> None:
+    """The other one waits for its gradients; DDP says at the next step which parameters were not used."""
+    outcome = run(tmp_path, "unused")
+    assert outcome.returncode == 1, outcome.output
+    assert "rank 1 raises RuntimeError" in outcome.stdout
+    assert "rank 0 raises RankFailedError" in outcome.stdout
+    assert "Parameter indices which did not receive grad for rank 1: 2 3" in outcome.stderr
+    assert "Collective" not in outcome.stderr
+
+
 @pytest.mark.parametrize(
     ("case", "start", "place"),
     [

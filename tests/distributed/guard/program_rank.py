@@ -112,8 +112,14 @@ def _rooted(step: Step, tensor: torch.Tensor, many: list[torch.Tensor], rest: di
 
 
 def _message(step: Step) -> None:
+    """Send or receive, some by a handle."""
     tensor = torch.ones(step.shape)
-    if dist.get_rank() == step.root:
+    if step.shape[0] % 2:
+        is_sender = dist.get_rank() == step.root
+        work = dist.isend(tensor, step.receiver) if is_sender else dist.irecv(tensor, step.root)
+        assert work is not None
+        work.wait()
+    elif dist.get_rank() == step.root:
         dist.send(tensor, step.receiver)
     else:
         dist.recv(tensor, step.root)
