@@ -26,8 +26,9 @@ BATCH_SIZES = {"zero-infinity": 4, "zero++": 4, "cifar": 8}
 
 
 class Net(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, *, has_optimizer: bool) -> None:
         super().__init__()
+        self.has_optimizer = has_optimizer
         torch.manual_seed(3)
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
         self.losses: list[float] = []
@@ -40,12 +41,12 @@ class Net(LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 0.02)
+        return torch.optim.AdamW(self.parameters(), 0.02) if self.has_optimizer else None
 
 
 def fit(config: dict[str, Any], batch_size: int, **options: Any) -> list[float]:
     inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    net = Net()
+    net = Net(has_optimizer="optimizer" not in config)
     trainer = Trainer(
         strategy=LockstepDeepSpeedStrategy(config=config, **options),
         accelerator="cpu",
