@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from lightning_lockstep.callbacks import StopTogether as StopTogether
     from lightning_lockstep.callbacks import StragglerMonitor as StragglerMonitor
     from lightning_lockstep.callbacks import SyncedEarlyStopping as SyncedEarlyStopping
-    from lightning_lockstep.distributed.gather_uneven import gather_uneven as gather_uneven
     from lightning_lockstep.distributed.rank_order import in_rank_order as in_rank_order
+    from lightning_lockstep.distributed.uneven.gather_uneven import gather_uneven as gather_uneven
     from lightning_lockstep.errors import *  # noqa: F403
     from lightning_lockstep.logs import get_logger as get_logger
     from lightning_lockstep.notebook import notebook_launcher as notebook_launcher

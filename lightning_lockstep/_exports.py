@@ -39,7 +39,7 @@ EXPORTS: dict[str, str] = {
     "check_breakpoint": "stopping.breakpoint",
     "detect_overflow": "overflow.spots",
     "find_executable_batch_size": "batch_size.find_executable",
-    "gather_uneven": "distributed.gather_uneven",
+    "gather_uneven": "distributed.uneven.gather_uneven",
     "get_logger": "logs",
     "in_rank_order": "distributed.rank_order",
     "notebook_launcher": "notebook",

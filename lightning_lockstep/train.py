@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from lightning_lockstep._application.checks import check_training, prepare_training
+from lightning_lockstep._application.command_line.checks import check_training, prepare_training
 from lightning_lockstep._application.entry import hydra_main
 from lightning_lockstep._application.run import run as train
 

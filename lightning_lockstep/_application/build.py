@@ -9,8 +9,8 @@ from typing import Any
 import hydra.utils
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_lockstep._application.command_line.targets import objections, target_of
 from lightning_lockstep._application.hydra_internals import HydraException
-from lightning_lockstep._application.targets import objections, target_of
 from lightning_lockstep._application.tracking import is_logger, missing_package
 from lightning_lockstep._lightning import MisconfigurationException
 from lightning_lockstep.errors import ConfigurationError

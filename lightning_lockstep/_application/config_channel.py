@@ -18,9 +18,9 @@ from lightning_lockstep.distributed.interfaces import on_one_host
 from lightning_lockstep.distributed.process_group import rendezvous_store
 from lightning_lockstep.distributed.side_channel.job_token import known_job_token, signed, verified
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.cluster_environment import detect_environment
-from lightning_lockstep.launchers.frozen_config import config_from_bytes, config_to_bytes
-from lightning_lockstep.launchers.slurm_step import find_slurm_step
+from lightning_lockstep.launchers.environments.cluster_environment import detect_environment
+from lightning_lockstep.launchers.environments.slurm_step import find_slurm_step
+from lightning_lockstep.launchers.hydra.frozen_config import config_from_bytes, config_to_bytes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -16,23 +16,23 @@ import hydra
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lightning_lockstep._application import hydra_internals
+from lightning_lockstep._application.command_line.config_check import JobCheck, preflight, run_requested
+from lightning_lockstep._application.command_line.faults import Fault, show_faults
+from lightning_lockstep._application.command_line.help import help_text
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
-from lightning_lockstep._application.config_check import JobCheck, preflight, run_requested
-from lightning_lockstep._application.faults import Fault, show_faults
-from lightning_lockstep._application.help import help_text
 from lightning_lockstep._application.stopped_job import Stop, StopElsewhere, ranks_run
 from lightning_lockstep._console import say
 from lightning_lockstep.distributed.failure.process_exit import expect_exit, leaving, return_failure
 from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.launchers.hydra_rerun import (
+from lightning_lockstep.launchers.hydra.rerun import (
     current_hydra_config,
     for_other_ranks,
     freeze,
     without_hydra,
 )
-from lightning_lockstep.launchers.run_folder import forget_run_folders, without_claiming
+from lightning_lockstep.launchers.hydra.run_folder import forget_run_folders, without_claiming
 
 Program = Callable[[DictConfig], Any]
 #: Exit code of a command line or configuration that cannot be used.

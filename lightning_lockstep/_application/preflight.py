@@ -7,13 +7,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_lockstep._application.command_line.faults import Fault
 from lightning_lockstep._application.config_channel import external_ranks
-from lightning_lockstep._application.faults import Fault
-from lightning_lockstep.doctor.child import Checks
+from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.findings import CheckResult, Status
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.table import console, print_fixes, print_heading, print_result, print_verdict
-from lightning_lockstep.launchers.slurm_step import find_slurm_step
+from lightning_lockstep.launchers.environments.slurm_step import find_slurm_step
 
 __all__ = ["checks_for", "preflight_faults"]
 

@@ -6,7 +6,7 @@ import logging
 import warnings
 
 from lightning_lockstep._lightning import Callback
-from lightning_lockstep.launchers.slurm_environment import hide_srun_hint
+from lightning_lockstep.launchers.environments.slurm_environment import hide_srun_hint
 
 __all__ = ["QuietRanks", "leave_out_noise"]
 

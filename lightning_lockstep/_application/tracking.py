@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_lockstep._lightning import Callback, Logger
 from lightning_lockstep.errors import MissingExtraError
-from lightning_lockstep.launchers.hydra_rerun import freeze
+from lightning_lockstep.launchers.hydra.rerun import freeze
 from lightning_lockstep.logs.trackers import WandbLogger, tracking_uri_of
 
 __all__ = ["LogConfiguration", "finish", "is_logger", "missing_package", "places", "plain_configuration"]

@@ -18,7 +18,7 @@ from lightning_lockstep.batch_size.report import gib, trial_line
 from lightning_lockstep.batch_size.search import SizeSearch, Trial
 from lightning_lockstep.batch_size.trial import TrialOutcome, TrialRunner
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.ddp_reducer import untouched_buckets
+from lightning_lockstep.distributed.ddp.reducer import untouched_buckets
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.capabilities import missing_capabilities
 from lightning_lockstep.steps.engines import HasEngineTrials

@@ -24,7 +24,7 @@ from lightning_lockstep.batch_size.memory.limits import limited_memory
 from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryUse
 from lightning_lockstep.batch_size.memory.out_of_memory import Failure, attempt, release_memory
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
+from lightning_lockstep.distributed.local.collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.engines import EngineState, EngineTrials, HasEngineTrials
 from lightning_lockstep.steps.isolated import isolated, run_step

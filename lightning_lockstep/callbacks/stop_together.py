@@ -16,7 +16,7 @@ from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.failure.process_exit import expect_exit
 from lightning_lockstep.distributed.stop_agreement import StepAgreement, StopDecision
 from lightning_lockstep.errors import Preempted
-from lightning_lockstep.launchers.cluster_environment import requeue_signal
+from lightning_lockstep.launchers.environments.cluster_environment import requeue_signal
 from lightning_lockstep.stopping.breakpoint import (
     check_breakpoint,
     connect,

@@ -2,7 +2,7 @@
 
 The engine itself makes the step, with its buckets, its gathered parameters and its optimizer, so that it needs what the
 step of the run needs. What it sends is answered on the spot
-(:mod:`lightning_lockstep.distributed.local_collectives`), with tensors of the size of the real answer. The parameters
+(:mod:`lightning_lockstep.distributed.local.collectives`), with tensors of the size of the real answer. The parameters
 that it gathers are then not the model's, which memory does not notice; see
 :class:`~lightning_lockstep.deepspeed.engine_state.EngineState` for how everything becomes what it was.
 """

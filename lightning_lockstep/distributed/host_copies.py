@@ -16,7 +16,7 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor
 
 from lightning_lockstep.distributed.communicator import Communicator, ReduceOperation
-from lightning_lockstep.distributed.gather_uneven import gather_uneven
+from lightning_lockstep.distributed.uneven.gather_uneven import gather_uneven
 
 __all__ = ["broadcast_object", "broadcast_tensors", "gather_tensor", "reduce_tensor"]
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lightning_lockstep.doctor.imitated_machine import check_record
+from lightning_lockstep.doctor.machines.imitated_machine import check_record
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import BUILT_IN, check_names, load_check
 from lightning_lockstep.doctor.selection import Selection, select
 from lightning_lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lightning_lockstep.doctor.child import Checks
-    from lightning_lockstep.doctor.joined import ChecksOfRanks
+    from lightning_lockstep.doctor.check_runner import Checks
     from lightning_lockstep.doctor.network.identity import JoinedRank
-    from lightning_lockstep.doctor.on_hosts import ChecksOnHosts
+    from lightning_lockstep.doctor.several_hosts.as_ranks import ChecksOfRanks
+    from lightning_lockstep.doctor.several_hosts.by_ssh import ChecksOnHosts
 
 __all__ = ["exit_code", "main"]
 
@@ -192,8 +192,8 @@ def _rank_of_a_job() -> JoinedRank | None:
 
 def _serve_rank_0(me: JoinedRank, selection: Selection, options: CheckOptions) -> int:
     """Do what rank 0 asks, which prints the table for all."""
-    from lightning_lockstep.doctor.joined import checks_of_host
     from lightning_lockstep.doctor.network.meeting import join
+    from lightning_lockstep.doctor.several_hosts.as_ranks import checks_of_host
 
     why = join(me, checks_of_host(selection.names, options))
     if why:
@@ -204,17 +204,17 @@ def _serve_rank_0(me: JoinedRank, selection: Selection, options: CheckOptions) -
 def _checks(
     selection: Selection, options: CheckOptions, sysroot: Path | None, me: JoinedRank | None
 ) -> Checks | ChecksOfRanks | ChecksOnHosts:
-    from lightning_lockstep.doctor.hosts import hosts_of
+    from lightning_lockstep.doctor.several_hosts.hosts import hosts_of
 
     if me is not None:
-        from lightning_lockstep.doctor.joined import ChecksOfRanks
+        from lightning_lockstep.doctor.several_hosts.as_ranks import ChecksOfRanks
 
         return ChecksOfRanks(selection.names, options, me)
     if sysroot is None and (listed := hosts_of(options)):
-        from lightning_lockstep.doctor.on_hosts import ChecksOnHosts
+        from lightning_lockstep.doctor.several_hosts.by_ssh import ChecksOnHosts
 
         return ChecksOnHosts(selection.names, options, listed)
-    from lightning_lockstep.doctor.child import Checks
+    from lightning_lockstep.doctor.check_runner import Checks
 
     return Checks(selection.names, options, sysroot=sysroot)
 

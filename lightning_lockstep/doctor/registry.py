@@ -9,7 +9,7 @@ from functools import cache
 
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep.doctor.findings import Finding
-from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.machines.machine import Machine
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.errors import ConfigurationError
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from lightning_lockstep.deepspeed.checkpoints.file_names import is_state_file
-from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.machines.machine import Machine
 
 __all__ = ["RunFolder"]
 

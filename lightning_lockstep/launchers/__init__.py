@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from lightning_lockstep._exports import lazy
 
 if TYPE_CHECKING:
-    from lightning_lockstep.launchers.cluster_environment import detect_environment as detect_environment
+    from lightning_lockstep.launchers.environments.cluster_environment import (
+        detect_environment as detect_environment,
+    )
 else:
-    _NAMES = {"detect_environment": "launchers.cluster_environment"}
+    _NAMES = {"detect_environment": "launchers.environments.cluster_environment"}
     __all__ = sorted(_NAMES)
     __getattr__, __dir__ = lazy(__name__, _NAMES)

@@ -41,7 +41,7 @@ from lightning_lockstep.distributed.failure.uncaught import show_plainly
 from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.distributed.side_channel.job_token import token_for_children
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
-from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
+from lightning_lockstep.launchers.environments.cluster_environment import LockstepEnvironment
 from lightning_lockstep.launchers.forwarding import SignalForwarding
 from lightning_lockstep.launchers.notebook.before_fork import check_kernel, prepare_fork
 from lightning_lockstep.launchers.notebook.begin import begin_rank

@@ -34,8 +34,8 @@ from lightning_lockstep.distributed.failure.process_exit import (
 from lightning_lockstep.distributed.failure.record import describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous, host_rendezvous
 from lightning_lockstep.distributed.side_channel.job_token import token_for_children
-from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
 from lightning_lockstep.launchers.ctrl_c import watch_interrupts
+from lightning_lockstep.launchers.environments.cluster_environment import LockstepEnvironment
 
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
@@ -254,7 +254,7 @@ def forget_earlier_job(patience: float) -> None:
 def rank_command() -> tuple[list[str], str | None]:
     """Return (command, folder) that runs this program again."""
     if "hydra.core.hydra_config" in sys.modules:
-        from lightning_lockstep.launchers.hydra_rerun import hydra_child_command
+        from lightning_lockstep.launchers.hydra.rerun import hydra_child_command
 
         by_hydra = hydra_child_command()
         if by_hydra is not None:

@@ -30,7 +30,7 @@ from lightning_lockstep._lightning.internals import (
     no_model_averaging,
     optimizer_step_hooks,
 )
-from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
+from lightning_lockstep.distributed.local.collectives import LocalAnswers, local_collectives
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.steps.engines import StepsApart
 from lightning_lockstep.steps.patching import replaced
@@ -46,7 +46,7 @@ def isolated(
 
     The strategy steps on the module itself and not on its distributed wrapper, so no gradient is reduced.
     ``self.log`` does nothing. Collectives of the strategy and of ``torch.distributed`` are answered on the spot, as
-    if every rank held what this rank holds; see :mod:`lightning_lockstep.distributed.local_collectives`.
+    if every rank held what this rank holds; see :mod:`lightning_lockstep.distributed.local.collectives`.
 
     Args:
         trainer: The Trainer, in a loop.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_lockstep.distributed.guard.arrivals import ArrivalReader
+from lightning_lockstep.distributed.guard.calls.arrivals import ArrivalReader
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
 from lightning_lockstep.distributed.side_channel.clock_offset import ClockOffset
 from lightning_lockstep.stragglers.collection import Collection

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from lightning_lockstep.distributed.guard.recorded import Arrival
+from lightning_lockstep.distributed.guard.calls.recorded import Arrival
 
 __all__ = ["PARTS", "CollectiveCallTime", "OwnStep", "Part", "RankStep", "StepTimer", "described"]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning_lockstep._lightning import DDPStrategy, _register_ddp_comm_hook
 from lightning_lockstep._settings import settings_of
-from lightning_lockstep.distributed.ddp_comm_hooks import compression_hook
+from lightning_lockstep.distributed.ddp.comm_hooks import compression_hook
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.hooks import LifecycleHooks
 from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup

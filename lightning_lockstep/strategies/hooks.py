@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_lockstep._lightning import ClusterEnvironment, ParallelStrategy
-from lightning_lockstep.launchers.cluster_environment import detect_environment
+from lightning_lockstep.launchers.environments.cluster_environment import detect_environment
 from lightning_lockstep.strategies.given_environment import GivenEnvironment
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
 

@@ -48,20 +48,20 @@ from lightning_lockstep._exports import public
 from lightning_lockstep._lightning import Precision, rank_zero_only, reset_seed
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
-from lightning_lockstep.distributed.guard.flight_recorder import size_flight_recorder
+from lightning_lockstep.distributed.guard.calls.flight_recorder import size_flight_recorder
 from lightning_lockstep.distributed.process_group import (
     default_backend,
     process_group_exists,
     start_process_group,
 )
-from lightning_lockstep.launchers.cluster_environment import (
+from lightning_lockstep.launchers.environments.cluster_environment import (
     LockstepEnvironment,
     belongs_to_slurm,
     check_has_device,
 )
+from lightning_lockstep.launchers.environments.slurm_environment import check_srun_is_used, hide_srun_hint
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
-from lightning_lockstep.launchers.slurm_environment import check_srun_is_used, hide_srun_hint
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
 from lightning_lockstep.strategies.options import LifecycleSettings

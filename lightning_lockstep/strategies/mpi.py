@@ -22,8 +22,11 @@ from lightning_lockstep.distributed.mpi.progress import set_interruption
 from lightning_lockstep.distributed.mpi.runtime import abort_when_leaving
 from lightning_lockstep.distributed.process_group import has_backend
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError, RankFailedError
-from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, detect_environment
-from lightning_lockstep.launchers.mpi_environment import MPIEnvironment
+from lightning_lockstep.launchers.environments.cluster_environment import (
+    LockstepEnvironment,
+    detect_environment,
+)
+from lightning_lockstep.launchers.environments.mpi_environment import MPIEnvironment
 from lightning_lockstep.launchers.mpirun.command import MPIRunSettings, find_mpirun
 from lightning_lockstep.launchers.mpirun.launcher import MPIRunLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor

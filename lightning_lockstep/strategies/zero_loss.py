@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_lockstep.distributed.gather_uneven import gathered_entries
+from lightning_lockstep.distributed.uneven.gather_uneven import gathered_entries
 from lightning_lockstep.steps.patching import replaced
 
 __all__ = ["every_rank_contributes", "zero_loss"]

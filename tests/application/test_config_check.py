@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep._application.faults import Fault, describe
+from lightning_lockstep._application.command_line.faults import Fault, describe
 from lightning_lockstep.demo.cnn import ConvNet
 from tests.application.command_lines import faults_of, only
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_lockstep._application.checks import prepare_training
+from lightning_lockstep._application.command_line.checks import prepare_training
 from lightning_lockstep._application.config_channel import (
     ConfigChannel,
     ExternalRanks,

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers import hydra_rerun
-from lightning_lockstep.launchers.hydra_rerun import (
+from lightning_lockstep.launchers.hydra.rerun import (
     for_other_ranks,
     freeze,
     hydra_child_command,

@@ -9,7 +9,7 @@ import pytest
 
 import lightning_lockstep
 from lightning_lockstep._application import hydra_internals
-from lightning_lockstep._application.help import comments, help_text
+from lightning_lockstep._application.command_line.help import comments, help_text
 from lightning_lockstep.train import main
 
 CONF = Path(lightning_lockstep.__file__).parent / "conf"

@@ -22,7 +22,7 @@ from lightning_lockstep import (
 )
 from lightning_lockstep._lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.deepspeed.gradient_check import GradientsOfEngine
-from lightning_lockstep.overflow.actions import Counters, Response
+from lightning_lockstep.overflow.report.actions import Counters, Response
 from lightning_lockstep.overflow.settings import OverflowSettings
 from tests.helpers import run_ranks
 from tests.helpers.ranks import run_ranks_raw

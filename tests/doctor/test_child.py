@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.doctor.child import Checks
+from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.findings import CheckResult, Status
 from lightning_lockstep.doctor.options import CheckOptions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lockstep.doctor.child_process import run_check
+from lightning_lockstep.doctor.check_process import run_check
 from lightning_lockstep.doctor.findings import Status
 from lightning_lockstep.doctor.options import CheckOptions
 from tests.doctor.machines import Case, cases, is_found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_lockstep.doctor.findings import CheckResult, Finding, Status, ok, problem
-from lightning_lockstep.doctor.merging import merged
+from lightning_lockstep.doctor.several_hosts.merging import merged
 
 
 def result(*findings: Finding) -> list[CheckResult]:

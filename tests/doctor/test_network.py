@@ -22,8 +22,8 @@ from lightning_lockstep.doctor.network.identity import joined_rank
 from lightning_lockstep.doctor.network.links import ClosedError, Link, accept_ranks, connect, listen_at
 from lightning_lockstep.doctor.network.meeting import agents_by_ssh, agents_here
 from lightning_lockstep.doctor.network.report import backend_finding, ranks_in_words
-from lightning_lockstep.doctor.on_hosts import ChecksOnHosts
 from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.several_hosts.by_ssh import ChecksOnHosts
 from lightning_lockstep.launchers.mpirun.hostfile import Host
 from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_script

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment, check_has_device
-from lightning_lockstep.launchers.slurm_environment import SlurmStep, SlurmStepEnvironment
+from lightning_lockstep.launchers.environments.cluster_environment import (
+    LockstepEnvironment,
+    check_has_device,
+)
+from lightning_lockstep.launchers.environments.slurm_environment import SlurmStep, SlurmStepEnvironment
 
 
 class ElasticEnvironment(LockstepEnvironment):

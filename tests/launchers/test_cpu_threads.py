@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.launchers.cluster_environment import (
+from lightning_lockstep.launchers.cpu_threads import plan_threads
+from lightning_lockstep.launchers.environments.cluster_environment import (
     LockstepEnvironment,
     detect_environment,
     requeue_signal,
 )
-from lightning_lockstep.launchers.cpu_threads import plan_threads
-from lightning_lockstep.launchers.slurm_environment import SlurmStepEnvironment
+from lightning_lockstep.launchers.environments.slurm_environment import SlurmStepEnvironment
 from tests.helpers import run_script
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_lockstep.distributed.mpi.rendezvous import RankIdentity, identity_fault
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.launchers.mpi_environment import MPIEnvironment, MPIRank, find_mpi_rank
+from lightning_lockstep.launchers.environments.mpi_environment import MPIEnvironment, MPIRank, find_mpi_rank
 from lightning_lockstep.launchers.mpirun.command import MPIRunSettings
 from lightning_lockstep.launchers.mpirun.hosts import Host, HostReport, hosts_fault, hosts_for, read_hostfile
 from lightning_lockstep.strategies.mpi import LockstepMPIStrategy

@@ -15,7 +15,7 @@ from lightning_lockstep import ConfigurationError, OverflowDetector, detect_over
 from lightning_lockstep.numerics.float32 import runs_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.gradients import GradientCheck
 from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statistics
-from lightning_lockstep.overflow.underflow import adam_update_underflow, gradient_underflow
+from lightning_lockstep.overflow.detection.underflow import adam_update_underflow, gradient_underflow
 
 INF, NAN = float("inf"), float("nan")
 

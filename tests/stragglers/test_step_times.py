@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_lockstep._lightning.internals import part_of_action
-from lightning_lockstep.distributed.guard.recorded import Arrival
+from lightning_lockstep.distributed.guard.calls.recorded import Arrival
 from lightning_lockstep.stragglers.collection import Collection
 from lightning_lockstep.stragglers.step_times import OwnStep, RankStep, StepTimer, _Span, described
 from lightning_lockstep.stragglers.tracker import StragglerTracker

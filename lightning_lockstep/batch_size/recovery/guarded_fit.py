@@ -10,7 +10,7 @@ from lightning_lockstep.batch_size.recovery.guarded_step import GuardedOptimizat
 from lightning_lockstep.batch_size.recovery.recover import Recovery
 from lightning_lockstep.batch_size.refused import SearchRefusedError
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.ddp_reducer import why_not_resumable
+from lightning_lockstep.distributed.ddp.reducer import why_not_resumable
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.engines import HasEngineTrials
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_lockstep._lightning import Trainer, _AutomaticOptimization, _Closure, _ClosureResult
 from lightning_lockstep.batch_size.memory.out_of_memory import Failure, is_out_of_memory
-from lightning_lockstep.distributed.ddp_reducer import GradientMarks
+from lightning_lockstep.distributed.ddp.reducer import GradientMarks
 
 __all__ = [
     "SPLIT_ON_PURPOSE",

@@ -2,7 +2,7 @@
 
 The rank concerned does it alone, its micro-batches out of the wrapper's sight (see
 :mod:`lightning_lockstep.batch_size.recovery.split_step`); then the wrapper is made to send what it still owes (see
-:mod:`lightning_lockstep.distributed.ddp_reducer`). The other ranks see an ordinary, slower step. What hangs on a
+:mod:`lightning_lockstep.distributed.ddp.reducer`). The other ranks see an ordinary, slower step. What hangs on a
 decision of all goes through a notice.
 """
 
@@ -27,7 +27,7 @@ from lightning_lockstep.batch_size.recovery.micro_batches import KnownSizes, sam
 from lightning_lockstep.batch_size.recovery.notices import Notice, Notices
 from lightning_lockstep.batch_size.recovery.split_step import SplitStep
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.ddp_reducer import ddp_of, deliver_gradients
+from lightning_lockstep.distributed.ddp.reducer import ddp_of, deliver_gradients
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.patching import put_in_place
 

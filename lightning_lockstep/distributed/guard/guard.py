@@ -15,13 +15,13 @@ from lightning_lockstep._files import write_report
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import is_broken_collective
-from lightning_lockstep.distributed.guard.flight_recorder import FlightRecorder
-from lightning_lockstep.distributed.guard.group_recorders import GroupRecorders
-from lightning_lockstep.distributed.guard.main_thread import MainThreadErrors, position_of_error
-from lightning_lockstep.distributed.guard.rank_state import RankState
+from lightning_lockstep.distributed.guard.calls.flight_recorder import FlightRecorder
+from lightning_lockstep.distributed.guard.calls.group_recorders import GroupRecorders
+from lightning_lockstep.distributed.guard.ending.terminate import before_terminate
+from lightning_lockstep.distributed.guard.inquiry.rank_state import RankState
+from lightning_lockstep.distributed.guard.inquiry.verdict import Verdict
 from lightning_lockstep.distributed.guard.settings import GuardSettings
-from lightning_lockstep.distributed.guard.terminate import before_terminate
-from lightning_lockstep.distributed.guard.verdict import Verdict
+from lightning_lockstep.distributed.guard.threads.main_thread import MainThreadErrors, position_of_error
 from lightning_lockstep.distributed.guard.verification.message_recorder import MessageRecorder
 from lightning_lockstep.distributed.guard.verification.verify import CallVerifier
 from lightning_lockstep.distributed.guard.watch import CollectiveWatch

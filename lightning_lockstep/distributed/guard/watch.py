@@ -18,23 +18,28 @@ import torch
 
 from lightning_lockstep._console import say
 from lightning_lockstep.distributed.c10d_operators import OPERATIONS
-from lightning_lockstep.distributed.guard.activity import Activity
-from lightning_lockstep.distributed.guard.connections import (
+from lightning_lockstep.distributed.guard.calls.group_names import group_titles
+from lightning_lockstep.distributed.guard.calls.recorded import CallRecorder, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.ending.connections import (
     abort_devices,
     connections,
     end_connections,
 )
-from lightning_lockstep.distributed.guard.group_names import group_titles
-from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries
-from lightning_lockstep.distributed.guard.main_thread import WAIT, Position, position, waits_for_import
-from lightning_lockstep.distributed.guard.question import Question
-from lightning_lockstep.distributed.guard.rank_state import MESSAGES, RankState
-from lightning_lockstep.distributed.guard.recorded import CallRecorder, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.inquiry.asking import Answer, Inquiries
+from lightning_lockstep.distributed.guard.inquiry.question import Question
+from lightning_lockstep.distributed.guard.inquiry.rank_state import MESSAGES, RankState
+from lightning_lockstep.distributed.guard.inquiry.silence import Silence, SilentRanks
+from lightning_lockstep.distributed.guard.inquiry.verdict import Verdict
+from lightning_lockstep.distributed.guard.inquiry.waits import Waits
 from lightning_lockstep.distributed.guard.settings import GuardSettings
-from lightning_lockstep.distributed.guard.silence import Silence, SilentRanks
-from lightning_lockstep.distributed.guard.verdict import Verdict
+from lightning_lockstep.distributed.guard.threads.activity import Activity
+from lightning_lockstep.distributed.guard.threads.main_thread import (
+    WAIT,
+    Position,
+    position,
+    waits_for_import,
+)
 from lightning_lockstep.distributed.guard.verification.host_sockets import end_host_sockets
-from lightning_lockstep.distributed.guard.waits import Waits
 from lightning_lockstep.distributed.side_channel.base import SideChannel
 from lightning_lockstep.errors import CollectiveError
 

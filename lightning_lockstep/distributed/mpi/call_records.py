@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_lockstep.distributed.guard.call_report import CollectiveCall
-from lightning_lockstep.distributed.guard.recorded import Arrival, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall
+from lightning_lockstep.distributed.guard.calls.recorded import Arrival, Outstanding, RecordedCall
 
 __all__ = ["CallRecords"]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed.guard.call_report import CollectiveCall, call_site, call_title
+from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall, call_site, call_title
 from lightning_lockstep.distributed.mpi.call_records import CallRecords
 from lightning_lockstep.distributed.mpi.operations import LIMITS, Collective
 from lightning_lockstep.distributed.mpi.peers import Peers

@@ -21,7 +21,11 @@ import numpy
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed.guard.call_report import CollectiveCall, fingerprint, mismatch_report
+from lightning_lockstep.distributed.guard.calls.call_report import (
+    CollectiveCall,
+    fingerprint,
+    mismatch_report,
+)
 from lightning_lockstep.distributed.mpi.progress import Body
 from lightning_lockstep.errors import CollectiveMismatchError
 

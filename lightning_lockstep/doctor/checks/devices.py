@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning_lockstep.doctor.cuda.nvidia import Gpu, find_gpus
+from lightning_lockstep.doctor.cuda.torch_build import torch_build
+from lightning_lockstep.doctor.cuda.versions import release
 from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
-from lightning_lockstep.doctor.machine import Machine
-from lightning_lockstep.doctor.nvidia import Gpu, find_gpus
+from lightning_lockstep.doctor.machines.machine import Machine
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
-from lightning_lockstep.doctor.torch_build import torch_build
-from lightning_lockstep.doctor.versions import release
 
 # Clocks, and the speed of a matrix product, that differ by less than this are alike.
 _ALIKE_CLOCKS, _ALIKE_SPEED = 0.95, 0.9

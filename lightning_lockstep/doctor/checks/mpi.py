@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
 from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
-from lightning_lockstep.doctor.hosts import hosts_of
-from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.machines.machine import Machine
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.doctor.several_hosts.hosts import hosts_of
 from lightning_lockstep.launchers.mpirun.command import MPIRun, MPIRunSettings, mpirun_of
 from lightning_lockstep.launchers.mpirun.hostfile import Host
 from lightning_lockstep.launchers.mpirun.hosts import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_lockstep.doctor.findings import Finding, not_applicable
-from lightning_lockstep.doctor.hosts import hosts_of
-from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.machines.machine import Machine
 from lightning_lockstep.doctor.network.examination import examine
 from lightning_lockstep.doctor.network.launched_mpi import mpi_here
 from lightning_lockstep.doctor.network.meeting import (
@@ -15,6 +14,7 @@ from lightning_lockstep.doctor.network.meeting import (
 )
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.doctor.several_hosts.hosts import hosts_of
 
 _WHY = """
 Most hangs at the start of a run are ranks that do not reach each other: a host name that another host cannot resolve, a
@@ -38,7 +38,7 @@ def network(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     Args:
         machine: This machine.
         options: ``nproc`` ranks are started here, or on each of ``hosts``. Ranks of torchrun, mpirun and srun do not
-            come here: see :mod:`lightning_lockstep.doctor.joined`.
+            come here: see :mod:`lightning_lockstep.doctor.several_hosts.as_ranks`.
     """
     if machine.is_imitated:
         yield not_applicable("ranks", "no process can be started on an imitated machine")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from lightning_lockstep.doctor.cuda.versions import release, short
 from lightning_lockstep.doctor.findings import Finding, ok, problem, warning
-from lightning_lockstep.doctor.machine import Limits, Machine
+from lightning_lockstep.doctor.machines.machine import Limits, Machine
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
-from lightning_lockstep.doctor.versions import release, short
 
 _LIGHTNING = ("lightning", "pytorch-lightning")
 _MALICIOUS = ((2, 6, 2), (2, 6, 3))

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from lightning_lockstep.doctor.findings import Finding, Status, not_applicable, ok, problem, warning
-from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.machines.machine import Machine
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
 from lightning_lockstep.doctor.run_folder import RunFolder

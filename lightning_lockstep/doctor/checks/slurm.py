@@ -6,10 +6,15 @@ import re
 from collections.abc import Iterator, Mapping
 
 from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
-from lightning_lockstep.doctor.machine import Completed, Machine
+from lightning_lockstep.doctor.machines.machine import Completed, Machine
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
-from lightning_lockstep.launchers.slurm_step import INTERACTIVE, SlurmStep, counts_in, find_slurm_step
+from lightning_lockstep.launchers.environments.slurm_step import (
+    INTERACTIVE,
+    SlurmStep,
+    counts_in,
+    find_slurm_step,
+)
 
 __all__ = ["slurm"]
 

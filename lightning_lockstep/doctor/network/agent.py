@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep.doctor.child import Checks
+from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.network.facts import addresses_of_name, host_facts, interface_towards
 from lightning_lockstep.doctor.network.links import ClosedError, Link
 from lightning_lockstep.doctor.network.rank_process import RankProcess

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from lightning_lockstep.distributed.interfaces import on_one_host
 from lightning_lockstep.distributed.side_channel.job_token import known_job_token
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.mpi_rank import SRUN, find_mpi_rank
-from lightning_lockstep.launchers.slurm_step import address_of_node, find_slurm_step, first_node
+from lightning_lockstep.launchers.environments.mpi_rank import SRUN, find_mpi_rank
+from lightning_lockstep.launchers.environments.slurm_step import address_of_node, find_slurm_step, first_node
 
 __all__ = ["JoinedRank", "joined_rank"]
 

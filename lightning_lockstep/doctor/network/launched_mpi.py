@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_lockstep.doctor import probes
 from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem
-from lightning_lockstep.doctor.machine import Completed, Machine
+from lightning_lockstep.doctor.machines.machine import Completed, Machine
 from lightning_lockstep.doctor.network.report import duration, first_part, rate
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.mpirun.command import (

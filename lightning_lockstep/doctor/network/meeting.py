@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from lightning_lockstep.distributed.interfaces import ANY, own_address
-from lightning_lockstep.doctor.child import Checks
+from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.network.agent import Agent
 from lightning_lockstep.doctor.network.facts import addresses_of_name, host_facts
 from lightning_lockstep.doctor.network.group import AgentGroup

@@ -15,7 +15,7 @@ from lightning_lockstep._environment import ENDED_FOLDER
 from lightning_lockstep._lightning import _SubprocessScriptLauncher
 from lightning_lockstep.distributed.failure.process_exit import end_after_exit_functions, flush_everything
 from lightning_lockstep.distributed.side_channel.job_token import token_for_children
-from lightning_lockstep.launchers.cluster_environment import LockstepEnvironment
+from lightning_lockstep.launchers.environments.cluster_environment import LockstepEnvironment
 from lightning_lockstep.launchers.mpirun.command import (
     MPIRun,
     MPIRunSettings,

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 
 from lightning_lockstep.distributed.failure.exit_note import orderly_ends
+from lightning_lockstep.launchers.environments.mpi_environment import RANK_VARIABLES
 from lightning_lockstep.launchers.forwarding import ASKS_TO_END, SignalForwarding
-from lightning_lockstep.launchers.mpi_environment import RANK_VARIABLES
 
 __all__ = ["MPIRunWatch"]
 

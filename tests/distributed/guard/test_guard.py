@@ -19,16 +19,16 @@ import torch.distributed as dist
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard import watch as watch_module
-from lightning_lockstep.distributed.guard.activity import Activity
-from lightning_lockstep.distributed.guard.call_report import CollectiveCall
+from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall
 from lightning_lockstep.distributed.guard.guard import guard_on
-from lightning_lockstep.distributed.guard.main_thread import (
+from lightning_lockstep.distributed.guard.settings import GuardSettings
+from lightning_lockstep.distributed.guard.threads.activity import Activity
+from lightning_lockstep.distributed.guard.threads.main_thread import (
     MainThreadErrors,
     Position,
     position,
     waits_for_import,
 )
-from lightning_lockstep.distributed.guard.settings import GuardSettings
 from lightning_lockstep.distributed.guard.verification.call_history import CallHistory
 from lightning_lockstep.distributed.guard.verification.message_recorder import MessageRecorder
 from lightning_lockstep.distributed.guard.verification.verify import CallVerifier

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.distributed.guard.call_report import CollectiveCall
-from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries
-from lightning_lockstep.distributed.guard.question import Question
-from lightning_lockstep.distributed.guard.rank_state import RankState
-from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
-from lightning_lockstep.distributed.guard.silence import Silence
+from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall
+from lightning_lockstep.distributed.guard.calls.recorded import Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.inquiry.asking import Answer, Inquiries
+from lightning_lockstep.distributed.guard.inquiry.question import Question
+from lightning_lockstep.distributed.guard.inquiry.rank_state import RankState
+from lightning_lockstep.distributed.guard.inquiry.silence import Silence
 from lightning_lockstep.distributed.side_channel.base import Message
 
 WANTED = Outstanding("world", 1)

@@ -23,7 +23,7 @@ from lightning_lockstep.distributed.guard.verification.dispatch_hook import (
     Hook,
 )
 from lightning_lockstep.distributed.guard.verification.verify import CallVerifier
-from lightning_lockstep.distributed.local_collectives import local_collectives
+from lightning_lockstep.distributed.local.collectives import local_collectives
 from tests.helpers import run_ranks, run_ranks_raw
 
 pytestmark = pytest.mark.slow

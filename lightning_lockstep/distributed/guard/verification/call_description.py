@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lockstep.distributed.guard.call_report import CollectiveCall
+from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall
 from lightning_lockstep.distributed.guard.verification.dispatch_hook import POINT_TO_POINT, DispatchedCall
 
 __all__ = ["Description", "GroupIdentity", "description", "signature", "uncompared"]

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from lightning_lockstep.distributed.guard.call_report import CollectiveCall, call_site
-from lightning_lockstep.distributed.guard.recorded import Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall, call_site
+from lightning_lockstep.distributed.guard.calls.recorded import Outstanding, RecordedCall
 
 __all__ = ["CallHistory", "Entry", "GroupHistory"]
 

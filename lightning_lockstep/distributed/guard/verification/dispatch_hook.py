@@ -22,7 +22,7 @@ from lightning_lockstep.distributed.c10d_operators import (
     answered_locally,
     operator_named,
 )
-from lightning_lockstep.distributed.reduction_kinds import noting_reductions, reduction_kind
+from lightning_lockstep.distributed.local.reduction_kinds import noting_reductions, reduction_kind
 
 __all__ = ["POINT_TO_POINT", "DispatchedCall", "Finish", "Hook", "Observer"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.guard.group_names import group_titles
-from lightning_lockstep.distributed.guard.recorded import RecordedCall
+from lightning_lockstep.distributed.guard.calls.group_names import group_titles
+from lightning_lockstep.distributed.guard.calls.recorded import RecordedCall
 from lightning_lockstep.distributed.guard.verification.call_description import GroupIdentity, uncompared
 from lightning_lockstep.distributed.guard.verification.call_history import CallHistory, GroupHistory
 from lightning_lockstep.distributed.guard.verification.dispatch_hook import (

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lightning_lockstep._console import say
-from lightning_lockstep.distributed.guard.call_report import (
+from lightning_lockstep.distributed.guard.calls.call_report import (
     CollectiveCall,
     compares_calls,
     fingerprint,
     mismatch_report,
 )
-from lightning_lockstep.distributed.guard.group_names import group_titles
-from lightning_lockstep.distributed.guard.recorded import Arrival, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.calls.group_names import group_titles
+from lightning_lockstep.distributed.guard.calls.recorded import Arrival, Outstanding, RecordedCall
 from lightning_lockstep.distributed.guard.verification.call_description import (
     Description,
     GroupIdentity,
@@ -52,7 +52,7 @@ class CallVerifier:
 
     Compared are operation, reduction, root, dtypes, shapes, and for an all-to-all what each rank sends with what the
     receiver expects. After an error the group can be used as before. Sends, receives and monitored barriers are
-    recorded only. It also is a :class:`~lightning_lockstep.distributed.guard.recorded.CallRecorder`.
+    recorded only. It also is a :class:`~lightning_lockstep.distributed.guard.calls.recorded.CallRecorder`.
 
     Each collective waits until all ranks of its group have called it, asynchronous ones too. So ranks that call
     asynchronous collectives of several groups in different orders, or that are to send or receive between two

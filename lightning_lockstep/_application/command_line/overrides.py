@@ -1,0 +1,263 @@
+"""Are the groups and the keys of the command line there?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_lockstep._application.command_line.faults import Fault
+from lightning_lockstep._application.command_line.targets import settings_of
+from lightning_lockstep._application.hydra_internals import HydraException, Loader, Override, OverridesParser
+from lightning_lockstep._settings import did_you_mean, nearest
+
+# A sweep is checked one value at a time; beyond this many values the rest is left to Hydra.
+MOST_VARIANTS = 64
+# What to add where a choice of these groups is missing: they come from packages of their own.
+_PLUGINS = dict.fromkeys(
+    ("hydra/launcher", "hydra/sweeper"),
+    " More come with plugins of Hydra: pip install 'lightning-lockstep[sweeps]' brings joblib, submitit and optuna.",
+)
+
+
+@dataclass
+class Composed:
+    """What the overrides of one job lead to.
+
+    Attributes:
+        faults: What is wrong with them.
+        config: The configuration of those that are right, with its `hydra` node, if there is any.
+        typed: The override as typed, by key.
+        guessed: Groups whose wrong choice was replaced by the nearest one; faults in its files are not
+            reported.
+    """
+
+    faults: list[Fault] = field(default_factory=list)
+    config: DictConfig | None = None
+    typed: dict[str, str] = field(default_factory=dict)
+    guessed: list[str] = field(default_factory=list)
+
+
+def parse(lines: list[str]) -> tuple[list[Override], list[Fault]]:
+    """Parse each override by itself."""
+    parser = OverridesParser.create()
+    overrides: list[Override] = []
+    faults: list[Fault] = []
+    for line in lines:
+        try:
+            # As the list, not the single form: this one also explains how to quote.
+            overrides.extend(parser.parse_overrides([line]))
+        except HydraException as error:  # noqa: PERF203
+            why = str(error).splitlines()[0]
+            faults.append(
+                Fault(
+                    f"{line!r} cannot be read as key=value ({why})."
+                    " Quote special characters: \"key='a, b'\".",
+                    error,
+                )
+            )
+    return overrides, faults
+
+
+def variants(overrides: list[Override], *, multirun: bool) -> tuple[list[list[str]], list[Fault]]:
+    """Divide a sweep into jobs in which every swept value occurs once.
+
+    Returns:
+        The overrides of each job as lines, at least one job, and a fault for each sweep without `--multirun`.
+    """
+    faults = []
+    values: list[list[str]] = []
+    for override in overrides:
+        if not override.is_sweep_override():
+            values.append([str(override.input_line)])
+        elif multirun and override.is_discrete_sweep():
+            prefix = str(override.input_line).split("=", 1)[0]
+            values.append([f"{prefix}={value}" for value in override.sweep_string_iterator()])
+        elif multirun:
+            values.append([])  # an interval: only the sweeper knows its values
+        else:
+            faults.append(
+                Fault(
+                    f"{override.input_line}: several values. Add -m to run a job for each,"
+                    f" or write a list as {override.key_or_group}=[{override.get_value_string()}]."
+                )
+            )
+    first = [options[0] for options in values if options]
+    jobs = [first]
+    for place, options in enumerate([options for options in values if options]):
+        jobs += [[*first[:place], option, *first[place + 1 :]] for option in options[1:]]
+    return jobs[:MOST_VARIANTS], faults
+
+
+def compose_job(loader: Loader, lines: list[str]) -> Composed:
+    """Compose one job from its overrides, with a fault for each that is wrong, and without those."""
+    result = Composed()
+    groups: list[str] = []
+    keys: list[Override] = []
+    lost: list[str] = []
+    for override in OverridesParser.create().parse_overrides(lines):
+        key = override.key_or_group
+        result.typed[key] = str(override.input_line)
+        if not loader.is_group(key) or isinstance(override.value(), dict):
+            keys.append(override)
+            continue
+        usable, fault = _check_group(loader, override)
+        if fault is not None:
+            result.faults.append(fault)
+            result.guessed.append(f"{key.replace('/', '.')}.")
+        if usable is not None:
+            groups.append(usable)
+        else:
+            lost.append(f"{key.replace('/', '.')}.")
+    search_path = [str(o.input_line) for o in keys if o.key_or_group == "hydra.searchpath"]
+    result.config, faults = _compose_groups(loader, groups, search_path)
+    result.faults += faults
+    if result.config is not None:
+        for override in keys:
+            # The keys of a group whose choice is unknown cannot be judged.
+            if not override.key_or_group.startswith(tuple(lost)):
+                result.faults += _apply(loader, override, result.config)
+    return result
+
+
+def _check_group(loader: Loader, override: Override) -> tuple[str | None, Fault | None]:
+    """The override to go on with (the nearest choice in place of a wrong one), and what is wrong with it."""
+    group, line = override.key_or_group, str(override.input_line)
+    value = override.value()
+    if override.is_delete():
+        return line, None
+    if value is None:
+        names = ", ".join(loader.choices(group))
+        return None, Fault(
+            f"{line}: expected a choice of group {group!r}: {names}; or ~{group}, for none of them."
+        )
+    given = value if isinstance(value, list) else [value]
+    wrong = [str(choice) for choice in given if not loader.is_choice(group, str(choice))]
+    if not wrong:
+        return _as_text(override, given), None
+    known = loader.choices(group)
+    text = "; ".join(
+        f"group {group!r} has no choice {choice!r}.{did_you_mean(choice, known)}" for choice in wrong
+    )
+    fault = Fault(f"{line}: {text} It has: {', '.join(known)}.{_PLUGINS.get(group, '')}")
+    nearby = [choice if str(choice) not in wrong else nearest(str(choice), known) for choice in given]
+    if None in nearby:
+        return None, fault
+    return _as_text(override, nearby), fault
+
+
+def _as_text(override: Override, choices: list[object]) -> str:
+    key = str(override.input_line).split("=", 1)[0]
+    quoted = [f"'{choice}'" for choice in choices]
+    return f"{key}=[{','.join(quoted)}]" if isinstance(override.value(), list) else f"{key}={quoted[0]}"
+
+
+def _compose_groups(
+    loader: Loader, groups: list[str], always: list[str]
+) -> tuple[DictConfig | None, list[Fault]]:
+    """Compose with all group choices that work together, and one fault for each that does not."""
+    try:
+        return loader.compose(always + groups), []
+    except (HydraException, OmegaConfBaseException, OSError):
+        pass
+    kept: list[str] = []
+    faults: list[Fault] = []
+    config: DictConfig | None = None
+    try:
+        config = loader.compose(always)
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        faults.append(Fault(_whole_message(error), error))
+    for line in groups:
+        try:
+            config = loader.compose([*always, *kept, line])
+            kept.append(line)
+            if len(kept) == 1 and faults and faults[0].error is not None:
+                faults.clear()  # the primary config needed this choice
+        except (HydraException, OmegaConfBaseException, OSError) as error:  # noqa: PERF203
+            if config is not None:
+                faults.append(Fault(f"{line.replace(chr(39), '')}: {_whole_message(error)}", error))
+    return config, faults
+
+
+def _whole_message(error: BaseException) -> str:
+    """The texts of an exception and its causes, the first sentence of each."""
+    parts: list[str] = []
+    seen: BaseException | None = error
+    while seen is not None:
+        parts += [line.strip() for line in str(seen).splitlines() if line.strip()][:2]
+        seen = seen.__cause__
+    return " ".join(dict.fromkeys(parts))
+
+
+def _apply(loader: Loader, override: Override, config: DictConfig) -> list[Fault]:
+    try:
+        loader.apply(override, config)
+    except (HydraException, OmegaConfBaseException) as error:
+        if not (override.is_add() or override.is_force_add()):
+            missing = _missing_key(loader, override, config)
+            if missing is not None:
+                return [Fault(f"{override.input_line}: {missing}", None)]
+        return [Fault(f"{override.input_line}: {_whole_message(error)}", error)]
+    return []
+
+
+def _missing_key(loader: Loader, override: Override, config: DictConfig) -> str | None:
+    """Which part of the key is not there and what is near, or `None` if it is there."""
+    parts = _split(override.key_or_group)
+    node: object = config
+    for depth, part in enumerate(parts):
+        if not isinstance(node, DictConfig) or part in node:
+            node = OmegaConf.select(config, ".".join(parts[: depth + 1]), throw_on_missing=False)
+            continue
+        names = [str(name) for name in node if not str(name).startswith("_")]
+        if depth == 0:
+            names = [*[name for name in names if name != "hydra"], *loader.groups()]
+        last = parts[-1]
+        elsewhere = [key for key in _all_keys(config) if key.rsplit(".", 1)[-1] == last]
+        hint = did_you_mean(part, names)
+        if not hint and elsewhere:
+            hint = " Did you mean " + " or ".join(repr(key) for key in elsewhere[:2]) + "?"
+        where = f"in {'.'.join(parts[:depth])!r}" if depth else "in the configuration"
+        sentence = f"there is no key {part!r} {where}.{hint}"
+        if override.is_delete():
+            return sentence
+        settings = settings_of(node) if depth == len(parts) - 1 else None
+        if settings is not None and part in settings:
+            return f"not among the settings of this config; add it with +{override.input_line}"
+        if not hint and settings is None:
+            sentence += f" A new key is added with +{override.input_line}"
+        return sentence
+    return None
+
+
+def quote_numbers(loader: Loader, lines: list[str]) -> dict[str, str]:
+    """Find choices that Hydra would take for numbers: `precision=32` becomes `precision='32'`.
+
+    Returns:
+        The quoted override by the one typed.
+    """
+    numbers = (re.fullmatch(r"(\+?)([\w/]+)=(\d+)", line) for line in lines)
+    return {
+        found[0]: f"{found[1]}{found[2]}='{found[3]}'"
+        for found in numbers
+        if found and loader.is_group(found[2])
+    }
+
+
+def _split(key: str) -> list[str]:
+    return [part for part in re.split(r"[.\[\]]", key) if part]
+
+
+def _all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
+    for name in map(str, config):
+        if name == "hydra" and not prefix:
+            continue
+        yield f"{prefix}{name}"
+        node = config._get_node(name)
+        if isinstance(node, DictConfig) and not (
+            node._is_none() or node._is_missing() or node._is_interpolation()
+        ):
+            yield from _all_keys(node, f"{prefix}{name}.")

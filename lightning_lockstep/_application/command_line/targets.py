@@ -1,0 +1,279 @@
+"""Do the values fit what they are given to?
+
+Every node with a `_target_` is compared with the signature of what it names: settings that it does not have,
+values of another type. Classes of this package and of Lightning are made besides, since their
+constructors check what a signature cannot say and have no effect. Not so loggers, which may begin a run, and what
+others wrote, whose effects are unknown: they are made only when the run itself begins.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hydra.utils
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_lockstep._application.command_line.faults import Fault
+from lightning_lockstep._application.command_line.value_types import mismatch
+from lightning_lockstep._application.hydra_internals import HydraException, locate
+from lightning_lockstep._application.tracking import is_logger, missing_package
+from lightning_lockstep._lightning import MisconfigurationException
+from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep.errors import ConfigurationError
+
+_SPECIAL = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
+_HARMLESS = ("lightning_lockstep.", "lightning.pytorch.", "pytorch_lightning.")
+
+
+class TargetChecks:
+    """Checks of the values of one composed job.
+
+    Args:
+        config: The frozen configuration of the job.
+        typed: The overrides as the user typed them, by key: a fault of that key is reported as typed.
+    """
+
+    def __init__(self, config: DictConfig, typed: dict[str, str]) -> None:
+        self.config = config
+        self.typed = typed
+
+    def signature_faults(self) -> list[Fault]:
+        """Settings that a target does not have, and values of a type that it does not take."""
+        faults: list[Fault] = []
+        for key, node in target_nodes(self.config):
+            target, fault = self._locate(key, node)
+            if fault is not None:
+                faults.append(fault)
+            elif target is not None:
+                faults += self._signature(key, node, target)
+        return faults
+
+    def missing_faults(self, component: str) -> list[Fault]:
+        """Values below `component` that have to be given and were not."""
+        node = OmegaConf.select(self.config, component, throw_on_missing=False)
+        if not isinstance(node, DictConfig):
+            return []
+        faults = [
+            Fault(f"{component}.{key}: has to be given, {component}.{key}=...") for key in _missing(node)
+        ]
+        for key, reference in _dangling(node):
+            faults.append(
+                Fault(
+                    f"{component}.{key}: takes its value from {reference}, and this configuration has no such"
+                    " key."
+                )
+            )
+        return faults
+
+    def constructor_faults(self, component: str, **given: Any) -> list[Fault]:
+        """What the constructor of `component` says about its settings, if it has no other effect.
+
+        Args:
+            component: Key of a node with a `_target_`.
+            given: Arguments in place of those in the configuration.
+        """
+        node = OmegaConf.select(self.config, component, throw_on_missing=False)
+        if not isinstance(node, DictConfig) or "_target_" not in node or self.missing_faults(component):
+            return []
+        target, fault = self._locate(component, node)
+        if fault is not None or target is None or self._signature(component, node, target):
+            return []
+        if is_logger(target):
+            error = missing_package(target, component, node)
+            return [] if error is None else [Fault(str(error), error)]
+        if not all(map(_harmless, _targets(node))):
+            return []
+        return [Fault(self._label(component, text), error) for text, error in _try_to_make(node, given)]
+
+    def _locate(self, key: str, node: DictConfig) -> tuple[Callable[..., Any] | None, Fault | None]:
+        name = str(node["_target_"])
+        try:
+            return locate(name), None
+        except Exception as error:  # importing a module can raise anything; all of it is reported
+            cause: BaseException = error.__cause__ or error
+            hint = did_you_mean(name.rpartition(".")[2], _names_beside(name))
+            why = hint or f" {next(iter(str(cause).splitlines()), type(cause).__name__)}"
+            return None, Fault(f"{self._shown(f'{key}._target_')}: {name} cannot be imported.{why}", error)
+
+    def _signature(self, key: str, node: DictConfig, target: Callable[..., Any]) -> list[Fault]:
+        try:
+            parameters = inspect.signature(target).parameters
+        except (TypeError, ValueError):
+            return []  # written in C without a signature
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        hints = _hints(target)
+        called = getattr(target, "__name__", str(target))
+        faults: list[Fault] = []
+        for name in map(str, node):
+            if name in _SPECIAL:
+                continue
+            if name not in parameters:
+                if not open_ended:
+                    near = did_you_mean(name, parameters)
+                    faults.append(
+                        Fault(f"{self._shown(f'{key}.{name}')}: {called} has no setting {name!r}.{near}")
+                    )
+            elif not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name):
+                expected = mismatch(node[name], hints.get(name), default=parameters[name].default)
+                if expected is not None:
+                    shown = self._shown(f"{key}.{name}")
+                    faults.append(
+                        Fault(
+                            f"{shown}: expected {expected}, given {_say(node[name])}."
+                            f"{expected.near(node[name])}"
+                        )
+                    )
+        return faults
+
+    def _shown(self, key: str) -> str:
+        if key in self.typed:
+            return self.typed[key]
+        value = OmegaConf.select(self.config, key, throw_on_missing=False)
+        return f"{key}={value}" if isinstance(value, (str, int, float, bool)) else key
+
+    def _label(self, component: str, text: str) -> str:
+        """Put the key in front of what a constructor says, in place of the `name=value` it may open with."""
+        node = OmegaConf.select(self.config, component)
+        text = text.removeprefix(f"{str(node['_target_']).rpartition('.')[2]}: ")
+        name = re.split(r"[= ]", text, maxsplit=1)[0]
+        if name in node and name not in _SPECIAL:
+            return f"{self._shown(f'{component}.{name}')}: {text.removeprefix(f'{name}={node[name]!r}: ')}"
+        return f"{component}: {text}"
+
+
+def _names_beside(name: str) -> list[str]:
+    """Public names of the module or class that `name` is looked for in."""
+    place, _, wrong = name.rpartition(".")
+    try:
+        owner = locate(place)
+        return [other for other in getattr(owner, "__all__", dir(owner)) if other != wrong]
+    except Exception:  # the same: there is nothing to compare with
+        return []
+
+
+def _targets(node: DictConfig) -> Iterator[Callable[..., Any] | None]:
+    """Everything that is made when the node is."""
+    return (target_of(inner) for _, inner in _containers(node, "") if "_target_" in inner)
+
+
+def _harmless(target: Callable[..., Any] | None) -> bool:
+    return f"{getattr(target, '__module__', '')}.".startswith(_HARMLESS) and not is_logger(target)
+
+
+def target_of(node: object) -> Callable[..., Any] | None:
+    """What the `_target_` of a node names; `None` if it has none or that cannot be imported."""
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        return None
+    try:
+        target: Callable[..., Any] = locate(str(node["_target_"]))
+    except Exception:  # importing a module can raise anything; it is reported where the target is checked
+        return None
+    return target
+
+
+def settings_of(node: object) -> set[str] | None:
+    """Names of all settings that the target of a node has; `None` if it takes any or cannot be asked."""
+    target = target_of(node)
+    if target is None:
+        return None
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return None  # written in C without a signature
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set(parameters)
+
+
+def target_nodes(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    """Yield key and node of everything with a `_target_`, outermost first, without Hydra's own part."""
+    for key, node in _containers(config, ""):
+        if isinstance(node, DictConfig) and "_target_" in node and not OmegaConf.is_missing(node, "_target_"):
+            yield key, node
+
+
+def _containers(node: DictConfig | ListConfig, key: str) -> Iterator[tuple[str, DictConfig | ListConfig]]:
+    yield key, node
+    names: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))
+    for name in names:
+        if key or name != "hydra":
+            child = node._get_node(name)
+            if isinstance(child, (DictConfig, ListConfig)) and not _special(child):
+                yield from _containers(child, f"{key}.{name}" if key else str(name))
+
+
+def _special(node: DictConfig | ListConfig) -> bool:
+    return node._is_none() or node._is_missing() or node._is_interpolation()
+
+
+def _missing(node: DictConfig) -> Iterator[str]:
+    """Keys below `node` whose value is `???`."""
+    for key, container in _containers(node, ""):
+        names: Any = container.keys() if isinstance(container, DictConfig) else range(len(container))
+        for name in names:
+            if OmegaConf.is_missing(container, name):
+                yield f"{key}.{name}" if key else str(name)
+
+
+def _dangling(node: DictConfig) -> Iterator[tuple[str, str]]:
+    """Keys below `node` whose interpolation was left over when everything else was resolved."""
+    for key, container in _containers(node, ""):
+        names: Any = container.keys() if isinstance(container, DictConfig) else range(len(container))
+        for name in names:
+            if OmegaConf.is_interpolation(container, name):
+                yield (f"{key}.{name}" if key else str(name)), _reference(container, name)
+
+
+def _reference(container: Any, name: Any) -> str:
+    """The interpolation itself, as it is written in the config."""
+    return str(container._get_node(name)._value())
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    function = target.__init__ if inspect.isclass(target) else target
+    try:
+        return typing.get_type_hints(inspect.unwrap(function))
+    except (NameError, TypeError, AttributeError):
+        return {}  # annotations that exist for type checkers only
+
+
+def _say(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+
+
+def _try_to_make(node: DictConfig, given: dict[str, Any]) -> list[tuple[str, BaseException]]:
+    """Make one component on the meta device and without logs, only for the faults that its constructor raises."""
+    import torch
+
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            hydra.utils.instantiate(node, _convert_="all", **given)
+    except (HydraException, OmegaConfBaseException) as error:
+        # Any other error may come from the meta device, and says nothing about the settings.
+        if isinstance(
+            error.__cause__ or error, (ValueError, TypeError, ImportError, MisconfigurationException)
+        ):
+            return objections(error)
+    finally:
+        logging.disable(logging.NOTSET)
+    return []
+
+
+def objections(error: BaseException) -> list[tuple[str, BaseException]]:
+    """What a failed instantiation says: all faults of a `ConfigurationError`, else its cause's first line."""
+    cause: BaseException = error.__cause__ or error
+    if isinstance(cause, ConfigurationError):
+        return [(text, cause) for text in cause.faults]
+    first = next(iter(str(cause).strip().splitlines()), "")
+    return [(first or type(cause).__name__, cause)]

@@ -1,0 +1,1 @@
+"""What is needed of DistributedDataParallel: its reducer and its communication hooks."""

@@ -1,0 +1,1 @@
+"""How waits in the backend are ended, so that the error reaches the program."""

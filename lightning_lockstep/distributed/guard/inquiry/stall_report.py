@@ -1,0 +1,170 @@
+"""What is said of a collective that does not complete though nobody has called another one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from lightning_lockstep._tables import plain_table
+from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall
+from lightning_lockstep.distributed.guard.calls.recorded import Outstanding
+from lightning_lockstep.distributed.guard.inquiry.question import Question
+from lightning_lockstep.distributed.guard.inquiry.rank_state import RankState
+from lightning_lockstep.distributed.guard.inquiry.waiting_ranks import WaitingRanks
+
+__all__ = ["StallReport", "histories"]
+
+# How a rank is marked in the table.
+_CAUSE = "<- never came"
+
+
+class StallReport:
+    """The texts for one question.
+
+    Args:
+        question: Who waits, and for what.
+        states: What each rank has said of itself, by rank.
+        silent: Why a rank that has not answered is silent, by rank.
+        waiting: Who waits for whom.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        states: Mapping[int, RankState],
+        silent: Mapping[int, str],
+        waiting: WaitingRanks,
+    ) -> None:
+        self._question, self._states, self._silent, self._waiting = question, states, silent, waiting
+
+    def slow(self, late: Sequence[int]) -> str:
+        """Return the remark that ranks are late and at work.
+
+        Args:
+            late: These ranks.
+        """
+        asker = self._states[self._question.rank]
+        where = "; ".join(self._work(rank) for rank in late)
+        return (
+            f"rank {asker.rank} has waited {self._question.seconds:.0f} s in {self._what()} at {asker.position.site}"
+            f" for {_ranks(late)}. {where}. Nothing is done about it as long as that moves."
+        )
+
+    def transfers(self) -> str:
+        """Return the remark that all ranks are in a collective, whose data is still on its way."""
+        asker = self._states[self._question.rank]
+        return (
+            f"rank {asker.rank} has waited {self._question.seconds:.0f} s in {self._what()} at {asker.position.site}."
+            " All its ranks have called it alike, and data moves between them. Nothing is done about it as long as it"
+            " does."
+        )
+
+    def never_came(self, causes: Sequence[int]) -> str:
+        """Return the report of ranks that did not come to a collective and do not move.
+
+        Args:
+            causes: These ranks.
+        """
+        waited = f"{_ranks(self._waiting.waiting())} waited {self._question.seconds:.0f} s"
+        if self._question.raised:
+            reason = self._question.raised.splitlines()[0]
+            waited = f"the wait of rank {self._question.rank} was ended by {reason}"
+        text = f"{_ranks(causes)} never came to {self._what()}: {waited}\n\n{self._table(causes)}"
+        for rank in causes:
+            if rank in self._states and self._states[rank].position.stack:
+                stack = "\n".join(f"      {place}" for place in self._states[rank].position.stack)
+                text += f"\n\n    Stack of rank {rank}, innermost first:\n{stack}"
+        remedy = (
+            "Look at what keeps it there; every rank must call the same collectives. A rank that only needs longer can"
+            " be given time by a larger stall_timeout."
+        )
+        return f"{text}\n\n{remedy}"
+
+    def does_not_complete(self, ranks: Sequence[int]) -> str:
+        """Return the report of a collective that its ranks have called alike.
+
+        Args:
+            ranks: Its ranks.
+        """
+        return (
+            f"{self._what()} does not complete though {_ranks(ranks)} have called it alike,"
+            f" {self._question.seconds:.0f} s ago\n\n{self._table(())}\n\n"
+            "Look at the network between the hosts, or at what runs beside it on other threads. A transfer that only"
+            " needs longer can be given time by a larger stall_timeout."
+        )
+
+    def current(self, rank: int) -> CollectiveCall:
+        """Return the call in which a rank waits.
+
+        Args:
+            rank: One that waits.
+        """
+        state = self._states[rank]
+        if not state.outstanding:
+            return state.message()
+        asked = self._question.outstanding
+        return state.call(asked if asked and asked in state.outstanding else state.outstanding[0])
+
+    def _work(self, rank: int) -> str:
+        if rank in self._states:
+            return f"rank {rank} works at {self._states[rank].position.site}"
+        return f"rank {rank} cannot say where it is: {self._silent[rank]}"
+
+    def _what(self) -> str:
+        outstanding = self._question.outstanding
+        asker = self._states[self._question.rank]
+        if outstanding is None:
+            if not (self._question.raised and asker.calls):
+                return "a send or receive"
+            last = asker.calls[-1].call
+            outstanding = Outstanding(last.group, last.number)
+        call = asker.call(outstanding)
+        return f"collective #{outstanding.number} of group {outstanding.group!r} ({call.title})"
+
+    def _table(self, causes: Collection[int]) -> str:
+        rows: list[tuple[object, ...]] = []
+        for rank in sorted({*self._states, *self._silent}):
+            mark = _CAUSE if rank in causes else ""
+            if rank not in self._states:
+                rows.append((rank, "-", "", "", f"no answer: {self._silent[rank]}", mark))
+            elif self._waiting.is_waiting(rank):
+                call = self.current(rank)
+                rows.append((rank, *call.columns(), call.site, mark))
+            else:
+                rows.append((rank, "-", "", "", self._place(self._states[rank]), mark))
+        return plain_table(("rank", "operation", "dtype", "shape", "called from / now at", ""), rows)
+
+    def _place(self, state: RankState) -> str:
+        asked = self._question.outstanding
+        last = state.last_call(asked.group) if asked is not None else None
+        place = state.position.site
+        if last is None:
+            return place
+        site = f" at {last.site}" if last.site else ""
+        return f"{place}, after #{last.number} {last.title}{site}"
+
+
+def histories(states: Mapping[int, RankState], history: int) -> str:
+    """Return a table of the last calls of each rank.
+
+    Args:
+        states: What each rank has said of itself, by rank.
+        history: How many calls of each.
+    """
+    rows = [
+        (
+            rank,
+            f"#{one.call.number}",
+            one.call.group,
+            *one.call.columns(),
+            one.call.site,
+            "" if one.done else "not complete",
+        )
+        for rank, state in sorted(states.items())
+        for one in state.calls[-history:]
+    ]
+    table = plain_table(("rank", "", "group", "operation", "dtype", "shape", "called from", ""), rows)
+    return f"The last {history} collectives of each rank:\n\n{table}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

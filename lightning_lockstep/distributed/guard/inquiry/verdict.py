@@ -1,0 +1,208 @@
+"""Why a collective does not complete: decided from what all ranks have said, by the one rank that asked them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall, mismatch_report
+from lightning_lockstep.distributed.guard.calls.comparison import as_far_as_known, comparison_key, odd_ones
+from lightning_lockstep.distributed.guard.calls.recorded import Outstanding
+from lightning_lockstep.distributed.guard.inquiry.question import Question
+from lightning_lockstep.distributed.guard.inquiry.rank_state import RankState, members
+from lightning_lockstep.distributed.guard.inquiry.stall_report import StallReport, histories
+from lightning_lockstep.distributed.guard.inquiry.waiting_ranks import WaitingRanks
+from lightning_lockstep.errors import CollectiveError, CollectiveMismatchError, CollectiveStallError
+
+__all__ = ["Verdict", "judge"]
+
+# What a backend says that has received other sizes than it expected: shapes that ranks may choose did not fit.
+_SIZES = ("ended the process", "data size")
+Kind = Literal["mismatch", "stall", "slow"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a question.
+
+    Attributes:
+        kind: ``mismatch``: ranks called different things; ``stall``: a rank did not come and does not move;
+            ``slow``: it has not come yet, and moves, or data still does: a remark, no error.
+        text: The report, the same for every rank.
+        ranks: The ranks that are the cause; empty where all are.
+        lacks_sites: Whether it does not say of each rank where that has called what it has called.
+        may_pass: Whether it rests on where the ranks were when each of them said so, a moment apart: it holds once it
+            is found twice.
+    """
+
+    kind: Kind
+    text: str
+    ranks: tuple[int, ...] = ()
+    lacks_sites: bool = False
+    may_pass: bool = False
+
+    def error(self) -> CollectiveError:
+        """Return the error that every rank raises.
+
+        Raises:
+            ValueError: It is a remark.
+        """
+        if self.kind == "slow":
+            raise ValueError("a slow rank is no error")
+        return (
+            CollectiveMismatchError(self.text) if self.kind == "mismatch" else CollectiveStallError(self.text)
+        )
+
+
+def judge(
+    question: Question,
+    states: Mapping[int, RankState],
+    silent: Mapping[int, str],
+    *,
+    left: Collection[int] = (),
+    running: Collection[int] = (),
+    stall_timeout: float = 0.0,
+    history: int = 0,
+) -> Verdict | None:
+    """Return why a collective does not complete, or ``None`` where the records say nothing, or it has completed.
+
+    Args:
+        question: Who waits, and for what.
+        states: What each rank has said of itself, by rank.
+        silent: Why a rank that has not answered is silent, by rank.
+        left: Those of the silent ranks whose program has come to its end, which breaks connections with others.
+        running: Those of the silent ranks whose processes are known to run.
+        stall_timeout: How long a collective may take that all ranks have called [s].
+        history: How many of the last calls of each rank the report lists.
+
+    Ranks: the rank that has asked, alone; nothing is sent.
+    """
+    case = _Case(question, states, silent, left, running, stall_timeout)
+    verdict = case.verdict()
+    if verdict is None or not history or verdict.kind == "slow":
+        return verdict
+    return replace(verdict, text=f"{verdict.text}\n\n{histories(states, history)}")
+
+
+class _Case:
+    """One question and what the ranks have said."""
+
+    def __init__(
+        self,
+        question: Question,
+        states: Mapping[int, RankState],
+        silent: Mapping[int, str],
+        left: Collection[int],
+        running: Collection[int],
+        stall_timeout: float,
+    ) -> None:
+        self.question, self.states, self.silent, self.left = question, states, silent, left
+        self.stall_timeout = stall_timeout
+        self.waiting = WaitingRanks(states, silent, running)
+        self.report = StallReport(question, states, silent, self.waiting)
+
+    def verdict(self) -> Verdict | None:
+        asker = self.states.get(self.question.rank)
+        if asker is None:
+            return None
+        differing = self._first_difference(asker)
+        if differing is None and any(word in self.question.raised for word in _SIZES):
+            differing = self._first_difference(asker, with_own_shapes=True)
+        if differing is not None:
+            return differing
+        if self.question.raised:
+            # The backend's own error, unless a rank that has left has broken the connections.
+            return self._stall(sorted(self.left)) if self.left else None
+        if not self._waits(asker):
+            return None  # it has gone on meanwhile
+        stuck, reached = self.waiting.stuck(), self.waiting.reached_from(asker.rank)
+        if asker.rank not in stuck:
+            late = [rank for rank in reached if not self.waiting.is_waiting(rank)]
+            return Verdict(kind="slow", text=self.report.slow(late), ranks=tuple(late))
+        causes = [rank for rank in reached if rank in stuck]
+        idle = [rank for rank in causes if not self.waiting.waits_for(rank)]
+        if any(rank in self.states and self.states[rank].raised for rank in idle):
+            return None  # the backend has raised an error there, about which that rank asks itself
+        return self._stall(idle) if idle else self._cycle(asker, causes)
+
+    def _waits(self, state: RankState) -> bool:
+        if self.question.outstanding is None:
+            return state.is_in_message()
+        return self.question.outstanding in state.outstanding
+
+    def _stall(self, causes: Sequence[int]) -> Verdict:
+        may_pass = not self.question.raised and not set(causes) <= set(self.silent)
+        text = self.report.never_came(causes)
+        return Verdict(kind="stall", text=text, ranks=tuple(causes), may_pass=may_pass)
+
+    def _cycle(self, asker: RankState, causes: Sequence[int]) -> Verdict | None:
+        outstanding = self.question.outstanding
+        alike = members(self.states, outstanding.group) if outstanding is not None else ()
+        ranks = sorted({asker.rank, *(causes or filter(self.waiting.is_waiting, alike))})
+        calls = as_far_as_known({rank: self.report.current(rank) for rank in ranks})
+        if (
+            len({(comparison_key(call, exactly=True), call.group, call.number) for call in calls.values()})
+            > 1
+        ):
+            return replace(_mismatch(calls), may_pass=True)
+        ranks = sorted({*ranks, *(rank for rank in alike if rank in self.states)})
+        since = [self.states[rank].seconds_since_call for rank in ranks]
+        if any(seconds is not None and seconds < self.stall_timeout for seconds in since):
+            return None  # the last of them has come only now
+        if any(self.states[rank].transfers for rank in ranks):
+            return Verdict(kind="slow", text=self.report.transfers())
+        return Verdict(kind="stall", text=self.report.does_not_complete(ranks), may_pass=True)
+
+    def _first_difference(self, asker: RankState, *, with_own_shapes: bool = False) -> Verdict | None:
+        """Return the first collective that its ranks called differently.
+
+        It is of a group in which the asker waits, or one of those that it waits for.
+
+        Args:
+            asker: The rank that asks.
+            with_own_shapes: Whether shapes count that ranks may choose, as in an all-to-all of parts that differ.
+        """
+        reached = [self.states[rank] for rank in self.waiting.reached_from(asker.rank) if rank in self.states]
+        groups = [one.group for state in (asker, *reached) for one in state.outstanding]
+        if self.question.raised:
+            groups += [one.call.group for one in reversed(asker.calls)]
+        open_calls = self._open_calls(asker)
+        for group in dict.fromkeys(groups):
+            by_rank = {rank: s.calls_of(group) for rank, s in self.states.items() if group in s.groups}
+            if len(by_rank) < 2:
+                continue
+            for number in sorted(set.intersection(*(set(calls) for calls in by_rank.values()))):
+                wanted = Outstanding(group, number)
+                calls = as_far_as_known({rank: self.states[rank].call(wanted) for rank in by_rank})
+                if _differ(calls.values(), is_open=wanted in open_calls, with_own_shapes=with_own_shapes):
+                    return _mismatch(calls)
+        return None
+
+    def _open_calls(self, asker: RankState) -> set[Outstanding]:
+        """Return the calls that are not complete on some rank, and the one about which the backend has raised.
+
+        A backend may take a call for done that it has raised an error about.
+        """
+        found = {one for state in self.states.values() for one in state.outstanding}
+        if self.question.raised:
+            calls = [one for state in self.states.values() for one in state.calls if not one.done]
+            calls += sorted(asker.calls, key=lambda one: one.started)[-1:]
+            found |= {Outstanding(one.call.group, one.call.number) for one in calls}
+        return found
+
+
+def _differ(calls: Collection[CollectiveCall], *, is_open: bool, with_own_shapes: bool) -> bool:
+    """Return whether calls cannot belong together; of those that are complete on all ranks, less is asked."""
+    if with_own_shapes and is_open:
+        return len({call.compared() for call in calls}) > 1
+    return len({comparison_key(call, exactly=is_open) for call in calls}) > 1
+
+
+def _mismatch(calls: Mapping[int, CollectiveCall]) -> Verdict:
+    return Verdict(
+        kind="mismatch",
+        text=mismatch_report(calls),
+        ranks=odd_ones(calls),
+        lacks_sites=not all(call.site for call in calls.values()),
+    )

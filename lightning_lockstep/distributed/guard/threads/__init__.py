@@ -1,0 +1,1 @@
+"""What the threads of this process do, seen from another thread."""

@@ -1,0 +1,200 @@
+"""What a collective gives where every rank of the group holds what this rank holds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lockstep.distributed.local.reduction_kinds import reduction_kind
+from lightning_lockstep.errors import CollectiveError
+
+__all__ = ["ANSWERS", "LocalCall", "UnansweredCollectiveError"]
+
+# Types of these are not among those that torch states.
+_OBJECT_FUNCTIONS = {"broadcast_object_list", "scatter_object_list"}
+
+
+class UnansweredCollectiveError(CollectiveError):
+    """A step that runs on one rank alone called for data that only another rank has.
+
+    Ranks: raised on the rank that runs the step.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCall:
+    """One call of a collective.
+
+    Attributes:
+        operation: Its name in ``torch.distributed.ProcessGroup``.
+        rank: This rank, in the group.
+        size: Number of ranks of the group.
+        tensors: What it is given, what it writes to first: tensors, lists of them or lists of those.
+        reduction: A ``ReduceOp`` or what the dispatcher makes of it; ``None`` where it does not reduce.
+        root: The one rank, in the group, that sends or receives, if there is one.
+        splits: Rows for and of each rank; empty or ``None`` for equal ones.
+    """
+
+    operation: str
+    rank: int
+    size: int
+    tensors: Sequence[Any]
+    reduction: Any = None
+    root: int = 0
+    splits: Sequence[Any] = (None, None)
+
+    def unanswered(self, why: str) -> UnansweredCollectiveError:
+        """Return the error to raise."""
+        return UnansweredCollectiveError(
+            f"{self.operation} cannot be answered in a step that runs on one rank alone: {why}."
+        )
+
+
+def _all_reduce(call: LocalCall) -> None:
+    for tensor in call.tensors[0]:
+        _reduce_in_place(call, tensor)
+
+
+def _reduce(call: LocalCall) -> None:
+    if call.rank == call.root:
+        _all_reduce(call)
+
+
+def _broadcast(call: LocalCall) -> None:
+    # A tensor stays as it is: it often holds this rank's own values of the same kind (a permutation, a mask).
+    if call.rank != call.root and _sends_objects():
+        raise call.unanswered(f"what rank {call.root} of the group sends is not known here")
+
+
+def _all_gather(call: LocalCall) -> None:
+    for places, source in zip(*call.tensors, strict=True):
+        for place in places:
+            _copy(call, place, source)
+
+
+def _all_gather_single(call: LocalCall) -> None:
+    for output, source in zip(*map(_listed, call.tensors), strict=True):
+        for place in _parts(output, call.size):
+            _copy(call, place, source)
+
+
+def _gather(call: LocalCall) -> None:
+    if call.rank == call.root:
+        _all_gather(call)
+
+
+def _scatter(call: LocalCall) -> None:
+    outputs, inputs = call.tensors
+    for index, place in enumerate(outputs):
+        if call.rank == call.root:
+            _copy(call, place, inputs[index][call.rank])
+        else:
+            place.data.zero_()  # often uninitialised memory, as in torch.distributed.nn on gloo
+
+
+def _reduce_scatter(call: LocalCall) -> None:
+    for place, sources in zip(*call.tensors, strict=True):
+        _copy(call, place, sources[call.rank])
+        _reduce_in_place(call, place)
+
+
+def _reduce_scatter_single(call: LocalCall) -> None:
+    for place, source in zip(*map(_listed, call.tensors), strict=True):
+        _copy(call, place, _parts(source, call.size)[call.rank])
+        _reduce_in_place(call, place)
+
+
+def _all_to_all(call: LocalCall) -> None:
+    places, sources = call.tensors
+    source = sources[call.rank].data.clone()  # the outputs may be the inputs
+    for place in places:
+        _copy(call, place, source)
+
+
+def _all_to_all_single(call: LocalCall) -> None:
+    parts = [
+        tensor.data.split(list(sizes)) if sizes else tensor.data.tensor_split(call.size)
+        for tensor, sizes in zip(call.tensors, call.splits, strict=True)
+    ]
+    _all_to_all(LocalCall(operation=call.operation, rank=call.rank, size=call.size, tensors=parts))
+
+
+def _barrier(call: LocalCall) -> None:
+    """Nobody is waited for."""
+
+
+def _point_to_point(call: LocalCall) -> None:
+    raise call.unanswered("the other rank takes no part in it")
+
+
+#: How each operator of torch's ``c10d`` is answered, in place.
+ANSWERS: dict[str, Callable[[LocalCall], None]] = {
+    "allreduce_": _all_reduce,
+    "allreduce_coalesced_": _all_reduce,
+    "reduce_": _reduce,
+    "broadcast_": _broadcast,
+    "allgather_": _all_gather,
+    "allgather_coalesced_": _all_gather,
+    "_allgather_base_": _all_gather_single,
+    "allgather_into_tensor_coalesced_": _all_gather_single,
+    "gather_": _gather,
+    "scatter_": _scatter,
+    "reduce_scatter_": _reduce_scatter,
+    "_reduce_scatter_base_": _reduce_scatter_single,
+    "reduce_scatter_tensor_coalesced_": _reduce_scatter_single,
+    "alltoall_": _all_to_all,
+    "alltoall_base_": _all_to_all_single,
+    "barrier": _barrier,
+    "monitored_barrier_": _barrier,
+    "send": _point_to_point,
+    "recv_": _point_to_point,
+    "recv_any_source_": _point_to_point,
+}
+
+
+def _copy(call: LocalCall, place: Tensor, source: Tensor) -> None:
+    if place.numel() != source.numel():
+        raise call.unanswered(
+            f"it was given room for {place.numel()} values of another rank, but this rank's own tensor, which stands"
+            f" for that rank's, has {source.numel()}"
+        )
+    # `data` has a version of its own: a backend does not raise the version of what it writes to, either.
+    place.data.copy_(source.data.reshape(place.shape))
+
+
+def _reduce_in_place(call: LocalCall, tensor: Tensor) -> None:
+    kind = "sum" if call.reduction is None else reduction_kind(call.reduction)
+    values = tensor.data
+    if kind == "sum" and values.dtype is not torch.bool:
+        values.mul_(call.size)
+    elif kind == "product":
+        values.pow_(call.size)
+    elif kind == "bxor" and call.size % 2 == 0:
+        values.zero_()
+    elif kind == "premul_sum":
+        raise call.unanswered("the factor of PREMUL_SUM is not known here")
+    # An average, minimum, maximum, bitwise and, bitwise or of equal tensors is the tensor.
+
+
+def _listed(tensors: Any) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _parts(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    return tensor.data.view(-1).tensor_split(count)
+
+
+def _sends_objects() -> bool:
+    """Return whether this is part of torch's own broadcast or scatter of objects."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name in _OBJECT_FUNCTIONS and frame.f_globals is vars(dist.distributed_c10d):
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""Tensors whose shapes differ between the ranks, gathered."""

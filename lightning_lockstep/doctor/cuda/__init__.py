@@ -1,0 +1,1 @@
+"""Drivers, toolkits and compilers, and the torch that they are for."""

@@ -1,0 +1,20 @@
+"""Devices on the PCI bus of a machine."""
+
+from __future__ import annotations
+
+from lightning_lockstep.doctor.machines.machine import Machine
+
+__all__ = ["pci_devices"]
+
+
+def pci_devices(machine: Machine, vendor: str) -> list[str]:
+    """Return the folders in which the kernel describes the devices of a vendor.
+
+    Args:
+        machine: To look at.
+        vendor: Its number, such as ``0x10de``.
+    """
+    files = machine.glob("/sys/bus/pci/devices/*/vendor")
+    return [
+        path.removesuffix("/vendor") for path in files if (machine.read_text(path) or "").strip() == vendor
+    ]

@@ -1,0 +1,1 @@
+"""The doctor on several hosts, by ssh or as ranks, in one table."""

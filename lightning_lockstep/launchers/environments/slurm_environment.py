@@ -1,0 +1,202 @@
+"""Ranks that srun has started, and jobs of Slurm in which srun was left out.
+
+srun sets variables for each step beside those of the job. Lightning reads those of the job, which are wrong where a
+step has fewer tasks than the job, or a job holds several steps at a time; here the step's are read.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import socket
+import warnings
+import zlib
+from collections.abc import Mapping
+from signal import Signals
+
+from lightning_lockstep._lightning import ClusterEnvironment, SLURMEnvironment
+from lightning_lockstep._tables import plain_table
+from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.environments.slurm_step import (
+    INTERACTIVE,
+    SlurmStep,
+    address_of_node,
+    find_slurm_step,
+    first_node,
+)
+
+__all__ = ["SlurmStep", "SlurmStepEnvironment", "check_srun_is_used", "find_slurm_step", "hide_srun_hint"]
+
+# Ports that jobs are given: above those of services, below those that systems give to outgoing connections.
+_FIRST_PORT, _PORTS = 12_000, 8_000
+
+
+def hide_srun_hint() -> None:
+    """Have Lightning not warn that srun is not used: it does so on every machine that has the command.
+
+    :func:`check_srun_is_used` says it where it matters.
+    """
+    warnings.filterwarnings("ignore", message="The `srun` command is available")
+
+
+def check_srun_is_used(num_nodes: int, environ: Mapping[str, str] | None = None) -> None:
+    """Raise if ranks on other nodes would be waited for in a batch script that does not start them.
+
+    Args:
+        num_nodes: Number of nodes that the Trainer expects.
+        environ: Environment variables; by default those of this process.
+
+    Raises:
+        LaunchError: This program runs once, on the first node of its job.
+    """
+    environ = os.environ if environ is None else environ
+    in_script = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
+    by_hand = "NODE_RANK" in environ or "GROUP_RANK" in environ
+    if num_nodes < 2 or not in_script or by_hand or environ.get("SLURM_JOB_NAME") in INTERACTIVE:
+        return
+    job, nodes = environ.get("SLURM_JOB_ID", "?"), environ.get("SLURM_JOB_NUM_NODES", "?")
+    raise LaunchError(
+        f"num_nodes={num_nodes}, but the batch script of Slurm job {job} ({nodes} nodes) has started this program once,"
+        " on its first node, and nobody starts it on the others. Put srun in front of the command, and ask for"
+        " --ntasks-per-node=<devices>."
+    )
+
+
+class SlurmStepEnvironment(SLURMEnvironment):
+    """The cluster environment of the tasks of a Slurm step.
+
+    Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT`` where those are set; else at the step's first node, and at a
+    port of the step: one that Slurm has reserved (``srun --resv-ports``), or one computed from job and step.
+
+    Args:
+        step: The step; by default found in the environment variables.
+        auto_requeue: Whether the job is requeued on ``requeue_signal``.
+        requeue_signal: By default ``SIGUSR1``.
+
+    Ranks: every rank of the step makes one.
+    """
+
+    def __init__(
+        self,
+        step: SlurmStep | None = None,
+        *,
+        auto_requeue: bool = True,
+        requeue_signal: Signals | None = None,
+    ) -> None:
+        # Lightning's own constructor refuses --ntasks without --ntasks-per-node.
+        ClusterEnvironment.__init__(self)
+        self.auto_requeue = auto_requeue
+        self.requeue_signal = Signals.SIGUSR1 if requeue_signal is None else requeue_signal
+        found = step or find_slurm_step()
+        if found is None:
+            raise LaunchError("This process is no task of a Slurm step: expected it to be started by srun.")
+        self.slurm_step = found
+
+    @staticmethod
+    def detect() -> bool:
+        """Return whether srun has started this process as one of several tasks."""
+        step = find_slurm_step()
+        return step is not None and step.size > 1
+
+    @property
+    def rendezvous_name(self) -> str:
+        """What all ranks of this step have in common, and no others."""
+        return f"Slurm step {self.slurm_step.name}"
+
+    @property
+    def main_address(self) -> str:
+        """Address of rank 0.
+
+        Raises:
+            LaunchError: Its name cannot be resolved here.
+        """
+        given = os.environ.get("MASTER_ADDR")
+        if given:
+            return _checked(given)
+        if len(self.slurm_step.tasks_per_node) == 1:
+            return "127.0.0.1"
+        return address_of_node(first_node(self.slurm_step.nodes))
+
+    @property
+    def main_port(self) -> int:
+        """Port at which rank 0 listens."""
+        given = os.environ.get("MASTER_PORT", "")
+        reserved = re.match(r"\d+", os.environ.get("SLURM_STEP_RESV_PORTS", ""))
+        if given.isdigit():
+            return int(given)
+        if reserved is not None:
+            return int(reserved[0])
+        return _FIRST_PORT + zlib.crc32(self.slurm_step.name.encode()) % _PORTS
+
+    def world_size(self) -> int:
+        """Return the number of tasks of the step."""
+        return self.slurm_step.size
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: srun has decided."""
+
+    def global_rank(self) -> int:
+        """Return this rank."""
+        return self.slurm_step.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: srun has decided."""
+
+    def local_rank(self) -> int:
+        """Return this rank on its node."""
+        return self.slurm_step.local_rank
+
+    def node_rank(self) -> int:
+        """Return the number of this rank's node."""
+        return self.slurm_step.node
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Raise if the Trainer expects other ranks than srun has started.
+
+        Raises:
+            LaunchError: With a table of what each expects, and the flags to change.
+        """
+        step = self.slurm_step
+        counts, nodes = set(step.tasks_per_node), len(step.tasks_per_node)
+        if counts == {num_devices} and nodes == num_nodes:
+            return
+        given = "+".join(map(str, step.tasks_per_node)) if len(counts) > 1 else str(step.local_size)
+        table = plain_table(
+            ("", "tasks", "tasks per node", "nodes"),
+            [
+                ("Trainer (devices x num_nodes)", num_devices * num_nodes, num_devices, num_nodes),
+                ("srun", step.size, given, nodes),
+            ],
+        )
+        raise LaunchError(
+            f"The Trainer and srun disagree about the ranks:\n\n{table}\n\n"
+            f"{_what_to_change(step, num_devices, num_nodes)}"
+        )
+
+
+def _what_to_change(step: SlurmStep, num_devices: int, num_nodes: int) -> str:
+    counts, nodes = set(step.tasks_per_node), len(step.tasks_per_node)
+    on_slurm = f"--nodes={num_nodes} --ntasks-per-node={num_devices}"
+    if len(counts) > 1:
+        return (
+            f"Every node needs the same number of tasks: ask Slurm for {on_slurm} instead of --ntasks"
+            f"={step.size} alone."
+        )
+    return (
+        f"Set devices={step.local_size} and num_nodes={nodes} in the Trainer"
+        f" (trainer.devices={step.local_size} trainer.num_nodes={nodes}), or ask Slurm for {on_slurm}."
+    )
+
+
+@functools.cache
+def _checked(given: str) -> str:
+    """Return the ``MASTER_ADDR`` that was given if it can be resolved: the names of a cluster do not come later."""
+    try:
+        socket.getaddrinfo(given, None)
+    except OSError as error:
+        raise LaunchError(
+            f"MASTER_ADDR={given!r} cannot be resolved on {socket.gethostname()!r}: expected the name or address of the"
+            " step's first node. Correct it, or leave it out: the ranks then ask Slurm."
+        ) from error
+    return given

@@ -1,0 +1,1 @@
+"""Hydra programs started again as further ranks, with one configuration and one run folder."""

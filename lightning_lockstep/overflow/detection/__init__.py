@@ -1,0 +1,1 @@
+"""What is looked at in every step, and how little that costs."""

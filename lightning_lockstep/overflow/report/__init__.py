@@ -1,0 +1,1 @@
+"""What all ranks have found: put together, printed, written to files, acted on."""

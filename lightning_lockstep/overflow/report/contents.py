@@ -1,0 +1,194 @@
+"""The report: what one rank found, what all ranks found together, and how it is printed and written."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_lockstep._files import write_report
+from lightning_lockstep.overflow.diagnosis.frames import Frame, Producer
+from lightning_lockstep.overflow.diagnosis.remedy import Remedy
+
+__all__ = ["Occasion", "RankReport", "combined_head", "combined_text", "write"]
+
+_COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
+_NAMED = 12
+# What a report without a producer says first, by whether its replay was clean.
+_WITHOUT_PRODUCER = {
+    True: "clean; the bad value did not originate here",
+    False: "bad in training_step or in the module's own backward, outside of its modules",
+    None: "the batch was not replayed here",
+}
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """Where in the run a bad value was found.
+
+    Attributes:
+        epoch: Epoch, from 0.
+        step: Optimizer step (``trainer.global_step``), from 0.
+        batch_number: Batch over all epochs, from 0.
+        batch_idx: Batch of the epoch, from 0.
+    """
+
+    epoch: int
+    step: int
+    batch_number: int
+    batch_idx: int
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, batch {self.batch_idx}, step {self.step}"
+
+
+@dataclass
+class RankReport:
+    """What one rank found.
+
+    Attributes:
+        rank: Its number.
+        host: Its host.
+        occasion: Where in the run.
+        loss: The loss as it went into the backward; ``None`` if there was none.
+        frames: Forward frames up to the first bad one.
+        backward_frames: Frames of the backward, where the first bad value is a gradient.
+        producer: What produced the first bad value in the forward.
+        backward_producer: What produced the first bad gradient from good ones.
+        propagators: Modules that passed it on.
+        gradients: One line for each bad gradient, as reduced over all ranks.
+        optimizer: One line for each bad entry of an optimizer's state.
+        remedy: What to do.
+        notes: Further remarks.
+        clean: Whether replaying the batch on this rank gave no bad value; ``None`` where it was not replayed.
+    """
+
+    rank: int
+    host: str
+    occasion: Occasion
+    loss: float | None = None
+    frames: list[Frame] = field(default_factory=list)
+    backward_frames: list[Frame] = field(default_factory=list)
+    producer: Producer | None = None
+    backward_producer: Producer | None = None
+    propagators: list[str] = field(default_factory=list)
+    gradients: list[str] = field(default_factory=list)
+    optimizer: list[str] = field(default_factory=list)
+    remedy: Remedy = field(default_factory=Remedy)
+    notes: list[str] = field(default_factory=list)
+    clean: bool | None = None
+
+    @property
+    def is_origin(self) -> bool:
+        """Whether a bad value was first produced on this rank."""
+        return self.clean is False
+
+    def head(self) -> str:
+        """Return a few lines: what produced the bad value, and the remedy."""
+        first = self.producer or self.backward_producer
+        rank = f"rank {self.rank} (host {self.host})"
+        if first is None:
+            return f"{rank}: {_WITHOUT_PRODUCER[self.clean]}"
+        lines = [f"{rank}: {first.sentence()}"]
+        lines += [f"  {line}" for line in self.remedy.lines()]
+        return "\n".join(lines)
+
+    def text(self) -> str:
+        """Return the whole report of this rank as printed."""
+        lines = [f"--- rank {self.rank} on host {self.host}: {self.occasion}; loss {_number(self.loss)}"]
+        if self.frames and self.producer is not None:
+            lines += [f"Last {len(self.frames)} forward frames:", _COLUMNS, *(f.text() for f in self.frames)]
+        if self.backward_frames:
+            shown = len(self.backward_frames)
+            lines += [f"Last {shown} backward frames:", _COLUMNS, *(f.text() for f in self.backward_frames)]
+        lines.append("")
+        if self.producer is not None:
+            lines.append(f"Producer: {self.producer.sentence()}")
+        if self.backward_producer is not None:
+            lines.append(f"First bad gradient: {self.backward_producer.sentence()}")
+        if self.clean:
+            lines.append("Clean: replaying the batch on this rank produced no nan or inf.")
+        elif self.clean is False and self.producer is None and self.backward_producer is None:
+            lines.append(f"No producer: {_WITHOUT_PRODUCER[False]}.")
+        lines += _listed("Passed on by", self.propagators)
+        if self.rank == 0:  # they are the same on every rank
+            lines += _listed("Bad gradients (as reduced over all ranks)", self.gradients)
+        lines += _listed("Bad optimizer state", self.optimizer)
+        lines += [f"Note: {note}" for note in self.notes]
+        lines += self.remedy.lines()
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as values that JSON can hold."""
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            **asdict(self.occasion),
+            "loss": _plain(self.loss),
+            "producer": asdict(self.producer) if self.producer else None,
+            "backward_producer": asdict(self.backward_producer) if self.backward_producer else None,
+            "propagators": self.propagators,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "remedy": asdict(self.remedy),
+            "notes": self.notes,
+            "frames": [_frame_json(frame) for frame in self.frames],
+            "backward_frames": [_frame_json(frame) for frame in self.backward_frames],
+        }
+
+
+def combined_head(occasion: Occasion, heads: Mapping[int, str], why: str) -> str:
+    """Return the text of the error, the same on every rank.
+
+    Args:
+        occasion: Where in the run.
+        heads: The head of each rank's report.
+        why: Why it is an overflow.
+    """
+    lines = [f"Detected inf/nan during batch_number={occasion.batch_number} ({occasion}): {why}."]
+    return "\n".join([*lines, *(heads[rank] for rank in sorted(heads))])
+
+
+def combined_text(occasion: Occasion, texts: Mapping[int, str], why: str) -> str:
+    """Return the reports of all ranks in rank order, as printed and written; see :func:`combined_head`."""
+    head = f"\nDetected inf/nan during batch_number={occasion.batch_number} ({occasion}): {why}."
+    return "\n".join([head, *(texts[rank] for rank in sorted(texts))]) + "\n"
+
+
+def write(folder: Path, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Write a report as text and as JSON; where that is not possible, say so.
+
+    Args:
+        folder: Made if it does not exist.
+        stem: File name without its ending.
+        text: The report as printed.
+        reports: Each rank's report, as :meth:`RankReport.as_json` gives it.
+    """
+    write_report(folder / f"{stem}.txt", text)
+    write_report(folder / f"{stem}.json", json.dumps({"ranks": list(reports)}, indent=1))
+
+
+def _listed(title: str, lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    more = [f"    ... and {len(lines) - _NAMED} more"] if len(lines) > _NAMED else []
+    return [f"{title}:", *(f"    {line}" for line in lines[:_NAMED]), *more]
+
+
+def _frame_json(frame: Frame) -> dict[str, Any]:
+    values = [
+        {"label": v.label, "bad": v.bad, **(v.statistics.as_json() if v.statistics else {"kind": v.kind})}
+        for v in frame.values
+    ]
+    return {"module": frame.module, "type": frame.type, "bad": frame.bad, "values": values}
+
+
+def _plain(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6g}"
