@@ -27,6 +27,7 @@ GROUND = {
     "_program",
     "_files",
     "_processes",
+    "_text",
 }
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
@@ -56,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "_console": set(),
     "_files": {"_console"},
     "_processes": set(),
+    "_text": set(),
     "_program": set(),
     "distributed": GROUND,
     "launchers": TALK,

@@ -1,0 +1,106 @@
+"""Figures, lists and errors as they stand in messages: one spelling of each in the whole package."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+__all__ = [
+    "exit_in_words",
+    "first_line",
+    "listed",
+    "ranges",
+    "ranks_in_words",
+    "size_in_words",
+    "time_in_words",
+]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers in short, in rising order: ``3``, ``0-7``, ``0-2,5``.
+
+    Args:
+        numbers: In any order; a number that comes twice counts once.
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return ranks as a subject: ``rank 3``, ``ranks 0-7``, ``ranks 0-2,5``.
+
+    Args:
+        ranks: In any order, at least one.
+    """
+    different = set(ranks)
+    return f"{'rank' if len(different) == 1 else 'ranks'} {ranges(different)}"
+
+
+def size_in_words(size: float | None) -> str:
+    """Return a number of bytes with three digits, such as ``1.50 GiB``; a dash for ``None``.
+
+    Args:
+        size: [bytes].
+    """
+    if size is None:
+        return "-"
+    for unit, length in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= length:
+            value = size / length
+            digits = 0 if unit != "GiB" or value >= 99.95 else 1 if value >= 9.995 else 2
+            return f"{value:.{digits}f} {unit}"
+    return f"{size:.0f} B"
+
+
+def time_in_words(seconds: float) -> str:
+    """Return a time with about two digits: ``40 us``, ``1.8 ms``, ``3.5 s``, ``12 s``, ``3 min``, ``5 h``, ``2 d``.
+
+    Args:
+        seconds: [s].
+    """
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    if seconds >= 1:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def listed(texts: Sequence[str], most: int) -> str:
+    """Return the first of ``texts`` with commas between them, and how many more there are.
+
+    Args:
+        texts: In the order in which they are to be read.
+        most: How many of them to show.
+    """
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def first_line(said: BaseException | str) -> str:
+    """Return the first line of a text or of an error's message that is not blank; of an empty error its type.
+
+    Args:
+        said: An error, or what a program has printed.
+    """
+    lines = (line.strip() for line in str(said).splitlines())
+    return next((line for line in lines if line), "" if isinstance(said, str) else type(said).__name__)
+
+
+def exit_in_words(returncode: int) -> str:
+    """Return how a process ended: ``exit code 1``, ``killed by SIGKILL``.
+
+    Args:
+        returncode: As :class:`subprocess.Popen` gives it: negative for a signal.
+    """
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    with suppress(ValueError):
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"killed by signal {-returncode}"
