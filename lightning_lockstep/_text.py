@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 __all__ = [
+    "counted",
     "exit_in_words",
     "first_line",
     "listed",
@@ -15,6 +16,17 @@ __all__ = [
     "size_in_words",
     "time_in_words",
 ]
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number of things: ``1 rank``, ``2 ranks``, ``0 batches``, ``1,654 samples``.
+
+    Args:
+        number: How many.
+        what: The noun in the singular.
+    """
+    plural = f"{what}es" if what.endswith(("ch", "s", "x")) else f"{what}s"
+    return f"{number:,} {what if number == 1 else plural}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

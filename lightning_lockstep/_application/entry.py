@@ -183,7 +183,7 @@ class _Application:
         """Run one job in the process that a launcher of sweeps has made for it (joblib, submitit)."""
         if leaving():
             raise LaunchError(
-                "Not begun, since ranks of an earlier job of this sweep failed in the same process."
+                "Job skipped: ranks of an earlier job of this sweep failed in the same process."
             )
         ranks = external_ranks()
         channel = ConfigChannel(ranks)

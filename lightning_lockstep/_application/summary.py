@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_lockstep._files import write_report
+from lightning_lockstep._text import counted
 
 _FILE = "summary.json"
 
@@ -72,7 +73,9 @@ def show(summary: Summary) -> None:
     for name in sorted(summary.metrics, key=_order):
         table.add_row(name, f"{summary.metrics[name]:.4f}")
     table.add_section()
-    table.add_row("steps", f"{summary.steps} in {summary.epochs} epoch(s) on {summary.ranks} rank(s)")
+    table.add_row(
+        "steps", f"{summary.steps} in {counted(summary.epochs, 'epoch')} on {counted(summary.ranks, 'rank')}"
+    )
     if summary.samples_per_second is not None:
         table.add_row("samples/s", f"{summary.samples_per_second:,.0f}")
     table.add_row("wall time", f"{summary.wall_time:.1f} s")

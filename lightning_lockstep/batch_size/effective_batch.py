@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_lockstep._text import counted
+
 __all__ = ["EffectiveBatch", "LearningRateScaling", "plan_effective_batch", "scaled_learning_rate"]
 
 LearningRateScaling = Literal["linear", "sqrt"]
@@ -38,7 +40,8 @@ class EffectiveBatch:
         return self.total == self.requested
 
     def __str__(self) -> str:
-        return f"{self.micro_batch} per rank x {self.accumulate} accumulated x {self.ranks} rank(s) = {self.total}"
+        ranks = counted(self.ranks, "rank")
+        return f"{self.micro_batch} per rank x {self.accumulate} accumulated x {ranks} = {self.total}"
 
 
 def plan_effective_batch(requested: int, *, ranks: int, largest: int) -> EffectiveBatch:

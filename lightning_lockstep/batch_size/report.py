@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_lockstep._console import say
 from lightning_lockstep._files import write_report
+from lightning_lockstep._text import counted
 from lightning_lockstep.batch_size.search import ModelSearch, SizeSearch, Trial
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import MissingExtraError
@@ -94,7 +95,7 @@ def table(result: SearchResult) -> str:
     lines = [
         "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
     ]
-    numbers = f"{result.size} per rank x {result.accumulate} accumulated x {result.ranks} rank(s)"
+    numbers = f"{result.size} per rank x {result.accumulate} accumulated x {counted(result.ranks, 'rank')}"
     head = f"AutoBatchSize ({result.mode}): {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}"
     return "\n".join([head, *lines, f"  batch size {numbers} = {result.global_batch} per optimizer step"])
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lockstep._lightning import CombinedLoader, Trainer
 from lightning_lockstep._lightning.internals import data_source
+from lightning_lockstep._text import counted
 from lightning_lockstep.batch_size.loaders import BatchLoaders, samples_of_rank
 from lightning_lockstep.batch_size.refused import SearchRefusedError
 from lightning_lockstep.distributed import Communicator
@@ -133,7 +134,7 @@ def batches_fault(length: int, limit: int | float, name: str) -> str:
     if length == 0:
         return "drop_last=True leaves no full batch in an epoch"
     if isinstance(limit, float) and int(length * limit) == 0:
-        return f"{name}={limit} of {length} batch(es) is less than one"
+        return f"{name}={limit} of {counted(length, 'batch')} is less than one"
     return ""
 
 
@@ -156,7 +157,7 @@ def _fault_of_validation(trainer: Trainer, place: BatchLoaders, lengths: Sequenc
     taken = trainer.limit_train_batches
     batches = min(min(each, taken) if isinstance(taken, int) else int(each * taken) for each in lengths)
     if isinstance(interval, int) and interval > batches and trainer.check_val_every_n_epoch is not None:
-        return f"val_check_interval={interval} is more than the {batches} batch(es) of an epoch"
+        return f"val_check_interval={interval} is more than the {counted(batches, 'batch')} of an epoch"
     if place.in_attribute and source.is_module() and isinstance(limit, float) and limit < 1:
         loaders = [each for each in CombinedLoader(source.dataloader()).flattened if _has_length(each)]
         return _fault_of(trainer, [each for each in loaders if _batches(trainer, each)], "limit_val_batches")

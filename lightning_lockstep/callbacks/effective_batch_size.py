@@ -211,8 +211,8 @@ def keep_effective_batch(
         )
     if not trainer.lightning_module.automatic_optimization:
         raise BatchSizeError(
-            "the module uses manual optimization, so accumulation is its own business: a global batch cannot be"
-            " kept from outside"
+            "the module uses manual optimization, so its training_step accumulates and steps by itself: a global batch"
+            " cannot be kept from outside"
         )
     plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=min(largest, place.samples))
     if not plan.exact and speaks:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DistributedSampler
 
+from lightning_lockstep._text import counted
 from lightning_lockstep.errors import ConfigurationError
 
 
@@ -133,6 +134,6 @@ def batch_size_per_rank(global_batch_size: int, world_size: int, accumulate: int
     below = max(parts, global_batch_size // parts * parts)
     near = f"{below}" if below >= global_batch_size else f"{below} or {below + parts}"
     raise ConfigurationError(
-        f"global_batch_size={global_batch_size} does not divide by {world_size} rank(s) x {accumulate}"
-        f" accumulated micro-batch(es) = {parts}; the nearest that does is {near}"
+        f"global_batch_size={global_batch_size} does not divide by {counted(world_size, 'rank')} x {accumulate}"
+        f" accumulated micro-batches = {parts}; the nearest that does is {near}"
     )

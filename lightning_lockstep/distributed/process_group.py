@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
 from lightning_lockstep._console import say
+from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.interfaces import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
 
@@ -352,5 +353,5 @@ def start_process_group(
         raise LaunchError(
             f"The ranks did not meet: rank {rank} of {world_size} waited at {address}:{port} for up to"
             f" {limit:.0f} s. Check that every rank was started, that all were given the same address and port,"
-            f" and that the network lets them through. What torch said: {str(error).splitlines()[0]}"
+            f" and that the network lets them through. What torch said: {first_line(error)}"
         ) from error

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_lockstep._settings import Faults
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.communicator import Communicator
 from lightning_lockstep.distributed.side_channel.base import Message
 from lightning_lockstep.distributed.torch_communicator import current_communicator
@@ -102,9 +103,9 @@ class _Section:
         absent = sorted(set(range(world_size)) - set(self.queues))
         parts = []
         if inside:
-            parts.append(f"rank(s) {', '.join(map(str, inside))} still in the block")
+            parts.append(f"{ranks_in_words(inside)} still in the block")
         if absent:
-            parts.append(f"rank(s) {', '.join(map(str, absent))} never entered it")
+            parts.append(f"{ranks_in_words(absent)} never entered it")
         return " and ".join(parts) or _IN_FLIGHT
 
 

@@ -22,6 +22,7 @@ import logging
 import threading
 from dataclasses import dataclass
 
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
 
 __all__ = ["Request", "StepAgreement", "StopDecision", "stop_agreement"]
@@ -167,7 +168,7 @@ class StepAgreement:
             must_wait = self._promise is not None and self._passed >= self._promise
             if must_wait and not self.channel.wait_for(self._news, self._may_go_on, self.timeout):
                 _log.warning(
-                    "rank %d got no decision of rank 0 on when to stop within %.0f s, and goes on without it",
+                    "rank %d received no stop decision from rank 0 within %.0f s; it continues without one",
                     self.channel.rank,
                     self.timeout,
                 )
@@ -227,8 +228,8 @@ class StepAgreement:
                 return
             missing = sorted(set(range(self.channel.world_size)) - set(self._promises))
             _log.warning(
-                "no answer from rank(s) %s for %.0f s on when to stop; the other ranks stop without asking again",
-                ", ".join(map(str, missing)),
+                "%s did not answer the request to stop within %.0f s; the other ranks stop without them",
+                ranks_in_words(missing),
                 self.timeout / 2,
             )
             self._commit()

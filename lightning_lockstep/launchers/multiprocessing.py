@@ -66,7 +66,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
 
     Args:
         strategy: The strategy; it travels to the ranks.
-        supervisor: What looks after each rank.
+        supervisor: Per-rank life cycle: CPU threads, failure handling, exit report.
         start_method: ``spawn``, ``fork`` or ``forkserver``.
     """
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 
 from lightning_lockstep._console import say
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.errors import LaunchError
 
@@ -28,7 +29,7 @@ _SAY_AFTER = 60.0  # after how long it is said which ranks still run when rank 0
 
 @dataclass(frozen=True)
 class BadEnd:
-    """A rank that ended badly by itself.
+    """A rank that failed by itself.
 
     Attributes:
         rank: Its number.
@@ -49,7 +50,7 @@ class RankProcesses:
     Args:
         run: Called in each with its number; the process ends with 0 when it returns.
         number: How many.
-        grace_period: How long the others may take to end by themselves once one has ended badly; half of it
+        grace_period: How long the others may take to end by themselves once one has failed; half of it
             until they are asked to [s].
         between: Called again and again while they run.
 
@@ -84,10 +85,10 @@ class RankProcesses:
             ) from error
 
     def wait(self) -> list[BadEnd]:
-        """Wait for all to end, and end the others when one has ended badly.
+        """Wait for all to end, and end the others when one has failed.
 
         Returns:
-            Those that ended badly, of which one may be the cause of all; empty if all is well.
+            Those that failed, of which one may be the cause of all; empty if all is well.
         """
         said = time.monotonic() + _SAY_AFTER
         while self.running():
@@ -101,8 +102,8 @@ class RankProcesses:
             elif time.monotonic() > said:
                 said = float("inf")
                 say(
-                    f"lightning-lockstep: rank 0 has ended, rank(s) {self.running()} have not; waiting for them."
-                    " Interrupt ends them."
+                    f"lightning-lockstep: rank 0 has ended; waiting for {ranks_in_words(self.running())}."
+                    " Interrupt to end the wait and terminate what still runs."
                 )
         self._look()  # at those that have ended since
         self._between()
@@ -165,7 +166,7 @@ class RankProcesses:
 
 
 def end_with_parent() -> None:
-    """End this rank when the process that has started it is gone; that waits for its ranks otherwise.
+    """End this rank when the process that has started it has ended; that waits for its ranks otherwise.
 
     Ranks: every rank that :mod:`multiprocessing` has started, once; starts a thread.
     """
@@ -174,6 +175,8 @@ def end_with_parent() -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join()
-        end_now(1, "\nlightning-lockstep: the process that started the ranks is gone; so this rank ends.\n")
+        end_now(
+            1, "\nlightning-lockstep: the process that started the ranks has exited; this rank exits too.\n"
+        )
 
     threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()

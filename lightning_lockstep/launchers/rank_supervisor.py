@@ -186,7 +186,7 @@ class RankSupervisor:
                 if os.getppid() != parent:
                     end_now(
                         1,
-                        "\nlightning-lockstep: the rank that has started this one ended; so does this one.\n",
+                        "\nlightning-lockstep: the rank that started this one has exited; this rank exits too.\n",
                     )
                 time.sleep(1.0)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_lockstep._console import say
 from lightning_lockstep._environment import LAUNCHER_PID, launcher_pid
 from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.process_exit import (
     at_exit,
@@ -83,15 +84,14 @@ class _StartedRanks:
         return killed
 
     def wait(self) -> list[int]:
-        """Wait for the children for as long as they work; return the ranks here that ended badly."""
+        """Wait for the children for as long as they work; return the ranks here that failed."""
         deadline = time.monotonic() + _SAY_AFTER
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         if busy := self.running():
             say(
-                f"lightning-lockstep: rank(s) {busy} of this host have not ended yet; waiting for them."
-                " Ctrl-C ends them."
+                f"lightning-lockstep: waiting for {ranks_in_words(busy)} of this host to end. Ctrl-C terminates them."
             )
         codes = [process.wait() for process in self.processes]
         return [rank for rank, code in enumerate(codes, 1) if not _is_orderly(code)]
@@ -279,10 +279,11 @@ def _end_children() -> None:
         patience = _started.supervisor.settings.grace_period
         if killed := _started.end(patience):
             say(
-                f"lightning-lockstep: rank(s) {killed} of this host did not end within {patience:g} s and were killed."
+                f"lightning-lockstep: killed {ranks_in_words(killed)} of this host, which did not end within"
+                f" {patience:g} s."
             )
             printed_a_line()
             repeat_headline()
     elif failed := _started.wait():
         codes = ", ".join(describe_exit(_started.processes[rank - 1].returncode)[1] for rank in failed)
-        end_now(1, f"\nlightning-lockstep: rank(s) {failed} of this host ended badly: {codes}.\n")
+        end_now(1, f"\nlightning-lockstep: {ranks_in_words(failed)} of this host failed: {codes}.\n")

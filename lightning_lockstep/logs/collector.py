@@ -12,9 +12,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import SideChannel
 from lightning_lockstep.distributed.failure.process_exit import on_flush, printed_a_line
-from lightning_lockstep.logs.lines import Line, rank_list, record_of
+from lightning_lockstep.logs.lines import Line, record_of
 from lightning_lockstep.logs.ordering import Batch, LineOrdering, same_text
 from lightning_lockstep.logs.ordering_thread import OrderingThread
 
@@ -160,11 +161,11 @@ class NodeMerger:
 
 
 def _late_prefix(line: Line) -> str:
-    return f"[{rank_list(line.ranks)}, late] "
+    return f"[{ranks_in_words(line.ranks)}, late] "
 
 
 def _missing_note(batch: Batch) -> logging.LogRecord:
     first = batch.lines[0]
-    text = f"nothing came from {rank_list(batch.missing)} within {batch.waited:.1f} s of this"
+    text = f"{ranks_in_words(batch.missing)} did not log this line within {batch.waited:.1f} s"
     hosts = ("",) * len(batch.missing)
     return record_of(Line(first.site, batch.missing, hosts, text, time.time(), first.function), prefix="")

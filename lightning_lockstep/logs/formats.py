@@ -7,7 +7,8 @@ import logging
 import socket
 from typing import Any
 
-from lightning_lockstep.logs.lines import extra_of, rank_list
+from lightning_lockstep._text import ranges, ranks_in_words
+from lightning_lockstep.logs.lines import extra_of
 
 __all__ = ["JsonFormat", "TextFormat"]
 
@@ -46,7 +47,7 @@ class TextFormat(logging.Formatter):
         ranks, hosts = _origin(record, self.rank)
         names = sorted({host for host in hosts if host})
         host = names[0] if len(names) == 1 else f"{len(names)} hosts" if names else _host
-        return f"{host}:{rank_list(ranks).split(' ', 1)[1]}"
+        return f"{host}:{ranges(ranks)}"
 
 
 class JsonFormat(logging.Formatter):
@@ -96,7 +97,7 @@ def _message(record: logging.LogRecord) -> str:
     # A prefix that says more than the ranks ("late") stays.
     prefix = getattr(record, "lockstep_prefix", "")
     ranks = getattr(record, "lockstep_ranks", None)
-    return (text[len(prefix) :] if ranks and prefix == f"[{rank_list(ranks)}] " else text).rstrip("\n")
+    return (text[len(prefix) :] if ranks and prefix == f"[{ranks_in_words(ranks)}] " else text).rstrip("\n")
 
 
 def _call_site(record: logging.LogRecord) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from lightning_lockstep._text import ranks_in_words
+
 __all__ = [
     "CallSite",
     "Line",
@@ -19,7 +21,6 @@ __all__ = [
     "format_message",
     "line_of",
     "merge_equal",
-    "rank_list",
     "record_of",
 ]
 
@@ -128,7 +129,7 @@ def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
         prefix: What stands before the text; by default the ranks in brackets.
     """
     site = line.site
-    prefix = f"[{rank_list(line.ranks)}] " if prefix is None else prefix
+    prefix = f"[{ranks_in_words(line.ranks)}] " if prefix is None else prefix
     filename = site.path.rpartition("/")[2]
     standard = {
         "name": site.logger,
@@ -169,20 +170,6 @@ def merge_equal(lines: Iterable[Line]) -> list[Line]:
 def by_rank(line: Line) -> tuple[int, ...]:
     """Return what lines of one call site are sorted by."""
     return line.ranks
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """Return ranks in words: ``rank 3``, ``ranks 0-7``, ``ranks 0-2,5``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
 
 
 @lru_cache(maxsize=1000)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_lockstep._lightning import EarlyStoppingReason
 from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.errors import MetricMissingError
 
 __all__ = [
@@ -175,7 +176,7 @@ class StopRule(NamedTuple):
         if self.check_finite and (reduced.not_finite or not math.isfinite(reduced.number)):
             message = f"Monitored metric {self.monitor} = {reduced.value} is not finite."
             if reduced.ranks > 1 and reduced.not_finite:
-                message += f" It is not finite on rank(s) {', '.join(map(str, reduced.not_finite))}."
+                message += f" It is not finite on {ranks_in_words(reduced.not_finite)}."
             message += f" Previous best value was {_tensor(best):.3f}."
             return EarlyStoppingReason.NON_FINITE_METRIC, message
         if self.stopping_threshold is None and self.divergence_threshold is None:
@@ -284,7 +285,7 @@ def missing_message(monitor: str, entries: Sequence[Entry]) -> str:
         )
     present = [rank for rank in range(len(entries)) if rank not in absent]
     return (
-        f"Early stopping monitors `{monitor}`, which rank(s) {', '.join(map(str, present))} have logged and rank(s)"
-        f" {', '.join(map(str, absent))} have not. Log it on every rank, or pass missing='use_present' to decide"
+        f"Early stopping monitors `{monitor}`, which is logged by {ranks_in_words(present)} and not by"
+        f" {ranks_in_words(absent)}. Log it on every rank, or pass missing='use_present' to decide"
         " from the ranks that have it."
     )

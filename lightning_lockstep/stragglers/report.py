@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from lightning_lockstep._tables import plain_table
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.stragglers.tracker import RankSummary, StragglerTracker, Window
 from lightning_lockstep.stragglers.verdict import Verdict
 
@@ -36,8 +37,9 @@ def missing_line(ranks: Iterable[int]) -> str:
     Args:
         ranks: These ranks.
     """
-    numbers = ", ".join(map(str, sorted(ranks)))
-    return f"StragglerMonitor: no step times came from rank(s) {numbers}; the others are compared without."
+    return (
+        f"StragglerMonitor: no step times came from {ranks_in_words(ranks)}; the others are compared without."
+    )
 
 
 def conclusion_line(verdict: Verdict, share: float, hosts: Hosts) -> str:

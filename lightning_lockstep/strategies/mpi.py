@@ -89,8 +89,8 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         _check_backend(backend, options)
         if not check and options.get("guard") == "verify":
             raise ConfigurationError(
-                "guard='verify' and check=False: over mpi4py the one asks for what the other leaves out. Give one of"
-                " them."
+                "guard='verify' and check=False contradict each other: over mpi4py both decide whether calls are"
+                " compared. Give one of them."
             )
         self.backend = backend
         self._backend_options = mpi_backend.MPIBackendOptions(check=check, cuda_aware=cuda_aware)
@@ -201,7 +201,7 @@ class MPIStartup(RankStartup):
             return None if supervisor.guard is None else supervisor.guard.error
 
         set_interruption(failed_elsewhere)
-        # mpirun ends all ranks once one has ended badly: let the one that prints the report end first.
+        # mpirun ends all ranks once one has failed: let the one that prints the report end first.
         abort_when_leaving(0.0 if propagation.prints_report else supervisor.settings.grace_period + 2.0)
 
     def _choose_backend(self, strategy: Any) -> str:

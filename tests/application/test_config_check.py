@@ -79,14 +79,14 @@ def test_an_unresolvable_reference_and_a_missing_value_are_named() -> None:
     assert (
         "model.width: takes its value from ${data.context}, and this configuration has no such key" in fault
     )
-    assert only(faults_of("data.batch_size=???")) == "data.batch_size: has to be given, data.batch_size=..."
+    assert only(faults_of("data.batch_size=???")) == "data.batch_size is required: add data.batch_size=..."
 
 
 def test_the_global_batch_must_divide_among_ranks_and_micro_batches() -> None:
     fault = only(
         faults_of("data.global_batch_size=34", "trainer.devices=2", "trainer.accumulate_grad_batches=2")
     )
-    assert "global_batch_size=34 does not divide by 2 rank(s) x 2 accumulated micro-batch(es) = 4" in fault
+    assert "global_batch_size=34 does not divide by 2 ranks x 2 accumulated micro-batches = 4" in fault
     assert "32 or 36" in fault
 
 
@@ -177,11 +177,11 @@ def test_the_message_numbers_the_faults_and_says_that_nothing_was_started() -> N
         (("trainer.num_nodes=1",), ""),
         (
             ("trainer.num_nodes=2",),
-            "trainer.num_nodes=2: 2 rank(s) were started on 1 node(s). Leave it out, or",
+            "trainer.num_nodes=2: 2 ranks started on 1 node. Leave it out, or",
         ),
         (
             ("trainer.devices=2", "trainer.num_nodes=2"),
-            "trainer.devices=2 on trainer.num_nodes=2 node(s) = 4 rank(s)",
+            "trainer.devices=2 on trainer.num_nodes=2 = 4 ranks",
         ),
     ],
 )

@@ -151,7 +151,7 @@ def test_when_a_rank_is_killed_the_others_say_which(rank: int) -> None:
     """Nobody of ours has started it, so nobody knows its exit code."""
     outcomes = run_ranks_raw(3, work, "kill", rank, 6.0, timeout=60)
     assert outcomes[rank].signal is signal.SIGKILL
-    gone = rf"RankFailedError: rank {rank} of 3 \(host {re.escape(socket.gethostname())}, process [1-9]\d*\) is gone"
+    gone = rf"RankFailedError: rank {rank} of 3 \(host {re.escape(socket.gethostname())}, process [1-9]\d*\) was lost"
     for outcome in outcomes[:rank] + outcomes[rank + 1 :]:
         assert outcome.exception is not None and re.match(gone, outcome.exception), outcome.exception
 

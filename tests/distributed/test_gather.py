@@ -38,7 +38,7 @@ def test_entries_are_read_a_step_later_and_an_error_names_who_is_missing() -> No
     expected = [[[rank, step] for rank in range(3)] for step in range(29)]
     assert all(value["read"] == expected for value in values)
     assert values[0]["error"] == values[2]["error"]
-    assert values[0]["error"] == ("The metric at step 99 did not come within 1 s: nothing from rank(s) 1.")
+    assert values[0]["error"] == ("The metric at step 99 did not come within 1 s: nothing from rank 1.")
 
 
 def waited_for() -> dict[str, Any]:

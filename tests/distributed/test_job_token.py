@@ -60,7 +60,7 @@ def test_a_signature_of_another_job_is_refused(monkeypatch: pytest.MonkeyPatch) 
     data = signed(b"content")
     assert verified(data) == b"content"
     for forged in (data[:-1] + b"T", bytes(32) + b"content", b"content", b""):
-        with pytest.raises(LaunchError, match="does not carry this job's token"):
+        with pytest.raises(LaunchError, match="is not signed with this job's token"):
             verified(forged)
     monkeypatch.setenv("LOCKSTEP_JOB_TOKEN", "two")
     with pytest.raises(LaunchError, match="LOCKSTEP_JOB_TOKEN"):

@@ -78,5 +78,5 @@ def test_what_is_no_configuration_is_not_unpickled(capfd: pytest.CaptureFixture[
 def test_what_another_job_has_signed_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     data = config_to_bytes(OmegaConf.create({"a": 1}))
     monkeypatch.setenv("LOCKSTEP_JOB_TOKEN", "another")
-    with pytest.raises(LaunchError, match="does not carry this job's token"):
+    with pytest.raises(LaunchError, match="is not signed with this job's token"):
         config_from_bytes(data)

@@ -16,7 +16,6 @@ from lightning_lockstep.logs.lines import (
     call_of,
     line_of,
     merge_equal,
-    rank_list,
     record_of,
 )
 from lightning_lockstep.logs.ordering import LineOrdering, same_text
@@ -171,12 +170,6 @@ def test_a_warning_of_one_rank_is_printed_in_the_next_run_too(collector, printed
         collector.add_once(line(1))
         collector.flush()
     assert printed == ["[rank 1] same"] * 2
-
-
-def test_rank_lists_read_well():
-    assert rank_list([3]) == "rank 3"
-    assert rank_list([5, 0, 1, 2]) == "ranks 0-2,5"
-    assert rank_list(range(8)) == "ranks 0-7"
 
 
 def test_a_merged_line_keeps_hosts_and_the_earliest_time():

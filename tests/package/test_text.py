@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_lockstep._text import (
+    counted,
     exit_in_words,
     first_line,
     listed,
@@ -21,6 +22,11 @@ from lightning_lockstep._text import (
 )
 def test_ranges(numbers: list[int], text: str) -> None:
     assert ranges(numbers) == text
+
+
+def test_counted() -> None:
+    assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert counted(2, "batch") == "2 batches" and counted(1654, "sample") == "1,654 samples"
 
 
 def test_ranks_in_words() -> None:

@@ -113,7 +113,7 @@ def test_nan_on_one_rank_is_named():
         Progress(torch.tensor(1.0)), reduce_entries(entries(1.0, NAN), "min")
     )
     assert decision.reason is EarlyStoppingReason.NON_FINITE_METRIC
-    assert "It is not finite on rank(s) 1." in decision.message
+    assert "It is not finite on rank 1." in decision.message
 
 
 def test_the_messages_for_a_missing_metric():
@@ -121,15 +121,15 @@ def test_the_messages_for_a_missing_metric():
     assert nobody.startswith("Early stopping conditioned on metric `val_los` which is not available.")
     assert "`val_loss`, `acc`" in nobody and "Did you mean 'val_loss'?" in nobody
     some = missing_message("m", entries(1.0, None, 2.0))
-    assert "which rank(s) 0, 2 have logged and rank(s) 1 have not" in some and "use_present" in some
+    assert "which is logged by ranks 0,2 and not by rank 1" in some and "use_present" in some
 
 
 @pytest.mark.parametrize(
     ("values", "missing", "strict", "expected"),
     [
         ((1.0, 3.0), "error", True, 2.0),
-        ((1.0, None), "error", True, "which rank(s) 0 have logged and rank(s) 1 have not"),
-        ((1.0, None), "error", False, "which rank(s) 0 have logged and rank(s) 1 have not"),
+        ((1.0, None), "error", True, "which is logged by rank 0 and not by rank 1"),
+        ((1.0, None), "error", False, "which is logged by rank 0 and not by rank 1"),
         ((1.0, None), "use_present", True, 1.0),
         ((None, None), "use_present", True, "which is not available"),
         ((None, None), "error", False, None),

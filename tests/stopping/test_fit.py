@@ -46,7 +46,7 @@ def test_early_stopping_is_the_same_on_every_rank(tmp_path):
     assert values[0] == values[1]
     ended = values[0]
     assert ended["error"]["error"] == "MetricMissingError"
-    assert "which rank(s) 0 have logged and rank(s) 1 have not" in ended["error"]["message"]
+    assert "which is logged by rank 0 and not by rank 1" in ended["error"]["message"]
     assert ended["use_present"]["reason"] == "PATIENCE_EXHAUSTED"
     assert ended["nobody"]["error"] == "MetricMissingError" and "`m`" in ended["nobody"]["message"]
     assert {how: ended["different values", how]["best_score"] for how in ("mean", "min", "max", "rank0")} == {
@@ -58,7 +58,7 @@ def test_early_stopping_is_the_same_on_every_rank(tmp_path):
     assert ended["different values", "mean"]["wait_count"] == 2
     for how in ("mean", "min", "max"):
         assert ended["nan on rank 1", how]["reason"] == "NON_FINITE_METRIC"
-        assert "not finite on rank(s) 1." in ended["nan on rank 1", how]["message"]
+        assert "not finite on rank 1." in ended["nan on rank 1", how]["message"]
     assert ended["nan on rank 1", "rank0"]["reason"] == "NOT_STOPPED"
 
 

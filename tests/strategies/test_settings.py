@@ -11,7 +11,7 @@ import lightning_lockstep
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, LockstepMPIStrategy
 from lightning_lockstep._lightning import Trainer
 from lightning_lockstep.numerics.precision import resolve_precision, supported_precisions
-from lightning_lockstep.strategies.placement import RankPlacement, as_ranges, mixed_gpus_warning, placement_of
+from lightning_lockstep.strategies.placement import RankPlacement, mixed_gpus_warning, placement_of
 from lightning_lockstep.strategies.uneven_inputs import plan_steps
 
 GIB = 2**30
@@ -150,11 +150,6 @@ def test_the_slowest_gpu_is_named() -> None:
     assert mixed_gpus_warning(gpus[:1] * 4) is None
     cpu = RankPlacement(0, "a", "cpu", "CPU", GIB, (0, 0), 1, (0,))
     assert mixed_gpus_warning([cpu, cpu]) is None
-
-
-def test_cores_in_short() -> None:
-    assert as_ranges((0, 1, 2, 3, 8)) == "0-3,8"
-    assert as_ranges((5,)) == "5"
 
 
 def test_a_device_of_another_type_has_a_row_too() -> None:

@@ -108,7 +108,7 @@ def test_by_the_command_line(tmp_path: Path, arguments: str, line: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert line in done.stderr
-    assert "3 in 1 epoch(s) on 1 rank(s)" in done.stdout
+    assert "3 in 1 epoch on 1 rank" in done.stdout
     (checkpoint,) = tmp_path.rglob("last.ckpt")
     weights = torch.load(checkpoint, weights_only=False)["state_dict"]
     assert {value.device.type for value in weights.values()} == {"cpu"}

@@ -22,6 +22,7 @@ from lightning_lockstep._application.config_channel import ExternalRanks, extern
 from lightning_lockstep._application.preflight import preflight_faults
 from lightning_lockstep._lightning import LightningEnvironment
 from lightning_lockstep._settings import is_whole
+from lightning_lockstep._text import counted
 from lightning_lockstep.demo.global_batch_sampler import batch_size_per_rank
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.environments.slurm_environment import SlurmStepEnvironment, find_slurm_step
@@ -191,15 +192,15 @@ def _external(config: DictConfig, external: ExternalRanks | None) -> list[Fault]
     if devices == "auto" and started_on is not None and nodes not in (1, started_on):
         return [
             Fault(
-                f"trainer.num_nodes={nodes}: {external.count} rank(s) were started on {started_on} node(s). Leave it"
-                " out, or start them on as many nodes."
+                f"trainer.num_nodes={nodes}: {counted(external.count, 'rank')} started on"
+                f" {counted(started_on, 'node')}. Leave it out, or start them on as many nodes."
             )
         ]
     if asked == external.count:
         return []
     return [
         Fault(
-            f"trainer.devices={devices} on trainer.num_nodes={nodes} node(s) = {asked} rank(s), but"
+            f"trainer.devices={devices} on trainer.num_nodes={nodes} = {counted(asked, 'rank')}, but"
             f" {external.count} were started. Leave both out, or start as many."
         )
     ]

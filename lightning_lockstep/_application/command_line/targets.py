@@ -61,7 +61,7 @@ class TargetChecks:
         if not isinstance(node, DictConfig):
             return []
         faults = [
-            Fault(f"{component}.{key}: has to be given, {component}.{key}=...") for key in _missing(node)
+            Fault(f"{component}.{key} is required: add {component}.{key}=...") for key in _missing(node)
         ]
         for key, reference in _dangling(node):
             faults.append(

@@ -111,7 +111,7 @@ def _run_flusher(flusher: Callable[[], None]) -> None:
     try:
         flusher()
     except Exception:
-        _log.exception("could not write out what %r holds back", flusher)
+        _log.exception("flushing %r failed; the output that it held back is lost", flusher)
 
 
 def flush_everything() -> None:

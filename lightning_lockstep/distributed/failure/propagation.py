@@ -217,7 +217,7 @@ class FailurePropagation:
             self._announce(alone)
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
-        """Inform all ranks that a rank started by this one has ended badly.
+        """Inform all ranks that a rank started by this one has failed.
 
         Args:
             rank: Its number.

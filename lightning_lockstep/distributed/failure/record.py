@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from torch.distributed import DistError
 
 from lightning_lockstep._lightning import SIGTERMException
+from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.distributed.failure.folded import format_error, user_function
 
 __all__ = ["FailureRecord", "describe_error", "describe_exit", "is_alike", "is_broken_collective"]
@@ -44,7 +45,7 @@ class FailureRecord:
         host: Host name of its node; empty where it is not known.
         pid: Its process id on that host; 0 where it is not known.
         kind: ``exception``; ``exit`` (ended with a code, nothing more is known); ``signal`` (was killed);
-            ``vanished`` (its host or process is gone); ``interrupt`` (Ctrl-C).
+            ``vanished`` (its host or process ended without reporting an error); ``interrupt`` (Ctrl-C).
         summary: One line: the error's type and text, the exit code, or the signal.
         traceback: Its traceback as text; empty where there is none.
         where: ``{"epoch": 0, "step": 7, "stage": "train"}`` as far as known.
@@ -138,7 +139,7 @@ _VERBS: dict[str, str] = {
     "exception": "failed",
     "exit": "ended",
     "signal": "was killed",
-    "vanished": "is gone",
+    "vanished": "was lost",
     "interrupt": "was interrupted",
 }
 
@@ -215,10 +216,8 @@ def describe_exit(returncode: int) -> tuple[Kind, str, int]:
         returncode: As :class:`subprocess.Popen` gives it: negative for a signal.
     """
     if returncode < 0:
-        with suppress(ValueError):
-            return "signal", f"killed by {signal.Signals(-returncode).name}", 128 - returncode
-        return "signal", f"killed by signal {-returncode}", 128 - returncode
-    return "exit", f"exit code {returncode}", returncode
+        return "signal", exit_in_words(returncode), 128 - returncode
+    return "exit", exit_in_words(returncode), returncode
 
 
 def is_broken_collective(error: BaseException) -> bool:

@@ -145,7 +145,10 @@ def _count_down(seconds: float, exit_code: int) -> None:
     time.sleep(seconds)
     if _on_force is not None:
         _on_force()
-    end_now(exit_code, "\nlightning-lockstep: ended by force; what runs at its exit took too long.\n")
+    end_now(
+        exit_code,
+        "\nlightning-lockstep: ended by force: its exit handlers and threads did not finish in time.\n",
+    )
 
 
 def on_uncaught(function: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime
 from lightning_lockstep.errors import CollectiveStallError
 
@@ -80,5 +81,4 @@ class Peers:
         return f"{self._listed(others)} did not arrive at collective #{number}"
 
     def _listed(self, members: Sequence[int]) -> str:
-        numbers = ", ".join(str(self._ranks[member]) for member in members)
-        return f"rank {numbers}" if len(members) == 1 else f"ranks {numbers}"
+        return ranks_in_words(self._ranks[member] for member in members)

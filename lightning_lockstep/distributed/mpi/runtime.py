@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.failure.process_exit import at_exit, flush_everything, leaving_code
 from lightning_lockstep.distributed.failure.uncaught import on_uncaught
 from lightning_lockstep.distributed.mpi.progress import ProgressThread, set_listener
@@ -233,7 +234,7 @@ def _import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"mpi4py is installed, but it cannot load an MPI library: {str(error).splitlines()[0]}."
+            f"mpi4py is installed, but it cannot load an MPI library: {first_line(error)}."
             f" Install one with"
             " `pip install 'lightning-lockstep[mpi]'`, or set MPI4PY_LIBMPI to the path of your cluster's"
             " libmpi.so."

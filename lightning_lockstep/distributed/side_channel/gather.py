@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
 from lightning_lockstep.errors import CollectiveStallError
 
@@ -49,9 +50,8 @@ class Gathered:
             CollectiveStallError: An entry is missing; the text names the ranks.
         """
         if self.missing:
-            ranks = ", ".join(map(str, self.missing))
             raise CollectiveStallError(
-                f"{what} did not come within {self.timeout:.0f} s: nothing from rank(s) {ranks}."
+                f"{what} did not come within {self.timeout:.0f} s: nothing from {ranks_in_words(self.missing)}."
             )
         return list(self.entries.values())
 

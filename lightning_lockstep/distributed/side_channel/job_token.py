@@ -109,9 +109,9 @@ def verified(data: bytes) -> bytes:
     content = data[_SIGNATURE:]
     if not hmac.compare_digest(signed(content), data):
         raise LaunchError(
-            "What came in the name of rank 0 does not carry this job's token. Either two jobs meet at the same"
-            f" MASTER_ADDR and MASTER_PORT, or the ranks were given different values of {JOB_TOKEN}: give each job a"
-            " port of its own, and all its ranks the same token, or none."
+            "A message that claims to come from rank 0 is not signed with this job's token. Either two jobs meet at the"
+            f" same MASTER_ADDR and MASTER_PORT, or the ranks were given different values of {JOB_TOKEN}: give each"
+            " job a port of its own, and all its ranks the same token, or none."
         )
     return content
 

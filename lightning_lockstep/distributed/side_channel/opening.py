@@ -19,6 +19,7 @@ from typing import Any
 from torch.distributed import DistError
 
 from lightning_lockstep._environment import JOB_TOKEN
+from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.failure.process_exit import at_process_end
 from lightning_lockstep.distributed.interfaces import (
     ANY,
@@ -179,6 +180,6 @@ def _hand_out(group: RankGroup, mine: str, timeout: float, broadcast: Callable[[
         raise LaunchError(
             f"Rank {group.rank} of {group.world_size} waited up to {timeout:.0f} s for rank 0 to open the side channel."
             " Rank 0 has not come so far: look at what it printed, or give the process group a longer timeout."
-            f" What torch said: {str(error).splitlines()[0]}"
+            f" What torch said: {first_line(error)}"
         ) from error
     return bytes(group.store.get(_KEY)).decode()

@@ -134,7 +134,7 @@ class Receiver:
                 raise ValueError("it does not have the form of a message")
             self._pass_on(sender, kind, content)
         except (ValueError, TypeError) as error:
-            _log.warning("a message of the side channel cannot be read and is left out: %s", error)
+            _log.warning("ignored a malformed message on the side channel: %s", error)
 
 
 def sender_of(identity: Any) -> bytes:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lightning_lockstep._processes import run_program
 from lightning_lockstep._tables import plain_table
+from lightning_lockstep._text import counted
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.mpirun.command import (
     MPIRun,
@@ -101,7 +102,7 @@ def hosts_for(settings: MPIRunSettings, *, num_processes: int, num_nodes: int) -
     if len(hosts) < num_nodes or any(host.slots is not None and host.slots < num_processes for host in hosts):
         rows = [(host.name, "not given" if host.slots is None else host.slots) for host in hosts]
         raise LaunchError(
-            f"The Trainer wants {num_nodes} node(s) with {num_processes} ranks each, but the hostfile"
+            f"The Trainer wants {counted(num_nodes, 'node')} with {num_processes} ranks each, but the hostfile"
             f" {settings.hostfile} does not have them:\n\n{plain_table(('host', 'slots'), rows)}\n\n"
             "Add hosts or slots to it, or lower devices or num_nodes."
         )

@@ -90,14 +90,14 @@ def note_raised(folder: Path, error: BaseException, *, rank: int, world_size: in
 def error_of_ranks(
     folder: Path, ended: Sequence[BadEnd], *, world_size: int, memory: MemoryWatch
 ) -> BaseException:
-    """Return what the kernel raises for ranks that ended badly.
+    """Return what the kernel raises for ranks that failed.
 
     An error that every rank has raised alike is that error. For any other the first rank that failed is named, with
     its own traceback.
 
     Args:
         folder: Of the launch.
-        ended: Those that ended badly, together with the first one.
+        ended: Those that failed, together with the first one.
         world_size: Number of ranks.
         memory: Watched since before the launch.
 

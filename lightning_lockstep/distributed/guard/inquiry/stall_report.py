@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from lightning_lockstep._tables import plain_table
+from lightning_lockstep._text import first_line, ranks_in_words
 from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall
 from lightning_lockstep.distributed.guard.calls.recorded import Outstanding
 from lightning_lockstep.distributed.guard.inquiry.question import Question
@@ -46,7 +47,7 @@ class StallReport:
         where = "; ".join(self._work(rank) for rank in late)
         return (
             f"rank {asker.rank} has waited {self._question.seconds:.0f} s in {self._what()} at {asker.position.site}"
-            f" for {_ranks(late)}. {where}. Nothing is done about it as long as that moves."
+            f" for {ranks_in_words(late)}. {where}. No error is raised while it makes progress."
         )
 
     def transfers(self) -> str:
@@ -64,11 +65,11 @@ class StallReport:
         Args:
             causes: These ranks.
         """
-        waited = f"{_ranks(self._waiting.waiting())} waited {self._question.seconds:.0f} s"
+        waited = f"{ranks_in_words(self._waiting.waiting())} waited {self._question.seconds:.0f} s"
         if self._question.raised:
-            reason = self._question.raised.splitlines()[0]
+            reason = first_line(self._question.raised)
             waited = f"the wait of rank {self._question.rank} was ended by {reason}"
-        text = f"{_ranks(causes)} never came to {self._what()}: {waited}\n\n{self._table(causes)}"
+        text = f"{ranks_in_words(causes)} never came to {self._what()}: {waited}\n\n{self._table(causes)}"
         for rank in causes:
             if rank in self._states and self._states[rank].position.stack:
                 stack = "\n".join(f"      {place}" for place in self._states[rank].position.stack)
@@ -86,7 +87,7 @@ class StallReport:
             ranks: Its ranks.
         """
         return (
-            f"{self._what()} does not complete though {_ranks(ranks)} have called it alike,"
+            f"{self._what()} does not complete though {ranks_in_words(ranks)} have called it alike,"
             f" {self._question.seconds:.0f} s ago\n\n{self._table(())}\n\n"
             "Look at the network between the hosts, or at what runs beside it on other threads. A transfer that only"
             " needs longer can be given time by a larger stall_timeout."
@@ -106,7 +107,7 @@ class StallReport:
 
     def _work(self, rank: int) -> str:
         if rank in self._states:
-            return f"rank {rank} works at {self._states[rank].position.site}"
+            return f"rank {rank} is still running, at {self._states[rank].position.site}"
         return f"rank {rank} cannot say where it is: {self._silent[rank]}"
 
     def _what(self) -> str:
@@ -164,7 +165,3 @@ def histories(states: Mapping[int, RankState], history: int) -> str:
     ]
     table = plain_table(("rank", "", "group", "operation", "dtype", "shape", "called from", ""), rows)
     return f"The last {history} collectives of each rank:\n\n{table}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -135,7 +135,7 @@ class CallVerifier:
         known = group_titles().get(group.group_name)
         store = dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
         if known is None or store is None:
-            self._cannot_see(group, "torch.distributed knows no store of it")
+            self._cannot_see(group, "torch.distributed has no store for this group")
             return None
         if dist.get_backend(group) == "fake":
             self._cannot_see(group, "the backend 'fake' has no other ranks")
