@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers import hydra_rerun
+from lightning_lockstep.launchers.hydra import rerun
 from lightning_lockstep.launchers.hydra.rerun import (
     for_other_ranks,
     freeze,
@@ -55,9 +55,9 @@ def job() -> Any:
     HydraConfig.instance().set_config(config)
     yield config
     HydraConfig.instance().cfg = None
-    if hydra_rerun._written is not None:
-        os.close(hydra_rerun._written[2])
-    hydra_rerun._written = None
+    if rerun._written is not None:
+        os.close(rerun._written[2])
+    rerun._written = None
 
 
 def test_interpolations_become_values_and_types_stay() -> None:

@@ -43,7 +43,7 @@ def test_a_warning_comes_for_the_first_step_of_those_read_together(tmp_path: Pat
     )
     assert trainer.global_step == 10
     assert [report.occasion.batch_number for report in detector.reports] == [1, 9]
-    with pytest.raises(ConfigurationError, match="does not go with action='skip'"):
+    with pytest.raises(ConfigurationError, match="cannot be combined with action='skip'"):
         OverflowDetector(mode="hooks", check_every_n_steps=4, action="skip")
 
 

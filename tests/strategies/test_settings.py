@@ -62,7 +62,9 @@ def test_values_out_of_range_say_what_was_expected(options: dict[str, object], t
 
 
 def test_a_guard_that_compares_over_a_backend_that_does_not_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"guard='verify' and check=False: .* Give one of them"):
+    with pytest.raises(
+        ConfigurationError, match=r"guard='verify' and check=False contradict each other: .* Give one of them"
+    ):
         LockstepMPIStrategy(guard="verify", check=False)
 
 
@@ -145,7 +147,7 @@ def test_the_slowest_gpu_is_named() -> None:
     warning = mixed_gpus_warning(gpus)
     assert warning is not None
     assert "rank 2 on node2 has A100 (40.0 GiB, compute capability 8.0)" in warning
-    assert "rank 0 on node0 has H200 (139.0 GiB, compute capability 9.0)" in warning
+    assert "rank 0 on node0 has H200 (139 GiB, compute capability 9.0)" in warning
     assert "mixed GPUs" in warning
     assert mixed_gpus_warning(gpus[:1] * 4) is None
     cpu = RankPlacement(0, "a", "cpu", "CPU", GIB, (0, 0), 1, (0,))

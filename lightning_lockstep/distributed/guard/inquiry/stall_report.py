@@ -55,7 +55,7 @@ class StallReport:
         asker = self._states[self._question.rank]
         return (
             f"rank {asker.rank} has waited {self._question.seconds:.0f} s in {self._what()} at {asker.position.site}."
-            " All its ranks have called it alike, and data moves between them. Nothing is done about it as long as it"
+            " All its ranks have called it alike, and data moves between them. No error is raised as long as it"
             " does."
         )
 
