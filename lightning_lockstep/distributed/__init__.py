@@ -1,6 +1,6 @@
 """All communication between ranks goes through this room.
 
-Nothing outside it imports ``torch.distributed``, ``mpi4py`` or ``torch_xla``. There are two ways:
+Nothing that trains imports ``torch.distributed`` or ``mpi4py`` elsewhere. There are two ways:
 
 * the **communicator** (:func:`current_communicator`): collectives, which every rank must call alike;
 * the **side channel** (``communicator.side_channel``): messages over a connection and threads of its own,
