@@ -1,7 +1,7 @@
 """How a process ends: what runs and is written out before, what is printed, and what is not waited for.
 
-Nothing else in a run calls ``os._exit`` or registers with :mod:`atexit` (processes of the doctor do). What is printed of an exception that
-nobody catches is decided in :mod:`~lightning_lockstep.distributed.failure.uncaught`.
+Nothing else in a run calls ``os._exit`` or registers with :mod:`atexit` (processes of the doctor do). What is printed
+of an exception that nobody catches is decided in :mod:`~lightning_lockstep.distributed.failure.uncaught`.
 
 ====================================== ======================================================================
 an orderly end                         functions given to :func:`at_exit` and :func:`at_process_end` run
