@@ -36,8 +36,8 @@ def findings(folder: Path) -> list[Finding]:
             f"{TWO} callbacks=overflow model.learning_rate=1e30",
             Status.PROBLEM,
             "overflow",
-            "made the first nan or inf (rank 0, batch",
-            "fp32_modules",
+            "nan or inf (rank 0, batch",
+            "lockstep-train callbacks=overflow trainer.gradient_clip_val=1.0 model.learning_rate=LOWER ...",
         ),
         (
             f"{TWO} model._target_=tests.doctor.faulty_models.AsksForTooMuch",
@@ -181,6 +181,43 @@ def test_a_folder_whose_name_has_brackets(tmp_path: Path) -> None:
     [overflow] = [finding for finding in findings(folder) if finding.status is Status.PROBLEM]
     assert "block.1 made the first nan or inf (rank 0, batch 3)" in overflow.evidence
     assert overflow.fix[0] == f"less '{folder}/overflow/batch-3.txt'"
+
+
+@pytest.mark.parametrize(
+    ("producer", "remedy", "evidence", "fix"),
+    [
+        (
+            {"kind": "module", "module": "block.1", "low_precision": True},
+            {"modules": ["block.1", "head"], "tried": True, "text": ""},
+            "block.1 made the first nan or inf",
+            "'callbacks.fp32_modules.modules=[block.1,head]'",
+        ),
+        (
+            {"kind": "module", "module": "block.1", "low_precision": False},
+            {"modules": [], "tried": False, "text": "It computed in float32 already."},
+            "It computed in float32 already.",
+            "model.learning_rate=LOWER",
+        ),
+        (
+            {"kind": "weight", "module": "", "low_precision": True},
+            {"modules": [], "text": "An earlier optimizer step made the weights nan or inf."},
+            "the weights of the LightningModule were already nan or inf",
+            "model.learning_rate=LOWER",
+        ),
+        ({"kind": "batch", "module": ""}, {"text": "Check the samples."}, "Check the samples.", ""),
+    ],
+    ids=["float32_helps", "float32_already", "weight", "batch"],
+)
+def test_an_overflow_gets_the_remedy_of_its_report(
+    producer: dict[str, object], remedy: dict[str, object], evidence: str, fix: str, tmp_path: Path
+) -> None:
+    (tmp_path / "overflow").mkdir()
+    content = {"ranks": [{"rank": 0, "batch_number": 3, "producer": producer, "remedy": remedy}]}
+    (tmp_path / "overflow" / "batch-3.json").write_text(json.dumps(content))
+    [overflow] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
+    assert evidence in overflow.evidence and fix in "\n".join(overflow.fix), overflow
+    assert ("fp32_modules" in "\n".join(overflow.fix)) == bool(remedy.get("modules")), overflow
+    assert (len(overflow.fix) == 1) == (producer["kind"] == "batch"), overflow
 
 
 @pytest.mark.parametrize("place", ["a_folder", "a_file"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -149,15 +150,43 @@ def _overflow(folder: RunFolder) -> Iterator[Finding]:
             yield problem("overflow", evidence, f"less {text}")
             continue
         first = with_producer[0]
-        module = str(_producer(first).get("module", "?"))
+        remedy = first.get("remedy")
+        remedy = remedy if isinstance(remedy, dict) else {}
+        advice = f". {_quoted(str(remedy['text']))}" if remedy.get("text") else ""
         where = f"rank {first.get('rank')}, batch {first.get('batch_number', '?')}"
         yield problem(
             "overflow",
-            f"{folder.given}: {module} made the first nan or inf ({where}); the frames before it are in {text}",
+            f"{folder.given}: {_origin(_producer(first))} ({where}); the frames before it are in {text}{advice}",
             f"less {text}",
-            "# run that module in float32 (with precision=16-mixed or bf16-mixed):",
-            f"lockstep-train callbacks=[overflow,fp32_modules] 'callbacks.fp32_modules.modules=[{module}]' ...",
+            *_against_overflow(_producer(first), remedy),
         )
+
+
+def _origin(producer: Mapping[str, Any]) -> str:
+    module = producer.get("module") or "the LightningModule"
+    if producer.get("kind") == "batch":
+        return "the batch already contained nan or inf"
+    if producer.get("kind") == "weight":
+        return f"the weights of {module} were already nan or inf"
+    return f"{module} made the first nan or inf"
+
+
+def _against_overflow(producer: Mapping[str, Any], remedy: Mapping[str, Any]) -> list[str]:
+    """Return what to run next: only modules for which the report names that remedy are to run in float32."""
+    modules = remedy.get("modules")
+    if isinstance(modules, list) and modules:
+        tried = "with which the replayed batch passed" if remedy.get("tried") else "not tried"
+        override = f"callbacks.fp32_modules.modules=[{','.join(map(str, modules))}]"
+        return [
+            f"# run these modules in float32 ({tried}):",
+            f"lockstep-train callbacks=[overflow,fp32_modules] {shlex.quote(override)} ...",
+        ]
+    if producer.get("kind") == "batch":
+        return []
+    return [
+        "# clip gradients and lower the learning rate:",
+        "lockstep-train callbacks=overflow trainer.gradient_clip_val=1.0 model.learning_rate=LOWER ...",
+    ]
 
 
 def _reports(folder: RunFolder) -> list[str]:
