@@ -1,7 +1,7 @@
 """The process in which one check runs: ``python -m lightning_lockstep.doctor.check_process``.
 
 It reads from standard input which check, and answers on standard output with a line of JSON: what the check needs.
-When a second line of standard input tells until when, it runs the check, and writes each finding as it comes, and a
+When a second line of standard input gives the deadline, it runs the check, and writes each finding as it comes, and a
 last line when there are no more. What the check prints goes to standard error. Standard input stays open as long as
 the doctor lives; when it closes, this process and all it has started end.
 """
@@ -35,15 +35,15 @@ def main() -> None:
     task = json.loads(sys.stdin.readline())
     results = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # What hangs says where, just before the doctor ends it.
+    # A check that hangs prints its stacks just before the doctor ends it.
     faulthandler.dump_traceback_later(max(0.1, task["load_until"] - time.time()))
     check = load_check(task["check"])
     _write(results, {"timeout": check.timeout, "needs_ranks": check.needs_ranks})
     faulthandler.cancel_dump_traceback_later()
-    if not (told := sys.stdin.readline()):
-        return  # the doctor is gone
+    if not (start := sys.stdin.readline()):
+        return  # the doctor has ended
     threading.Thread(target=_end_with_the_doctor, daemon=True).start()
-    faulthandler.dump_traceback_later(max(0.1, json.loads(told)["deadline"] - time.time()))
+    faulthandler.dump_traceback_later(max(0.1, json.loads(start)["deadline"] - time.time()))
     machine = read_machine(Path(task["sysroot"])) if task["sysroot"] else ThisMachine()
     with results:
         for finding in _found(check, machine, CheckOptions.from_json(task["options"])):
@@ -77,11 +77,11 @@ def _found(check: Check, machine: Machine, options: CheckOptions) -> Iterator[Fi
         is_empty = False
         yield finding
     if is_empty:
-        yield problem("the check itself", "It has found nothing at all: it has to say at least why not.")
+        yield problem("the check itself", "The check returned no finding; a check must return at least one.")
 
 
 def _end_with_the_doctor() -> None:
-    os.read(sys.stdin.fileno(), 1)  # nothing is ever sent: it returns when the doctor is gone
+    os.read(sys.stdin.fileno(), 1)  # nothing is ever sent: it returns when the doctor has ended
     end_programs()
     os.killpg(0, signal.SIGKILL)
 

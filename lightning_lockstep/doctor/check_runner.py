@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.doctor.findings import CheckResult, Finding, problem
 from lightning_lockstep.doctor.machines.processes import end_group, memory_file, text_of
 from lightning_lockstep.doctor.options import CheckOptions
@@ -187,7 +188,7 @@ class _Child:
         self._began = time.monotonic()
 
     def load(self, within: float) -> None:
-        """Have it load the check, and say what that needs.
+        """Have it load the check, and receive what that needs.
 
         Args:
             within: Longest time [s].
@@ -198,7 +199,7 @@ class _Child:
             "sysroot": str(self._sysroot) if self._sysroot else None,
             "options": self._options.to_json(),
         }
-        self._tell(task)
+        self._send(task)
         deadline = time.monotonic() + within + _GRACE
         while not (lines := self._lines()) and self._process.poll() is None:
             if time.monotonic() > deadline:
@@ -218,7 +219,7 @@ class _Child:
             return  # it could not be loaded
         self._began = time.monotonic()
         within = timeout or self._limit
-        self._tell({"deadline": time.time() + within})
+        self._send({"deadline": time.time() + within})
         try:
             self._process.wait(within + _GRACE)
         except subprocess.TimeoutExpired:
@@ -239,7 +240,7 @@ class _Child:
             self._process.wait()
 
     def close(self) -> None:
-        """Give up what it has written."""
+        """Discard its output."""
         self._results.close()
         self._output.close()
 
@@ -255,26 +256,24 @@ class _Child:
     def _failure(self) -> Finding:
         output = text_of(self._output)
         if self._passed is not None:
-            evidence = (
-                f"It did not end within {self._passed:g} s{_innermost_frame(output)}. What it waits for hangs, or needs"
-                " more time."
-            )
+            at = _innermost_frame(output)
+            evidence = f"It did not end within {self._passed:g} s{at}. It hangs, or needs more time."
             again = f"lockstep-doctor {self.name} --timeout {4 * self._passed:g}"
             return problem("the check itself", evidence, again)
-        code = self._process.returncode
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         lines = [line.rstrip() for line in output.splitlines() if line.strip()][-_SHOWN:]
-        said = "; its last lines:\n" + "\n".join(lines) if lines else " and no output"
-        return problem("the check itself", f"It ended with {how}{said}")
+        shown = "; its last lines:\n" + "\n".join(lines) if lines else ", no output"
+        return problem(
+            "the check itself", f"Its process ended: {exit_in_words(self._process.returncode)}{shown}"
+        )
 
     def _lines(self) -> list[Any]:
         """Return what it has written, a line for what the check needs and for each finding, ``None`` at the end."""
         whole, _, _ = text_of(self._results).rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
 
-    def _tell(self, message: Mapping[str, object]) -> None:
+    def _send(self, message: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
-        # It may have crashed already, and its output says how; or been ended with all others.
+        # It may have crashed already, with the reason in its output; or been ended with all others.
         with suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()

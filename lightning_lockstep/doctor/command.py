@@ -47,12 +47,12 @@ def _help() -> str:
     lines = [f"  {name:{width}}  {summary}" for name, summary in BUILT_IN.items()]
     others = [name for name in check_names() if name not in BUILT_IN]
     if others:
-        lines.append(f"  and of other packages: {', '.join(others)}")
+        lines.append(f"  and those of other packages: {', '.join(others)}")
     return (
-        "Check this machine before a run, and print the lines that fix what was found.\n\n"
-        "Without arguments all of these checks run, but for `network` and `run`, which only run when named:\n\n\b\n"
+        "Check this machine before a run, and print the commands that fix what was found.\n\n"
+        "Without arguments all of these checks run except `network` and `run`, which run only when named:\n\n\b\n"
         + "\n".join(lines)
-        + "\n\nExit code: 0 no problem, 1 a problem, 2 the command line cannot be used, 3 only warnings and --strict."
+        + "\n\nExit code: 0 no problem, 1 a problem, 2 an invalid command line, 3 only warnings and --strict."
     )
 
 
@@ -65,37 +65,42 @@ def _doctor(  # noqa: PLR0913 - every option of the command line is one
     only: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="Checks to run, with commas; or `warning`, `problem`: rows to show."
+            metavar="NAMES",
+            help="Checks to run, separated by commas; or `warning` or `problem`: show only such rows.",
         ),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0.1, help="Longest time of each check [s]; by default its own.")
+        float | None,
+        typer.Option(min=0.1, help="Time limit per check in seconds (default: set by each check)."),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 where there are warnings.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 3 if there are warnings.")] = False,
     explain: Annotated[
-        str | None, typer.Option(metavar="CHECK", help="Print why a check matters, and run nothing.")
+        str | None, typer.Option(metavar="CHECK", help="Print why a check matters, without running it.")
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks that `network` starts here, or on each host; by default 2 or 1."),
+        typer.Option(
+            min=1,
+            help="Ranks that `network` starts on this host (default: 2) or on each of --hosts (default: 1).",
+        ),
     ] = None,
     hosts: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="Look at these hosts, by ssh without a password; at this one only if named."
+            metavar="A,B", help="Check these hosts, by ssh without a password; this one only if named."
         ),
     ] = None,
     hostfile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same, for the hosts of a hostfile of mpirun.")
+        Path | None, typer.Option(metavar="FILE", help="Check the hosts of an mpirun hostfile.")
     ] = None,
     ssh_args: Annotated[
         str,
-        typer.Option("--ssh-args", metavar="ARGS", help="For ssh to the hosts, such as '-p 2222 -i key'."),
+        typer.Option("--ssh-args", metavar="ARGS", help="Arguments passed to ssh, such as '-p 2222 -i key'."),
     ] = "",
     sysroot: Annotated[
         Path | None,
         typer.Option(
-            exists=True, help="Look at a recorded machine instead: a record, or a folder with its files."
+            exists=True, help="Check a recorded machine instead: a record, or a folder with its files."
         ),
     ] = None,
     model_parameters: Annotated[
@@ -104,12 +109,12 @@ def _doctor(  # noqa: PLR0913 - every option of the command line is one
             "--model-parameters",
             "--model-params",
             min=1,
-            help="Of your model, such as 7e9: adds estimates of memory.",
+            help="Number of parameters of your model, such as 7e9; adds memory estimates.",
         ),
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="GPUs of a node for those estimates; by default those of this host."),
+        typer.Option(min=1, help="GPUs per node for these estimates (default: those of this host)."),
     ] = None,
 ) -> None:
     try:
@@ -148,7 +153,7 @@ def _ssh_args(given: str) -> tuple[str, ...]:
         return tuple(shlex.split(given))
     except ValueError as error:
         raise ConfigurationError(
-            f"--ssh-args {given!r}: expected words as a shell reads them, such as '-p 2222 -i key' ({error})."
+            f"--ssh-args {given!r}: expected shell syntax, such as '-p 2222 -i key' ({error})."
         ) from error
 
 
@@ -191,8 +196,8 @@ def _rank_of_a_job() -> JoinedRank | None:
 
 
 def _serve_rank_0(me: JoinedRank, selection: Selection, options: CheckOptions) -> int:
-    """Do what rank 0 asks, which prints the table for all."""
-    from lightning_lockstep.doctor.network.meeting import join
+    """Do what rank 0 asks; rank 0 prints the table for all."""
+    from lightning_lockstep.doctor.network.rendezvous import join
     from lightning_lockstep.doctor.several_hosts.as_ranks import checks_of_host
 
     why = join(me, checks_of_host(selection.names, options))

@@ -1,4 +1,4 @@
-"""The line below the rows that says what still runs; only on a terminal."""
+"""The line below the rows with the checks that still run; only on a terminal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Progress:
             self._line.stop()
 
     def tick(self) -> None:
-        """Write the line anew."""
+        """Update the line."""
         if self._line is not None:
             running = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._checks.running().items())
             text = f"{self._ended} of {len(self._checks.names)} checks ended; running: {running or '-'}"

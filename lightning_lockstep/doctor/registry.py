@@ -1,4 +1,4 @@
-"""Which checks there are: those of this package, and those that others add by an entry point."""
+"""Which checks there are: those of this package, and those that other packages add by an entry point."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ BUILT_IN: dict[str, str] = {
     "kernel": "Linux before 5.5, on which ranks may hang",
     "cuda": "driver, torch's CUDA, toolkits of the system and which one is found, host compiler, architectures",
     "xla": "PJRT device, runtime against torch, deprecated variables",
-    "deepspeed": "importable, operations built or buildable (link tests), stale build locks, memory a stage",
+    "deepspeed": "importable, operations built or buildable (link tests), stale build locks, memory per stage",
     "devices": "unequal GPUs: memory, capability, clocks, link, NUMA, measured speed; all ranks on device 0",
     "mpi": "mpirun and mpi4py of one MPI; ssh, versions and slots of the hosts",
     "slurm": "allocation, tasks per node, srun, MPI types, time limit and signal",
-    "network": "ranks meet and communicate: gloo, nccl, mpi4py, stage by stage",
+    "network": "ranks connect and communicate: gloo, nccl, mpi4py, stage by stage",
     "run": "run folders: what happened, and what to do next",
 }
 

@@ -28,7 +28,7 @@ _MARKS = (
     "checkpoints",
     "csv/metrics.csv",
 )
-_STARTED = ".hydra/overrides.yaml"  # written anew at the start of each attempt
+_STARTED = ".hydra/overrides.yaml"  # rewritten at the start of each attempt
 _CHECKPOINTS = ("checkpoints/*.ckpt", "*.ckpt")
 _WITHOUT_OPTIMIZER = ".consolidated.ckpt"
 _UNQUOTED = re.compile(r"[\w./:@%+-]+")
@@ -54,12 +54,12 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether there is anything of that name."""
+        """Whether a file or folder of that name exists."""
         return self._machine.exists(self._path)
 
     @property
     def is_of_a_run(self) -> bool:
-        """Whether a run has left anything there."""
+        """Whether it contains a file of a run."""
         return any(self.has(mark) for mark in _MARKS)
 
     def runs_below(self) -> list[RunFolder]:
@@ -134,7 +134,7 @@ class RunFolder:
         return self.has(_STARTED) and self.age(name) > self.age(_STARTED)
 
     def checkpoints(self) -> list[str]:
-        """Return the checkpoints from which a run can go on, the newest first: those that were written to their end."""
+        """Return the complete checkpoints, from which a run can resume, the newest first."""
         names = [name for name in self.glob(*_CHECKPOINTS) if not name.endswith(_WITHOUT_OPTIMIZER)]
         return sorted(filter(self._is_whole, names), key=self.age)
 

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 
 from lightning_lockstep.doctor.command import main
+from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.several_hosts.by_ssh import ChecksOnHosts
+from lightning_lockstep.launchers.mpirun.hostfile import Host
 from tests.doctor.machines import FOLDER
 
 OLD_KERNEL, HANGING_KERNEL = FOLDER / "kernel_old_ubuntu.yaml", FOLDER / "kernel_old_and_hangs.yaml"
@@ -67,7 +70,7 @@ def test_an_unknown_check_is_refused() -> None:
     [
         (["--hosts", " , "], "--hosts ' , ': expected names of hosts"),
         (["--hosts", "a,-oProxyCommand=x"], "--hosts: '-oProxyCommand=x': expected names or addresses"),
-        (["--hosts", "a", "--ssh-args", "'x"], '--ssh-args "\'x": expected words as a shell reads them'),
+        (["--hosts", "a", "--ssh-args", "'x"], '--ssh-args "\'x": expected shell syntax'),
         (["--hostfile", "empty"], "--hostfile empty: it names no host"),
         (["--hostfile", "binary"], "hostfile binary: it cannot be read"),
         (["--hostfile", "absent"], "--hostfile absent: there is no such file"),
@@ -152,6 +155,23 @@ def test_interrupted_it_leaves_nothing_behind(tmp_path: Path) -> None:
     _wait_until(lambda: not child.exists() or child.read_bytes() == b"")
 
 
+def test_ctrl_c_ends_the_ssh_of_each_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = tmp_path / "pid"
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\necho $$ > {pid}.part; mv {pid}.part {pid}; exec sleep 600\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    def interrupt() -> None:
+        if pid.exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(ChecksOnHosts(["kernel"], CheckOptions(), [Host("node1.invalid")]).results(interrupt))
+    process = Path("/proc", pid.read_text().strip(), "cmdline")
+    _wait_until(lambda: not process.exists() or process.read_bytes() == b"")
+
+
 def _wait_until(arrived: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not arrived():
@@ -162,7 +182,9 @@ def _wait_until(arrived: Callable[[], bool]) -> None:
 HEAVY = ["torch", "lightning", "deepspeed", "mpi4py", "pytorch_lightning"]
 
 
-@pytest.mark.parametrize("module", ["command", "child", "child_process", "this_machine", "checks.packages"])
+@pytest.mark.parametrize(
+    "module", ["command", "check_runner", "check_process", "machines.this_machine", "checks.packages"]
+)
 def test_the_doctor_imports_no_engine(module: str, tmp_path: Path) -> None:
     program = tmp_path / "lockstep-doctor"  # the name of the console script
     program.write_text(

@@ -31,5 +31,5 @@ def test_a_host_that_lacks_a_row_is_named() -> None:
     [found] = merged({"a": result(ok("toolkit", "12.4")), "b": result(), "c": result(ok("toolkit", "12.4"))})
     assert [finding.evidence for finding in found.findings] == [
         "a, c: 12.4",
-        "b: nothing of this   <- differs",
+        "b: no such finding   <- differs",
     ]

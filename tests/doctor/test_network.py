@@ -14,14 +14,14 @@ from typing import IO, TypeVar
 import pytest
 
 from lightning_lockstep.doctor.findings import Status
-from lightning_lockstep.doctor.network import agent, meeting
+from lightning_lockstep.doctor.network import agent, rendezvous
 from lightning_lockstep.doctor.network.backends import BackendResult, try_backend
 from lightning_lockstep.doctor.network.examination import devices_of_hosts, examine
 from lightning_lockstep.doctor.network.group import AgentGroup
 from lightning_lockstep.doctor.network.identity import joined_rank
 from lightning_lockstep.doctor.network.links import ClosedError, Link, accept_ranks, connect, listen_at
-from lightning_lockstep.doctor.network.meeting import agents_by_ssh, agents_here
-from lightning_lockstep.doctor.network.report import backend_finding, ranks_in_words
+from lightning_lockstep.doctor.network.rendezvous import agents_by_ssh, agents_here
+from lightning_lockstep.doctor.network.report import backend_finding
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.several_hosts.by_ssh import ChecksOnHosts
 from lightning_lockstep.launchers.mpirun.hostfile import Host
@@ -34,12 +34,7 @@ Answer = TypeVar("Answer")
 DOCTOR = [sys.executable, "-m", "lightning_lockstep.doctor"]
 
 
-def test_ranks_are_written_as_people_write_them() -> None:
-    assert ranks_in_words([3]) == "rank 3"
-    assert ranks_in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
-
-
-def test_who_does_not_know_the_word_of_the_job_is_no_rank() -> None:
+def test_who_does_not_know_the_token_of_the_job_is_no_rank() -> None:
     with listen_at("127.0.0.1", [0]) as server:
         place = [("127.0.0.1", server.getsockname()[1])]
         with socket.create_connection(place[0]) as stranger:
@@ -49,11 +44,11 @@ def test_who_does_not_know_the_word_of_the_job_is_no_rank() -> None:
     assert link is None and "refused" in why
 
 
-def test_ranks_that_know_the_word_of_the_job_meet() -> None:
+def test_ranks_that_know_the_token_of_the_job_meet() -> None:
     with listen_at("127.0.0.1", [0]) as server:
         place = [("127.0.0.1", server.getsockname()[1])]
-        ranks = in_thread(lambda: accept_ranks(server, "word", {1}, 30))
-        link, why = connect(place, "word", 1, 30)
+        ranks = in_thread(lambda: accept_ranks(server, "token", {1}, 30))
+        link, why = connect(place, "token", 1, 30)
         assert link is not None, why
         theirs = ranks()[1]
     for _ in range(2):
@@ -79,7 +74,7 @@ def in_thread(call: Callable[[], Answer]) -> Callable[[], Answer]:
 
 
 def test_who_listens_in_the_place_of_rank_0_and_sends_back_what_it_gets_is_not_obeyed() -> None:
-    """It learns nothing that tells it the word of the job, either."""
+    """It learns nothing that tells it the token of the job, either."""
     heard: list[bytes] = []
 
     def echo(server: socket.socket) -> None:
@@ -91,10 +86,10 @@ def test_who_listens_in_the_place_of_rank_0_and_sends_back_what_it_gets_is_not_o
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         ended = in_thread(lambda: echo(server))
-        link, why = connect([("127.0.0.1", server.getsockname()[1])], "word", 1, 0.5)
+        link, why = connect([("127.0.0.1", server.getsockname()[1])], "token", 1, 0.5)
         ended()
-    assert link is None and "does not prove that it is rank 0" in why
-    assert b"word" not in b"".join(heard) and json.loads(heard[0]).keys() == {"rank", "nonce"}
+    assert link is None and "did not prove that it is rank 0" in why
+    assert b"token" not in b"".join(heard) and json.loads(heard[0]).keys() == {"rank", "nonce"}
 
 
 def test_who_passes_on_what_the_ranks_send_can_add_nothing() -> None:
@@ -105,8 +100,8 @@ def test_who_passes_on_what_the_ranks_send_can_add_nothing() -> None:
             goal.write(source.readline())
 
     with listen_at("127.0.0.1", [0]) as first, listen_at("127.0.0.1", [0]) as server:
-        ranks = in_thread(lambda: accept_ranks(server, "word", {1}, 30))
-        joined = in_thread(lambda: connect([("127.0.0.1", first.getsockname()[1])], "word", 1, 30))
+        ranks = in_thread(lambda: accept_ranks(server, "token", {1}, 30))
+        joined = in_thread(lambda: connect([("127.0.0.1", first.getsockname()[1])], "token", 1, 30))
         near, _ = first.accept()
         far = socket.create_connection(server.getsockname())
         with near, far, near.makefile("rwb", 0) as rank_1, far.makefile("rwb", 0) as rank_0:
@@ -115,7 +110,7 @@ def test_who_passes_on_what_the_ranks_send_can_add_nothing() -> None:
             passed_on(rank_1, rank_0, 1)
             link, _ = joined()
             theirs = ranks()[1]
-            assert link is not None  # the greeting was the real one
+            assert link is not None  # the handshake was the real one
             theirs.send({"do": "facts"})
             line = rank_0.readline()
             rank_1.write(line)
@@ -145,7 +140,7 @@ def test_a_coordinator_can_set_no_variable_that_loads_code() -> None:
 
 
 def test_a_coordinator_does_not_choose_checks_or_their_options() -> None:
-    link, thread = meeting._agent_here(agent.Agent(1))
+    link, thread = rendezvous._agent_here(agent.Agent(1))
     given = {"names": ["mpi"], "options": {"ssh_args": ["-o", "ProxyCommand=x"]}}
     link.send({"number": 1, "do": "checks", "given": given})
     answer = (link.receive(5) or {})["answer"]
@@ -192,7 +187,7 @@ def test_two_machines_of_one_name_are_two_hosts() -> None:
             "machine": machine,
             "outside": [f"10.0.0.{'1' if machine == 'first' else '2'}"],
         }
-    group.tell_hosts_apart()
+    group.give_hosts_unique_names()
     assert group.hosts == {"localhost (10.0.0.1)": [0, 2], "localhost (10.0.0.2)": [1]}
 
 
@@ -213,14 +208,14 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_not_all_connections_to_a_host_begin_at_once(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
-    with_facts = meeting._with_facts
+    with_facts = rendezvous._with_facts
 
     def noted(group: AgentGroup, ranks: list[int]) -> AgentGroup:
         asked.append(ranks)
         return with_facts(group, ranks)
 
-    monkeypatch.setattr(meeting, "_with_facts", noted)
-    monkeypatch.setattr(meeting, "_AT_ONCE", 2)
+    monkeypatch.setattr(rendezvous, "_with_facts", noted)
+    monkeypatch.setattr(rendezvous, "_AT_ONCE", 2)
     group = agents_by_ssh(["192.0.2.7"], 3)  # an address that is nobody's
     try:
         assert group.ranks == [0, 1, 2] and not group.missing
@@ -242,8 +237,8 @@ def test_a_host_whose_shell_prints_something_is_read_all_the_same(ssh: Path) -> 
     options = CheckOptions(model_parameters=7e9, gpus=8)
     found = list(ChecksOnHosts(["deepspeed"], options, [Host("192.0.2.7")]).results())
     [result] = [result for result in found if result.check == "deepspeed"]
-    [memory] = [finding for finding in result.findings if finding.subject == "memory a stage"]
-    assert memory.evidence.startswith("192.0.2.7: 7,000,000,000 parameters, 8 rank(s)")
+    [memory] = [finding for finding in result.findings if finding.subject == "memory per stage"]
+    assert memory.evidence.startswith("192.0.2.7: 7,000,000,000 parameters, 8 ranks")
 
 
 def test_who_started_this_rank_is_read_from_the_environment() -> None:
@@ -272,7 +267,7 @@ def test_who_started_this_rank_is_read_from_the_environment() -> None:
     ("what", "told"),
     [
         ("raise ImportError('no torch here')", "ImportError: no torch here"),
-        ("import os; os.kill(os.getpid(), 9)", "its process was killed by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 9)", "its process ended: killed by SIGKILL"),
     ],
 )
 def test_the_rank_that_fails_is_named(
@@ -292,7 +287,7 @@ def test_the_rank_that_fails_is_named(
     assert found.step == "start" and [fault.rank for fault in found.faults] == [1]
     assert finding.status is Status.PROBLEM and finding.subject == "gloo: start"
     assert told in finding.evidence and f"rank 1 on {socket.gethostname()}" in finding.evidence
-    assert "rank 0 had no fault" in finding.evidence
+    assert "rank 0 completed it" in finding.evidence
 
 
 def test_a_rank_that_is_late_is_named_and_the_others_do_not_wait_for_ever(
@@ -334,7 +329,7 @@ def test_ranks_here_pass_every_stage() -> None:
         group.close()
     assert not [finding for finding in found if finding.status is Status.PROBLEM], found
     gloo = next(finding for finding in found if finding.subject == "gloo")
-    assert gloo.status is Status.OK and "all-reduce right" in gloo.evidence
+    assert gloo.status is Status.OK and "all-reduce correct" in gloo.evidence
 
 
 @pytest.mark.skipif(why_no("open_mpi") is not None, reason=str(why_no("open_mpi")))

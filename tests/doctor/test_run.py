@@ -31,13 +31,13 @@ def findings(folder: Path) -> list[Finding]:
 @pytest.mark.parametrize(
     ("arguments", "status", "subject", "told", "fix"),
     [
-        ("trainer.devices=1", Status.OK, "run", "it came to its end, 4 steps on 1 rank(s)", ""),
+        ("trainer.devices=1", Status.OK, "run", "it finished: 4 steps on 1 rank;", ""),
         (
             f"{TWO} callbacks=overflow model.learning_rate=1e30",
             Status.PROBLEM,
             "overflow",
-            "made the first nan or inf (rank 0, batch",
-            "fp32_modules",
+            "nan or inf (rank 0, batch",
+            "lockstep-train callbacks=overflow trainer.gradient_clip_val=1.0 model.learning_rate=LOWER ...",
         ),
         (
             f"{TWO} model._target_=tests.doctor.faulty_models.AsksForTooMuch",
@@ -77,7 +77,7 @@ def test_a_search_for_a_batch_size_is_told(tmp_path: Path) -> None:
     }
     (tmp_path / "batch_size.json").write_text(json.dumps(content))
     [size] = [finding for finding in findings(tmp_path) if finding.subject == "batch size"]
-    assert "24 per rank x 2 accumulated x 4 rank(s), after 3 trials" in size.evidence
+    assert "24 per rank x 2 accumulated x 4 ranks, after 3 trials" in size.evidence
 
 
 def test_a_loss_that_is_not_finite_is_found_in_the_log(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_rank_that_was_killed_is_not_said_to_be_out_of_memory(tmp_path: Path) 
     record = {"rank": 1, "world_size": 2, "host": "h", "summary": "killed by SIGKILL"}
     (tmp_path / "failure.json").write_text(json.dumps(record))
     [killed] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
-    assert killed.subject == "killed" and "a scheduler at a limit" in killed.evidence
+    assert killed.subject == "killed" and "a scheduler (at a limit)" in killed.evidence
     assert any(line.startswith("sacct -j JOB") for line in killed.fix)
     assert not any("auto_batch_size" in line for line in killed.fix)
 
@@ -147,11 +147,11 @@ def test_a_long_report_is_read_whole_and_one_cut_short_is_named(tmp_path: Path) 
     (tmp_path / "guard-report.json").unlink()
     (tmp_path / "failure.json").write_text('{"rank": 1, "summary": "RuntimeErr')
     [cut] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
-    assert cut.subject == "records" and "failure.json is there and cannot be read" in cut.evidence
-    assert not any("killed from outside" in finding.evidence for finding in findings(tmp_path))
+    assert cut.subject == "records" and "failure.json cannot be read" in cut.evidence
+    assert not any("it was killed" in finding.evidence for finding in findings(tmp_path))
 
 
-def test_reports_of_an_earlier_attempt_do_not_speak_for_a_run_that_came_to_its_end(tmp_path: Path) -> None:
+def test_reports_of_an_earlier_attempt_do_not_count_for_a_run_that_finished(tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / "overflow").mkdir()
     written = {
@@ -183,12 +183,49 @@ def test_a_folder_whose_name_has_brackets(tmp_path: Path) -> None:
     assert overflow.fix[0] == f"less '{folder}/overflow/batch-3.txt'"
 
 
+@pytest.mark.parametrize(
+    ("producer", "remedy", "evidence", "fix"),
+    [
+        (
+            {"kind": "module", "module": "block.1", "low_precision": True},
+            {"modules": ["block.1", "head"], "tried": True, "text": ""},
+            "block.1 made the first nan or inf",
+            "'callbacks.fp32_modules.modules=[block.1,head]'",
+        ),
+        (
+            {"kind": "module", "module": "block.1", "low_precision": False},
+            {"modules": [], "tried": False, "text": "It computed in float32 already."},
+            "It computed in float32 already.",
+            "model.learning_rate=LOWER",
+        ),
+        (
+            {"kind": "weight", "module": "", "low_precision": True},
+            {"modules": [], "text": "An earlier optimizer step made the weights nan or inf."},
+            "the weights of the LightningModule were already nan or inf",
+            "model.learning_rate=LOWER",
+        ),
+        ({"kind": "batch", "module": ""}, {"text": "Check the samples."}, "Check the samples.", ""),
+    ],
+    ids=["float32_helps", "float32_already", "weight", "batch"],
+)
+def test_an_overflow_gets_the_remedy_of_its_report(
+    producer: dict[str, object], remedy: dict[str, object], evidence: str, fix: str, tmp_path: Path
+) -> None:
+    (tmp_path / "overflow").mkdir()
+    content = {"ranks": [{"rank": 0, "batch_number": 3, "producer": producer, "remedy": remedy}]}
+    (tmp_path / "overflow" / "batch-3.json").write_text(json.dumps(content))
+    [overflow] = [finding for finding in findings(tmp_path) if finding.status is Status.PROBLEM]
+    assert evidence in overflow.evidence and fix in "\n".join(overflow.fix), overflow
+    assert ("fp32_modules" in "\n".join(overflow.fix)) == bool(remedy.get("modules")), overflow
+    assert (len(overflow.fix) == 1) == (producer["kind"] == "batch"), overflow
+
+
 @pytest.mark.parametrize("place", ["a_folder", "a_file"])
 def test_what_is_no_run_folder_gets_no_verdict(place: str, tmp_path: Path) -> None:
     (tmp_path / "a_folder" / "etc").mkdir(parents=True)
     (tmp_path / "a_file").write_text("127.0.0.1 localhost")
     [found] = findings(tmp_path / place)
-    assert found.status is Status.PROBLEM and "no run has left anything there" in found.evidence
+    assert found.status is Status.PROBLEM and "it contains no file of a run" in found.evidence
 
 
 def test_the_folder_of_a_sweep_points_to_its_jobs(tmp_path: Path) -> None:

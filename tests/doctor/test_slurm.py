@@ -30,4 +30,4 @@ def test_tasks_of_two_nodes_make_one_table(slurm: Slurm) -> None:
     assert rows["ranks"]["evidence"].startswith("all 2 reported"), rows
     assert rows["gloo"]["status"] == "ok", rows
     [place] = [row["evidence"] for row in found["slurm"] if row["subject"] == "place"]
-    assert place.startswith("task 0 of 2 in step") and place.endswith("on 2 node(s)")
+    assert place.startswith("task 0 of 2 in step") and place.endswith("on 2 nodes")

@@ -91,8 +91,12 @@ def _driver(machine: Machine, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Fi
     else:
         kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
         yield ok(
-            "driver", f"{found.version}, runs CUDA up to {found.cuda or '?'}; {len(gpus)} GPU(s): {kinds}"
+            "driver", f"{found.version}, runs CUDA up to {found.cuda or '?'}; {_gpus(len(gpus))}: {kinds}"
         )
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def _is_too_old(found: Driver, torch: TorchBuild) -> bool:
@@ -126,7 +130,7 @@ def _torch(machine: Machine, torch: TorchBuild, found: Driver, gpus: Sequence[Gp
         plain = torch.version.partition("+")[0]
         yield problem(
             "torch's CUDA",
-            f"torch {torch.version} is built without CUDA and uses none of the {len(gpus)} GPU(s).",
+            f"torch {torch.version} is built without CUDA and cannot use the GPUs of this host.",
             f"pip install --force-reinstall torch=={plain}",
         )
     elif not torch.cuda:

@@ -46,11 +46,11 @@ _PREBUILT = {"cpu_adam": "DS_BUILD_CPU_ADAM", "async_io": "DS_BUILD_AIO", "fused
 
 @check(
     name="deepspeed",
-    summary="importable, operations built or buildable (link tests), stale build locks, memory a stage",
+    summary="importable, operations built or buildable (link tests), stale build locks, memory per stage",
     why="""DeepSpeed compiles its operations when they are first used, in the middle of a run: with a C++ compiler,
     ninja, Python's headers, libraries such as aio, and for GPUs the CUDA toolkit of torch's major version. What is
-    missing shows there and then, and a lock that a killed build has left lets every later run wait for ever. Operations
-    can be built ahead of time, for all kinds of GPUs at once, and as one wheel for many machines.""",
+    missing shows only then, and the lock of a killed build makes every later run wait for ever. Operations can be
+    built ahead of time, for all kinds of GPUs at once, and as one wheel for many machines.""",
     timeout=60.0,
 )
 def check_deepspeed(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -79,16 +79,18 @@ def check_deepspeed(machine: Machine, options: CheckOptions) -> Iterator[Finding
 
 def _importable(version: str, imported: Probed) -> Finding:
     if imported.error:
-        said, _, remedy = imported.error.partition(" Fix it with: ")
+        why, _, remedy = imported.error.partition(" Fix it with: ")
         fix = remedy or "pip install --force-reinstall --no-cache-dir --no-deps deepspeed"
-        return problem("import", f"DeepSpeed {version} cannot be imported: {said}", fix)
+        return problem("import", f"DeepSpeed {version} cannot be imported: {why}", fix)
     return ok("import", f"DeepSpeed {version}, accelerator {imported.facts.get('accelerator')}")
 
 
 def _tools(tools: Probed) -> Iterator[Finding]:
     if tools.error:
         yield problem(
-            "build tools", f"They cannot be tested: {tools.error}", "lockstep-doctor deepspeed --timeout 120"
+            "build tools",
+            f"The test of them failed: {tools.error}",
+            "lockstep-doctor deepspeed --timeout 120",
         )
         return
     for sentence in _texts(tools.facts, "missing"):
@@ -99,10 +101,12 @@ def _tools(tools: Probed) -> Iterator[Finding]:
     locks = tools.facts.get("locks")
     for lock in locks if isinstance(locks, list) else []:
         if isinstance(lock, dict) and lock.get("is_stale"):
-            evidence = f"A build was killed and has left its lock, on which every later one waits: {lock.get('text')}"
+            evidence = (
+                f"A killed build has left its lock, for which every later build waits: {lock.get('text')}"
+            )
             yield problem("build locks", evidence, f"rm {lock.get('path')}")
         elif isinstance(lock, dict):
-            yield ok("build locks", f"a build is at work: {lock.get('text')}")
+            yield ok("build locks", f"a build is running: {lock.get('text')}")
 
 
 def _operations(machine: Machine, imported: Probed, tools: Probed) -> Iterator[Finding]:
@@ -110,7 +114,7 @@ def _operations(machine: Machine, imported: Probed, tools: Probed) -> Iterator[F
     if built:
         yield ok("operations built", ", ".join(built))
     if any("C++ compiler" in sentence for sentence in _texts(tools.facts, "missing")):
-        return  # that has been said, and nothing else can be tested without it
+        return  # reported above; nothing else can be tested without it
     with_cuda = _builds_with_cuda(machine, imported)
     lacks = {name: _lacking(name, machine, tools, with_cuda) for name in known if name not in built}
     buildable = [name for name, lacking in lacks.items() if not lacking]
@@ -121,9 +125,9 @@ def _operations(machine: Machine, imported: Probed, tools: Probed) -> Iterator[F
         for part in lacking:
             by_reason.setdefault(part, []).append(name)
     for part, names in by_reason.items():
-        said = _links(tools).get(part) or "no toolkit is found"
+        why = _links(tools).get(part) or "no toolkit is found"
         evidence = (
-            f"{', '.join(names)} cannot be built, since a program with {_LABELS[part]} does not link: {said}"
+            f"{', '.join(names)} cannot be built, since a program with {_LABELS[part]} does not link: {why}"
         )
         yield warning("operations", evidence, _install(machine, part))
 
@@ -156,9 +160,9 @@ def _ahead_of_time(machine: Machine, version: str, imported: Probed, tools: Prob
     if not names:
         return
     kinds = _kinds(machine) if with_cuda else ""
-    words = [f'TORCH_CUDA_ARCH_LIST="{kinds}"'] if kinds else [] if with_cuda else ["DS_ACCELERATOR=cpu"]
-    words += [f"{_PREBUILT[name]}=1" for name in names] + (["DS_BUILD_UTILS=1"] if with_cuda else [])
-    before = " ".join(words)
+    variables = [f'TORCH_CUDA_ARCH_LIST="{kinds}"'] if kinds else [] if with_cuda else ["DS_ACCELERATOR=cpu"]
+    variables += [f"{_PREBUILT[name]}=1" for name in names] + (["DS_BUILD_UTILS=1"] if with_cuda else [])
+    before = " ".join(variables)
     source = f"--no-build-isolation --no-deps --no-cache-dir --no-binary deepspeed deepspeed=={version}"
     yield Finding(
         Status.OK,
@@ -184,23 +188,22 @@ def _memory(machine: Machine, parameters: float, gpus: int | None) -> Finding:
 
     ranks = gpus or max(1, len(find_gpus(machine)))
     table = estimate_table(parameters=int(parameters), ranks=ranks, ranks_per_node=ranks)
-    return ok(
-        "memory a stage", f"{parameters:,.0f} parameters, {ranks} rank(s), without activations:\n{table}"
-    )
+    on = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return ok("memory per stage", f"{parameters:,.0f} parameters, {on}, without activations:\n{table}")
 
 
 def _install(machine: Machine, part: str) -> str:
     version, cuda = short(machine.python.version), short(torch_build(machine).cuda)
     if part in ("cudart", "curand") and toolkit_in_use(machine) is None:
         return install_line(cuda, machine)
-    words = {"version": version, "cuda": cuda.replace(".", "-")}
-    debian, red_hat = (name.format(**words) for name in _PACKAGES[part])
+    versions = {"version": version, "cuda": cuda.replace(".", "-")}
+    debian, red_hat = (name.format(**versions) for name in _PACKAGES[part])
     return system_install(machine, debian, red_hat)
 
 
 def _links(tools: Probed) -> Mapping[str, str]:
     links = tools.facts.get("links")
-    return {str(name): str(said) for name, said in links.items()} if isinstance(links, dict) else {}
+    return {str(name): str(error) for name, error in links.items()} if isinstance(links, dict) else {}
 
 
 def _texts(facts: Mapping[str, Any], name: str) -> list[str]:

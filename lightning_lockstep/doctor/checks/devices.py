@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning_lockstep._text import size_in_words
 from lightning_lockstep.doctor.cuda.nvidia import Gpu, find_gpus
 from lightning_lockstep.doctor.cuda.torch_build import torch_build
 from lightning_lockstep.doctor.cuda.versions import release
@@ -15,6 +16,7 @@ from lightning_lockstep.doctor.machines.machine import Machine
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
 
+_MIB = 2**20
 # Clocks, and the speed of a matrix product, that differ by less than this are alike.
 _ALIKE_CLOCKS, _ALIKE_SPEED = 0.95, 0.9
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
@@ -33,8 +35,8 @@ _BOUND_BY_SLURM = (
     name="devices",
     summary="unequal GPUs: memory, capability, clocks, link, NUMA, measured speed; all ranks on device 0",
     why="""The ranks wait for each other at every step: the GPU with the least memory limits the batch of all, and the
-    slowest one the speed of all. A GPU in a slot of fewer lanes, or one that is too hot, is slow without a word. Ranks
-    that never chose a device all run on device 0, while the others are idle.""",
+    slowest one the speed of all. A GPU in a slot of fewer lanes, or one that is too hot, is slow without any error.
+    Ranks that never chose a device all run on device 0, while the others are idle.""",
     needs_ranks=True,
     timeout=60.0,
 )
@@ -49,7 +51,9 @@ def check_devices(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     if not gpus:
         yield not_applicable("GPUs", "nvidia-smi is not found, or lists none.")
         return
-    yield ok("GPUs", ", ".join(f"{gpu.index}: {gpu.name} ({gpu.memory / 1024:.0f} GiB)" for gpu in gpus))
+    yield ok(
+        "GPUs", ", ".join(f"{gpu.index}: {gpu.name} ({size_in_words(gpu.memory * _MIB)})" for gpu in gpus)
+    )
     yield from _ranks(machine, gpus)
     measured = _measured(machine, gpus)
     if len(gpus) > 1:
@@ -66,7 +70,7 @@ def _differences(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         (
             "memory",
             lambda c: c.memory,
-            lambda v: f"{v / 1024:.1f} GiB",
+            lambda v: size_in_words(v * _MIB),
             "the smallest limits the batch of all ranks",
         ),
         (
@@ -108,7 +112,8 @@ def _lanes(gpus: Sequence[Gpu]) -> Iterator[Finding]:
         if most and gpu.lanes and gpu.lanes < most[0]:
             yield warning(
                 "link",
-                f"GPU {gpu.index} has {gpu.lanes} of {most[0]} lanes of PCIe: its slot is smaller, or it sits badly.",
+                f"GPU {gpu.index} uses {gpu.lanes} of {most[0]} lanes of PCIe: the slot has fewer lanes, or the GPU is"
+                " not seated properly.",
                 "nvidia-smi -q -d PERFORMANCE,CLOCK && sudo lspci -vv | grep -A40 NVIDIA | grep LnkSta",
             )
 
@@ -127,7 +132,9 @@ def _speeds(gpus: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> Itera
     for gpu, entry in zip(gpus, measured, strict=False):
         if "error" in entry:
             evidence = f"GPU {gpu.index} cannot multiply two matrices: {entry['error']}"
-            yield problem("matrix product", evidence, f"nvidia-smi -i {gpu.index}  # who uses it?")
+            yield problem(
+                "matrix product", evidence, f"nvidia-smi -i {gpu.index}  # lists the processes that use it"
+            )
     speeds = _speed_of_each(gpus, measured)
     if not speeds:
         return
@@ -171,7 +178,7 @@ def _ranks(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         ((index, number),) = of_gpu.items()
         yield warning(
             "ranks on devices",
-            f"{number} processes run on GPU {index}, none on the other {len(gpus) - 1}: ranks that never chose.",
+            f"{number} processes run on GPU {index}, none on the other {len(gpus) - 1}: the ranks chose no device.",
             "# in the program, before anything is put on a GPU: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))",
             "# or let the Trainer choose: Trainer(accelerator='gpu', devices='auto')",
         )
@@ -188,6 +195,6 @@ def _visible(machine: Machine) -> Iterator[Finding]:
     if len(visible) < ranks:
         yield problem(
             "ranks on devices",
-            f"CUDA_VISIBLE_DEVICES={shown!r} shows {len(visible)} GPU(s) to {ranks} ranks of this host.",
+            f"CUDA_VISIBLE_DEVICES={shown!r} shows {len(visible)} of the GPUs to {ranks} ranks of this host.",
             "unset CUDA_VISIBLE_DEVICES",
         )

@@ -1,4 +1,4 @@
-"""Linux before 5.5: a suspicion that is put to the test."""
+"""Linux before 5.5: tested where the version number alone proves nothing."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _UPGRADES = {
 @check(
     name="kernel",
     summary="Linux before 5.5, on which ranks may hang",
-    why="""On Linux before 5.5 ranks may hang without a word while they pass data through shared memory. The number
-    alone says little, since distributions back-port fixes. So on such a kernel two processes add numbers through
-    shared memory many times; if they come to an end, the kernel is suspected by its number only.""",
+    why="""On Linux before 5.5 ranks may hang without an error message while they pass data through shared memory. The
+    version alone proves little, since distributions back-port fixes. So on such a kernel two processes add numbers
+    through shared memory many times; if they finish, the version is the only reason for a warning.""",
 )
 def check_kernel(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at the kernel's release, and test an old one.
@@ -59,16 +59,16 @@ def check_kernel(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     if not text:
         yield not_applicable("Linux kernel", "/proc/sys/kernel/osrelease cannot be read: this is not Linux.")
     elif not version:
-        yield warning("Linux kernel", f"{text[:80]!r} is no release of a kernel.")
+        yield warning("Linux kernel", f"{text[:80]!r} is not the version of a Linux kernel.")
     elif version >= _FIRST_GOOD:
-        yield ok("Linux kernel", f"{text}; hangs are known of those before 5.5")
+        yield ok("Linux kernel", f"{text}; hangs are known on versions before 5.5")
     else:
         yield from _old_kernel(machine, text)
 
 
 def _old_kernel(machine: Machine, text: str) -> Iterator[Finding]:
     names = [name for mark, name in _DISTRIBUTIONS.items() if mark in text]
-    of_whom = f" It is the kernel of {names[0]}, which back-ports fixes." if names else ""
+    of_whom = f" It is a kernel of {names[0]}, which back-ports fixes." if names else ""
     tested = machine.probe("shared_memory", timeout=_TEST_TIMEOUT)
     fix = _upgrade(_os_release(machine))
     if tested.error:
@@ -81,9 +81,9 @@ def _old_kernel(machine: Machine, text: str) -> Iterator[Finding]:
     else:
         yield warning(
             "Linux kernel",
-            f"{text} is older than 5.5, on which ranks may hang. Two processes added through shared memory"
-            f" {tested.facts.get('rounds')} times and ended well: only a suspicion.{of_whom}"
-            " The lines below are for ranks that hang all the same.",
+            f"{text} is older than 5.5, on which ranks may hang. Two processes added numbers through shared memory"
+            f" {tested.facts.get('rounds')} times without a fault, so this is a warning only.{of_whom}"
+            " Use the lines below if ranks hang anyway.",
             *fix,
         )
 
@@ -97,18 +97,18 @@ def _os_release(machine: Machine) -> dict[str, str]:
 def _upgrade(system: Mapping[str, str]) -> tuple[str, ...]:
     if system.get("ID") == "ubuntu" and release(system.get("VERSION_ID")) < _UBUNTU_WITH_GOOD_KERNEL:
         return (
-            f"# the newest kernel of Ubuntu {system.get('VERSION_ID')} is too old as well: the system itself",
+            f"# the newest kernel of Ubuntu {system.get('VERSION_ID')} is too old as well: upgrade the system",
             "sudo do-release-upgrade",
         )
     kinds = [system.get("ID", ""), *system.get("ID_LIKE", "").split()]
     kind = next((kind for kind in kinds if kind in _UPGRADES), "rhel" if "fedora" in kinds else "")
     version = system.get("VERSION_ID", "")
-    lines = _UPGRADES.get(kind, ("# ask whoever runs this machine for a kernel of 5.5 or newer",))
-    words = {
+    lines = _UPGRADES.get(kind, ("# ask the administrator of this machine for a kernel of 5.5 or newer",))
+    values = {
         "version": version,
         "major": version.partition(".")[0],
         "codename": system.get("VERSION_CODENAME", "stable"),
     }
-    for name, word in words.items():
-        lines = tuple(line.replace(f"{{{name}}}", word) for line in lines)
+    for name, value in values.items():
+        lines = tuple(line.replace(f"{{{name}}}", value) for line in lines)
     return lines

@@ -1,4 +1,4 @@
-"""Check ``network``: ranks that meet, wait for each other and add up numbers, stage by stage."""
+"""Check ``network``: ranks connect, wait for each other and add up numbers, stage by stage."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from lightning_lockstep.doctor.findings import Finding, not_applicable
 from lightning_lockstep.doctor.machines.machine import Machine
 from lightning_lockstep.doctor.network.examination import examine
 from lightning_lockstep.doctor.network.launched_mpi import mpi_here
-from lightning_lockstep.doctor.network.meeting import (
-    agents_by_ssh,
-    agents_here,
-)
+from lightning_lockstep.doctor.network.rendezvous import agents_by_ssh, agents_here
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.registry import check
 from lightning_lockstep.doctor.several_hosts.hosts import hosts_of
@@ -19,15 +16,16 @@ from lightning_lockstep.doctor.several_hosts.hosts import hosts_of
 _WHY = """
 Most hangs at the start of a run are ranks that do not reach each other: a host name that another host cannot resolve, a
 firewall that lets ssh through and nothing else, a backend that listens at the wrong interface. The ranks then wait in
-init_process_group, and nobody says for whom. This check takes the same steps one by one, each with a deadline: which
-ranks have come, which host reaches which, rendezvous, barrier, all-reduce, memory, speed; for gloo, for nccl where
-there is a device for each rank, and for mpi4py. So a failure names the step, the rank, its host and the interface.
+init_process_group, and no message names the missing rank. This check takes the same steps one by one, each with
+a deadline: which ranks have connected, which host reaches which, rendezvous, barrier, all-reduce, memory, speed; for
+gloo, for nccl where there is a device for each rank, and for mpi4py. So a failure names the step, the rank, its host
+and the interface.
 """
 
 
 @check(
     name="network",
-    summary="ranks meet and communicate: gloo, nccl, mpi4py, stage by stage",
+    summary="ranks connect and communicate: gloo, nccl, mpi4py, stage by stage",
     why=_WHY,
     needs_ranks=True,
     timeout=600.0,

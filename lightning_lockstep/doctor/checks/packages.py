@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from lightning_lockstep._text import size_in_words
 from lightning_lockstep.doctor.cuda.versions import release, short
 from lightning_lockstep.doctor.findings import Finding, ok, problem, warning
 from lightning_lockstep.doctor.machines.machine import Limits, Machine
@@ -164,9 +165,9 @@ def _limits(limits: Limits, environment: Mapping[str, str]) -> Iterator[Finding]
 
 
 def _memory(limits: Limits) -> Finding:
-    evidence = f"{limits.memory / _GIB:.1f} GiB ({limits.memory_limited_by})"
+    evidence = f"{size_in_words(limits.memory)} ({limits.memory_limited_by})"
     if limits.memory < limits.host_memory:
-        evidence += f"; the host has {limits.host_memory / _GIB:.1f} GiB, which tools like free show"
+        evidence += f"; the host has {size_in_words(limits.host_memory)}, which tools like free show"
     if limits.memory < _LITTLE_MEMORY:
         return warning(
             "memory limit",
@@ -208,7 +209,7 @@ def _shared_memory(size: int | None) -> Finding:
             "There is none: data loader workers, NCCL and gloo pass data through it.",
             "# docker run --shm-size=8g ..., or: sudo mount -t tmpfs -o size=8g tmpfs /dev/shm",
         )
-    evidence = f"{size / _GIB:.2f} GiB"
+    evidence = size_in_words(size)
     if size < _LITTLE_SHARED_MEMORY:
         return warning(
             "/dev/shm",

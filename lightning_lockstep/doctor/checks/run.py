@@ -1,10 +1,11 @@
-"""Check ``run``: what a run folder says of how the run ended, and what to do next."""
+"""Check ``run``: how a run ended, by the records in its folder, and what to do next."""
 
 from __future__ import annotations
 
 import csv
 import math
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -18,10 +19,10 @@ from lightning_lockstep.doctor.run_folder import RunFolder
 __all__ = ["run"]
 
 _WHY = """
-When a run has gone wrong, what is known of it lies in its folder: the report of the collective guard (which rank did
-not arrive, and where it was), those of the overflow detector (which module made the first nan), the record of the
-failure that came first, the result of a search for a batch size, the summary, the logged metrics, the checkpoints. This
-check reads them together, says what happened first, and which command to run next.
+When a run has failed, its folder contains the report of the collective guard (which rank did not arrive, and where it
+was), those of the overflow detector (which module made the first nan), the record of the first failure, the result of a
+search for a batch size, the summary, the logged metrics and the checkpoints. This check reads them together and reports
+what happened first, and which command to run next.
 """
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "OutOfMemoryError", "MemoryError")
 _WHO_KILLED = (
@@ -59,7 +60,9 @@ def _folder(folder: RunFolder) -> Iterator[Finding]:
     elif below := folder.runs_below():
         yield _runs_below(folder, below)
     else:
-        evidence = f"{folder.given}: no run has left anything there (.hydra, summary.json, failure.json, checkpoints)"
+        evidence = (
+            f"{folder.given}: it contains no file of a run (.hydra, summary.json, failure.json, checkpoints)"
+        )
         yield problem("run folder", evidence, "ls -d outputs/*/* multirun/*/*/*")
 
 
@@ -106,7 +109,7 @@ def _unreadable(folder: RunFolder, *, is_needed: bool) -> Iterator[Finding]:
     for name in dict.fromkeys(folder.unreadable):
         yield (problem if is_needed else warning)(
             "records",
-            f"{folder.given}: {name} is there and cannot be read: its writer was killed, or the disk was full",
+            f"{folder.given}: {name} cannot be read: its writer was killed, or the disk was full",
             f"tail -c 500 {folder.shown(name)}; df -h {folder.shown()}",
         )
 
@@ -119,7 +122,7 @@ def _guard(folder: RunFolder) -> Iterator[Finding]:
     if folder.has("summary.json") and folder.age(name) > folder.age("summary.json"):
         yield not_applicable(
             "collective guard",
-            f"{folder.given}: {name} is older than the summary: of an earlier attempt, or a wait that has ended",
+            f"{folder.given}: {name} is older than the summary: of an earlier attempt, or of a wait that has ended",
         )
         return
     text = str(report.get("text", ""))
@@ -145,19 +148,47 @@ def _overflow(folder: RunFolder) -> Iterator[Finding]:
         with_producer = [rank for rank in ranks if isinstance(rank, dict) and _producer(rank)]
         text = folder.shown(str(PurePath(name).with_suffix(".txt")))
         if not with_producer:
-            evidence = f"{folder.given}: nan or inf, and no module that made it: see {text}"
+            evidence = f"{folder.given}: nan or inf, but no module was found that made it: see {text}"
             yield problem("overflow", evidence, f"less {text}")
             continue
         first = with_producer[0]
-        module = str(_producer(first).get("module", "?"))
+        remedy = first.get("remedy")
+        remedy = remedy if isinstance(remedy, dict) else {}
+        advice = f". {_quoted(str(remedy['text']))}" if remedy.get("text") else ""
         where = f"rank {first.get('rank')}, batch {first.get('batch_number', '?')}"
         yield problem(
             "overflow",
-            f"{folder.given}: {module} made the first nan or inf ({where}); the frames before it are in {text}",
+            f"{folder.given}: {_origin(_producer(first))} ({where}); the frames before it are in {text}{advice}",
             f"less {text}",
-            "# run that module in float32 (with precision=16-mixed or bf16-mixed):",
-            f"lockstep-train callbacks=[overflow,fp32_modules] 'callbacks.fp32_modules.modules=[{module}]' ...",
+            *_against_overflow(_producer(first), remedy),
         )
+
+
+def _origin(producer: Mapping[str, Any]) -> str:
+    module = producer.get("module") or "the LightningModule"
+    if producer.get("kind") == "batch":
+        return "the batch already contained nan or inf"
+    if producer.get("kind") == "weight":
+        return f"the weights of {module} were already nan or inf"
+    return f"{module} made the first nan or inf"
+
+
+def _against_overflow(producer: Mapping[str, Any], remedy: Mapping[str, Any]) -> list[str]:
+    """Return what to run next: only modules for which the report names that remedy are to run in float32."""
+    modules = remedy.get("modules")
+    if isinstance(modules, list) and modules:
+        tried = "with which the replayed batch passed" if remedy.get("tried") else "not tried"
+        override = f"callbacks.fp32_modules.modules=[{','.join(map(str, modules))}]"
+        return [
+            f"# run these modules in float32 ({tried}):",
+            f"lockstep-train callbacks=[overflow,fp32_modules] {shlex.quote(override)} ...",
+        ]
+    if producer.get("kind") == "batch":
+        return []
+    return [
+        "# clip gradients and lower the learning rate:",
+        "lockstep-train callbacks=overflow trainer.gradient_clip_val=1.0 model.learning_rate=LOWER ...",
+    ]
 
 
 def _reports(folder: RunFolder) -> list[str]:
@@ -175,13 +206,13 @@ def _producer(rank: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _failed(failure: Mapping[str, Any], folder: RunFolder) -> Iterator[Finding]:
-    summary = str(failure.get("summary", "it is not known how"))
+    summary = str(failure.get("summary", "of unknown cause"))
     where = failure.get("where") if isinstance(failure.get("where"), dict) else {}
     place = "".join(f", {key} {value}" for key, value in dict(where or {}).items())
     who = f"rank {failure.get('rank')} of {failure.get('world_size')} on {failure.get('host')}{place}"
     evidence = f"{folder.given}: {who}: {_quoted(summary)}"
     if "SIGKILL" in summary:
-        evidence += ". Another program has ended it: the kernel for want of memory, a scheduler at a limit, or somebody"
+        evidence += ". The kernel (out of memory), a scheduler (at a limit) or a user killed it"
         yield problem("killed", evidence, *_WHO_KILLED)
     elif any(word in summary for word in _OUT_OF_MEMORY):
         yield problem(
@@ -189,7 +220,7 @@ def _failed(failure: Mapping[str, Any], folder: RunFolder) -> Iterator[Finding]:
             evidence,
             "# the largest size that fits, the same on all ranks:",
             "lockstep-train callbacks=auto_batch_size ...",
-            "# or split a batch that does not fit, and go on:",
+            "# or split a batch that does not fit, and continue:",
             "lockstep-train callbacks=auto_batch_size callbacks.auto_batch_size.on_oom=split ...",
         )
     else:
@@ -201,7 +232,7 @@ def _finished(summary: Mapping[str, Any], folder: RunFolder) -> Iterator[Finding
     metrics = metrics if isinstance(metrics, dict) else {}
     shown = ", ".join(f"{name} {_short(value)}" for name, value in list(metrics.items())[:4])
     steps, ranks = summary.get("steps"), summary.get("ranks")
-    yield ok("run", f"{folder.given}: it came to its end, {steps} steps on {ranks} rank(s); {shown}")
+    yield ok("run", f"{folder.given}: it finished: {steps} steps on {_count(ranks, 'rank')}; {shown}")
     bad = [name for name, value in metrics.items() if not _is_finite(value)]
     if bad:
         yield problem(
@@ -219,7 +250,7 @@ def _batch_size(folder: RunFolder) -> Iterator[Finding]:
         yield ok(
             "batch size",
             f"{folder.given}: {result.get('size')} per rank x {result.get('accumulate')} accumulated x"
-            f" {result.get('ranks')} rank(s), after {count} trials ({result.get('reason')})",
+            f" {_count(result.get('ranks'), 'rank')}, after {count} trials ({result.get('reason')})",
         )
 
 
@@ -237,8 +268,8 @@ def _metrics(folder: RunFolder) -> Iterator[Finding]:
         if bad:
             yield problem(
                 "metrics",
-                f"{folder.given}: {bad[0]} is {row[bad[0]]} at step {row.get('step', '?')}; nothing looked for its"
-                " origin",
+                f"{folder.given}: {bad[0]} is {row[bad[0]]} at step {row.get('step', '?')}; the overflow detector was"
+                " not active",
                 "lockstep-train debug=overflow ...  # which module, rank and batch",
             )
             return
@@ -253,8 +284,8 @@ def _unknown(folder: RunFolder) -> Finding:
         )
     return warning(
         "run",
-        f"{folder.given}: neither a summary nor a record of a failure: it was killed from outside (memory, time"
-        " limit, a lost host), or ended before its first step",
+        f"{folder.given}: neither a summary nor a record of a failure: it was killed (memory, time limit, a lost"
+        " host), or ended before its first step",
         *_WHO_KILLED,
     )
 
@@ -262,13 +293,19 @@ def _unknown(folder: RunFolder) -> Finding:
 def _checkpoints(folder: RunFolder) -> Finding:
     found = folder.checkpoints()
     if not found:
-        return not_applicable("checkpoints", f"{folder.given}: none is whole; the run can only begin afresh")
+        return not_applicable(
+            "checkpoints", f"{folder.given}: no complete one was saved; the run must start from the beginning"
+        )
     return Finding(
         Status.OK,
         "checkpoints",
-        f"{folder.given}: {len(found)}, the newest is {found[0]}; the run can go on from it",
+        f"{folder.given}: {len(found)}, the newest is {found[0]}; the run can resume from it",
         (f"lockstep-train {folder.override('ckpt_path', found[0])} ...  # with the arguments of that run",),
     )
+
+
+def _count(number: object, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _short(value: object) -> str:

@@ -22,7 +22,7 @@ _WHY = """
 Under Slurm it is srun that starts the ranks, one for each task. A batch script that starts `python` itself runs it
 once, on the first node, where it then waits for ranks that nobody starts. Other faults look much the same: more tasks
 on a node than devices, another number of tasks on each node, `srun --mpi=...` of a type that the MPI in use does not
-speak, so that each rank is rank 0 of 1. And at its time limit a job is killed without a checkpoint, unless it gets a
+support, so that each rank is rank 0 of 1. And at its time limit a job is killed without a checkpoint, unless it gets a
 signal before that leaves enough time to save one.
 """
 _ASK = 15.0  # longest wait for a command of Slurm [s]
@@ -30,9 +30,9 @@ _SAVE = 60.0  # a signal that comes later before the limit leaves little time fo
 _NO_CLUSTER = (
     "failed to fetch config",
     "Could not establish a configuration source",
-)  # what srun says without one
+)  # the error of srun without one
 _SIGNALS = ("TERM", "USR1", "SIGTERM", "SIGUSR1")  # what StopTogether watches
-# Which type of srun's --mpi makes ranks of an MPI: by the vendor that mpi4py tells, the best first.
+# Which type of srun's --mpi makes ranks of an MPI: by the vendor that mpi4py reports, the best first.
 _PMI2 = ("pmi2", "pmix")
 _TYPES = {"Open MPI": ("pmix",), "MPICH": _PMI2, "Intel MPI": _PMI2, "MVAPICH": _PMI2}
 
@@ -57,9 +57,9 @@ def slurm(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         return
     step = find_slurm_step(environ)
     listed = machine.run(["srun", "--mpi=list"], _ASK) if machine.which("srun") else Completed(127)
-    if job is None and any(words in listed.error for words in _NO_CLUSTER):
+    if job is None and any(text in listed.error for text in _NO_CLUSTER):
         yield not_applicable(
-            "Slurm", "srun is installed, and this host belongs to no cluster: srun finds no slurm.conf"
+            "Slurm", "srun is installed, but this host belongs to no cluster: srun finds no slurm.conf"
         )
         return
     if job is None:
@@ -84,17 +84,16 @@ def _place(job: str, step: SlurmStep | None, environ: Mapping[str, str]) -> Iter
     if name in INTERACTIVE:
         yield warning(
             "place",
-            f"job {job} is called {name!r}, which Lightning takes for work by hand: each task then trains by itself",
+            f"job {job} is called {name!r}, which Lightning takes for an interactive job: each task trains alone",
             "salloc --job-name=train ...",
         )
     elif step is not None:
         nodes = len(step.tasks_per_node)
-        yield ok("place", f"task {step.rank} of {step.size} in step {step.name}, on {nodes} node(s)")
+        yield ok("place", f"task {step.rank} of {step.size} in step {step.name}, on {_count(nodes, 'node')}")
     else:
         given, tasks = (environ.get(key, "1") for key in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS"))
-        what = (
-            f"the batch script or shell of job {job} ({given} node(s), {tasks} task(s)), not a task of srun"
-        )
+        size = f"{_count(given, 'node')}, {_count(tasks, 'task')}"
+        what = f"the batch script or shell of job {job} ({size}), not a task of srun"
         if given == tasks == "1":
             yield ok("place", f"{what}: one process can start the ranks of this node itself")
         else:
@@ -119,17 +118,22 @@ def _tasks(step: SlurmStep | None, environ: Mapping[str, str]) -> Iterator[Findi
     devices = _devices(environ)
     if devices is None:
         yield ok(
-            "tasks per node", f"{counts[0]} on {len(counts)} node(s); Slurm has given the job no devices"
+            "tasks per node",
+            f"{counts[0]} on {_count(len(counts), 'node')}; Slurm has given the job no devices",
         )
     elif devices != counts[0]:
-        what = "the rest is idle" if devices > counts[0] else "several ranks would share one"
+        what = "the others are idle" if devices > counts[0] else "several ranks would share one"
         yield (warning if devices > counts[0] else problem)(
             "tasks per node",
-            f"{counts[0]} task(s) on a node with {devices} device(s): {what}. One task for each device",
+            f"{_count(counts[0], 'task')} on a node with {_count(devices, 'device')}: {what}. One task for each device",
             f"#SBATCH --ntasks-per-node={devices} --gpus-per-node={devices}",
         )
     else:
-        yield ok("tasks per node", f"{counts[0]} on {len(counts)} node(s), a device for each")
+        yield ok("tasks per node", f"{counts[0]} on {_count(len(counts), 'node')}, a device for each")
+
+
+def _count(number: int | str, what: str) -> str:
+    return f"{number} {what}{'' if str(number) == '1' else 's'}"
 
 
 def _devices(environ: Mapping[str, str]) -> int | None:
@@ -153,7 +157,9 @@ def _mpi_types(machine: Machine, environ: Mapping[str, str], done: Completed) ->
     vendor = str(machine.probe("mpi_library").facts.get("vendor", ""))
     wanted = _TYPES.get(vendor)
     if wanted is None:
-        yield ok("MPI types", f"{listed}; which of them {vendor or 'the MPI of mpi4py'} speaks is not known")
+        yield ok(
+            "MPI types", f"{listed}; which of them {vendor or 'the MPI of mpi4py'} supports is not known"
+        )
         return
     fitting = [kind for kind in offered if kind.startswith(wanted)]
     default = environ.get("SLURM_MPI_TYPE") or _default_type(machine)
@@ -174,13 +180,13 @@ def _mpi_types(machine: Machine, environ: Mapping[str, str], done: Completed) ->
             f"srun --mpi={fitting[0]} lockstep-train strategy=mpi",
         )
     else:
-        yield ok("MPI types", f"{listed}, by default {default}, which {vendor} speaks")
+        yield ok("MPI types", f"{listed}, by default {default}, which {vendor} supports")
 
 
 def _types_in(output: str) -> list[str]:
-    words = [line.strip().removeprefix("srun:").strip() for line in output.splitlines()]
-    found = [word for word in words if re.fullmatch(r"(none|cray_shasta|openmpi|pmi\w*|mpi\w*)", word)]
-    return [word for word in dict.fromkeys(found) if word != "none"]
+    names = [line.strip().removeprefix("srun:").strip() for line in output.splitlines()]
+    found = [name for name in names if re.fullmatch(r"(none|cray_shasta|openmpi|pmi\w*|mpi\w*)", name)]
+    return [name for name in dict.fromkeys(found) if name != "none"]
 
 
 def _default_type(machine: Machine) -> str:
@@ -194,7 +200,7 @@ def _time(machine: Machine, job: str) -> Iterator[Finding]:
     shown = machine.run(["scontrol", "show", "job", "--oneliner", job], _ASK).output
     limit = re.search(r"\bTimeLimit=(\S+)", shown)
     if limit is None:
-        yield warning("time limit", f"scontrol says nothing of job {job}")
+        yield warning("time limit", f"scontrol shows no time limit of job {job}")
         return
     if limit[1] == "UNLIMITED":
         yield ok("time limit", "none")
@@ -210,7 +216,9 @@ def _time(machine: Machine, job: str) -> Iterator[Finding]:
         )
     elif name.removeprefix("B:") not in _SIGNALS or name.startswith("B:"):
         reason = (
-            "it goes to the batch script alone" if name.startswith("B:") else "nothing of ours watches it"
+            "it is sent to the batch script alone"
+            if name.startswith("B:")
+            else "StopTogether does not handle it"
         )
         yield warning(
             "time limit", f"{limit[1]}, with --signal={name}: {reason}", "#SBATCH --signal=USR1@120"

@@ -1,4 +1,4 @@
-"""torch-xla: its device, whether it goes with torch, and variables that it gives up."""
+"""torch-xla: its device, whether it matches torch, and deprecated variables."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DEPRECATED = {
     "XLA_USE_F16": "use precision=bf16-true",
     "XLA_DOWNCAST_FP16": "use precision=bf16-true and the strategy's downcast_bf16=true",
     "XLA_DOWNCAST_F16": "use precision=bf16-true and the strategy's downcast_bf16=true",
-    "XRT_TPU_CONFIG": "torch-xla has PJRT since release 2.0, and XRT no more",
-    "XRT_DEVICE_MAP": "torch-xla has PJRT since release 2.0, and XRT no more",
-    "XRT_WORKERS": "torch-xla has PJRT since release 2.0, and XRT no more",
-    "XRT_LOCAL_WORKER": "torch-xla has PJRT since release 2.0, and XRT no more",
+    "XRT_TPU_CONFIG": "XRT was removed in torch-xla 2.0; use PJRT_DEVICE",
+    "XRT_DEVICE_MAP": "XRT was removed in torch-xla 2.0; use PJRT_DEVICE",
+    "XRT_WORKERS": "XRT was removed in torch-xla 2.0; use PJRT_DEVICE",
+    "XRT_LOCAL_WORKER": "XRT was removed in torch-xla 2.0; use PJRT_DEVICE",
 }
 _NO = ("", "0", "false")
 # Google's other devices on the bus, such as the network card of its virtual machines, have the vendor too.
@@ -44,7 +44,7 @@ _TPUS = {
     summary="PJRT device, runtime against torch, deprecated variables",
     why="""torch-xla is compiled against one release of torch and fails with any other. It runs on the device that
     PJRT_DEVICE names: without that it may train on the CPU of a TPU host. Variables such as XLA_USE_BF16 turn every
-    float32 tensor into 16 bits, metrics and counters included, and are going away.""",
+    float32 tensor into 16 bits, metrics and counters included, and are deprecated.""",
     timeout=60.0,
 )
 def check_xla(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def check_xla(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
 
 
 def _tpu(machine: Machine) -> str:
-    """Return which TPU is plugged in, or nothing: device files would not say, since NPUs and VFIO have them too."""
+    """Return which TPU is plugged in, or nothing: device files are no proof, since NPUs and VFIO have them too."""
     numbers = (machine.read_text(f"{folder}/device") or "" for folder in pci_devices(machine, _GOOGLE))
     return next((_TPUS[number.strip()] for number in numbers if number.strip() in _TPUS), "")
 
@@ -85,7 +85,9 @@ def _variables(machine: Machine) -> Iterator[Finding]:
     for name, instead in _DEPRECATED.items():
         value = machine.environment.get(name, "")
         if value.lower() not in _NO:
-            yield warning(name, f"It is {value!r}, and torch-xla gives it up: {instead}.", f"unset {name}")
+            yield warning(
+                name, f"Set to {value!r}, which torch-xla has deprecated: {instead}.", f"unset {name}"
+            )
 
 
 def _device(machine: Machine, tpu: str) -> Iterator[Finding]:
@@ -116,5 +118,5 @@ def _device(machine: Machine, tpu: str) -> Iterator[Finding]:
 
 
 def _with_libtpu(xla: str) -> str:
-    """Return what pip is to install for TPUs: each torch-xla names the one libtpu that it goes with."""
+    """Return what pip is to install for TPUs: each torch-xla requires one version of libtpu."""
     return f"'torch-xla[tpu]=={short(xla)}.*'"

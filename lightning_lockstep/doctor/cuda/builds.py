@@ -64,7 +64,7 @@ def _match(machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit], use
         return warning(subject, evidence, *fix)
     if used.major is None:
         fix = (f"{used.root}/bin/nvcc --version", *fix)
-        return warning(subject, f"nvcc of {used.root} does not say its version.", *fix)
+        return warning(subject, f"nvcc of {used.root} does not report its version.", *fix)
     if used.major != wanted:
         return problem(
             subject,
@@ -84,7 +84,11 @@ def _for_gpus(machine: Machine, torch: TorchBuild, used: Toolkit, gpus: Sequence
     for name, capability in kinds:
         first = first_compiling(capability)
         is_newer = first > release(used.version)
-        when = f"CUDA {'.'.join(map(str, first))} is the first that does" if is_newer else "it does no more"
+        when = (
+            f"CUDA {'.'.join(map(str, first))} is the first that does"
+            if is_newer
+            else "its support was removed"
+        )
         number = "".join(map(str, capability))
         yield problem(
             "toolkit and GPUs",

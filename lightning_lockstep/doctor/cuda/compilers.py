@@ -7,12 +7,13 @@ import shlex
 from dataclasses import dataclass
 from itertools import pairwise
 
+from lightning_lockstep._text import first_line
 from lightning_lockstep.doctor.cuda.toolkits import Toolkit
 from lightning_lockstep.doctor.cuda.versions import release
 from lightning_lockstep.doctor.machines.machine import Machine
 from lightning_lockstep.doctor.machines.package_manager import has_dnf, system_install
 
-__all__ = ["Compiler", "cxx_compiler", "host_compiler", "link_lines", "newest_gcc"]
+__all__ = ["Compiler", "host_compiler", "link_lines", "newest_gcc"]
 
 # Newest major version of gcc that each CUDA accepts, from its installation guides; a later CUDA accepts at least that.
 _NEWEST_GCC = {
@@ -34,7 +35,7 @@ class Compiler:
 
     Attributes:
         path: Of its program.
-        version: Such as ``13.3.0``; empty if it says none.
+        version: Such as ``13.3.0``; empty if it reports none.
         is_gcc: Whether it is gcc.
     """
 
@@ -62,16 +63,6 @@ def host_compiler(machine: Machine, toolkit: Toolkit, *, with_cc: bool = True) -
     named = next(iter(cc), None) or _named_to_nvcc(machine)
     named = named or (beside if toolkit.root != "/usr" and machine.exists(beside) else "gcc")
     path = machine.which(named)
-    return None if path is None else _compiler(machine, path)
-
-
-def cxx_compiler(machine: Machine) -> Compiler | None:
-    """Return the C++ compiler that builds of torch extensions call, ``None`` if there is none.
-
-    Args:
-        machine: To look at.
-    """
-    path = machine.which((_words(machine.environment.get("CXX", "")) or ["c++"])[0])
     return None if path is None else _compiler(machine, path)
 
 
@@ -131,9 +122,9 @@ def _named_to_nvcc(machine: Machine) -> str | None:
 
 
 def _compiler(machine: Machine, path: str) -> Compiler:
-    said = machine.run([path, "--version"]).output
-    first = said.splitlines()[0] if said.strip() else ""
-    is_gcc = "clang" not in first and "Free Software Foundation" in said
+    printed = machine.run([path, "--version"]).output
+    first = first_line(printed)
+    is_gcc = "clang" not in first and "Free Software Foundation" in printed
     numbers = re.findall(r"\b(\d+\.\d+(?:\.\d+)?)\b", re.sub(r"\(.*?\)", "", first))
     return Compiler(path, numbers[0] if numbers else "", is_gcc)
 

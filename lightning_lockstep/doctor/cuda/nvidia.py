@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.doctor.cuda.versions import release
 from lightning_lockstep.doctor.machines.machine import Machine, Probed
 from lightning_lockstep.doctor.machines.pci import pci_devices
@@ -40,8 +41,8 @@ class Driver:
         program: nvidia-smi, as it was found; ``None`` if it was not.
         version: Such as ``570.86.15``, empty if unknown.
         cuda: Newest CUDA that it can run, such as ``12.8``, empty if unknown.
-        error: What nvidia-smi says if it cannot reach the driver.
-        has_hardware: Whether a GPU of NVIDIA is plugged in, whatever the driver says.
+        error: The error of nvidia-smi if it cannot reach the driver.
+        has_hardware: Whether a GPU of NVIDIA is plugged in, whether or not there is a driver.
     """
 
     program: str | None
@@ -91,10 +92,9 @@ def driver(machine: Machine) -> Driver:
     cuda = re.search(r"CUDA Version:\s*([\d.]+)", done.output)
     error = ""
     if not done.succeeded or version is None:
-        said = " ".join(f"{done.output} {done.error}".split())[:_SHOWN]
-        error = said or (
-            "it did not answer" if done.timed_out else f"exit code {done.returncode} and no word"
-        )
+        printed = " ".join(f"{done.output} {done.error}".split())[:_SHOWN]
+        how = "it did not answer in time" if done.timed_out else exit_in_words(done.returncode)
+        error = printed or f"{how}, no output"
     return Driver(program, version[1] if version else "", cuda[1] if cuda else "", error, has_hardware)
 
 
@@ -115,7 +115,7 @@ def find_gpus(machine: Machine) -> list[Gpu]:
 
 
 def with_capabilities(gpus: Sequence[Gpu], probed: Probed) -> list[Gpu]:
-    """Return GPUs with the compute capabilities that torch knows, where nvidia-smi is too old to say them.
+    """Return GPUs with the compute capabilities that torch knows, where nvidia-smi is too old to list them.
 
     Args:
         gpus: Of nvidia-smi.

@@ -52,7 +52,7 @@ class Toolkit:
 
     Attributes:
         root: Its folder, with links followed.
-        version: Such as ``12.8.1``; empty if its compiler says none.
+        version: Such as ``12.8.1``; empty if its compiler reports none.
         libraries: Its folder of libraries that holds ``libcudart.so``; ``None`` if none does.
     """
 

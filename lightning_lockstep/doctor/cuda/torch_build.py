@@ -18,7 +18,7 @@ class TorchBuild:
         version: Empty where it is not installed.
         cuda: CUDA that it was built with, such as ``12.8``; empty without.
         is_rocm: Whether it was built for AMD's GPUs.
-        is_known: Whether its files say what it was built for.
+        is_known: Whether its files name what it was built for.
     """
 
     version: str
@@ -40,7 +40,7 @@ def torch_build(machine: Machine) -> TorchBuild:
     if not cuda and (match := re.search(r"\+cu(\d+)(\d)\b", version)):
         cuda = f"{match[1]}.{match[2]}"
     is_rocm = bool(_assigned(text, "hip")) or "+rocm" in version
-    # The version of metadata has no local part where torch comes from PyPI, and then says nothing of CUDA.
+    # The version of metadata has no local part where torch comes from PyPI, and then does not name CUDA.
     return TorchBuild(version, cuda, is_rocm, is_known=bool(text) or "+" in version)
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
+from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.doctor.machines.machine import Completed, Limits, Probed, Python
 from lightning_lockstep.doctor.machines.processes import run_program
 
@@ -142,7 +143,7 @@ class ThisMachine:
             facts = None
         if isinstance(facts, dict) and done.succeeded:
             return Probed(facts)
-        return Probed(error=last_line(done.error) or f"it ended with exit code {done.returncode}")
+        return Probed(error=last_line(done.error) or f"it failed: {exit_in_words(done.returncode)}")
 
 
 def last_line(text: str) -> str:

@@ -1,7 +1,7 @@
 """What runs for each rank: it does what the coordinator asks, always answers in time, and needs no torch itself.
 
-The step that could hang is taken by a process of its own (:mod:`.rank_process`), so that the agent can still tell that
-it hangs. ``python -m lightning_lockstep.doctor.network.agent`` is an agent at the other end of ssh's pipes.
+The step that could hang is taken by a process of its own (:mod:`.rank_process`), so that the agent can still report
+that it hangs. ``python -m lightning_lockstep.doctor.network.agent`` is an agent at the other end of ssh's pipes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_lockstep.doctor.network.rank_process import RankProcess
 
 __all__ = ["Agent", "serve_pipes"]
 
-_IDLE = 600.0  # without a word from the coordinator an agent ends [s]
+_IDLE = 600.0  # an agent that receives no message from the coordinator for so long ends [s]
 _PATTERN = bytes(range(256)) * 1024  # more than one packet of any size
 _LEAVE = 5.0  # how long a rank of MPI gets to end [s]
 # All that a coordinator may set for a rank: other variables, NCCL_NET_PLUGIN among them, would load code.

@@ -1,4 +1,4 @@
-"""The steps of one backend, on all ranks: what failed first, on which ranks, and what it was."""
+"""The test of one backend in steps on all ranks: which step failed first, on which ranks, with which error."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ __all__ = ["BackendResult", "StepFault", "try_backend"]
 _IMPORT = 90.0  # longest time for importing torch, or starting MPI, on a busy or cold host [s]
 _STEPS = {"rendezvous": 20.0, "barrier": 20.0, "all_reduce": 20.0, "memory": 20.0, "speed": 30.0}
 _MPI_STEPS = {"exchange": 20.0, "barrier": 20.0, "all_reduce": 20.0, "speed": 30.0}
-_EARLIER = (
-    3.0  # a backend's own limit is that much shorter than ours, so that it can say what it waited for [s]
-)
+# A backend's own limit is that much shorter than ours, so that its error names what it waited for [s].
+_EARLIER = 3.0
 
 
 @dataclass(frozen=True)
 class StepFault:
-    """What a rank has met in the step that failed.
+    """The error of one rank in the step that failed.
 
     Attributes:
         rank: Its rank.
         kind: ``ended`` (its process died), ``silent`` (its host does not answer), ``error``, or ``late``.
-        error: In words.
+        error: Its message.
         debug: What NCCL has written.
         printed: What its process has written to standard error.
     """
@@ -89,7 +88,7 @@ def try_backend(
 
     Args:
         group: The agents.
-        backend: ``gloo``, ``nccl`` or ``mpi4py``; what follows a ``+`` tells two tests of one backend apart.
+        backend: ``gloo``, ``nccl`` or ``mpi4py``; what follows a ``+`` distinguishes two tests of one backend.
         address: Of rank 0, as the others reach it.
         environ: Variables for the process of each rank.
         patience: Factor for all deadlines.
@@ -118,13 +117,13 @@ def try_backend(
             return "begin"
         if not step("start", _IMPORT):
             return "start"
-        meeting: dict[str, Any] = {}
+        place: dict[str, Any] = {}
         if not is_mpi:
             if not step("listen", 10, [0], address=address, within=_STEPS["rendezvous"] * patience):
                 return "listen"
-            meeting = {"address": address, "port": answers["listen"][0]["port"]}
+            place = {"address": address, "port": answers["listen"][0]["port"]}
         for name, seconds in (_MPI_STEPS if is_mpi else _STEPS).items():
-            given = {**meeting, "within": seconds * patience - _EARLIER} if name == "rendezvous" else {}
+            given = {**place, "within": seconds * patience - _EARLIER} if name == "rendezvous" else {}
             if not step(name, seconds, **given):
                 return name
         return ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
+from lightning_lockstep._text import listed
 from lightning_lockstep.doctor.findings import Finding, ok, problem, warning
 from lightning_lockstep.doctor.network.group import AgentGroup
 
@@ -24,7 +25,7 @@ class Connections:
     Attributes:
         reached: By (from, to): the address at which ``to`` was reached, and from which interface.
         failed: By (from, to): what was tried and failed.
-        resolved: By host: the addresses that each host name stands for there.
+        resolved: By host: the addresses that each host name resolves to there.
     """
 
     reached: Mapping[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
@@ -80,8 +81,8 @@ class Connections:
 
     def _pairs(self, group: AgentGroup) -> Iterator[Finding]:
         if not self.failed:
-            listed = sorted({f"{to} at {address}" for (_, to), (address, _) in self.reached.items()})
-            yield ok("connections", f"every host reaches the others ({'; '.join(listed[:8])})")
+            places = sorted({f"{to} at {address}" for (_, to), (address, _) in self.reached.items()})
+            yield ok("connections", f"every host reaches the others ({listed(places, 8)})")
             return
         for (start, end), tried in self.failed.items():
             yield problem(
@@ -95,7 +96,7 @@ class Connections:
             return [f"# on {start}:", f"ip route get {_first_outside(group, end)}"]
         source = _first_outside(group, start)
         return [
-            f"# a firewall drops them, or the cable or route between the two is cut. On {end}, as root:",
+            f"# a firewall drops the packets, or there is no route between the two. On {end}, as root:",
             f"ufw allow from {source}   # or: firewall-cmd --zone=trusted --add-source={source}",
         ]
 
@@ -119,7 +120,7 @@ class Connections:
                 )
 
     def _what_gloo_chooses(self, group: AgentGroup) -> Iterator[Finding]:
-        """Gloo listens where the host's own name leads, unless a variable says otherwise."""
+        """Gloo listens at the address of the host's own name, unless GLOO_SOCKET_IFNAME is set."""
         interfaces = self.own_interfaces(group)
         for host, ranks in group.hosts.items():
             facts = group.facts[ranks[0]]
@@ -136,21 +137,19 @@ class Connections:
             if not own or ip_address(own[0]).is_loopback:
                 where = facts["hosts_line"]
                 line = f" by the line {where!r} of /etc/hosts" if where else ""
-                meaning = f"stands for {own[0]}{line}" if own else "cannot be resolved"
-                evidence = (
-                    f"{host}: its own name {meaning}, so gloo listens at loopback, where no peer reaches it"
-                )
+                meaning = f"resolves to {own[0]}{line}" if own else "cannot be resolved"
+                evidence = f"{host}: its own name {meaning}, so gloo listens on loopback, which no other host reaches"
                 yield problem("interfaces", evidence, *fix)
             elif interfaces.get(host) and own[0] not in facts["interfaces"][interfaces[host]]:
                 evidence = (
-                    f"{host}: its own name stands for {own[0]}, where gloo then listens; the others reach it at"
+                    f"{host}: its own name resolves to {own[0]}, where gloo listens; the other hosts reach it at"
                     f" {interfaces[host]}"
                 )
                 yield problem("interfaces", evidence, *fix)
             elif outside and "NCCL_SOCKET_IFNAME" not in facts["variables"]:
                 yield warning(
                     "interfaces",
-                    f"{host} has several: ranks meet at {interfaces[host]}, but NCCL may choose {', '.join(outside)}",
+                    f"{host} has several: ranks use {interfaces[host]}, but NCCL may choose {', '.join(outside)}",
                     f"export NCCL_SOCKET_IFNAME={interfaces[host]}  # on {host}",
                 )
 
@@ -209,7 +208,7 @@ def try_connections(group: AgentGroup, patience: float = 1.0) -> Connections:
                     tried[start].append(f"{place_there}{from_there}: {answer.get('error')}")
         for start, end in pairs.items():
             if (start, end) not in reached:
-                failed[start, end] = tuple(tried[start]) or ("it has no address outside of loopback",)
+                failed[start, end] = tuple(tried[start]) or ("it has no address but loopback",)
     names = {group.host(rank): _lists(answer) for rank, answer in resolved.items() if "ok" not in answer}
     return Connections(reached, failed, names)
 

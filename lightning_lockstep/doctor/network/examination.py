@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from lightning_lockstep._text import ranks_in_words, size_in_words
 from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
 from lightning_lockstep.doctor.network.backends import BackendResult, try_backend
 from lightning_lockstep.doctor.network.connections import Connections, try_connections
 from lightning_lockstep.doctor.network.group import AgentGroup
-from lightning_lockstep.doctor.network.report import backend_finding, ranks_in_words
+from lightning_lockstep.doctor.network.report import backend_finding
 
-__all__ = ["devices_of_hosts", "examine", "who_came"]
+__all__ = ["devices_of_hosts", "examine", "reported_ranks"]
 
 _SMALL_SHARED_MEMORY = 2**28  # per rank of a host, below which NCCL or loaders run out of it [bytes]
 
@@ -23,7 +24,7 @@ def examine(group: AgentGroup, *, mpi: bool, patience: float = 1.0) -> Iterator[
         mpi: Whether the ranks are those of an MPI job, so that MPI can be tested on them.
         patience: Factor for all deadlines.
     """
-    yield from who_came(group)
+    yield from reported_ranks(group)
     if len(group.ranks) < 2:
         return
     yield from _shared_memory(group)
@@ -36,12 +37,12 @@ def examine(group: AgentGroup, *, mpi: bool, patience: float = 1.0) -> Iterator[
         return
     address = "127.0.0.1" if connections is None else connections.address_of_first(group)
     if address is None:
-        yield not_applicable("backends", "no address of rank 0 is reached by all hosts")
+        yield not_applicable("backends", "no address of rank 0 can be reached from all hosts")
         return
     yield from _backends(group, address, connections, mpi=mpi, patience=patience)
 
 
-def who_came(group: AgentGroup) -> Iterator[Finding]:
+def reported_ranks(group: AgentGroup) -> Iterator[Finding]:
     """Yield which ranks have reported, and which have not.
 
     Args:
@@ -56,7 +57,7 @@ def who_came(group: AgentGroup) -> Iterator[Finding]:
             "ranks",
             f"rank {rank} of {group.size} did not report: {why}. Reported: {places or 'none'}",
             *group.fixes.get(
-                rank, ("# look at what that rank has printed, and whether rank 0's host lets it in",)
+                rank, ("# look at the output of that rank, and at the firewall of rank 0's host",)
             ),
         )
 
@@ -71,8 +72,8 @@ def _shared_memory(group: AgentGroup) -> Iterator[Finding]:
         if free < _SMALL_SHARED_MEMORY * len(ranks):
             yield warning(
                 "shared memory",
-                f"{host}: /dev/shm has {size / 2**20:.0f} MiB, {free / 2**20:.0f} MiB of them free, for {len(ranks)}"
-                " ranks; NCCL and loaders with workers die of a bus error when it is full",
+                f"{host}: /dev/shm has {size_in_words(size)}, of which {size_in_words(free)} are free, for {len(ranks)}"
+                " ranks; NCCL and data loader workers fail with a bus error when it is full",
                 "# in a container: docker run --shm-size=8g (or --ipc=host); elsewhere:",
                 "sudo mount -o remount,size=8G /dev/shm",
             )
@@ -106,12 +107,12 @@ def _nccl(group: AgentGroup, gloo: BackendResult, address: str, patience: float)
         yield not_applicable("nccl", "torch finds no CUDA device on any rank's host")
         return
     crowded = [
-        f"{host} has {devices[host]} device(s) for {len(ranks)} ranks"
+        f"{host} has {devices[host]} for {len(ranks)} ranks"
         for host, ranks in group.hosts.items()
         if devices[host] < len(ranks)
     ]
     if crowded:
-        yield not_applicable("nccl", f"it needs a device for each rank: {'; '.join(crowded)}")
+        yield not_applicable("nccl", f"it needs one device per rank: {'; '.join(crowded)}")
         return
     versions = gloo.value("start", "nccl")
     if len(set(versions.values())) > 1:
@@ -127,8 +128,8 @@ def _nccl(group: AgentGroup, gloo: BackendResult, address: str, patience: float)
     yield _cure(
         again,
         "nccl",
-        "with NCCL_P2P_DISABLE=1: copies from GPU to GPU go astray here, most often because PCIe access control (ACS)"
-        " or the IOMMU sends them through the host",
+        "with NCCL_P2P_DISABLE=1: peer-to-peer copies between GPUs fail or corrupt data on this host, most often"
+        " because PCIe access control (ACS) or the IOMMU redirects them",
         [
             "export NCCL_P2P_DISABLE=1",
             "# better: switch ACS off in the BIOS, or boot with iommu=pt; `sudo lspci -vvv | grep ACSCtl` shows it",
@@ -136,7 +137,7 @@ def _nccl(group: AgentGroup, gloo: BackendResult, address: str, patience: float)
     )
     if not again.passed and any(group.facts[rank].get("iommu") for rank in group.ranks):
         yield warning(
-            "nccl", "an IOMMU is on; it can send copies between GPUs astray: try booting with iommu=pt"
+            "nccl", "an IOMMU is on, which can corrupt copies between GPUs: try booting with iommu=pt"
         )
 
 
@@ -147,7 +148,7 @@ def devices_of_hosts(hosts: Mapping[str, Sequence[int]], started: BackendResult)
 
     Args:
         hosts: The ranks of each.
-        started: What the ranks have said of the devices that they see.
+        started: With the devices that each rank sees.
     """
     counts, uuids = started.value("start", "devices"), started.value("start", "uuids")
     found: dict[str, int] = {}
@@ -164,4 +165,4 @@ def _cure(again: BackendResult, name: str, what: str, lines: list[str]) -> Findi
     subject = f"{name}, second try"
     if again.passed:
         return problem(subject, f"it works {what}", *lines)
-    return not_applicable(subject, f"it fails in the step {again.step} also {what.partition(':')[0]}")
+    return not_applicable(subject, f"it also fails {what.partition(':')[0]}, in the step {again.step}")

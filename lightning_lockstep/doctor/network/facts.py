@@ -1,4 +1,4 @@
-"""What the agent of a rank tells about its host: names, addresses, interfaces, shared memory, peer-to-peer copies."""
+"""What the agent of a rank reports about its host: names, addresses, interfaces, shared memory, peer-to-peer copies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+
+from lightning_lockstep.distributed.interfaces import address_towards, addresses_of
 
 __all__ = ["addresses_of_name", "host_facts", "interface_towards", "interfaces"]
 
@@ -34,14 +36,13 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def addresses_of_name(name: str) -> list[str]:
-    """Return the addresses that a host name stands for on this host; none where it stands for nothing.
+    """Return the addresses that a host name resolves to on this host; none where it cannot be resolved.
 
     Args:
         name: Host name.
     """
-    with suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    with suppress(UnicodeError):  # such as a label of more than 63 characters
+        return addresses_of(name)
     return []
 
 
@@ -51,17 +52,15 @@ def interface_towards(address: str) -> tuple[str, str]:
     Args:
         address: Address of the other.
     """
-    own = ""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # a datagram socket: the route is looked up, no packet leaves
-        own = str(probe.getsockname()[0])
+    own = address_towards(address)
+    if ip_address(own).is_loopback and not ip_address(address).is_loopback:
+        return "", ""  # there is no route
     name = next((name for name, found in interfaces().items() if own in found), "")
     return name, own
 
 
 def host_facts() -> dict[str, Any]:
-    """Return what a rank tells of its host."""
+    """Return what a rank reports about its host."""
     name = socket.gethostname()
     found = interfaces()
     return {
@@ -89,7 +88,7 @@ def host_facts() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return what tells this host from others of the same name: the number that the kernel got when it started."""
+    """Return what distinguishes this host from others of the same name: the boot identifier of its kernel."""
     with suppress(OSError):
         return _BOOT.read_text().strip()
     return ""
@@ -114,7 +113,7 @@ def _shared_memory() -> tuple[int, int] | None:
 
 
 def _iommu() -> bool:
-    """Return whether this host translates the addresses of its devices, which sends copies between GPUs astray."""
+    """Return whether an IOMMU translates the addresses of devices, which can corrupt copies between GPUs."""
     with suppress(OSError):
         return any(Path("/sys/class/iommu").iterdir())
     return False

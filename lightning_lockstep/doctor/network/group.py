@@ -1,4 +1,4 @@
-"""All agents of a test, as the coordinator sees them: asked at once, with one deadline for all."""
+"""All agents of a test, as the coordinator sees them: one request to all, with one deadline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AgentGroup:
         threads: In which agents of this process serve.
 
     Attributes:
-        facts: What each rank that has reported says of its host.
+        facts: The facts about its host that each rank has reported.
         fixes: Lines to paste for a rank that has not.
     """
 
@@ -64,8 +64,8 @@ class AgentGroup:
         """
         return str(self.facts.get(rank, {}).get("host", "?"))
 
-    def tell_hosts_apart(self) -> None:
-        """Give hosts that have one name, as ``localhost`` is that of many, names of their own: with an address."""
+    def give_hosts_unique_names(self) -> None:
+        """Add an address to the names of hosts that share one, such as ``localhost``."""
         machines: dict[str, set[str]] = {}
         for facts in self.facts.values():
             machines.setdefault(str(facts.get("name")), set()).add(str(facts.get("machine")))
@@ -98,7 +98,7 @@ class AgentGroup:
             ranks: Those to ask; by default all.
 
         Returns:
-            Answers by rank. That of an agent which is gone or does not answer has ``ok`` false and ``silent`` true.
+            Answers by rank. That of an agent that has ended or does not answer has ``ok`` false and ``silent`` true.
         """
         asked = self.ranks if ranks is None else ranks
         self._number += 1
@@ -108,7 +108,7 @@ class AgentGroup:
             try:
                 self.links[rank].send({"number": self._number, "do": do, "given": dict(wanted)})
             except ClosedError as error:
-                answers[rank] = _silent(f"its agent is gone ({error})")
+                answers[rank] = _silent(f"its agent has closed the connection ({error})")
         deadline = time.monotonic() + within + _MARGIN
         while (open_ranks := [rank for rank in asked if rank not in answers]) and time.monotonic() < deadline:
             for rank in open_ranks:
@@ -128,7 +128,7 @@ class AgentGroup:
         try:
             message = self.links[rank].receive(_LOOK_EVERY)
         except ClosedError as error:
-            answers[rank] = _silent(f"its agent is gone ({error})")
+            answers[rank] = _silent(f"its agent has closed the connection ({error})")
             return
         if message is not None and message.get("number") == self._number:
             answer = message.get("answer")

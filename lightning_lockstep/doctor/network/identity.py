@@ -58,8 +58,8 @@ class JoinedRank:
         return [_FIRST_PORT + (first + 977 * number) % _PORTS for number in range(_TRIES)]
 
     @property
-    def word(self) -> str:
-        """What both ends of a connection prove to know: made of the job's token, or where there is none of its name."""
+    def token(self) -> str:
+        """What both ends of a connection prove to know: derived from the job's token, or without one from its name."""
         return hashlib.sha256(f"doctor\0{known_job_token() or _job()}".encode()).hexdigest()
 
 

@@ -9,10 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_lockstep._text import exit_in_words, ranges, time_in_words
 from lightning_lockstep.doctor import probes
 from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem
 from lightning_lockstep.doctor.machines.machine import Completed, Machine
-from lightning_lockstep.doctor.network.report import duration, first_part, rate
+from lightning_lockstep.doctor.network.report import first_part, rate
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.mpirun.command import (
     MPIRunSettings,
@@ -28,7 +29,7 @@ _LAST_STEP = "speed"
 
 
 def mpi_here(machine: Machine, count: int) -> Finding:
-    """Return how ranks of mpirun do on this host.
+    """Return how a test with ranks of mpirun on this host went.
 
     Args:
         machine: This machine.
@@ -42,9 +43,9 @@ def mpi_here(machine: Machine, count: int) -> Finding:
     except LaunchError as error:
         return problem("mpi4py", str(error))
     if mpirun is None:
-        return not_applicable("mpi4py", "there is no mpirun beside this Python or in PATH")
+        return not_applicable("mpi4py", "no mpirun was found beside this Python or in PATH")
     command = mpirun_command(mpirun, settings, num_processes=count, num_nodes=1)
-    command = [word for word in command if word not in ("--output", "tag")]
+    command = [argument for argument in command if argument not in ("--output", "tag")]
     probe = str(Path(str(probes.__path__[0]), "network_mpi.py"))
     names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     given = [f"{name}={value}" for name, value in mpirun_environ(settings).items() if name in names]
@@ -80,13 +81,13 @@ def _finding(done: Completed, count: int) -> Finding:
     if _LAST_STEP not in first:
         missing = [rank for rank in range(count) if "start" not in answers.get(rank, {})]
         tail = [line for line in done.error.splitlines() if line.strip(" -")]
-        what = f"no answer within {_LONGEST:.0f} s" if done.timed_out else f"exit code {done.returncode}"
-        which = f"; ranks that did not start: {', '.join(map(str, missing))}" if missing else ""
+        what = f"no answer within {_LONGEST:.0f} s" if done.timed_out else exit_in_words(done.returncode)
+        which = f"; ranks that did not start: {ranges(missing)}" if missing else ""
         last = next(reversed(first), "start")
         return problem("mpi4py", f"{what}, after the step {last!r} of rank 0{which}. {' '.join(tail[-2:])}")
     speed, start = first[_LAST_STEP], first["start"]
     return ok(
         "mpi4py",
-        f"{count} ranks with {first_part(start['library'])}: barrier and all-reduce right; 8 bytes take"
-        f" {duration(speed['latency'])}, 16 MB go at {rate(speed['bandwidth'])}",
+        f"{count} ranks with {first_part(start['library'])}: barrier and all-reduce correct; 8 bytes take"
+        f" {time_in_words(speed['latency'])}, 16 MB go at {rate(speed['bandwidth'])}",
     )

@@ -1,8 +1,8 @@
 """Lines of JSON between the coordinator and the agent of each rank: over TCP, or over the pipes of ssh.
 
-What arrives is data, checked for its kind where it is used. Over TCP both ends first prove that they know the job's
-word, which is never sent, and then mark each line with a key that is made for this connection: who only passes lines
-on cannot change or add one.
+What arrives is data whose types are checked where it is used. Over TCP both ends first prove that they know the job's
+token, which is never sent, and then sign each line with a key of this connection: whoever only forwards lines cannot
+change or add one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["ClosedError", "Link", "accept_ranks", "connect", "listen_at"]
 
 _LONGEST = 4_000_000  # of a line [bytes]
 _CONNECT = 3.0  # longest wait for one address [s]
-_GREETING = 3.0  # longest time that rank 0 gives who has connected to prove itself [s]
+_HANDSHAKE = 3.0  # longest time that rank 0 gives who has connected to prove itself [s]
 _ANSWER = 10.0  # longest wait for rank 0, which looks at one connection after the other [s]
-_LONGEST_GREETING = 1_000  # of one line [bytes]
+_LONGEST_HANDSHAKE = 1_000  # of one line [bytes]
 _NONCE = re.compile(r"[0-9a-f]{64}")
 _END = 2.0  # longest wait for the thread that reads [s]
 _PAUSE = 0.2  # between two attempts [s]
 
 
 class ClosedError(Exception):
-    """The other end is gone."""
+    """The other end has closed the connection."""
 
 
 class _Writer(Protocol):
@@ -41,26 +41,26 @@ class _Writer(Protocol):
     def flush(self) -> object: ...
 
 
-class _Seal:
-    """What marks the lines of one connection: each with its direction and number, under the key of this connection."""
+class _Signer:
+    """Signs the lines of one connection: each with its direction and number, under the key of this connection."""
 
     def __init__(self, key: bytes, *, at_rank_0: bool) -> None:
         self._key = key
         self._sends, self._receives = (b"down", b"up") if at_rank_0 else (b"up", b"down")
         self._sent = self._received = 0
 
-    def sealed(self, line: bytes) -> bytes:
+    def signed(self, line: bytes) -> bytes:
         self._sent += 1
-        return self._mark(self._sends, self._sent, line) + b" " + line
+        return self._digest(self._sends, self._sent, line) + b" " + line
 
-    def opened(self, line: bytes) -> bytes | None:
-        """Return what a line holds, or ``None`` where the other end has not sent it."""
-        mark, _, content = line.rstrip(b"\n").partition(b" ")
+    def verified(self, line: bytes) -> bytes | None:
+        """Return the content of a line, or ``None`` where the other end has not signed it."""
+        digest, _, content = line.rstrip(b"\n").partition(b" ")
         self._received += 1
-        is_theirs = hmac.compare_digest(mark, self._mark(self._receives, self._received, content))
+        is_theirs = hmac.compare_digest(digest, self._digest(self._receives, self._received, content))
         return content if is_theirs else None
 
-    def _mark(self, direction: bytes, number: int, line: bytes) -> bytes:
+    def _digest(self, direction: bytes, number: int, line: bytes) -> bytes:
         content = b"%s %d %s" % (direction, number, line)
         return hmac.digest(self._key, content, "sha256").hex().encode()
 
@@ -72,7 +72,7 @@ class Link:
         reader: Where lines come from.
         writer: Where lines go.
         close: Ends the connection.
-        seal: Marks each line; ``None`` where nobody else has the two ends, as with pipes.
+        signer: Signs each line; ``None`` where nobody else has the two ends, as with pipes.
     """
 
     def __init__(
@@ -80,36 +80,36 @@ class Link:
         reader: IO[bytes],
         writer: _Writer,
         close: Callable[[], None],
-        seal: _Seal | None = None,
+        signer: _Signer | None = None,
     ) -> None:
-        self._reader, self._writer, self._close, self._seal = reader, writer, close, seal
+        self._reader, self._writer, self._close, self._signer = reader, writer, close, signer
         self._received: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._read, args=(reader,), name="doctor-link", daemon=True)
         self._thread.start()
 
     @classmethod
-    def of_socket(cls, connection: socket.socket, seal: _Seal | None = None) -> Link:
+    def of_socket(cls, connection: socket.socket, signer: _Signer | None = None) -> Link:
         """Return the link over a connected socket.
 
         Args:
             connection: The socket; closed with the link.
-            seal: Marks each line.
+            signer: Signs each line.
         """
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         reader, writer = connection.makefile("rb"), connection.makefile("wb", buffering=0)
-        return cls(reader, writer, lambda: _shut(connection), seal)
+        return cls(reader, writer, lambda: _shut(connection), signer)
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message.
 
         Raises:
-            ClosedError: The other end is gone.
+            ClosedError: The other end has closed the connection.
         """
         line = json.dumps(message).encode()
         try:
-            self._writer.write((self._seal.sealed(line) if self._seal else line) + b"\n")
+            self._writer.write((self._signer.signed(line) if self._signer else line) + b"\n")
             self._writer.flush()
         except (OSError, ValueError) as error:
             raise ClosedError(str(error)) from error
@@ -121,7 +121,7 @@ class Link:
             timeout: Longest wait [s].
 
         Raises:
-            ClosedError: The other end is gone.
+            ClosedError: The other end has closed the connection.
         """
         try:
             message = self._received.get(timeout=max(timeout, 0.001))
@@ -129,7 +129,7 @@ class Link:
             return None
         if message is None:
             self._received.put(None)  # for who asks again
-            raise ClosedError("the connection has ended")
+            raise ClosedError("the connection was closed")
         return message
 
     def close(self) -> None:
@@ -143,9 +143,9 @@ class Link:
     def _read(self, reader: IO[bytes]) -> None:
         with suppress(OSError, ValueError):
             while line := reader.readline(_LONGEST):
-                content = self._seal.opened(line) if self._seal else line
+                content = self._signer.verified(line) if self._signer else line
                 if content is None:
-                    break  # somebody between the two ends: nothing more is taken from this connection
+                    break  # not from the other end: nothing more is read from this connection
                 with suppress(ValueError):
                     message = json.loads(content)
                     if isinstance(message, dict):
@@ -176,12 +176,12 @@ def listen_at(address: str, ports: list[int]) -> socket.socket:
     raise OSError(f"no port of {', '.join(map(str, ports))} is free at {address}")
 
 
-def accept_ranks(server: socket.socket, word: str, expected: set[int], timeout: float) -> dict[int, Link]:
+def accept_ranks(server: socket.socket, token: str, expected: set[int], timeout: float) -> dict[int, Link]:
     """Return the link of every rank that has come in time.
 
     Args:
         server: Listens.
-        word: What only the ranks of this job know.
+        token: Secret that only the ranks of this job know.
         expected: The ranks to wait for.
         timeout: Longest wait [s].
     """
@@ -193,23 +193,23 @@ def accept_ranks(server: socket.socket, word: str, expected: set[int], timeout: 
             connection, _ = server.accept()
         except OSError:
             break
-        proven = _proven(connection, word, time.monotonic() + min(left, _GREETING))
+        proven = _proven(connection, token, time.monotonic() + min(left, _HANDSHAKE))
         if proven is None or proven[0] not in expected - set(found):
             connection.close()
             continue
-        rank, seal = proven
-        found[rank] = Link.of_socket(connection, seal)
+        rank, signer = proven
+        found[rank] = Link.of_socket(connection, signer)
     return found
 
 
 def connect(
-    addresses: list[tuple[str, int]], word: str, rank: int, timeout: float
+    addresses: list[tuple[str, int]], token: str, rank: int, timeout: float
 ) -> tuple[Link | None, str]:
     """Return the link to the coordinator, tried at each address until the time is over, or why there is none.
 
     Args:
         addresses: Where it may listen.
-        word: What only the ranks of this job know.
+        token: Secret that only the ranks of this job know.
         rank: This rank.
         timeout: Longest time [s].
     """
@@ -222,46 +222,48 @@ def connect(
             except OSError as error:
                 faults[f"{host}:{port}"] = str(error)
                 continue
-            seal = _trusted(connection, word, rank, min(deadline, time.monotonic() + _ANSWER))
-            if seal is not None:
-                return Link.of_socket(connection, seal), ""
+            signer = _trusted(connection, token, rank, min(deadline, time.monotonic() + _ANSWER))
+            if signer is not None:
+                return Link.of_socket(connection, signer), ""
             connection.close()
-            faults[f"{host}:{port}"] = "what listens there does not prove that it is rank 0 of this job"
+            faults[f"{host}:{port}"] = (
+                "the process listening there did not prove that it is rank 0 of this job"
+            )
         time.sleep(_PAUSE)
     return None, "; ".join(f"{place}: {fault}" for place, fault in faults.items()) or "no address is known"
 
 
-def _proven(connection: socket.socket, word: str, deadline: float) -> tuple[int, _Seal] | None:
-    """Return which rank has connected and the seal of its connection; ``None`` for a stranger.
+def _proven(connection: socket.socket, token: str, deadline: float) -> tuple[int, _Signer] | None:
+    """Return which rank has connected and the signer of its connection; ``None`` for any other process.
 
-    Rank 0 proves itself first: a rank tells a stranger that listens in its place nothing but its number.
+    Rank 0 proves itself first: another process that listens in its place receives a rank's number and nothing more.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
-        asked = _hear(connection, deadline)
+        asked = _receive_handshake(connection, deadline)
         rank, theirs, ours = int(asked["rank"]), _nonce(asked), secrets.token_hex(32)
-        _say(connection, {"nonce": ours, "proof": _made_of(word, "rank 0", rank, theirs, ours)})
-        answer = _hear(connection, deadline)
-        if hmac.compare_digest(str(answer["proof"]), _made_of(word, "rank", rank, theirs, ours)):
-            return rank, _Seal(_made_of(word, "lines", rank, theirs, ours).encode(), at_rank_0=True)
+        _send_handshake(connection, {"nonce": ours, "proof": _proof(token, "rank 0", rank, theirs, ours)})
+        answer = _receive_handshake(connection, deadline)
+        if hmac.compare_digest(str(answer["proof"]), _proof(token, "rank", rank, theirs, ours)):
+            return rank, _Signer(_proof(token, "lines", rank, theirs, ours).encode(), at_rank_0=True)
     return None
 
 
-def _trusted(connection: socket.socket, word: str, rank: int, deadline: float) -> _Seal | None:
-    """Return the seal of a connection that leads to rank 0, ``None`` where it leads to somebody else."""
+def _trusted(connection: socket.socket, token: str, rank: int, deadline: float) -> _Signer | None:
+    """Return the signer of a connection that leads to rank 0, ``None`` where it leads to another process."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         ours = secrets.token_hex(32)
-        _say(connection, {"rank": rank, "nonce": ours})
-        answer = _hear(connection, deadline)
+        _send_handshake(connection, {"rank": rank, "nonce": ours})
+        answer = _receive_handshake(connection, deadline)
         theirs = _nonce(answer)
-        if hmac.compare_digest(str(answer["proof"]), _made_of(word, "rank 0", rank, ours, theirs)):
-            _say(connection, {"proof": _made_of(word, "rank", rank, ours, theirs)})
-            return _Seal(_made_of(word, "lines", rank, ours, theirs).encode(), at_rank_0=False)
+        if hmac.compare_digest(str(answer["proof"]), _proof(token, "rank 0", rank, ours, theirs)):
+            _send_handshake(connection, {"proof": _proof(token, "rank", rank, ours, theirs)})
+            return _Signer(_proof(token, "lines", rank, ours, theirs).encode(), at_rank_0=False)
     return None
 
 
-def _made_of(word: str, what: str, rank: int, nonce_of_rank: str, nonce_of_rank_0: str) -> str:
+def _proof(token: str, what: str, rank: int, nonce_of_rank: str, nonce_of_rank_0: str) -> str:
     content = f"{what}\0{rank}\0{nonce_of_rank}\0{nonce_of_rank_0}"
-    return hmac.digest(word.encode(), content.encode(), "sha256").hex()
+    return hmac.digest(token.encode(), content.encode(), "sha256").hex()
 
 
 def _nonce(message: dict[str, Any]) -> str:
@@ -271,17 +273,17 @@ def _nonce(message: dict[str, Any]) -> str:
     return str(nonce)
 
 
-def _say(connection: socket.socket, message: dict[str, Any]) -> None:
+def _send_handshake(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _hear(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return the next line of a greeting, read byte by byte: what follows it is the link's."""
+def _receive_handshake(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    """Return the next line of a handshake, read byte by byte: what follows it is the link's."""
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(deadline - time.monotonic(), 0.001))
         byte = connection.recv(1)
-        if not byte or len(line) > _LONGEST_GREETING:
-            raise ValueError("no greeting")
+        if not byte or len(line) > _LONGEST_HANDSHAKE:
+            raise ValueError("no handshake")
         line += byte
     return dict(json.loads(line))

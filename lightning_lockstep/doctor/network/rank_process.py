@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.doctor import probes
 
 __all__ = ["RankProcess"]
@@ -36,7 +36,7 @@ class RankProcess:
     def __init__(self, program: str, arguments: list[str], environ: Mapping[str, str]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when a step fails
         command = [sys.executable, "-u", str(Path(str(probes.__path__[0]), program)), *arguments]
-        if sys.platform == "linux":  # Linux ends it when this process is gone
+        if sys.platform == "linux":  # Linux kills it when this process ends
             command = [sys.executable, "-I", "-S", "-c", _WITH_PARENT, *command]
         self._process = subprocess.Popen(
             command,
@@ -44,7 +44,7 @@ class RankProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            # MPICH's mpiexec and Slurm's PMI-2 talk to a rank over a descriptor that it inherits.
+            # MPICH's mpiexec and Slurm's PMI-2 exchange messages with a rank over a descriptor that it inherits.
             close_fds=False,
         )
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -72,7 +72,12 @@ class RankProcess:
             return {"ok": False, "late": True, "error": f"no answer within {within:.0f} s", **self._printed()}
         if answer is None:
             code = self._process.wait()
-            return {"ok": False, "ended": code, "error": _ending(code), **self._printed()}
+            return {
+                "ok": False,
+                "ended": code,
+                "error": f"its process ended: {exit_in_words(code)}",
+                **self._printed(),
+            }
         seconds = round(time.monotonic() - began, 6)
         return {**answer, "seconds": seconds, **({} if answer.get("ok") else self._printed())}
 
@@ -113,11 +118,3 @@ class RankProcess:
                     if isinstance(answer, dict):
                         self._answers.put(answer)
         self._answers.put(None)
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        with suppress(ValueError):
-            return f"its process was killed by {signal.Signals(-code).name}"
-        return f"its process was killed by signal {-code}"
-    return f"its process ended with exit code {code}"

@@ -1,15 +1,16 @@
-"""What the test of a backend comes to, in words."""
+"""The finding of a backend test."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
+from lightning_lockstep._text import ranks_in_words, time_in_words
 from lightning_lockstep.doctor.findings import Finding, ok, problem
 from lightning_lockstep.doctor.network.backends import BackendResult, StepFault
 from lightning_lockstep.doctor.network.group import AgentGroup
 
-__all__ = ["backend_finding", "duration", "first_part", "ranks_in_words", "rate"]
+__all__ = ["backend_finding", "first_part", "rate"]
 
 # Where in its sources a backend writes from, which is long and of no use here.
 _SOURCE = re.compile(r"\[/?[\w./-]+\.(cc|cpp|h):\d+\] ?")
@@ -28,7 +29,7 @@ _STEPS = {
 
 
 def backend_finding(group: AgentGroup, result: BackendResult) -> Finding:
-    """Return what the test of a backend has found.
+    """Return the finding of a backend test.
 
     Args:
         group: The agents.
@@ -38,14 +39,15 @@ def backend_finding(group: AgentGroup, result: BackendResult) -> Finding:
         return _failure(group, result)
     latency = max(result.value("speed", "latency").values())
     bandwidth = min(result.value("speed", "bandwidth").values())
-    meeting = result.value("rendezvous", "seconds") or result.value("exchange", "seconds")
+    first_contact = result.value("rendezvous", "seconds") or result.value("exchange", "seconds")
+    connecting = max(first_contact.values())
     barrier = max(result.value("barrier", "seconds").values())
     libraries = sorted({str(library) for library in result.value("start", "library").values() if library})
     with_what = f" with {first_part(libraries[0])}" if libraries else ""
     return ok(
         result.backend,
-        f"{group.size} ranks{with_what}: rendezvous {duration(max(meeting.values()))}, barrier {duration(barrier)},"
-        f" all-reduce right; 8 bytes take {duration(latency)}, 16 MB go at {rate(bandwidth)}",
+        f"{group.size} ranks{with_what}: rendezvous {time_in_words(connecting)}, barrier {time_in_words(barrier)},"
+        f" all-reduce correct; 8 bytes take {time_in_words(latency)}, 16 MB go at {rate(bandwidth)}",
     )
 
 
@@ -55,27 +57,27 @@ def _failure(group: AgentGroup, result: BackendResult) -> Finding:
     everyone = len(ranks) == group.size
     waiting = sorted({fault.rank for fault in result.faults} - set(ranks))
     done = sorted(set(group.ranks) - {fault.rank for fault in result.faults})
-    texts = _told_apart(group, blamed)
+    texts = _by_error(group, blamed)
     lines = [
         f"the step {step!r} failed on {'all ranks' if everyone else ranks_in_words(ranks)}: {'; '.join(texts)}"
     ]
     if waiting:
-        lines.append(f"{ranks_in_words(waiting)} then failed or waited")
+        lines.append(f"{ranks_in_words(waiting)} failed or timed out after that")
     if done:
-        lines.append(f"{ranks_in_words(done)} had no fault")
+        lines.append(f"{ranks_in_words(done)} completed it")
     debug = next((fault.debug for fault in blamed if fault.debug), "")
     if debug:
-        lines.append(f"NCCL says: {debug}")
+        lines.append(f"NCCL's own log: {debug}")
     return problem(f"{result.backend}: {step}", ". ".join(lines), *_fix(result, blamed))
 
 
-def _told_apart(group: AgentGroup, faults: Sequence[StepFault]) -> list[str]:
-    """Return what each has met, ranks with the same error together."""
+def _by_error(group: AgentGroup, faults: Sequence[StepFault]) -> list[str]:
+    """Return each error with its ranks and host."""
     by_error: dict[tuple[str, str], list[int]] = {}
     for fault in faults:
         by_error.setdefault((group.host(fault.rank), _error(fault)), []).append(fault.rank)
-    told = [f"{ranks_in_words(ranks)} on {host}: {error}" for (host, error), ranks in by_error.items()]
-    return told[:_SHOWN] + ([f"and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else [])
+    texts = [f"{ranks_in_words(ranks)} on {host}: {error}" for (host, error), ranks in by_error.items()]
+    return texts[:_SHOWN] + ([f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else [])
 
 
 def _error(fault: StepFault) -> str:
@@ -90,7 +92,7 @@ def _fix(result: BackendResult, blamed: Sequence[StepFault]) -> list[str]:
     name = result.backend.partition("+")[0]
     if "SIGKILL" in texts:
         return [
-            "# the kernel or the scheduler killed it, most often for memory:",
+            "# killed by the kernel or the scheduler, usually because memory ran out:",
             "dmesg | grep -i 'out of memory'",
         ]
     if "SIGBUS" in texts:
@@ -99,44 +101,17 @@ def _fix(result: BackendResult, blamed: Sequence[StepFault]) -> list[str]:
         package = "'lightning-lockstep[mpi]'" if name == "mpi4py" else "lightning-lockstep"
         return [f"pip install {package}  # on each host that lacks it"]
     if "out of memory" in texts:
-        return ["nvidia-smi  # who else uses these devices?"]
+        return ["nvidia-smi  # lists the processes that use these devices"]
     if name == "nccl":
-        return ["NCCL_DEBUG=INFO lockstep-doctor network  # the whole of what NCCL says"]
+        return ["NCCL_DEBUG=INFO lockstep-doctor network  # prints NCCL's whole log"]
     return []
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ranks as people write them: ``rank 3``, ``ranks 0-3, 6``.
-
-    Args:
-        ranks: In rising order.
-    """
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time for people.
-
-    Args:
-        seconds: The time [s].
-    """
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
-
-
 def rate(size: float) -> str:
-    """Return a rate for people.
+    """Return a transfer rate such as ``3.2 GB/s``.
 
     Args:
-        size: In a second [bytes].
+        size: Per second [bytes].
     """
     return f"{size / 1e9:.1f} GB/s" if size >= 1e9 else f"{size / 1e6:.0f} MB/s"
 
@@ -145,6 +120,6 @@ def first_part(library: str) -> str:
     """Return name and version of an MPI library, without where and when it was built.
 
     Args:
-        library: What it says of itself.
+        library: Its version string.
     """
     return library.partition(",")[0].partition("\t")[0].strip()

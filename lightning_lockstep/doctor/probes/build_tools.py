@@ -1,4 +1,4 @@
-"""What builds of DeepSpeed's operations need of this host: small programs are compiled and linked, flags prove nothing.
+"""What builds of DeepSpeed's operations need of this host, tested by compiling and linking small programs.
 
 It imports neither torch nor DeepSpeed. The arguments are folders in which libraries of CUDA lie.
 """
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _link(target: Path, source: str, flags: list[str]) -> str:
-    """Compile and link a program; returns what the compiler says if that fails."""
+    """Compile and link a program; return the error of the compiler if that fails."""
     file = target.with_suffix(".cpp")
     file.write_text(source + "\n")
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
@@ -72,6 +72,7 @@ def _link(target: Path, source: str, flags: list[str]) -> str:
     # A library of Python need not be there: extensions are not linked with it.
     lenient = ["-shared", "-fPIC"] if target.name == "python" else []
     command = [*compiler, *lenient, str(file), "-o", str(target), include, *more[0], *flags, *more[1]]
+    # In the group of this process, which the doctor ends as a whole when a probe takes too long.
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LONGEST)
     except (OSError, subprocess.TimeoutExpired) as error:

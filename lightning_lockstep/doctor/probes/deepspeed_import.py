@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """Print its version, its accelerator, and the operations that are built or that it says it can build."""
+    """Print its version, its accelerator, and the operations that are built or have a builder."""
     from lightning_lockstep.deepspeed.builds.tools import OPS
     from lightning_lockstep.deepspeed.importing import import_deepspeed
     from lightning_lockstep.errors import LockstepError

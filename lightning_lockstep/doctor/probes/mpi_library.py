@@ -6,7 +6,7 @@ import json
 
 
 def main() -> None:
-    """Print what the library says of itself."""
+    """Print vendor and version of the library."""
     import mpi4py
 
     mpi4py.rc.initialize = mpi4py.rc.finalize = False

@@ -31,7 +31,7 @@ class Rank:
         self.MPI, self.world = MPI, MPI.COMM_WORLD
 
     def start(self, **_: Any) -> dict[str, Any]:
-        """Say who MPI thinks this rank is."""
+        """Report the rank and size that MPI sees."""
         return {
             "rank": self.world.Get_rank(),
             "size": self.world.Get_size(),

@@ -34,7 +34,7 @@ class Rank:
         self.store: Any = None
 
     def start(self, **_: Any) -> dict[str, Any]:
-        """Say what is here."""
+        """Report versions and devices."""
         count = self.torch.cuda.device_count() if self.torch.cuda.is_available() else 0
         nccl = self.dist.is_nccl_available()
         numbers = self.torch.cuda.nccl.version() if count and nccl else ()  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ class Rank:
         return {"port": port}
 
     def rendezvous(self, address: str, port: int, within: float) -> None:
-        """Meet the other ranks, and connect to each."""
+        """Connect to the other ranks."""
         if self.backend == "nccl":
             # Under srun --gpus-per-task=1 each rank sees one device, its own.
             self.device = self.torch.device("cuda", self.local_rank % self.torch.cuda.device_count())
@@ -152,7 +152,7 @@ def main() -> None:
             answer = {"ok": False, "error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
         answers.write(json.dumps({"step": step, **answer}) + "\n")
         answers.flush()
-    os._exit(0)  # destroying the group could wait for a rank that is gone
+    os._exit(0)  # destroying the group could wait for a rank that has ended
 
 
 if __name__ == "__main__":

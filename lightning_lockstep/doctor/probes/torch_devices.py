@@ -1,4 +1,4 @@
-"""What torch says of the CUDA devices: what it was built for, and each device's properties.
+"""What torch reports about the CUDA devices: what it was built for, and each device's properties.
 
 With ``--speed`` a short matrix product on each, one after the other.
 """
@@ -12,6 +12,8 @@ import time
 from typing import Any
 
 import torch
+
+from lightning_lockstep._text import first_line
 
 # As nvidia-smi numbers them; looked at when torch first asks for devices.
 os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -59,7 +61,7 @@ def _speed(index: int) -> dict[str, Any]:
         torch.cuda.synchronize(device)
         return {"speed": _PRODUCTS * 2 * _SIZE**3 / (time.perf_counter() - began)}
     except RuntimeError as error:  # out of memory, a device in use by somebody alone, no kernel for it
-        return {"error": str(error).splitlines()[0]}
+        return {"error": first_line(error)}
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.findings import CheckResult, Finding, problem
-from lightning_lockstep.doctor.network.examination import examine, who_came
+from lightning_lockstep.doctor.network.examination import examine, reported_ranks
 from lightning_lockstep.doctor.network.group import AgentGroup
 from lightning_lockstep.doctor.network.identity import JoinedRank
-from lightning_lockstep.doctor.network.meeting import MeetingError, meet_the_others
+from lightning_lockstep.doctor.network.rendezvous import RendezvousError, gather_ranks
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.several_hosts.merging import merged
 
@@ -24,7 +24,7 @@ _CHECKS = 180.0  # longest time for the other checks of a host [s]
 
 
 def checks_of_host(names: Sequence[str], options: CheckOptions) -> Checks:
-    """Return the checks that the first rank of a host runs there; the ranks look at the network together.
+    """Return the checks that the first rank of a host runs there; the ranks test the network together.
 
     Args:
         names: Of the checks that its command line asks for.
@@ -34,7 +34,7 @@ def checks_of_host(names: Sequence[str], options: CheckOptions) -> Checks:
 
 
 class ChecksOfRanks:
-    """The checks of one call, on the hosts of a job; used as :class:`.child.Checks` by rank 0.
+    """The checks of one call, on the hosts of a job; used as :class:`.check_runner.Checks` by rank 0.
 
     Args:
         names: Of the checks.
@@ -58,8 +58,8 @@ class ChecksOfRanks:
             tick: Called between the checks.
         """
         try:
-            group = meet_the_others(self._me, self._of_host)
-        except MeetingError as error:
+            group = gather_ranks(self._me, self._of_host)
+        except RendezvousError as error:
             fix = "lockstep-doctor mpi" if self._me.by_mpi else "export MASTER_ADDR=HOST_OF_RANK_0"
             yield CheckResult(_NETWORK, (problem("ranks", str(error), fix),))
             return
@@ -68,11 +68,11 @@ class ChecksOfRanks:
             yield from self._of_hosts(group)
             tick()
             began = time.monotonic()
-            # Ranks that did not come are a finding of every check.
+            # Ranks that did not connect are a finding of every check.
             found: list[Finding] = list(
                 examine(group, mpi=self._me.by_mpi)
                 if _NETWORK in self.names
-                else (finding for finding in who_came(group) if group.missing)
+                else (finding for finding in reported_ranks(group) if group.missing)
             )
             if found:
                 yield CheckResult(_NETWORK, tuple(found), time.monotonic() - began)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.findings import CheckResult, problem
+from lightning_lockstep.doctor.machines.machine import Completed
+from lightning_lockstep.doctor.machines.processes import end_programs, run_program
+from lightning_lockstep.doctor.machines.this_machine import last_line
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.several_hosts.merging import merged
 from lightning_lockstep.launchers.mpirun.hostfile import Host
@@ -22,11 +25,11 @@ __all__ = ["ChecksOnHosts"]
 _FROM_HERE = ("mpi", "network", "run")
 _LONGEST = 180.0  # for all checks of a host, where the user gives no limit [s]
 _SSH_FAILED = 255
-_BEGINS = "LOCKSTEP-DOCTOR"  # what a shell that is not interactive prints there by itself stands before it
+_BEGINS = "LOCKSTEP-DOCTOR"  # printed before the answer; a shell there may have printed something already
 
 
 class ChecksOnHosts:
-    """The checks of one call, on several hosts; used as :class:`.child.Checks`.
+    """The checks of one call, on several hosts; used as :class:`.check_runner.Checks`.
 
     Args:
         names: Of the checks.
@@ -60,9 +63,13 @@ class ChecksOnHosts:
         self._began = time.monotonic()
         with ThreadPoolExecutor(len(self._hosts)) as pool:
             asked = {host.name: pool.submit(self._ask, host.name) for host in self._hosts}
-            while not all(future.done() for future in asked.values()):
-                tick()
-                time.sleep(0.05)
+            try:
+                while not all(future.done() for future in asked.values()):
+                    tick()
+                    time.sleep(0.05)
+            except BaseException:  # such as Ctrl-C, which these ssh do not receive
+                end_programs()
+                raise
         self._began = None
         answers = {host: future.result() for host, future in asked.items()}
         fault = [answer for answer in answers.values() if isinstance(answer, CheckResult)]
@@ -82,29 +89,20 @@ class ChecksOnHosts:
         if self._options.timeout is not None:
             given += ["--timeout", f"{self._options.timeout:g}"]
             limit = 30 + self._options.timeout * len(self._there)
-        try:
-            done = subprocess.run(
-                python_on(host, given, self._options.ssh_args, first=_BEGINS),
-                capture_output=True,
-                text=True,
-                timeout=limit,
-                stdin=subprocess.DEVNULL,
-                check=False,
-            )
-        except FileNotFoundError:
+        done = run_program(python_on(host, given, self._options.ssh_args, first=_BEGINS), limit)
+        if done.is_missing:
             return _not_asked(host, "there is no ssh command on this host", "sudo apt install openssh-client")
-        except subprocess.TimeoutExpired:
+        if done.timed_out:
             return _not_asked(host, f"no answer within {limit:.0f} s", f"ssh {host} true")
         try:
-            said = done.stdout.rpartition(f"{_BEGINS}\n")[2]
-            return [CheckResult.from_json(result) for result in json.loads(said)["checks"]]
+            answer = done.output.rpartition(f"{_BEGINS}\n")[2]
+            return [CheckResult.from_json(result) for result in json.loads(answer)["checks"]]
         except (ValueError, KeyError, TypeError):
             return _unusable(host, done)
 
 
-def _unusable(host: str, done: subprocess.CompletedProcess[str]) -> CheckResult:
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    last = lines[-1] if lines else f"exit code {done.returncode}, no output"
+def _unusable(host: str, done: Completed) -> CheckResult:
+    last = last_line(done.error) or f"{exit_in_words(done.returncode)}, no output"
     if done.returncode == _SSH_FAILED:
         report = HostReport(host, last)
         return _not_asked(host, ssh_advice(report), *host_fix(report))

@@ -43,7 +43,7 @@ def _rows(subject: str, findings: Mapping[str, Sequence[Finding]]) -> Iterator[F
             place = f"all {len(hosts)} hosts"
         mark = _DIFFERS if number else ""
         if not same and number:
-            yield replace(ordered[0][0][0], evidence=f"{place}: nothing of this{mark}", fix=())
+            yield replace(ordered[0][0][0], evidence=f"{place}: no such finding{mark}", fix=())
         for finding in same:
             fix = (f"# on {place}:", *finding.fix) if finding.fix else ()
             yield replace(finding, evidence=f"{place}: {finding.evidence}{mark}", fix=fix)

@@ -1,4 +1,4 @@
-"""How the agents come to their coordinator: started here, at the other end of ssh, or ranks of another program."""
+"""Connects the agents to their coordinator: started here, by ssh on other hosts, or ranks of another program."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_lockstep.distributed.interfaces import ANY, own_address
 from lightning_lockstep.doctor.check_runner import Checks
+from lightning_lockstep.doctor.machines.this_machine import last_line
 from lightning_lockstep.doctor.network.agent import Agent
 from lightning_lockstep.doctor.network.facts import addresses_of_name, host_facts
 from lightning_lockstep.doctor.network.group import AgentGroup
@@ -22,16 +23,16 @@ from lightning_lockstep.doctor.network.rank_process import RankProcess
 from lightning_lockstep.launchers.mpirun.hosts import HostReport, host_fix, ssh_advice
 from lightning_lockstep.launchers.mpirun.remote import python_on
 
-__all__ = ["MeetingError", "agents_by_ssh", "agents_here", "join", "meet_the_others"]
+__all__ = ["RendezvousError", "agents_by_ssh", "agents_here", "join", "gather_ranks"]
 
-_COME = 60.0  # longest wait for ranks that another program starts [s]
+_ARRIVAL = 60.0  # longest wait for ranks that another program starts [s]
 _START_MPI = 60.0
 _FACTS = 20.0
 _AT_ONCE = 8  # connections of ssh to a host; of more than 10 that have yet to log in, sshd drops some
 
 
-class MeetingError(Exception):
-    """The ranks do not find each other; the text says which rank saw what."""
+class RendezvousError(Exception):
+    """The ranks could not connect; the text names the rank and its error."""
 
 
 def agents_here(count: int) -> AgentGroup:
@@ -77,16 +78,16 @@ def agents_by_ssh(hosts: Sequence[str], per_host: int, ssh_args: Sequence[str] =
     ]
     for first in range(0, per_host, _AT_ONCE):
         places = range(first, min(first + _AT_ONCE, per_host))
-        begun = [number * per_host + place for number in range(len(hosts)) for place in places]
-        for rank in begun:
+        started_now = [number * per_host + place for number in range(len(hosts)) for place in places]
+        for rank in started_now:
             processes[rank], group.links[rank] = _agent_of_command(commands[rank // per_host], rank)
-        _with_facts(group, begun)
+        _with_facts(group, started_now)
     for rank, process in processes.items():
         if rank not in group.facts:
             process.kill()
             assert process.stderr is not None
-            said = process.stderr.read().decode(errors="replace").strip().splitlines()
-            report = HostReport(hosts[rank // per_host], said[-1] if said else "ssh ended without a word")
+            output = process.stderr.read().decode(errors="replace")
+            report = HostReport(hosts[rank // per_host], last_line(output) or "ssh exited without output")
             group.missing[rank] = f"on {report.host}, {_why(report)}"
             group.fixes[rank] = tuple(host_fix(report))
     return group
@@ -116,7 +117,7 @@ def _why(report: HostReport) -> str:
     return ssh_advice(report)
 
 
-def meet_the_others(me: JoinedRank, checks: Checks) -> AgentGroup:
+def gather_ranks(me: JoinedRank, checks: Checks) -> AgentGroup:
     """Return the agents of all ranks of a job, this one's among them.
 
     Args:
@@ -124,7 +125,7 @@ def meet_the_others(me: JoinedRank, checks: Checks) -> AgentGroup:
         checks: Of its host.
 
     Raises:
-        MeetingError: There is no port to listen at, or MPI does not work.
+        RendezvousError: There is no port to listen at, or MPI does not work.
     """
     started = None
     if me.address is None:
@@ -134,18 +135,17 @@ def meet_the_others(me: JoinedRank, checks: Checks) -> AgentGroup:
     try:
         server = listen_at(at, me.ports if me.address is not None else [0])
     except OSError as error:
-        raise MeetingError(f"rank 0 on {socket.gethostname()} cannot listen: {error}") from error
-    port, word = server.getsockname()[1], me.word
+        raise RendezvousError(f"rank 0 on {socket.gethostname()} cannot listen: {error}") from error
+    port, token = server.getsockname()[1], me.token
     with server:
         if started is not None:
-            word = secrets.token_hex(32)  # MPI brings it to the ranks, and to nobody else
-            facts = host_facts()
-            place = {"addresses": facts["outside"], "port": port, "word": word}
-            _exchange(started, place)
+            token = secrets.token_hex(32)  # broadcast by MPI to the ranks, and to no other process
+            place = {"addresses": host_facts()["outside"], "port": port, "token": token}
+            _broadcast(started, place)
         own, thread = _agent_here(Agent(0, started, checks))
-        others = accept_ranks(server, word, set(range(1, me.size)), _COME)
+        others = accept_ranks(server, token, set(range(1, me.size)), _ARRIVAL)
     missing = {
-        rank: f"it has not come to {me.address or socket.gethostname()}:{port} within {_COME:.0f} s"
+        rank: f"it did not connect to {me.address or socket.gethostname()}:{port} within {_ARRIVAL:.0f} s"
         for rank in range(1, me.size)
         if rank not in others
     }
@@ -163,19 +163,19 @@ def join(me: JoinedRank, checks: Checks) -> str:
     if me.address is None:
         try:
             started = _start_mpi(me)
-            told = _exchange(started, None)
-        except MeetingError as error:
+            place = _broadcast(started, None)
+        except RendezvousError as error:
             return str(error)
-        places = [(address, int(told["port"])) for address in told["addresses"]]
-        word = str(told["word"])
+        places = [(address, int(place["port"])) for address in place["addresses"]]
+        token = str(place["token"])
     else:
-        places, word = [(me.address, port) for port in me.ports], me.word
-    link, why = connect(places, word, me.rank, _COME)
+        places, token = [(me.address, port) for port in me.ports], me.token
+    link, why = connect(places, token, me.rank, _ARRIVAL)
     if link is None:
         named = me.address or "rank 0"
         known = addresses_of_name(named) if me.address else []
-        hint = f" {named} stands for {', '.join(known)} here." if known and known != [named] else ""
-        return f"rank {me.rank} on {socket.gethostname()} does not reach rank 0 ({why}).{hint}"
+        hint = f" {named} resolves to {', '.join(known)} here." if known and known != [named] else ""
+        return f"rank {me.rank} on {socket.gethostname()} cannot connect to rank 0 ({why}).{hint}"
     Agent(me.rank, started, checks).serve(link)
     return ""
 
@@ -187,42 +187,43 @@ def _with_facts(group: AgentGroup, ranks: list[int] | None = None) -> AgentGroup
             group.facts[rank] = answer
         else:
             group.missing.setdefault(rank, str(answer.get("error")))
-    group.tell_hosts_apart()
+    group.give_hosts_unique_names()
     return group
 
 
 def _start_mpi(me: JoinedRank) -> RankProcess:
     if not me.by_mpi:
-        raise MeetingError(
-            f"{me.started_by} does not say where rank 0 is: set MASTER_ADDR to the name or address of its host"
+        raise RendezvousError(
+            f"{me.started_by} does not provide the address of rank 0: set MASTER_ADDR to the name or address of its"
+            " host"
         )
     process = RankProcess("network_mpi.py", [], {})
     answer = process.step("start", _START_MPI, {})
     where = f"rank {me.rank} on {socket.gethostname()}"
     if not answer.get("ok"):
         process.end()
-        raise MeetingError(
+        raise RendezvousError(
             f"{where}: MPI does not start ({answer['error']}) {_last(answer)}; it is needed to find rank 0."
-            " Set MASTER_ADDR to the name or address of rank 0's host to do without"
+            " To do without MPI, set MASTER_ADDR to the name or address of rank 0's host"
         )
     if answer.get("size") != me.size:
         process.end()
-        raise MeetingError(
+        raise RendezvousError(
             f"{where}: {me.started_by} has started {me.size} ranks, but MPI sees {answer.get('size')}:"
             f" mpi4py loads another MPI ({answer.get('library')}) than the one that started the ranks"
         )
     return process
 
 
-def _exchange(process: RankProcess, value: Any) -> dict[str, Any]:
-    answer = process.step("exchange", _COME, {"value": value})
-    told = answer.get("value")
-    if not answer.get("ok") or not isinstance(told, dict):
+def _broadcast(process: RankProcess, value: Any) -> dict[str, Any]:
+    answer = process.step("exchange", _ARRIVAL, {"value": value})
+    value_of_0 = answer.get("value")
+    if not answer.get("ok") or not isinstance(value_of_0, dict):
         process.end()
-        raise MeetingError(
-            f"rank on {socket.gethostname()}: a broadcast of MPI failed ({answer.get('error')}) {_last(answer)}"
+        raise RendezvousError(
+            f"rank on {socket.gethostname()}: an MPI broadcast failed ({answer.get('error')}) {_last(answer)}"
         )
-    return told
+    return value_of_0
 
 
 def _last(answer: dict[str, Any]) -> str:
