@@ -39,8 +39,6 @@ class EngineState:
         engine: DeepSpeed's engine.
         module: The module inside.
         others: Lists that steps change and the engine does not lead to.
-
-    Ranks: any rank, alone; nothing is sent.
     """
 
     def __init__(self, engine: Any, module: nn.Module, others: Iterable[list[Any]] = ()) -> None:
@@ -53,12 +51,12 @@ class EngineState:
         self._values = StoredCopies(list(self._memory.values()))
 
     def restore_structure(self) -> None:
-        """Put back everything but the values of tensors. Ranks: any rank, alone; nothing is sent."""
+        """Put back everything but the values of tensors."""
         for put_back in self._put_back:
             put_back()
 
     def restore(self) -> None:
-        """Put back everything. Ranks: any rank, alone; nothing is sent."""
+        """Put back everything."""
         self.restore_structure()
         self._values.write_to(list(self._memory.values()))
 

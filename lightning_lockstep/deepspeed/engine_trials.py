@@ -48,11 +48,11 @@ class EngineTrials:
         return self._strategy.model
 
     def why_size_is_fixed(self) -> str:
-        """Return why the batch size of a run cannot be changed, or nothing. Ranks: any rank, alone."""
+        """Return why the batch size of a run cannot be changed, or nothing."""
         return self._fixed("train_micro_batch_size_per_gpu") or self._fixed("train_batch_size")
 
     def why_accumulation_is_fixed(self) -> str:
-        """Return why the accumulation of a run cannot be changed, or nothing. Ranks: any rank, alone."""
+        """Return why the accumulation of a run cannot be changed, or nothing."""
         return self._fixed("gradient_accumulation_steps")
 
     def _fixed(self, key: str) -> str:
@@ -64,7 +64,7 @@ class EngineTrials:
         )
 
     def why_not_possible(self) -> str:
-        """Return why the engine cannot make a step on one rank alone, or nothing. Ranks: any rank, alone."""
+        """Return why the engine cannot make a step on one rank alone, or nothing."""
         for name, why in _NOT_TRIED.items():
             if section(self._given, name).get("enabled") is True:
                 return f"{name} of the config of DeepSpeed: {why}"
@@ -77,7 +77,7 @@ class EngineTrials:
         return ""
 
     def state(self) -> EngineState:
-        """Return all that steps of the engine change, to put back. Ranks: any rank, alone."""
+        """Return all that steps of the engine change, to put back."""
         from deepspeed.runtime.zero import parameter_offload
 
         return EngineState(
@@ -95,8 +95,6 @@ class EngineTrials:
 
         Yields:
             How many batches make an optimizer step.
-
-        Ranks: any rank, alone; nothing is sent.
         """
         from deepspeed import checkpointing
         from deepspeed.runtime.zero import utils

@@ -30,8 +30,6 @@ class GradientsOfEngine:
 
     Raises:
         ConfigurationError: Its optimizer is none of those that are known.
-
-    Ranks: any rank, alone; nothing is sent.
     """
 
     def __init__(self, engine: Any, history: LossScaleHistory | None = None) -> None:

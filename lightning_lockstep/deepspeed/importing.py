@@ -46,8 +46,6 @@ def import_deepspeed(device_type: str | None) -> ModuleType:
         ConfigurationError: ``DS_ACCELERATOR`` names another device, or there is no such device here.
         MissingExtraError: DeepSpeed, or a package that it needs, is not installed.
         LaunchError: It is installed and cannot be imported; the text ends with the command that fixes it.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     wanted = _accelerator(device_type)
     is_first = "deepspeed" not in sys.modules

@@ -135,8 +135,6 @@ class LossScaleHistory:
         skips: How many of them were skipped.
         skips_in_a_row: How many of the last ones.
         scales: Scale after each of the last steps, ``None`` where there is none.
-
-    Ranks: any rank, alone; every rank sees the same.
     """
 
     def __init__(self, in_a_row: int = 8, *, keep: int = 1000) -> None:

@@ -27,10 +27,7 @@ def estimate_table(
     optimizer_state_bytes: int = 8,
     bucket: int = BUCKET,
 ) -> str:
-    """Return a table of all stages and ways of offloading; the arguments are those of :func:`estimate_memory`.
-
-    Ranks: any rank, alone, or none at all.
-    """
+    """Return a table of all stages and ways of offloading; the arguments are those of :func:`estimate_memory`."""
     rows = []
     for stage, optimizer, param in _combinations():
         estimate = estimate_memory(

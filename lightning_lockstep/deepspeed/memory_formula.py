@@ -127,8 +127,6 @@ def estimate_memory(
 
     Raises:
         ConfigurationError: The values do not go together.
-
-    Ranks: any rank, alone, or none at all.
     """
     layer = max(1, parameters // 20) if largest_layer is None else largest_layer
     shape = _Shape(parameters, layer, ranks, ranks_per_node, stage, bucket)

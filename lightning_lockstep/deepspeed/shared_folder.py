@@ -45,7 +45,5 @@ def forget_mark(folder: Path) -> None:
 
     Args:
         folder: The folder.
-
-    Ranks: any rank, alone.
     """
     (folder / _MARK).unlink(missing_ok=True)

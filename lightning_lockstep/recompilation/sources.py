@@ -32,10 +32,7 @@ class CompilationSource(Protocol):
     """Knows what was compiled in this process."""
 
     def take(self) -> Sequence[Compilation]:
-        """Return what was compiled since the last call.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Return what was compiled since the last call."""
         ...
 
 

@@ -110,8 +110,6 @@ class StepCompilations:
             shapes: Shapes of the tensors of its batch.
             compilations: What was compiled.
             accumulated: How many batches make an optimizer step; as many times the expected ones are.
-
-        Ranks: any rank, alone; nothing is sent.
         """
         seen = self._seen.setdefault(stage, {})
         self._first.setdefault(stage, shapes)

@@ -46,8 +46,6 @@ def real_samples(batch: Any) -> Tensor:
 
     Raises:
         ConfigurationError: It is not the batch that was padded, or has no tensor.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     samples = samples_in(batch)
     if samples is None:
@@ -75,8 +73,6 @@ def mean_of_real(values: Tensor, batch: Any) -> Tensor:
 
     Raises:
         ConfigurationError: As :func:`real_samples`; or the values are not one or more for each sample.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     mask = real_samples(batch)
     if not values.dim() or values.size(0) != mask.size(0):

@@ -52,8 +52,6 @@ def refuse_joined_batches(trainer: Trainer, stage: str, option: str) -> None:
 
     Raises:
         ConfigurationError: The batches of the stage are such ones.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     if joins_batches(_loop_of(trainer, stage)):
         raise ConfigurationError(

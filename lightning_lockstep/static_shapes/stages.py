@@ -57,8 +57,6 @@ class ShapedStages:
 
         Raises:
             ConfigurationError: A setting names a key that the batches of training do not have.
-
-        Ranks: any rank, alone; nothing is sent.
         """
         current.forget()
         self._look(stage, batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ from lightning_lockstep._lightning import (
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.deepspeed.activation_checkpointing import configure_activation_checkpointing
 from lightning_lockstep.deepspeed.agreement import agreed
+from lightning_lockstep.deepspeed.builds.loading import prepared_where_loaded
 from lightning_lockstep.deepspeed.builds.preparation import prepare_ops
 from lightning_lockstep.deepspeed.configuration.given import device_type_given
 from lightning_lockstep.deepspeed.configuration.named_options import with_named_options
@@ -200,12 +201,12 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
             port=self.cluster_environment.main_port,
             timeout=self.settings.duration,
         )
+        fits = self.lightning_module is None or self._fits
+        self._prepare_ops(needed_ops(self._run_config.given, self.root_device.type, fits=fits))
+
+    def _prepare_ops(self, names: Sequence[str]) -> None:
         prepare_ops(
-            needed_ops(
-                self._run_config.given,
-                self.root_device.type,
-                fits=self.lightning_module is None or self._fits,
-            ),
+            names,
             current_communicator(),
             remove_stale_locks=self.settings.remove_stale_locks,
             timeout=self.settings.duration.total_seconds(),
@@ -224,9 +225,10 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
         if self.lightning_module is None:
             return
         if self._fits:
-            self.config = self._run_config.of_fit(
-                self.lightning_module.trainer, precision=self._precision_name, world_size=self.world_size
-            )
+            with prepared_where_loaded(self._prepare_ops):  # the module may be asked for its optimizer
+                self.config = self._run_config.of_fit(
+                    self.lightning_module.trainer, precision=self._precision_name, world_size=self.world_size
+                )
         else:
             self.config = self._run_config.of_evaluation(self._precision_name)
 
@@ -247,7 +249,8 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
 
     def _init_optimizers(self) -> Any:
         try:
-            return super()._init_optimizers()
+            with prepared_where_loaded(self._prepare_ops):
+                return super()._init_optimizers()
         except MisconfigurationException as error:
             if "single optimizer" not in str(error):
                 raise

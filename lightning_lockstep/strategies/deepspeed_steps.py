@@ -51,8 +51,6 @@ class DeepSpeedSteps(DeepSpeedStrategy):
 
         Raises:
             ConfigurationError: It is not known where the optimizer keeps them.
-
-        Ranks: any rank, alone; nothing is sent.
         """
         return GradientsOfEngine(self.model, getattr(self.precision_plugin, "history", None))
 

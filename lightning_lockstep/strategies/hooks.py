@@ -29,17 +29,11 @@ class LifecycleHooks(ParallelStrategy):
 
     @staticmethod
     def detect_environment() -> ClusterEnvironment:
-        """Return the cluster environment of this process, by environment variables.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Return the cluster environment of this process, by environment variables."""
         return detect_environment()
 
     def detect_unless_given(self, environment: ClusterEnvironment | None) -> None:
-        """Use the detected cluster environment unless one was given.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Use the detected cluster environment unless one was given."""
         if environment is None:
             GivenEnvironment.detected(self, self.detect_environment())
 

@@ -179,10 +179,7 @@ class RankLifecycle:
         return failed or (guard is not None and guard.error is not None)
 
     def check(self) -> None:
-        """Raise if another rank has failed, or if all ranks are to raise an error of the guard.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Raise if another rank has failed, or if all ranks are to raise an error of the guard."""
         guard = self.supervisor.guard
         if guard is not None and guard.error is not None:
             raise guard.error

@@ -26,8 +26,9 @@ from lightning_lockstep.strategies.hooks import LifecycleHooks
 from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
 from lightning_lockstep.strategies.options import LifecycleSettings
 from lightning_lockstep.strategies.xla_steps import XLASteps
+from lightning_lockstep.xla.availability import check_untouched
 from lightning_lockstep.xla.replicas import Replicas, check_replicas
-from lightning_lockstep.xla.runtime import XLARuntime, check_untouched
+from lightning_lockstep.xla.runtime import XLARuntime
 
 __all__ = ["LockstepXLAStrategy"]
 

@@ -14,10 +14,7 @@ CAPABILITIES = Capabilities(sees_out_of_memory=False, runs_at_once=False)
 
 
 class XLAPending:
-    """The state of the devices' random numbers, which a step that is run again begins from.
-
-    Ranks: any rank, alone; nothing is sent.
-    """
+    """The state of the devices' random numbers, which a step that is run again begins from."""
 
     runtime: XLARuntime | None = None
     _device = torch.device("cpu")

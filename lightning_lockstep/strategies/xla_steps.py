@@ -21,11 +21,11 @@ from lightning_lockstep._lightning.internals import show_accelerator
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.xla_pending import CAPABILITIES, XLAPending
 from lightning_lockstep.xla.accelerator import XLADevices
+from lightning_lockstep.xla.availability import check_accelerator, check_torch_xla
 from lightning_lockstep.xla.dtypes import DtypeReport
 from lightning_lockstep.xla.gradients import own_memory
 from lightning_lockstep.xla.lazy_run import LazyRun
 from lightning_lockstep.xla.precision import resolve_xla_precision
-from lightning_lockstep.xla.runtime import check_accelerator, check_torch_xla
 
 __all__ = ["XLASteps"]
 

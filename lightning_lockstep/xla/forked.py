@@ -7,7 +7,7 @@ import importlib.util
 import os
 
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.xla.runtime import has_devices, has_libtpu, num_tpu_chips
+from lightning_lockstep.xla.availability import has_devices, has_libtpu, num_tpu_chips
 
 __all__ = ["become_xla_rank", "check_xla_untouched", "num_xla_ranks"]
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.xla.runtime import XLARuntime, find_device_type
+from lightning_lockstep.xla.availability import find_device_type
+from lightning_lockstep.xla.runtime import XLARuntime
 
 __all__ = ["Replicas", "check_replicas"]
 

@@ -1,81 +1,27 @@
-"""torch-xla as this process has it: found, told how many devices there are, and asked to run what is pending.
+"""torch-xla as it works in this process: its devices, random numbers and compilations, and what runs pending work.
 
-The only module that imports ``torch_xla`` by name of a function that has moved between its releases 2.5 and 2.9.
+The functions of ``torch_xla`` that have moved between its releases 2.5 and 2.9 are looked for here alone. What can be
+asked before torch-xla has its devices is in ``availability.py``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import os
-import sys
 from typing import Any
 
 import torch
 
-from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.xla.availability import (
+    check_torch_xla,
+    check_untouched,
+    find_device_type,
+    has_devices,
+)
 
-__all__ = [
-    "XLARuntime",
-    "check_accelerator",
-    "check_environment",
-    "check_torch_xla",
-    "check_untouched",
-    "compilations_begun_and_done",
-    "compilations_so_far",
-    "find_device_type",
-    "has_devices",
-    "has_libtpu",
-    "num_tpu_chips",
-]
-
-# Variables that change what float32 means for a whole process, and what to write instead.
-_REFUSED = {
-    "XLA_USE_BF16": "precision=bf16-true",
-    "XLA_DOWNCAST_BF16": "precision=bf16-true and the strategy's downcast_bf16=True",
-    "XLA_USE_F16": "precision=bf16-true or bf16-mixed",
-    "XLA_USE_FP16": "precision=bf16-true or bf16-mixed",
-    "XLA_DOWNCAST_F16": "precision=bf16-true and the strategy's downcast_bf16=True",
-    "XLA_DOWNCAST_FP16": "precision=bf16-true and the strategy's downcast_bf16=True",
-}
-_NO = ("", "0", "false")
-
-
-def check_environment() -> None:
-    """Refuse the variables that torch-xla has deprecated for 16 bits.
-
-    They turn every float32 tensor of the process into 16 bits without its knowledge: metrics, logged means, counters.
-
-    Raises:
-        ConfigurationError: One or more are set.
-
-    Ranks: any rank, alone; nothing is sent.
-    """
-    found = [name for name in _REFUSED if os.environ.get(name, "").lower() not in _NO]
-    if found:
-        texts = [f"{name}={os.environ[name]}: expected {_REFUSED[name]} instead." for name in found]
-        raise ConfigurationError(
-            "These variables turn every float32 tensor into 16 bits, also metrics and what is logged, and torch-xla"
-            f" gives them up. Unset them. {' '.join(texts)}"
-        )
-
-
-def check_torch_xla(needed_for: str) -> None:
-    """Check that torch-xla is installed and not told to cast by itself; imports nothing.
-
-    Args:
-        needed_for: What the user asked for, for the error.
-
-    Raises:
-        MissingExtraError: It is not installed.
-        ConfigurationError: See :func:`check_environment`.
-
-    Ranks: any rank, alone; nothing is sent.
-    """
-    check_environment()
-    if importlib.util.find_spec("torch_xla") is None:
-        raise MissingExtraError("torch_xla", extra="xla", needed_for=needed_for)
+__all__ = ["XLARuntime", "compilations_begun_and_done", "compilations_so_far"]
 
 
 class XLARuntime:
@@ -227,7 +173,7 @@ class XLARuntime:
         self._sync()
 
     def seed(self) -> int:
-        """Return the state of the devices' random numbers, which this process keeps. Ranks: any rank, alone."""
+        """Return the state of the devices' random numbers, which this process keeps."""
         return int(self._module("core.xla_model").get_rng_state())
 
     def set_seed(self, seed: int) -> None:
@@ -235,8 +181,6 @@ class XLARuntime:
 
         Args:
             seed: What :meth:`seed` has returned.
-
-        Ranks: any rank, alone.
         """
         self._module("core.xla_model").set_rng_state(seed)
 
@@ -256,100 +200,15 @@ class XLARuntime:
         return self._module("distributed.spmd")
 
 
-def has_devices() -> bool:
-    """Return whether torch-xla has its devices in this process already.
-
-    Ranks: any rank, alone; imports nothing.
-    """
-    extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
-    return extension is not None and bool(extension._xla_runtime_is_initialized())
-
-
-def check_untouched(local_processes: int) -> None:
-    """Refuse to share devices among processes of which this one has them already.
-
-    Args:
-        local_processes: How many processes the host is to have.
-
-    Raises:
-        LaunchError: torch-xla has its devices in this process.
-
-    Ranks: any rank, alone; imports nothing.
-    """
-    if has_devices():
-        raise LaunchError(
-            f"XLA was already used in this process, so its devices could not be shared among {local_processes} ranks:"
-            " expected no call of torch_xla.device(), no tensor on an XLA device and no earlier job in it. Make the"
-            " Trainer first and the tensors within its run, and start each job of a sweep as a program of its own."
-        )
-
-
 def compilations_so_far() -> tuple[int, float]:
-    """Return how many graphs torch-xla has compiled in this process, and how long that took [s].
-
-    Ranks: any rank, alone; nothing is sent.
-    """
+    """Return how many graphs torch-xla has compiled in this process, and how long that took [s]."""
     metrics = importlib.import_module("torch_xla.debug.metrics")
     took = metrics.metric_data("CompileTime")  # how often, and how long in all [ns]
     return int(metrics.counter_value("UncachedCompile") or 0), took[1] / 1e9 if took else 0.0
 
 
-def find_device_type() -> str:
-    """Return the type of the devices that torch-xla has here or would choose: ``CPU`` or ``TPU``.
-
-    Ranks: any rank, alone; starts no device.
-    """
-    return os.environ.get("PJRT_DEVICE", "TPU" if has_libtpu() and num_tpu_chips() else "CPU").upper()
-
-
-def has_libtpu() -> bool:
-    """Return whether torch-xla finds, or has found, the library without which it does not see a TPU.
-
-    Ranks: any rank, alone; imports nothing.
-    """
-    found = getattr(sys.modules.get("torch_xla"), "_found_libtpu", None)
-    if found is not None:
-        return bool(found)
-    return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
-
-
-def num_tpu_chips() -> int:
-    """Return how many chips of TPUs this host has, with torch-xla installed.
-
-    Ranks: any rank, alone; starts no device.
-    """
-    return int(importlib.import_module("torch_xla._internal.tpu").num_available_chips())
-
-
-def check_accelerator(is_tpu: bool) -> None:
-    """Refuse to train on the CPU where the Trainer was to train on TPUs.
-
-    Args:
-        is_tpu: Whether the Trainer's accelerator is Lightning's for TPUs.
-
-    Raises:
-        ConfigurationError: torch-xla has, or would choose, devices of the CPU.
-
-    Ranks: any rank, alone; starts no device.
-    """
-    if is_tpu and find_device_type() == "CPU":
-        why = (
-            "PJRT_DEVICE=CPU is set. Unset it"
-            if has_libtpu()
-            else "the package libtpu is missing. Install torch-xla with it: pip install 'torch-xla[tpu]==2.9.*', and"
-            " unset PJRT_DEVICE if it is set"
-        )
-        raise ConfigurationError(
-            f"accelerator='tpu', and torch-xla takes the CPU: expected a TPU, but {why}; or give the Trainer"
-            " accelerator='cpu' to train on virtual devices of the CPU."
-        )
-
-
 def compilations_begun_and_done() -> tuple[int, int]:
-    """Return how many graphs torch-xla has begun to compile in this process, and how many compilations are done.
-
-    Ranks: any rank, alone, from any thread; nothing is sent.
-    """
+    """Return how many graphs torch-xla has begun to compile in this process, and how many compilations are done."""
     metrics = importlib.import_module("torch_xla.debug.metrics")
     took = metrics.metric_data("CompileTime")
     return int(metrics.counter_value("UncachedCompile") or 0), int(took[0]) if took else 0

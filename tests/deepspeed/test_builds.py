@@ -15,7 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_lockstep import LockstepDeepSpeedStrategy
+from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.deepspeed.builds import locks as build_locks
 from lightning_lockstep.deepspeed.builds.preparation import (
     BuildLock,
@@ -85,8 +89,6 @@ def lock_at(path: Path) -> Path:
 
 
 def prepare_and_step(options: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
     told = prepare(options)
     if told:
         return {"told": told}
@@ -120,6 +122,50 @@ def test_one_of_two_ranks_compiles_and_both_have_the_op(tmp_path: Path) -> None:
     again = run_ranks(2, prepare_and_step, {}, env=env, timeout=300)
     assert again == [{"told": [], "same": True}] * 2
     assert len(compilations(tmp_path)) == 2
+
+
+class WithItsOwnOptimizer(LightningModule):
+    """Makes the optimizer of DeepSpeed whose op is compiled, so that no configuration names it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(self.parameters(), lr=0.1)
+
+
+def fit_with_its_own_optimizer() -> list[str]:
+    strategy = LockstepDeepSpeedStrategy(stage=2)
+    plain = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=2, **plain)  # type: ignore[arg-type]
+    try:
+        trainer.fit(WithItsOwnOptimizer(), DataLoader(TensorDataset(torch.ones(16, 8)), 4))
+    except LaunchError as error:
+        return [str(error)]
+    return [] if trainer.global_step == 2 else ["no step"]
+
+
+@needs_deepspeed
+@needs_compiler
+def test_an_optimizer_that_configure_optimizers_makes_is_built_by_one_rank_behind_no_lock(
+    tmp_path: Path,
+) -> None:
+    env = compiler_that("sleep 5", tmp_path)
+    lock = lock_at(tmp_path / "ops" / OP / "lock")
+    texts = run_ranks(2, fit_with_its_own_optimizer, env=env, backend=None, timeout=120)
+    assert texts[0] == texts[1]
+    assert f"rm {lock}" in texts[0][0]
+    lock.unlink()
+    outcomes = run_ranks_raw(2, fit_with_its_own_optimizer, env=env, backend=None, timeout=300)
+    assert [outcome.value for outcome in outcomes] == [[], []], describe(outcomes)
+    assert compilations(tmp_path) == ["0 cpu_adam.cpp", "0 cpu_adam_impl.cpp"]
+    assert f"builds DeepSpeed's op {OP} in {tmp_path}/ops/{OP}, since" in outcomes[0].stderr
 
 
 def prepare_unless_killed(folder: str) -> list[str]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+import hydra.utils
 import pytest
 import torch
+from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
@@ -22,6 +26,9 @@ from lightning_lockstep.deepspeed.configuration.run_config import RunConfig
 from lightning_lockstep.deepspeed.configuration.trainer_values import TrainerValues
 from tests.deepspeed.example_configs import OF_TRANSFORMERS
 from tests.helpers import run_ranks
+
+slow = pytest.mark.slow
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 AUTO_LR = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
 
@@ -214,10 +221,35 @@ def test_an_accumulation_that_was_deduced_is_deduced_again(monkeypatch: pytest.M
         of_a_loader(8)
 
 
-# -- in runs ---------------------------------------------------------------------------------------------
+def precision_of_program(*overrides: str) -> str:
+    """The precision of the Trainer that `lockstep-train` makes for these arguments."""
+    with initialize_config_module("lightning_lockstep.conf", version_base="1.3"):
+        fixed = ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.default_root_dir=null"]
+        config = compose("lockstep_train", [*fixed, *overrides])
+    strategy = hydra.utils.instantiate(config.strategy, _convert_="all")
+    made = hydra.utils.instantiate(config.trainer, strategy=strategy, logger=False)
+    return str(made.precision)
 
-slow = pytest.mark.slow
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+@needs_deepspeed
+def test_lockstep_train_gives_the_trainer_no_precision_unless_the_user_does(tmp_path: Any) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    line = ["strategy=deepspeed_stage_2", f"strategy.config={path}"]
+    assert precision_of_program(*line) == precision_of_program(*line, "precision=bf16-mixed") == "bf16-mixed"
+    for given in ("precision='32'", "precision=32-true", "trainer.precision=32"):
+        clash = r"bf16\.enabled=True in the config and precision='32-true' of the Trainer"
+        with pytest.raises(InstantiationException, match=clash):
+            precision_of_program(*line, given)
+
+
+def test_without_a_precision_lightnings_own_holds() -> None:
+    for strategy in ("ddp", "single"):
+        assert precision_of_program(f"strategy={strategy}") == "32-true"
+    assert precision_of_program("precision='64'") == "64-true"
+
+
+# -- in runs ---------------------------------------------------------------------------------------------
 
 
 def fits_of_transformers() -> dict[str, Any]:

@@ -60,8 +60,6 @@ def build_folder(op: str) -> Path:
 
     Args:
         op: Name of the extension.
-
-    Ranks: any rank, alone.
     """
     from torch.utils import cpp_extension
 

@@ -65,8 +65,6 @@ def consolidated(folder: str | Path | Sequence[Path], *, tag: str | None = None)
 
     Warns:
         RuntimeWarning: Some entries are objects of classes, and had to be left out.
-
-    Ranks: any rank, alone; it sends nothing.
     """
     return _lightning_checkpoint(read_checkpoint(_paths(folder), tag), "float32", in_memory)
 
@@ -102,8 +100,6 @@ def consolidate(
 
     Warns:
         RuntimeWarning: Some entries are objects of classes, and had to be left out.
-
-    Ranks: any rank, alone; it sends nothing.
     """
     faults = Faults()
     faults.choice("dtype", dtype, _DTYPES)

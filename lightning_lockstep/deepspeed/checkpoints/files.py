@@ -44,8 +44,6 @@ def is_deepspeed_checkpoint(path: str | Path) -> bool:
 
     Args:
         path: Anything.
-
-    Ranks: any rank, alone.
     """
     path = Path(path)
     try:
@@ -64,8 +62,6 @@ def read_checkpoint(folders: Path | Sequence[Path], tag: str | None = None) -> C
 
     Raises:
         ConfigurationError: It is none, files are missing or cannot be read, or it is of a kind that is not supported.
-
-    Ranks: any rank, alone.
     """
     folder, files = files_of(folders, tag)
     check_kind(folder, files)
@@ -88,8 +84,6 @@ def read_first(folders: Path | Sequence[Path], tag: str | None = None) -> dict[s
 
     Raises:
         ConfigurationError: There is none, or it cannot be read.
-
-    Ranks: any rank, alone.
     """
     folder, files = files_of(folders, tag)
     return _read_any(folder, files)
@@ -104,8 +98,6 @@ def files_of(folders: Path | Sequence[Path], tag: str | None = None) -> tuple[Pa
 
     Raises:
         ConfigurationError: A folder is no checkpoint, or two of them have different files of one name.
-
-    Ranks: any rank, alone.
     """
     given = [folders] if isinstance(folders, Path) else list(folders)
     found = [_tag_folder(folder, tag) for folder in given]

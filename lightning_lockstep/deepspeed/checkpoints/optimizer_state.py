@@ -52,8 +52,6 @@ def read_optimizer_state(checkpoint: Checkpoint) -> OptimizerState:
 
     Raises:
         ConfigurationError: It holds none, or something that cannot be divided among other ranks.
-
-    Ranks: any rank, alone.
     """
     if not checkpoint.optimizer_states:
         raise ConfigurationError(

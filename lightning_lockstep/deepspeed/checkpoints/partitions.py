@@ -41,8 +41,6 @@ def find_values(checkpoint: Checkpoint, dtype: Dtype) -> tuple[dict[str, Values]
 
     Raises:
         ConfigurationError: The files do not fit together, or hold no values of a parameter.
-
-    Ranks: any rank, alone.
     """
     first = checkpoint.model_states[0]
     saved = {name: value for name, value in first["module"].items() if isinstance(value, Tensor)}
@@ -121,8 +119,6 @@ def flat_values(checkpoint: Checkpoint, vectors: Sequence[Sequence[Tensor]]) -> 
 
     Raises:
         ConfigurationError: There are fewer or more values than the parameters have.
-
-    Ranks: any rank, alone.
     """
     found = {}
     groups = checkpoint.model_states[0]["param_shapes"]
@@ -150,8 +146,6 @@ def divided_values(checkpoint: Checkpoint, vectors: Sequence[Sequence[Tensor]]) 
 
     Raises:
         ConfigurationError: There are fewer or more values than the parameters have.
-
-    Ranks: any rank, alone.
     """
     of_ranks = [[flat(vector) for vector in of_rank] for of_rank in vectors]
     groups = checkpoint.model_states[0]["param_shapes"]

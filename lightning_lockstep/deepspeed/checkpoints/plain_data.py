@@ -89,8 +89,6 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigurationError: It cannot be read, or it names functions that run programs.
-
-    Ranks: any rank, alone.
     """
     try:
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)

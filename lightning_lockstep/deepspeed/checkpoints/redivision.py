@@ -30,8 +30,6 @@ def check_same_training(engine: Any, state: OptimizerState, folder: object) -> N
 
     Raises:
         ConfigurationError: It is; or the engine keeps its optimizer on NVMe.
-
-    Ranks: any rank, alone.
     """
     if engine.zero_nvme_offload_optimizer():
         raise ConfigurationError(

@@ -22,8 +22,6 @@ def unnamed_copies(model_states: Mapping[str, Any], saved: Mapping[str, Tensor])
     Args:
         model_states: What the file holds.
         saved: The tensors of the model in it, by name.
-
-    Ranks: any rank, alone.
     """
     optimizer = model_states.get("optimizer")
     groups = (optimizer.get("fp32_groups_flat") or optimizer.get("fp32_groups")) if optimizer else None

@@ -18,8 +18,6 @@ def values_given() -> TrainerValues:
     """Return what the Trainer under construction was given; ``None`` for what it was not.
 
     An accumulation of 1, the default, counts as not given: a program such as ours gives the Trainer all its defaults.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     algorithm = given_to_trainer("gradient_clip_algorithm")
     accumulation = given_to_trainer("accumulate_grad_batches")
@@ -37,10 +35,7 @@ def values_given() -> TrainerValues:
 
 
 def device_type_given() -> str | None:
-    """Return the type of the devices that DeepSpeed is to be imported for, where that is known.
-
-    Ranks: any rank, alone; nothing is sent.
-    """
+    """Return the type of the devices that DeepSpeed is to be imported for, where that is known."""
     accelerator = given_to_trainer("accelerator")
     if accelerator == "cpu" or not torch.accelerator.is_available():
         return "cpu"

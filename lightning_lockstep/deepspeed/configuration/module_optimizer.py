@@ -66,8 +66,6 @@ def check_module_optimizer(config: Mapping[str, Any], made: ModuleOptimizer, fau
         config: A complete config.
         made: What the module makes.
         faults: Where to add them.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     own, scheduler = section(config, "optimizer"), section(config, "scheduler")
     if made.scheduler is not None and scheduler:

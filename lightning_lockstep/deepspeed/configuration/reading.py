@@ -122,8 +122,6 @@ def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         config: In today's spelling.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     return {name: config[name] for name in _OF_EVALUATION if name in config}
 

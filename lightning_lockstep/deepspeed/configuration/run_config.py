@@ -149,8 +149,6 @@ class RunConfig:
 
         Raises:
             ConfigurationError: The configuration contradicts the precision.
-
-        Ranks: any rank, alone; nothing is sent.
         """
         needed, values = for_evaluation(modern_spelling(self.given)), TrainerValues(precision=precision)
         faults = Faults()
