@@ -76,12 +76,12 @@ def _driver(machine: Machine, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Fi
         fix = system_install(machine, f"nvidia-utils-{short(found.version, 1)}", "nvidia-driver-cuda")
         yield warning("driver", evidence, fix)
     elif found.program is None and found.has_hardware:
-        evidence = "There is a GPU of NVIDIA and no driver for it: nvidia-smi is not found."
+        evidence = "There is an NVIDIA GPU and no driver for it: nvidia-smi is not found."
         install = _DRIVER_OF_DNF if has_dnf(machine) else "ubuntu-drivers install"
         yield problem("driver", evidence, f"sudo {install} && sudo reboot")
     elif found.program is None:
         yield not_applicable(
-            "driver", "There is no GPU of NVIDIA: neither nvidia-smi nor a device on the PCI bus."
+            "driver", "There is no NVIDIA GPU: neither nvidia-smi nor a device on the PCI bus."
         )
     elif not gpus:
         evidence = f"Driver {found.version} is loaded, and nvidia-smi lists no GPU."

@@ -68,8 +68,8 @@ def _match(machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit], use
     if used.major != wanted:
         return problem(
             subject,
-            f"{used} is found first, and torch is built for CUDA {torch.cuda}: the major versions differ, and what is"
-            " compiled here does not fit.",
+            f"{used} is found first, and torch is built for CUDA {torch.cuda}: the major versions differ, so"
+            " extensions compiled here do not work with torch.",
             *fix,
         )
     if short(used.version) != short(torch.cuda):
@@ -104,7 +104,7 @@ def _for_gpus(machine: Machine, torch: TorchBuild, used: Toolkit, gpus: Sequence
 def _matching_lines(
     machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit], oldest: tuple[int, ...] = ()
 ) -> tuple[str, ...]:
-    """Return the lines that put the best installed toolkit in front, installing one if none fits."""
+    """Return the lines that put the best installed toolkit in front, installing one if none matches."""
     fitting = [
         toolkit
         for toolkit in toolkits

@@ -1,4 +1,4 @@
-"""``PATH`` and ``LD_LIBRARY_PATH``, as far as they name CUDA: whether the folders are there, hold it, and agree."""
+"""``PATH`` and ``LD_LIBRARY_PATH``, as far as they name CUDA: whether the folders exist, contain it, and agree."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def broken_homes(machine: Machine) -> dict[str, str]:
 
 def _home(machine: Machine) -> Iterator[Finding]:
     for name, home in broken_homes(machine).items():
-        evidence = f"It is {home}, and there is no {home}/bin/nvcc: builds look there and nowhere else."
+        evidence = f"Set to {home}, but there is no {home}/bin/nvcc: builds look only there."
         yield warning(name, evidence, f"unset {name}", "lockstep-doctor cuda  # what is found without it")
 
 
@@ -60,9 +60,7 @@ def _libraries(machine: Machine, used: Toolkit) -> Iterator[Finding]:
     of_cuda = [folder for folder in folders if _CUDA.search(folder) and machine.exists(folder)]
     empty = [folder for folder in of_cuda if _is_of_toolkit(folder) and not _holds(machine, folder)]
     for folder in empty:
-        evidence = (
-            f"{folder} holds no libcudart.so: the toolkit is not installed whole, or it is another folder."
-        )
+        evidence = f"{folder} contains no libcudart.so: the toolkit is incomplete, or the path is wrong."
         yield warning("LD_LIBRARY_PATH", evidence, *exports(used.root, used.libraries))
     first = next((folder for folder in folders if _holds(machine, folder)), None)
     if first is None or used.libraries is None:
@@ -73,8 +71,8 @@ def _libraries(machine: Machine, used: Toolkit) -> Iterator[Finding]:
             return
         yield warning(
             "LD_LIBRARY_PATH",
-            f"{first} comes first there, and the compiler is that of {used}: libraries of another CUDA are loaded than"
-            " programs are built with.",
+            f"{first} comes first there, and the compiler is that of {used}: programs load libraries of another CUDA"
+            " than they are built with.",
             *exports(used.root, used.libraries),
         )
 

@@ -42,7 +42,7 @@ class Driver:
         version: Such as ``570.86.15``, empty if unknown.
         cuda: Newest CUDA that it can run, such as ``12.8``, empty if unknown.
         error: The error of nvidia-smi if it cannot reach the driver.
-        has_hardware: Whether a GPU of NVIDIA is plugged in, whether or not there is a driver.
+        has_hardware: Whether an NVIDIA GPU is plugged in, whether or not there is a driver.
     """
 
     program: str | None

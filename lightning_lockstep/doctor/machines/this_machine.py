@@ -17,9 +17,9 @@ from pathlib import Path
 
 from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.doctor.machines.machine import Completed, Limits, Probed, Python
-from lightning_lockstep.doctor.machines.processes import run_program
+from lightning_lockstep.doctor.machines.processes import last_line, run_program
 
-__all__ = ["ThisMachine", "last_line"]
+__all__ = ["ThisMachine"]
 
 _SHARED_MEMORY = "/dev/shm"
 # A file of /proc or of a toolkit is small; what is larger was not meant [characters].
@@ -144,16 +144,6 @@ class ThisMachine:
         if isinstance(facts, dict) and done.succeeded:
             return Probed(facts)
         return Probed(error=last_line(done.error) or f"it failed: {exit_in_words(done.returncode)}")
-
-
-def last_line(text: str) -> str:
-    """Return the last line of a text that is not blank, the empty string if there is none.
-
-    Args:
-        text: Such as the output of a program; a traceback ends with its error.
-    """
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
 
 
 def _after(done: Completed) -> str:

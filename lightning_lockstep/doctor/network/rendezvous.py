@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_lockstep.distributed.interfaces import ANY, own_address
 from lightning_lockstep.doctor.check_runner import Checks
-from lightning_lockstep.doctor.machines.this_machine import last_line
+from lightning_lockstep.doctor.machines.processes import last_line
 from lightning_lockstep.doctor.network.agent import Agent
 from lightning_lockstep.doctor.network.facts import addresses_of_name, host_facts
 from lightning_lockstep.doctor.network.group import AgentGroup
@@ -203,7 +203,7 @@ def _start_mpi(me: JoinedRank) -> RankProcess:
     if not answer.get("ok"):
         process.end()
         raise RendezvousError(
-            f"{where}: MPI does not start ({answer['error']}) {_last(answer)}; it is needed to find rank 0."
+            f"{where}: MPI does not start ({_fault(answer)}); it is needed to find rank 0."
             " To do without MPI, set MASTER_ADDR to the name or address of rank 0's host"
         )
     if answer.get("size") != me.size:
@@ -220,12 +220,10 @@ def _broadcast(process: RankProcess, value: Any) -> dict[str, Any]:
     value_of_0 = answer.get("value")
     if not answer.get("ok") or not isinstance(value_of_0, dict):
         process.end()
-        raise RendezvousError(
-            f"rank on {socket.gethostname()}: an MPI broadcast failed ({answer.get('error')}) {_last(answer)}"
-        )
+        raise RendezvousError(f"rank on {socket.gethostname()}: an MPI broadcast failed ({_fault(answer)})")
     return value_of_0
 
 
-def _last(answer: dict[str, Any]) -> str:
-    lines = [line for line in str(answer.get("printed", "")).splitlines() if line.strip(" -")]
-    return lines[-1] if lines else ""
+def _fault(answer: dict[str, Any]) -> str:
+    printed = last_line(str(answer.get("printed", "")))
+    return f"{answer.get('error')}: {printed}" if printed else str(answer.get("error"))

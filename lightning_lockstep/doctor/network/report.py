@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from lightning_lockstep._text import ranks_in_words, time_in_words
 from lightning_lockstep.doctor.findings import Finding, ok, problem
+from lightning_lockstep.doctor.machines.processes import last_line
 from lightning_lockstep.doctor.network.backends import BackendResult, StepFault
 from lightning_lockstep.doctor.network.group import AgentGroup
 
@@ -83,8 +84,8 @@ def _by_error(group: AgentGroup, faults: Sequence[StepFault]) -> list[str]:
 def _error(fault: StepFault) -> str:
     if fault.kind != "ended":
         return _SOURCE.sub("", fault.error)
-    lines = [line for line in fault.printed.splitlines() if line.strip(" -*=")]
-    return f"{fault.error} ({lines[-1].strip()})" if lines else fault.error
+    printed = last_line(fault.printed)
+    return f"{fault.error} ({printed})" if printed else fault.error
 
 
 def _fix(result: BackendResult, blamed: Sequence[StepFault]) -> list[str]:

@@ -11,8 +11,7 @@ from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.findings import CheckResult, problem
 from lightning_lockstep.doctor.machines.machine import Completed
-from lightning_lockstep.doctor.machines.processes import end_programs, run_program
-from lightning_lockstep.doctor.machines.this_machine import last_line
+from lightning_lockstep.doctor.machines.processes import end_programs, last_line, run_program
 from lightning_lockstep.doctor.options import CheckOptions
 from lightning_lockstep.doctor.several_hosts.merging import merged
 from lightning_lockstep.launchers.mpirun.hostfile import Host
