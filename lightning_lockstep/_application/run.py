@@ -109,7 +109,7 @@ def _weights_of(trainer: Any, path: str | None, *, fitted: bool) -> AbstractCont
 
 
 def _keep_the_training_log(trainer: Any) -> None:
-    """Let evaluations in ranks of their own log no further: a new process would begin the file or the run anew."""
+    """Let evaluations in ranks of their own log no further: a new process would start the file or the run again."""
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         once = (CSVLogger, MLFlowLogger, WandbLogger)
         trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, once)]
@@ -193,10 +193,10 @@ class RunRecord(Callback):
         return int(self._numbers[4]) != self.steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Say where a resumed run goes on."""
+        """Print where a resumed run continues."""
         if trainer.ckpt_path and trainer.is_global_zero:
             place = f"epoch {trainer.current_epoch}, optimizer step {trainer.global_step}"
-            say(f"lightning-lockstep: goes on at {place}, from {trainer.ckpt_path}")
+            say(f"lightning-lockstep: resuming from {trainer.ckpt_path} at {place}")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the clock."""

@@ -87,7 +87,7 @@ class OverflowSettings:
     def _check_combinations(self, faults: Faults) -> None:
         every = f"check_every_n_steps={self.check_every_n_steps!r}"
         if self.check_every_n_steps != 1 and self.mode != "hooks":
-            faults.add(f"{every} goes with mode='hooks' only; mode='replay' checks every step.")
+            faults.add(f"{every} requires mode='hooks'; mode='replay' checks every step.")
         if self.check_every_n_steps != 1 and self.action == "skip":
             faults.add(
                 f"{every} does not go with action='skip': a step that was taken cannot be skipped any more."

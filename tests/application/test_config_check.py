@@ -79,7 +79,7 @@ def test_an_unresolvable_reference_and_a_missing_value_are_named() -> None:
     assert (
         "model.width: takes its value from ${data.context}, and this configuration has no such key" in fault
     )
-    assert only(faults_of("data.batch_size=???")) == "data.batch_size: has to be given, data.batch_size=..."
+    assert only(faults_of("data.batch_size=???")) == "data.batch_size is required: add data.batch_size=..."
 
 
 def test_the_global_batch_must_divide_among_ranks_and_micro_batches() -> None:

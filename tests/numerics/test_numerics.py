@@ -211,7 +211,7 @@ def test_a_copy_of_the_module_has_its_own_island() -> None:
             {"underflow_threshold": 2.0},
             ["underflow_threshold=2.0: expected a share, more than 0 and at most 1"],
         ),
-        ({"check_every_n_steps": 5}, ["goes with mode='hooks' only"]),
+        ({"check_every_n_steps": 5}, ["requires mode='hooks'"]),
         ({"gradients": 1}, ["gradients=1: expected true or false"]),
         ({"timeout": 0}, ["timeout=0: expected a number, more than 0"]),
         (

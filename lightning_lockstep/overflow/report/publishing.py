@@ -84,9 +84,7 @@ class ReportPublisher:
 
         Ranks: all, after the same attempt; two messages per rank over the side channel.
         """
-        for _ in range(
-            2
-        ):  # one that came late finds the word of others that have left since; not a second time
+        for _ in range(2):  # a late rank finds the messages of others that have left since; not a second time
             self._collections += 1
             if self._arrivals.collect(self._collections, None).missing:
                 return False
