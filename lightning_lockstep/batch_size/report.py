@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep._console import say
 from lightning_lockstep._files import write_report
 from lightning_lockstep._tables import plain_table
 from lightning_lockstep._text import ranks_in_words, size_in_words
@@ -95,7 +95,7 @@ def table(result: SearchResult) -> str:
 
 
 def keep_result(folder: str | Path, result: SearchResult, search: SizeSearch | None = None) -> None:
-    """Write the file and, if a search is given, draw it; where that is not possible, say so and go on.
+    """Write the file and, if a search is given, a picture; print why where one cannot be written, and go on.
 
     Args:
         folder: The run's folder.
@@ -106,10 +106,7 @@ def keep_result(folder: str | Path, result: SearchResult, search: SizeSearch | N
     content["fingerprint"] = dict(result.fingerprint)
     write_report(Path(folder, FILE), json.dumps(content, indent=2) + "\n")
     if search is not None:
-        try:
-            draw(Path(folder, PICTURE), search, result.size)
-        except OSError as error:  # on this rank alone: the others go on
-            say(f"lightning-lockstep: {PICTURE} could not be written to {folder}: {error.strerror or error}.")
+        write_report(Path(folder, PICTURE), draw(search, result.size))
 
 
 def read_result(folder: str | Path) -> dict[str, Any]:
@@ -146,11 +143,10 @@ def known_size(
     return answer
 
 
-def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:
-    """Draw peak memory over batch size, with the limit and the choice.
+def draw(search: SizeSearch, chosen: int) -> bytes:
+    """Return a PNG of peak memory over batch size, with the limit and the choice.
 
     Args:
-        path: Picture file; its ending gives the format.
         search: A search that has ended.
         chosen: The size that the run uses.
 
@@ -195,7 +191,9 @@ def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:
     axes.margins(y=0.12)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=150)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150)
+    return content.getvalue()
 
 
 def _scale(search: SizeSearch) -> tuple[float, str]:
