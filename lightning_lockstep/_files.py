@@ -33,7 +33,7 @@ def write_whole(path: Path, content: str | bytes) -> str | None:
     return None
 
 
-def write_report(path: Path, content: str) -> None:
+def write_report(path: Path, content: str | bytes) -> None:
     """Write a report for whoever looks into the folder of a run later, and print why where that is not possible.
 
     Args:

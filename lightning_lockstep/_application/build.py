@@ -83,7 +83,7 @@ def _make(key: str, node: Any, faults: list[str]) -> Any:
     if not isinstance(node, DictConfig):
         return node  # a name that Lightning knows
     if "_target_" not in node:
-        faults.append(f"{key} has no _target_, so no object can be made from it.")
+        faults.append(f"{key} has no _target_, so no object can be created from it.")
         return None
     target = target_of(node)
     missing = missing_package(target, key, node) if is_logger(target) else None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Importing Lightning from a cold network file system can take rank 0 minutes.
 FIRST_WAIT = 300.0
-# A sweeper may think for long between two jobs; a rank 0 that is gone is noticed by its closed store.
+# A sweeper may think for long between two jobs; a rank 0 that has exited is noticed by its closed store.
 NEXT_WAIT = 24 * 3600.0
 # How long rank 0 waits for the others to receive its last message, where it hosts the store [s].
 _LAST_MESSAGE = 30.0
@@ -84,7 +84,7 @@ def _per_node(count: int) -> int | None:
     step = find_slurm_step()
     if step is not None and step.size == count:
         return step.local_size
-    # An mpirun that tells its ranks nothing; its step, if it has one, has a task for each node.
+    # An mpirun that sets no such variable; its step, if it has one, has a task for each node.
     nodes = os.environ.get("SLURM_NNODES", "")
     known = nodes.isdigit() and int(nodes) > 0 and count % int(nodes) == 0
     return count // int(nodes) if known else None
@@ -146,9 +146,9 @@ class ConfigChannel:
             return
         if self._number == 0 and not on_one_host() and known_job_token() is None:
             say(
-                "lightning-lockstep: the configuration is sent to the other hosts without a signature, so they take"
-                f" what anybody writes to {self.ranks.address}:{self.ranks.port} first. On a network that others share"
-                f" give all ranks one {JOB_TOKEN}; see docs/security.md."
+                "lightning-lockstep: the configuration is sent to the other hosts without a signature, so they accept"
+                f" the first one that anyone writes to {self.ranks.address}:{self.ranks.port}. On a shared network"
+                f" give all ranks the same {JOB_TOKEN}; see docs/security.md."
             )
         self._store().set(f"{self._prefix}/{self._number}", message.to_bytes())
         self._number += 1
@@ -210,9 +210,9 @@ class ConfigChannel:
             store.add(f"{self._prefix}/received", 1)
             return message
         raise LaunchError(
-            f"Rank {self.ranks.rank} waited {patience:.0f} s at {self.ranks.address}:{self.ranks.port} for"
-            " the configuration of rank 0, which did not come. Look at what rank 0 has printed, and check"
-            " that all ranks were given the same address and port."
+            f"Rank {self.ranks.rank} received no configuration from rank 0 within {patience:.0f} s, at"
+            f" {self.ranks.address}:{self.ranks.port}. Look at what rank 0 has printed, and check that"
+            " all ranks were given the same address and port."
         )
 
     def _store(self, timeout: float = FIRST_WAIT):  # type: ignore[no-untyped-def]  # torch's class stays in distributed/

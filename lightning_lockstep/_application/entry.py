@@ -22,6 +22,7 @@ from lightning_lockstep._application.command_line.help import help_text
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
 from lightning_lockstep._application.stopped_job import Stop, StopElsewhere, ranks_run
 from lightning_lockstep._console import say
+from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.failure.process_exit import expect_exit, leaving, return_failure
 from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
 from lightning_lockstep.distributed.process_group import process_group_exists
@@ -53,7 +54,7 @@ def hydra_main(
 
     Beyond `hydra.main`: everything that is wrong with the command line is one message and exit code 2 before
     anything is started; the configuration is resolved once, on rank 0, and every rank gets that; ranks
-    beside rank 0 write no folder and no job log, whoever started them.
+    other than rank 0 write no folder and no job log, however they were started.
 
     Args:
         config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
@@ -147,9 +148,7 @@ class _Application:
         try:
             sys.stdout.write(help_text(program_name(), search_path, name, self.arguments.overrides))
         except (hydra_internals.HydraException, OSError) as error:
-            show_faults(
-                program_name(), [Fault(str(error).splitlines()[0], error)], stack_traces=stack_traces()
-            )
+            show_faults(program_name(), [Fault(first_line(error), error)], stack_traces=stack_traces())
             sys.exit(UNUSABLE)
 
     def _hand_over(self, prepare: Callable[[DictConfig], None] | None) -> None:
@@ -182,9 +181,7 @@ class _Application:
     def _run_job_elsewhere(self, prepare: Callable[[DictConfig], None] | None) -> Any:
         """Run one job in the process that a launcher of sweeps has made for it (joblib, submitit)."""
         if leaving():
-            raise LaunchError(
-                "Job skipped: ranks of an earlier job of this sweep failed in the same process."
-            )
+            raise LaunchError("Job skipped: ranks of an earlier job of this sweep failed in this process.")
         ranks = external_ranks()
         channel = ConfigChannel(ranks)
         if ranks is not None and ranks.rank > 0:
@@ -192,7 +189,9 @@ class _Application:
                 return _follow(channel, self.program)
             except SystemExit as end:
                 # submitit reads the result of rank 0 only if every task has left one.
-                raise LaunchError(f"Rank {ranks.rank} ended with code {end.code}; rank 0 says why.") from end
+                raise LaunchError(
+                    f"Rank {ranks.rank} ended with code {end.code}; see the message of rank 0."
+                ) from end
         with _closing(channel):
             return self._run_job(prepare, channel)
 
@@ -203,7 +202,7 @@ class _Application:
         if prepare is not None:
             with flag_override(whole, ["readonly", "struct"], [False, False]):
                 prepare(whole)
-        with without_claiming():  # the folder of a sweep is no business of a single run
+        with without_claiming():  # a single run does not need the folder of a sweep
             config = freeze(whole)
         hydra_internals.HydraConfig.instance().set_config(config)
         subdir = config.hydra.output_subdir

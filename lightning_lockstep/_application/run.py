@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from lightning_lockstep._application.build import Components, build
 from lightning_lockstep._application.failure_file import keep_failure
 from lightning_lockstep._application.quiet import QuietRanks, leave_out_noise
-from lightning_lockstep._application.summary import Summary, read_metrics, show, write
+from lightning_lockstep._application.summary import Summary, read_metrics, show, write, written
 from lightning_lockstep._application.tracking import LogConfiguration, finish
 from lightning_lockstep._application.tracking import places as logger_places
 from lightning_lockstep._console import say
@@ -54,6 +54,7 @@ def run(config: DictConfig) -> float | None:
     if isinstance(parts.trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
     loggers = list(parts.trainer.loggers)
+    earlier = written(Path(parts.trainer.default_root_dir))
     try:
         metrics = _loops(config, parts, record)
     except BaseException as error:
@@ -67,7 +68,7 @@ def run(config: DictConfig) -> float | None:
     finish(loggers, failed=False)
     if ran_under_mpirun():
         # The ranks have done it all, and rank 0 has reported it.
-        metrics = read_metrics(Path(parts.trainer.default_root_dir))
+        metrics = read_metrics(Path(parts.trainer.default_root_dir), earlier=earlier)
     elif parts.trainer.is_global_zero:
         summary = Summary(
             metrics=metrics,
@@ -109,7 +110,7 @@ def _weights_of(trainer: Any, path: str | None, *, fitted: bool) -> AbstractCont
 
 
 def _keep_the_training_log(trainer: Any) -> None:
-    """Let evaluations in ranks of their own log no further: a new process would begin the file or the run anew."""
+    """Let evaluations in ranks of their own log no further: a new process would start the file or the run again."""
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         once = (CSVLogger, MLFlowLogger, WandbLogger)
         trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, once)]
@@ -193,7 +194,7 @@ class RunRecord(Callback):
         return int(self._numbers[4]) != self.steps
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Say where a resumed run continues."""
+        """Print where a resumed run continues."""
         if trainer.ckpt_path and trainer.is_global_zero:
             place = f"epoch {trainer.current_epoch}, optimizer step {trainer.global_step}"
             say(f"lightning-lockstep: resuming from {trainer.ckpt_path} at {place}")

@@ -52,14 +52,29 @@ def write(summary: Summary, folder: Path) -> None:
     write_report(folder / _FILE, text + "\n")
 
 
-def read_metrics(folder: Path) -> dict[str, float]:
+def written(folder: Path) -> tuple[int, int, int] | None:
+    """Return what identifies the `summary.json` that is in the run folder now; `None` where there is none."""
+    try:
+        found = (folder / _FILE).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def read_metrics(folder: Path, *, earlier: tuple[int, int, int] | None) -> dict[str, float]:
     """Return the metrics that rank 0 has written into the run folder; none where it could not.
+
+    Args:
+        folder: The run folder, in which an earlier run may have left its summary.
+        earlier: What :func:`written` returned before the run.
 
     Ranks: the process that has started the ranks.
     """
+    if written(folder) == earlier:
+        return {}
     try:
         text = (folder / _FILE).read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except OSError:
         return {}
     return {name: float(value) for name, value in json.loads(text)["metrics"].items()}
 

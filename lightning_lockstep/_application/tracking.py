@@ -28,7 +28,7 @@ _PACKAGES = {
 # Stores of MLflow that are databases, for which mlflow-skinny alone is not enough.
 _DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 _HIDDEN = "***"
-# Names of settings and of environment variables whose values are nobody else's business.
+# Names of settings and of environment variables whose values are secret.
 _SECRET = re.compile(
     r"(?:^|_)(?:(?:api|access|private|secret)_?key|secret|passw(?:or)?d|credentials?|(?:api|auth|access)_?token)$|^token$",
     re.IGNORECASE,

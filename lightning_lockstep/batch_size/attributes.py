@@ -68,7 +68,7 @@ class SizeAttributes:
             self._write(before)
 
     def _holders(self) -> list[Any]:
-        # Asked anew each time: what restores a module may exchange its hparams.
+        # Looked up each time: restoring a module may replace its hparams.
         found = _lightning_get_all_attr_holders(self._module, self._name)
         return [holder for holder in found if not _is_read_only(holder, self._name)]
 

@@ -54,8 +54,6 @@ def plan_effective_batch(requested: int, *, ranks: int, largest: int) -> Effecti
         requested: Samples of all ranks in one optimizer step.
         ranks: Number of ranks.
         largest: Largest micro-batch that fits on every rank.
-
-    Ranks: any rank, alone; all get the same answer for the same numbers.
     """
     share = max(1, requested // ranks)
     least = math.ceil(share / largest)

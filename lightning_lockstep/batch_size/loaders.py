@@ -91,8 +91,6 @@ class BatchLoaders:
 
         Args:
             size: Samples per rank.
-
-        Ranks: any rank, alone; the loader's hook is called, nothing else is sent.
         """
         self.attributes.set(size)
         if self.in_attribute:
@@ -105,7 +103,7 @@ class BatchLoaders:
         Args:
             size: Samples per rank.
 
-        Ranks: every rank, with the same size; loaders that exist already are made anew, which in an
+        Ranks: every rank, with the same size; loaders that exist already are rebuilt, which in an
             evaluation is as collective as their first making.
         """
         self.attributes.set(size)
@@ -154,8 +152,6 @@ class BatchLoaders:
 
         Args:
             size: Samples.
-
-        Ranks: any rank, alone; random generators move on.
         """
         made = [_collated(loader, size) for loader in self.loaders]
         given = self._combined.iterables if self._combined is not None else None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep._console import say
 from lightning_lockstep._files import write_report
-from lightning_lockstep._text import counted
+from lightning_lockstep._tables import plain_table
+from lightning_lockstep._text import ranks_in_words, size_in_words
 from lightning_lockstep.batch_size.search import ModelSearch, SizeSearch, Trial
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import MissingExtraError
@@ -18,7 +19,6 @@ from lightning_lockstep.errors import MissingExtraError
 __all__ = [
     "SearchResult",
     "draw",
-    "gib",
     "keep_result",
     "known_size",
     "read_result",
@@ -66,42 +66,36 @@ class SearchResult:
         return self.size * self.accumulate * self.ranks
 
 
-def gib(size: float | None) -> str:
-    """Return a number of bytes for people; a dash for ``None``."""
-    if size is None:
-        return "-"
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
-
-
 def trial_line(number: int, trial: Trial, reasons: Mapping[int, str]) -> str:
     """Return the progress line of one trial."""
     line = f"batch size trial {number}: {trial.size:>6} per rank, "
     if trial.peak is not None:
-        line += f"peak {gib(trial.peak)} of {gib(trial.limit)}, "
+        line += f"peak {size_in_words(trial.peak)} of {size_in_words(trial.limit)}, "
     if trial.fits:
         return line + "fits"
-    ranks = ", ".join(str(rank) for rank in sorted(reasons))
     first = next(iter(reasons.values()), "")
-    return line + f"out of memory on rank {ranks} ({first[:90]})"
+    return line + f"out of memory on {ranks_in_words(reasons)} ({first[:90]})"
 
 
 def table(result: SearchResult) -> str:
     """Return the closing table of a search."""
-    rows = [("size", "peak", "limit", "verdict")]
-    for trial in sorted(result.trials, key=lambda each: each.size):
-        verdict = "fits" if trial.fits else "out of memory"
-        rows.append((str(trial.size), gib(trial.peak), gib(trial.limit), verdict))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
+    rows = [
+        (
+            each.size,
+            size_in_words(each.peak),
+            size_in_words(each.limit),
+            "fits" if each.fits else "out of memory",
+        )
+        for each in sorted(result.trials, key=lambda each: each.size)
     ]
-    numbers = f"{result.size} per rank x {result.accumulate} accumulated x {counted(result.ranks, 'rank')}"
+    trials = plain_table(("size", "peak", "limit", "verdict"), rows)
+    numbers = f"{result.size} per rank x {result.accumulate} accumulated x {result.ranks} rank(s)"
     head = f"AutoBatchSize ({result.mode}): {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}"
-    return "\n".join([head, *lines, f"  batch size {numbers} = {result.global_batch} per optimizer step"])
+    return "\n".join([head, trials, f"  batch size {numbers} = {result.global_batch} per optimizer step"])
 
 
 def keep_result(folder: str | Path, result: SearchResult, search: SizeSearch | None = None) -> None:
-    """Write the file and, if a search is given, draw it; where that is not possible, say so and go on.
+    """Write the file and, if a search is given, a picture; print why where one cannot be written, and go on.
 
     Args:
         folder: The run's folder.
@@ -112,10 +106,7 @@ def keep_result(folder: str | Path, result: SearchResult, search: SizeSearch | N
     content["fingerprint"] = dict(result.fingerprint)
     write_report(Path(folder, FILE), json.dumps(content, indent=2) + "\n")
     if search is not None:
-        try:
-            draw(Path(folder, PICTURE), search, result.size)
-        except OSError as error:  # on this rank alone: the others go on
-            say(f"lightning-lockstep: {PICTURE} could not be written to {folder}: {error.strerror or error}.")
+        write_report(Path(folder, PICTURE), draw(search, result.size))
 
 
 def read_result(folder: str | Path) -> dict[str, Any]:
@@ -152,11 +143,10 @@ def known_size(
     return answer
 
 
-def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:
-    """Draw peak memory over batch size, with the limit and the choice.
+def draw(search: SizeSearch, chosen: int) -> bytes:
+    """Return a PNG of peak memory over batch size, with the limit and the choice.
 
     Args:
-        path: Picture file; its ending gives the format.
         search: A search that has ended.
         chosen: The size that the run uses.
 
@@ -181,12 +171,14 @@ def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:
         heights = [(t.limit or 0.0) / scale for t in failed]
         axes.plot([t.size for t in failed], heights, "x", color="tab:red", ms=9, mew=2, label="out of memory")
     if limits:
-        axes.axhline(limits[-1] / scale, color="tab:red", ls="--", lw=1, label=f"limit {gib(limits[-1])}")
+        axes.axhline(
+            limits[-1] / scale, color="tab:red", ls="--", lw=1, label=f"limit {size_in_words(limits[-1])}"
+        )
     line = search.line() if isinstance(search, ModelSearch) else None
     if line is not None:
         right = max(t.size for t in search.trials)
         ends = [0.0, 1.03 * right]
-        label = f"{gib(line[0])} + {line[1] / 2**20:.3g} MiB a sample"
+        label = f"{size_in_words(line[0])} + {line[1] / 2**20:.3g} MiB a sample"
         axes.plot(ends, [(line[0] + line[1] * x) / scale for x in ends], color="tab:blue", lw=1, label=label)
     axes.axvline(chosen, color="tab:green", lw=1.5, label=f"chosen: {chosen}")
     axes.set(
@@ -199,7 +191,9 @@ def draw(path: str | Path, search: SizeSearch, chosen: int) -> None:
     axes.margins(y=0.12)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=150)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150)
+    return content.getvalue()
 
 
 def _scale(search: SizeSearch) -> tuple[float, str]:

@@ -107,8 +107,6 @@ def why_not_runnable(trainer: Trainer, place: BatchLoaders, size: int) -> str:
         trainer: The Trainer, in a loop.
         place: Where the size lives; its attributes hold ``size`` afterwards.
         size: Samples per rank.
-
-    Ranks: any rank, alone; loaders' hooks are called, nothing is sent.
     """
     fn = trainer.state.fn.value if trainer.state.fn is not None else "fit"
     try:

@@ -74,10 +74,7 @@ class SizeSearch(ABC):
         self.trials: list[Trial] = []
 
     def propose(self) -> Proposal:
-        """Return what to try next, or the answer.
-
-        Ranks: any rank, alone; all get the same answer when all were given the same outcomes.
-        """
+        """Return what to try next, or the answer."""
         if not self.trials:
             return Proposal(False, self.init_val, "first size")
         if self.low >= self.max_val:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from lightning_lockstep._lightning import Trainer
+from lightning_lockstep._text import size_in_words
 from lightning_lockstep.batch_size.memory.malloc import keep_freed_memory, return_freed_memory
 from lightning_lockstep.batch_size.memory.meter import CPUMeter, MemoryMeter, meter_for, parse_bytes
 from lightning_lockstep.batch_size.refused import SearchRefusedError
-from lightning_lockstep.batch_size.report import gib, trial_line
+from lightning_lockstep.batch_size.report import trial_line
 from lightning_lockstep.batch_size.search import SizeSearch, Trial
 from lightning_lockstep.batch_size.trial import TrialOutcome, TrialRunner
 from lightning_lockstep.distributed import Communicator
@@ -202,9 +203,10 @@ def _nothing_fits(search: SizeSearch, reason: str, headroom: float | None) -> st
     if limit is None or headroom is None:
         return "1 does not fit: model and optimizer alone take all the memory there is"
     return (
-        f"1 does not fit: model and optimizer alone take {gib(limit - headroom)} of {gib(limit)} before the first"
-        f" step, and one sample needs more than the {gib(headroom)} left. Use a smaller model, a lower precision,"
-        " activation checkpointing, or a strategy that shards or offloads the optimizer."
+        f"1 does not fit: model and optimizer alone take {size_in_words(limit - headroom)} of"
+        f" {size_in_words(limit)} before the first step, and one sample needs more than the"
+        f" {size_in_words(headroom)} left. Use a smaller model, a lower precision, activation"
+        " checkpointing, or a strategy that shards or offloads the optimizer."
     )
 
 
@@ -219,10 +221,7 @@ def _cheap_collections() -> Iterator[None]:
 
 
 def fingerprint_of(trainer: Any, module: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the answer of a search depends on, as plain values.
-
-    Ranks: any rank, alone; the same on all.
-    """
+    """Return what the answer of a search depends on, as plain values."""
     parameters = list(module.parameters())
     return {
         "loop": trainer.state.fn.value if trainer.state.fn is not None else "fit",

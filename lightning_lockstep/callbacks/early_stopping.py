@@ -246,7 +246,7 @@ class SyncedEarlyStopping(EarlyStopping):
         return decision.stop, decision.message
 
     def _decide(self, reduced: Reduced, *, explain: bool = True) -> Decision:
-        # Made anew each time, since Lightning's attributes may be set at any time.
+        # Made each time, since Lightning's attributes may be set at any time.
         rule = StopRule(
             self.monitor,
             self.mode,

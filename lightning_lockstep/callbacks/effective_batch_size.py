@@ -85,7 +85,7 @@ class EffectiveBatchSize(Callback):
         self.divide(trainer, place, largest=place.size)
 
     def divide(self, trainer: Trainer, place: BatchLoaders, *, largest: int) -> None:
-        """Divide the global batch, or divide it anew after a search for another micro-batch.
+        """Divide the global batch, or divide it again after a search for another micro-batch.
 
         Args:
             trainer: The Trainer, in a fit.
@@ -97,17 +97,17 @@ class EffectiveBatchSize(Callback):
 
         Ranks: all, alike; nothing is sent.
         """
-        speaks = current_communicator().is_main
+        is_main = current_communicator().is_main
         reference = self.reference_batch_size if self.plan is None else self.plan.total
         self.plan = keep_effective_batch(
-            trainer, place, self.global_batch_size, largest=largest, speaks=speaks
+            trainer, place, self.global_batch_size, largest=largest, is_main=is_main
         )
         scale_learning_rates(
             trainer,
             total=self.plan.total,
             reference=reference,
             scaling=self.lr_scaling,
-            say=say if speaks else lambda text: None,
+            say=say if is_main else lambda text: None,
         )
 
 
@@ -125,8 +125,6 @@ def requested_global_batch(trainer: Trainer, own: int | None) -> int | None:
 
     Raises:
         SearchRefusedError: Different ones are asked for.
-
-    Ranks: any rank, alone; all get the same answer.
     """
     if not in_fit(trainer):
         return None
@@ -153,14 +151,14 @@ def apply_size(trainer: Trainer, place: BatchLoaders, largest: int, *, requested
     Raises:
         BatchSizeError: As :func:`keep_effective_batch`.
 
-    Ranks: all, alike; loaders that exist already are made anew.
+    Ranks: all, alike; loaders that exist already are rebuilt.
     """
     callbacks = _effective_batch_sizes(trainer) if in_fit(trainer) else []
     if callbacks:
         callbacks[0].divide(trainer, place, largest=largest)
     elif requested is not None and in_fit(trainer):
-        speaks = current_communicator().is_main
-        keep_effective_batch(trainer, place, requested, largest=largest, speaks=speaks)
+        is_main = current_communicator().is_main
+        keep_effective_batch(trainer, place, requested, largest=largest, is_main=is_main)
     else:
         place.apply(largest)
 
@@ -188,7 +186,7 @@ def unaccumulated(trainer: Trainer, module: LightningModule, name: str) -> Batch
 
 
 def keep_effective_batch(
-    trainer: Trainer, place: BatchLoaders, requested: int, *, largest: int, speaks: bool
+    trainer: Trainer, place: BatchLoaders, requested: int, *, largest: int, is_main: bool
 ) -> EffectiveBatch:
     """Set micro-batch and accumulation of a fit so that the global batch is ``requested``, or the nearest.
 
@@ -197,7 +195,7 @@ def keep_effective_batch(
         place: Where the batch size lives.
         requested: Samples of all ranks in one optimizer step.
         largest: Largest micro-batch.
-        speaks: Whether this rank warns.
+        is_main: Whether this is rank 0, which warns.
 
     Raises:
         BatchSizeError: One sample per rank is more than was asked for.
@@ -211,11 +209,11 @@ def keep_effective_batch(
         )
     if not trainer.lightning_module.automatic_optimization:
         raise BatchSizeError(
-            "the module uses manual optimization, so its training_step accumulates and steps by itself: a global batch"
-            " cannot be kept from outside"
+            "the module uses manual optimization, so this package does not control how many micro-batches make an"
+            " optimizer step, and cannot keep a global batch"
         )
     plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=min(largest, place.samples))
-    if not plan.exact and speaks:
+    if not plan.exact and is_main:
         warnings.warn(
             f"a global batch of {requested} is not possible here; the nearest is used: {plan}.", stacklevel=2
         )

@@ -98,7 +98,7 @@ class RankOrderedLogging(Callback):
             logger.local_handlers.append(self._file)
         self._takeover = ConsoleTakeover(handlers)
         self._takeover.begin()
-        # Under pytest, warnings are its own business.
+        # Under pytest, which collects warnings itself, they are left as they are.
         if warnings.showwarning.__module__ == "warnings":
             logging.captureWarnings(True)
             self._captured = True

@@ -39,7 +39,7 @@ class RecompileMonitor(Callback):
 
     Ranks: add it on every rank alike; each looks at its own process, and nothing is sent. Under a strategy that runs
         later (XLA), what is pending begins to run at the start and at the end of each batch, so that it is known which
-        one it belongs to. Rank 0 speaks of all, other ranks of what is not expected.
+        one it belongs to. Rank 0 reports all, other ranks what is not expected.
     """
 
     def __init__(self, *, expected_batches: int = 2) -> None:
@@ -61,7 +61,7 @@ class RecompileMonitor(Callback):
         return tuple(self._found.steps)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin anew. Ranks: any, alone."""
+        """Start a new record."""
         self._begin()
         self._sources = sources_for(trainer.strategy.root_device.type)
 
@@ -106,7 +106,7 @@ class RecompileMonitor(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Say how much was compiled in all. Ranks: any, alone; rank 0 speaks."""
+        """Print on rank 0 how much was compiled in total. Ranks: any; nothing is sent."""
         self._found.outside += self._take()  # what is pending may wait for a rank that has failed
         if (self._found.steps or self._found.outside) and trainer.is_global_zero:
             say(f"RecompileMonitor: {self._found.summary()}.")

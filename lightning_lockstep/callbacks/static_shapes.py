@@ -190,7 +190,7 @@ class StaticShapes(Callback):
         self._take_away()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind, and say what was added. Ranks: any, alone; rank 0 speaks."""
+        """Undo every change, and print on rank 0 what was added. Ranks: any; nothing is sent."""
         added = ", ".join(
             f"{count} in {stage}" for stage, count in sorted(self._stages.added.items()) if count
         )

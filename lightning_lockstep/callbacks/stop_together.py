@@ -127,7 +127,7 @@ class StopTogether(Callback):
             self._position.resume(trainer.fit_loop)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Watch loaders that were made anew for this epoch."""
+        """Watch loaders that were rebuilt for this epoch."""
         if self._position is not None:
             self._position.watch(trainer.fit_loop)
 

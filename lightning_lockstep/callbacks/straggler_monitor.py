@@ -34,7 +34,7 @@ class StragglerMonitor(Callback):
     """Says which rank the others wait for, since when, by how much, and in which part of its step.
 
     When each rank arrived at which collective comes from torch's flight recorder (or, under the backend
-    ``mpi4py``, from our own notes), so that waiting is told from work. Rank 0 prints a line when another rank
+    ``mpi4py``, from our own notes), so that waiting is distinguished from work. Rank 0 prints a line when another rank
     becomes the one that the others wait for, gives figures to the Trainer's loggers, and prints a table of the
     ranks at the end.
 
@@ -139,7 +139,7 @@ class StragglerMonitor(Callback):
         self._stop()
 
     def _watch_actions(self, trainer: Trainer) -> None:
-        """Learn of loading and of the other callbacks by what Lightning tells its profiler, whichever that is."""
+        """Time loading and the other callbacks through the calls to Lightning's profiler."""
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         start, stop, timer = profiler.start, profiler.stop, self._timer
         own = f"]{self.state_key}."

@@ -17,7 +17,7 @@ class ConvNet(ClassifierModule):
 
     Args:
         width: Channels of the first convolution; a multiple of 8.
-        num_classes: Classes to tell apart.
+        num_classes: Number of classes.
         in_channels: Channels of an image.
         learning_rate: Step size of AdamW.
         weight_decay: Decoupled weight decay of AdamW, on matrices only.

@@ -97,7 +97,7 @@ class GlobalBatchDataModule(LightningDataModule):
         return self._loader("test", self._partition("test"), shuffle=False)
 
     def _divide_global_batch(self) -> None:
-        # Once only: a callback that changes the batch size afterwards has the last word.
+        # Once only: a callback that changes the batch size afterwards overrides it.
         if self.global_batch_size is not None and not self._divided:
             self.batch_size = batch_size_per_rank(self.global_batch_size, self._world_size, self._accumulate)
             self._divided = True

@@ -74,7 +74,7 @@ class GlobalBatchPartition:
 class GlobalBatchSampler(DistributedSampler):  # type: ignore[type-arg]
     """A sampler whose global batches are the same on any number of ranks.
 
-    It is a `DistributedSampler`, which tells Lightning that the samples are already divided and must not be
+    It is a `DistributedSampler`, which shows Lightning that the samples are already divided and must not be
     divided again, and lets Lightning call `set_epoch`.
 
     Args:

@@ -43,7 +43,7 @@ class FirstBad:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew with step 0."""
+        """Start again at step 0."""
         # Copied to the device rather than made there: a constant would be compiled into the first step.
         self.noted = 0
         self._count, self._common, self._here = (

@@ -57,7 +57,7 @@ class TensorStatistics:
         return bool(self.nan or self.inf)
 
     def remarks(self) -> str:
-        """Return in a few words what stands out beyond the magnitudes; empty where nothing does."""
+        """Return briefly what stands out beyond the magnitudes; empty where nothing does."""
         parts = []
         if self.nan:
             parts.append(f"{self.nan} nan")

@@ -15,7 +15,7 @@ __all__ = ["refuse_compiled", "refuse_strategy"]
 
 
 def refuse_strategy(trainer: Trainer, settings: OverflowSettings) -> None:
-    """Raise where gradients are not the same on all ranks and no engine tells of them, or not there to be checked.
+    """Raise where gradients are not the same on all ranks and no engine reports them, or not there to be checked.
 
     Args:
         trainer: The Trainer, set up for fitting.
@@ -51,8 +51,8 @@ def _refuse_early_answers(trainer: Trainer, settings: OverflowSettings, name: st
         )
     if not settings.gradients and trainer.world_size > 1:
         raise ConfigurationError(
-            f"OverflowDetector(gradients=False) does not work with {name} on several ranks: {why}, so it is the"
-            " reduced gradients that tell all ranks. Use gradients=True."
+            f"OverflowDetector(gradients=False) does not work with {name} on several ranks: {why}, so only"
+            " the reduced gradients inform all ranks. Use gradients=True."
         )
 
 

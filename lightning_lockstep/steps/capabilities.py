@@ -65,10 +65,7 @@ class StatesCapabilities(Protocol):
 
 @runtime_checkable
 class RunsLater(Protocol):
-    """A strategy that collects operations and runs them later; its devices' random numbers have a state of their own.
-
-    Ranks: any rank, alone; nothing is sent, but what `sync` runs may send.
-    """
+    """A strategy that collects operations and runs them later; its devices have a random state of their own."""
 
     def sync(self) -> None:
         """Compile what was called and is pending, if it is new, and begin to run it.

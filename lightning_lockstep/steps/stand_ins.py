@@ -21,8 +21,6 @@ def stand_in_parameters(root: nn.Module) -> Iterator[None]:
 
     Args:
         root: The module; its parameters are leaves that hold all of their values.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     places = [
         (module, name, parameter)

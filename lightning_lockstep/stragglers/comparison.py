@@ -81,7 +81,7 @@ class StepComparer:
     """Compares steps, which it must be given in order.
 
     A rank that goes on before the last one has arrived did not wait in that call. It is still ahead at the next, so
-    only what was added to its lead counts there; where a rank did wait, its lead is gone.
+    only what was added to its lead counts there; where a rank did wait, it has no lead any more.
     """
 
     def __init__(self) -> None:

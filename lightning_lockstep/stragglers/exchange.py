@@ -1,4 +1,4 @@
-"""How the figures of all ranks come to rank 0: it asks, each rank answers after its next step, nobody waits."""
+"""Collects the figures of all ranks on rank 0: it asks, each rank answers after its next step, no rank waits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StragglerExchange:
         every_n_steps: Rank 0 asks after so many steps, later where that would cost too much, earlier where a step has
             many collectives.
         collection: Of rank 0; ``None`` on the others.
-        say_missing: Told on rank 0 which ranks do not answer any more.
+        say_missing: Called on rank 0 with the ranks that no longer answer.
 
     Ranks: one object on every rank for each fit. A question is a message to every rank and one back.
     """
@@ -93,7 +93,7 @@ class StragglerExchange:
         """
         self._answer(final=True)
         if timeout > 0:
-            # By this rank's own sending thread: afterwards the process groups may be destroyed, and their names gone.
+            # By this rank's own sending thread: afterwards the process groups may be destroyed, with their names.
             self._sent.wait(timeout)
         collection = self._collection
         if collection is not None:

@@ -32,22 +32,20 @@ def change_line(window: Window, hosts: Hosts) -> str:
 
 
 def missing_line(ranks: Iterable[int]) -> str:
-    """Return the line that says whose figures do not come.
+    """Return the line that names the ranks whose figures are missing.
 
     Args:
         ranks: These ranks.
     """
-    return (
-        f"StragglerMonitor: no step times came from {ranks_in_words(ranks)}; the others are compared without."
-    )
+    return f"StragglerMonitor: no step times came from {ranks_in_words(ranks)}; only the other ranks are compared."
 
 
 def conclusion_line(verdict: Verdict, share: float, hosts: Hosts) -> str:
-    """Return the line that says what the run comes to.
+    """Return the line that sums up the run.
 
     Args:
         verdict: On all steps.
-        share: Share of the time that was spent waiting, whoever for.
+        share: Share of the time that was spent waiting, for any rank.
         hosts: Host of each rank.
     """
     if verdict.rank is None:

@@ -53,7 +53,7 @@ class CollectiveCallTime(NamedTuple):
         group: Name of the process group.
         number: Which collective of the group it is.
         time: When the rank arrived [s, by its wall clock].
-        until: When the rank is known to have gone on [s, by its wall clock].
+        until: When the rank is known to have continued [s, by its wall clock].
         part: The part of the step it belongs to, as its place in :data:`PARTS`.
     """
 
@@ -91,7 +91,7 @@ class RankStep(NamedTuple):
 class StepTimer:
     """Measures the steps of this rank with a few reads of a clock each.
 
-    ``enter`` and ``leave`` are told of each action of the Trainer that belongs to a part; what runs inside another
+    ``enter`` and ``leave`` are called for each action of the Trainer that belongs to a part; what runs inside another
     such action counts for that one.
     """
 

@@ -19,7 +19,7 @@ Kind = Literal["always", "at times"]
 # A rank that costs the others most of its time in at least this share of the steps is slow always; one already called
 # so stays that down to the second.
 _ALWAYS, _STILL_ALWAYS = 0.5, 0.4
-# How far a rank's loss must stand above what chance gives [standard deviations]: it takes three slow steps, one hiccup
+# How far a rank's loss must stand above what chance gives [standard deviations]: it takes three slow steps; one
 # is not enough, and ranks that are late in turn are not either.
 _CERTAIN = 1.7
 # Who is named stays named down to this share of both limits, so that a value near a limit prints no lines.
@@ -66,7 +66,7 @@ class Losses:
 
     @property
     def share(self) -> float:
-        """The share of the time that was spent waiting, whoever for."""
+        """The share of the time that was spent waiting, for any rank."""
         return sum(self.lost) / self.seconds if self.seconds else 0.0
 
 

@@ -82,6 +82,7 @@ def test_two_ranks_learn_the_digits_like_one_and_resume(tmp_path: Path) -> None:
     )
     assert more.returncode == 0, more.output
     assert more.stderr.count(" at epoch 3, optimizer step 63") == 1, more.stderr
+    assert "lightning-lockstep: resuming from " in more.stderr
     resumed = summary(tmp_path / "runs" / "three")
     assert resumed["steps"] == 84
     assert resumed["files"]["resumed from"] == result["files"]["last checkpoint"]

@@ -92,7 +92,7 @@ def test_the_report_names_the_step_and_its_module(tmp_path: Path, mode: Any) -> 
     assert report.producer.kind == "module" and "at [3]" in report.producer.remarks
     assert report.gradients == ["last.weight", "last.bias"] and report.loss == float("inf")
     notes = "\n".join(report.notes)
-    assert "Detected 6 steps later" in notes and "were kept as they were at this step" in notes
+    assert "Detected 6 steps after this step" in notes and "were kept as they were at this step" in notes
     assert ("Outputs with nan or inf in this step: exponential.output, last.output." in notes) == (
         mode == "hooks"
     )

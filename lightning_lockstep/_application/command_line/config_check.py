@@ -25,6 +25,7 @@ from lightning_lockstep._application.command_line.targets import TargetChecks, t
 from lightning_lockstep._application.hydra_internals import HydraConfig, HydraException, Loader, setup_globals
 from lightning_lockstep._exports import new_path, renamed
 from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep._text import first_line
 from lightning_lockstep.launchers.hydra.rerun import freeze
 
 # Old key -> new key of a choice that was renamed; the old one is removed after the next release.
@@ -79,7 +80,7 @@ def preflight(
     try:
         loader = Loader(search_path, name, lines)
     except (HydraException, OSError) as error:
-        return Checked([*faults, Fault(str(error).splitlines()[0], error)], {}, [])
+        return Checked([*faults, Fault(first_line(error), error)], {}, [])
     if name is not None and not loader.is_choice("", name):
         known = loader.choices("")
         faults.append(

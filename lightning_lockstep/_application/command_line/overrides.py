@@ -13,6 +13,7 @@ from lightning_lockstep._application.command_line.faults import Fault
 from lightning_lockstep._application.command_line.targets import settings_of
 from lightning_lockstep._application.hydra_internals import HydraException, Loader, Override, OverridesParser
 from lightning_lockstep._settings import did_you_mean, nearest
+from lightning_lockstep._text import first_line
 
 # A sweep is checked one value at a time; beyond this many values the rest is left to Hydra.
 MOST_VARIANTS = 64
@@ -51,7 +52,7 @@ def parse(lines: list[str]) -> tuple[list[Override], list[Fault]]:
             # As the list, not the single form: this one also explains how to quote.
             overrides.extend(parser.parse_overrides([line]))
         except HydraException as error:  # noqa: PERF203
-            why = str(error).splitlines()[0]
+            why = first_line(error)
             faults.append(
                 Fault(
                     f"{line!r} cannot be read as key=value ({why})."

@@ -26,6 +26,7 @@ from lightning_lockstep._application.hydra_internals import HydraException, loca
 from lightning_lockstep._application.tracking import is_logger, missing_package
 from lightning_lockstep._lightning import MisconfigurationException
 from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep._text import first_line
 from lightning_lockstep.errors import ConfigurationError
 
 _SPECIAL = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
@@ -99,7 +100,7 @@ class TargetChecks:
         except Exception as error:  # importing a module can raise anything; all of it is reported
             cause: BaseException = error.__cause__ or error
             hint = did_you_mean(name.rpartition(".")[2], _names_beside(name))
-            why = hint or f" {next(iter(str(cause).splitlines()), type(cause).__name__)}"
+            why = hint or f" {first_line(cause)}"
             return None, Fault(f"{self._shown(f'{key}._target_')}: {name} cannot be imported.{why}", error)
 
     def _signature(self, key: str, node: DictConfig, target: Callable[..., Any]) -> list[Fault]:
@@ -275,5 +276,4 @@ def objections(error: BaseException) -> list[tuple[str, BaseException]]:
     cause: BaseException = error.__cause__ or error
     if isinstance(cause, ConfigurationError):
         return [(text, cause) for text in cause.faults]
-    first = next(iter(str(cause).strip().splitlines()), "")
-    return [(first or type(cause).__name__, cause)]
+    return [(first_line(cause), cause)]

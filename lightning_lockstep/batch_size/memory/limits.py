@@ -24,8 +24,6 @@ def limited_memory(meter: MemoryMeter | None) -> Iterator[None]:
     Args:
         meter: Meter of this process; where its limit raises by itself, or for ``None``, nothing is
             done.
-
-    Ranks: any rank, alone; changes a soft limit of this process and puts it back.
     """
     if isinstance(meter, CPUMeter) and meter.judges and sys.platform == "linux":
         with _data_limit(meter):

@@ -42,19 +42,14 @@ def return_freed_memory() -> None:
     """Let every block of 1 MiB or more go back to the system when it is freed.
 
     Memory in use is then what is alive: the same step needs the same, whatever ran before it. The system has to
-    supply the pages again in the next step, which takes time.
-
-    Ranks: any rank, alone; changes this process until :func:`keep_freed_memory`. Does nothing where the C
-        library is not glibc, or where the environment has set its thresholds.
+    supply the pages again in the next step, which takes time. Does nothing where the C library is not glibc, or where
+    the environment has set its thresholds.
     """
     _set_thresholds(_RETURNED_FROM)
 
 
 def keep_freed_memory() -> None:
-    """Let freed blocks of up to 32 MiB stay with malloc, as glibc comes to do by itself.
-
-    Ranks: any rank, alone; undoes :func:`return_freed_memory`.
-    """
+    """Let freed blocks of up to 32 MiB stay with malloc, as glibc comes to do by itself."""
     _set_thresholds(_KEPT_UP_TO)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_lockstep._text import first_line
 from lightning_lockstep.batch_size.memory import malloc
 
 __all__ = ["Failure", "attempt", "is_out_of_memory", "release_memory"]
@@ -109,8 +110,8 @@ class Failure:
     @classmethod
     def of(cls, error: Exception) -> Failure:
         """Return the failure that ``error`` is."""
-        lines = str(error).strip().splitlines()
-        summary = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        name, line = type(error).__name__, first_line(error)
+        summary = name if line == name else f"{name}: {line}"
         full = is_out_of_memory(error)
         return cls(summary, full, None if full else error)
 
@@ -131,10 +132,10 @@ def attempt(function: Callable[[], Any]) -> Failure | None:
 def release_memory(*, collect: bool = True) -> None:
     """Give memory that nothing uses back to the device, or on CPU to the operating system.
 
+    Must not be called inside an ``except`` clause, whose error holds tensors.
+
     Args:
         collect: Also look for reference cycles, which can hold tensors after an error.
-
-    Ranks: any rank, alone; nothing is sent. Must not be called inside an ``except`` clause.
     """
     if collect:
         gc.collect()

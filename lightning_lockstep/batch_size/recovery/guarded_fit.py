@@ -61,7 +61,7 @@ def guard_fit(
     """
     reason = why_not_resumable(trainer.strategy.model)
     if not module.automatic_optimization:
-        reason = "the module uses manual optimization, so its training_step calls the optimizer itself"
+        reason = "the module uses manual optimization, so this package does not control its optimizer steps"
     if reason:
         raise BatchSizeError(f"on_oom={on_oom!r} is not possible here: {reason}")
     recovery = Recovery(

@@ -91,10 +91,7 @@ class Notices:
         return not self._notices
 
     def at(self, step: int) -> Notice | None:
-        """Return the notice for this optimizer step, once; of several the lowest rank's.
-
-        Ranks: any rank, alone; one attribute read where there is none.
-        """
+        """Return the notice for this optimizer step, once; of several the lowest rank's."""
         notices = self._notices.pop(step, None)
         return None if notices is None else notices[min(notices)]
 

@@ -191,8 +191,8 @@ class Recovery:
             return
         if self._last_logged is None:
             raise BatchSizeError(
-                f"rank {self._communicator.rank} ran out of memory in its first step: what the other ranks wait for"
-                " is not known yet. Start with a smaller batch."
+                f"rank {self._communicator.rank} ran out of memory in its first step. Which logged values the other"
+                " ranks average is known only after one complete step. Start with a smaller batch."
             )
         with logs_as(self._module, "training_step"):
             for name, value, args, kwargs in self._last_logged[len(call.logged) :]:

@@ -139,5 +139,5 @@ class SplitStep:
 def _refuse_collective(*args: Any, **kwargs: Any) -> None:
     raise BatchSizeError(
         "training_step communicates (all_gather, reduce or broadcast), so its batch cannot be split on one rank:"
-        " the others do it once. Use on_oom='skip' or a smaller batch."
+        " the other ranks call it once. Use on_oom='skip' or a smaller batch."
     )

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
+from lightning_lockstep._files import write_whole
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.environments.slurm_environment import find_slurm_step
 
@@ -27,10 +28,10 @@ _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
 
 
 def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]:
-    """Return by what the attempts of this run know each other, and how many came before; nothing without a scheduler.
+    """Return the names by which the attempts of this run find each other, and how many came before.
 
-    The most particular name comes first. torchrun may run in a job of Slurm: after a requeue it begins to count anew,
-    and with ``--standalone`` it has another run id.
+    There are none without a scheduler. The most specific name comes first. torchrun may run in a job of
+    Slurm: after a requeue it starts to count again, and with ``--standalone`` it has another run id.
 
     Args:
         environ: Environment variables; by default those of this process.
@@ -141,14 +142,14 @@ def _is_of(note: Path, run: str) -> bool:
     # Checkpoints of that folder may be loaded: others may be able to make one beside it.
     with suppress(OSError, ValueError):
         own = note.stat().st_uid == note.parent.stat().st_uid == os.geteuid()
-        return own and run in note.read_text().splitlines()
+        return own and run in note.read_text(encoding="utf-8").splitlines()
     return False
 
 
 def _leave_note(folder: Path) -> None:
     if names := run_names():
-        with suppress(OSError):  # then a later attempt has a folder of its own
-            (folder / _NOTE).write_text("".join(f"{name}\n" for name, _ in names))
+        # Where it cannot be written, a later attempt has a folder of its own.
+        write_whole(folder / _NOTE, "".join(f"{name}\n" for name, _ in names))
 
 
 def _number(text: str | None) -> int:

@@ -140,7 +140,7 @@ class Detection(StepDetection):
 
 
 def _engine_of(trainer: Trainer) -> EngineGradients | None:
-    """Return what tells of gradients that an engine keeps to itself; ``None`` where they are in ``.grad``."""
+    """Return the check of gradients that an engine keeps to itself; ``None`` where they are in ``.grad``."""
     strategy = trainer.strategy
     return strategy.engine_gradients() if isinstance(strategy, HasEngineGradients) else None
 

@@ -217,7 +217,7 @@ class LateDetection(StepDetection):
                 else "the batch was replayed with the weights of that later step"
             )
             record.notes.append(
-                f"Detected {later} steps later, since these devices run operations asynchronously; {weights}."
+                f"Detected {later} steps after this step, because these devices execute asynchronously; {weights}."
             )
 
     def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:

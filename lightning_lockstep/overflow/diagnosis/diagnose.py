@@ -109,7 +109,7 @@ class Diagnosis:
         if self.all_arrive():
             return attempt
         if attempt.error is None:
-            raise RuntimeError(f"The joint replay failed on another rank: {_TOGETHER}")
+            raise RuntimeError(f"The joint replay did not finish on another rank. ({_TOGETHER})")
         getattr(attempt.error, "add_note", str)(
             f"It was raised meanwhile: {_TOGETHER}"
         )  # from Python 3.11 on

@@ -24,7 +24,7 @@ class Remedy:
     Attributes:
         modules: Modules that have to run in float32; empty when that does not help.
         tried: Whether the batch was replayed with them in float32 and passed.
-        text: Advice in words.
+        text: The advice.
     """
 
     modules: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ def _shorter(
 
 
 def advice(producer: Producer) -> str:
-    """Return what to do in words, for when float32 modules cannot or do not help.
+    """Return advice as text, for when float32 modules cannot or do not help.
 
     Args:
         producer: What produced the first bad value.

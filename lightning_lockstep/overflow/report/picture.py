@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +18,11 @@ _FLOOR = 1e-8
 _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
 
 
-def draw(
-    path: Path, reports: Sequence[Mapping[str, Any]], history: Mapping[int, Mapping[str, float]]
-) -> None:
-    """Draw the modules' largest outputs, and those of the steps before where they were recorded.
+def draw(reports: Sequence[Mapping[str, Any]], history: Mapping[int, Mapping[str, float]]) -> bytes:
+    """Return a PNG of the modules' largest outputs, and of those of the steps before where they were recorded.
 
     Args:
-        path: PNG file to write.
-        reports: Each rank's report as JSON; that of the first rank with a producer is drawn.
+        reports: Each rank's report as JSON, one at least; that of the first rank with a producer is drawn.
         history: By step, the largest output magnitude of each module; may be empty (``mode="replay"``).
 
     Raises:
@@ -38,8 +35,6 @@ def draw(
         raise MissingExtraError(
             "matplotlib", extra="plot", needed_for="the picture of an overflow"
         ) from error
-    if not reports:
-        return
     report = next((r for r in reports if r["producer"] or r["backward_producer"]), reports[0])
     frames = report["frames"] or report["backward_frames"]
     many = len(history) > 1
@@ -55,8 +50,9 @@ def draw(
         f"rank {report['rank']}, epoch {report['epoch']}, batch {report['batch_idx']}, step {report['step']}:"
         f" first produced by {first['module'] or 'the LightningModule'}"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    return content.getvalue()
 
 
 def _draw_frames(axes: Any, frames: Sequence[Mapping[str, Any]], limit: float, dtype: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep._console import say
+from lightning_lockstep._files import write_report
 from lightning_lockstep.distributed import Communicator, Gather, Gathered, Message
 from lightning_lockstep.distributed.failure.process_exit import writing_report
 from lightning_lockstep.errors import MissingExtraError
@@ -84,9 +85,7 @@ class ReportPublisher:
 
         Ranks: all, after the same attempt; two messages per rank over the side channel.
         """
-        for _ in range(
-            2
-        ):  # one that came late finds the word of others that have left since; not a second time
+        for _ in range(2):  # a late rank finds the messages of others that have left since; not a second time
             self._collections += 1
             if self._arrivals.collect(self._collections, None).missing:
                 return False
@@ -166,12 +165,14 @@ class ReportPublisher:
         write(self.folder, stem, text, [message.body["json"]])
 
     def _draw(self, stem: str, reports: list[Any], history: Mapping[Any, Any]) -> None:
-        if self.settings.report_dir is None:
+        if self.settings.report_dir is None or not reports:
             return
-        # A broken matplotlib must not make rank 0 act differently from the others, nor must a full disk.
+        # A broken matplotlib must not make rank 0 act differently from the others.
         try:
-            draw(self.folder / f"{stem}.png", reports, {int(step): seen for step, seen in history.items()})
+            content = draw(reports, {int(step): seen for step, seen in history.items()})
         except MissingExtraError as error:
             _log.warning("%s", error)
         except Exception as error:
             _log.warning("the picture of an overflow could not be drawn: %s: %s", type(error).__name__, error)
+        else:
+            write_report(self.folder / f"{stem}.png", content)
