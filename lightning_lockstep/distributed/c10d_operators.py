@@ -106,8 +106,5 @@ def while_answered_locally() -> Iterator[None]:
 
 
 def answered_locally() -> bool:
-    """Return whether collectives are answered on this rank now, so that no other rank takes part in them.
-
-    Ranks: any rank, alone; nothing is sent.
-    """
+    """Return whether collectives are answered on this rank now, so that no other rank takes part in them."""
     return _local > 0

@@ -152,8 +152,6 @@ def at_shut_down(function: Callable[[], None]) -> None:
 
     Args:
         function: Lets go of what belongs to the group; it must wait for no rank.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     _at_shut_down.append(function)
 

@@ -103,10 +103,7 @@ class FailurePropagation:
         return self._first.record is not None
 
     def has_raised(self, rank: int) -> bool:
-        """Return whether a rank has said that it raises an error of this package, which all ranks may raise alike.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Return whether a rank has said that it raises an error of this package, which all ranks may raise alike."""
         return self._first.common.of(rank) is not None
 
     def arm(self) -> None:

@@ -132,10 +132,7 @@ class CollectiveWatch:
         self._sites: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to watch.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Begin to watch."""
         self._thread.start()
 
     def follow(self, thread: threading.Thread) -> None:
@@ -143,8 +140,6 @@ class CollectiveWatch:
 
         Args:
             thread: That thread.
-
-        Ranks: any rank, alone; nothing is sent.
         """
         self._trains = thread
         self._to_do.put(lambda: self._activity.follow(thread))
@@ -153,8 +148,6 @@ class CollectiveWatch:
         """Stop watching, and wait a moment until its threads have noticed.
 
         One that is inside of torch when Python ends is ended there, which C++ answers with an abort.
-
-        Ranks: any rank, alone; nothing is sent.
         """
         self._inquiries.close()
         self._remove()
@@ -199,8 +192,6 @@ class CollectiveWatch:
 
         Args:
             sites: Whether to say in any case where each collective was called, which takes seconds at first.
-
-        Ranks: any rank, alone; nothing is sent.
         """
         self._activity.look(closely=self._prepares, held_up=self._holds_up())
         place = self._raised_at or position(self._trains)

@@ -59,8 +59,6 @@ def local_collectives() -> Iterator[LocalAnswers]:
     Raises:
         UnansweredCollectiveError: In the body, by a send or receive, a broadcast or scatter of objects from another
             rank, and a gather or exchange whose sizes differ between the ranks.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     answers = LocalAnswers()
     with ExitStack() as stack:

@@ -50,8 +50,6 @@ def reduction_kind(given: Any) -> str:
     Args:
         given: A ``ReduceOp``, its kind, or what the dispatcher hands to a kernel: with torch 2.9 while
             :func:`noting_reductions` is entered.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     if isinstance(given, _READABLE):
         return _name(given)
@@ -70,8 +68,6 @@ def noting_reductions() -> Iterator[None]:
     """Have :func:`reduction_kind` know the kinds of what Python calls; nothing is done where torch can be asked.
 
     Enter and leave it while no collective is being called.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     if _can_be_read():
         yield

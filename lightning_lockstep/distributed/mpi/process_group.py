@@ -165,10 +165,7 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def abort(self) -> None:
-        """Abort the group: operations that come fail.
-
-        Ranks: any rank, alone.
-        """
+        """Abort the group: operations that come fail."""
         self.engine.abort()
 
     def shutdown(self) -> None:

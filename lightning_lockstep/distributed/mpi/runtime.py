@@ -94,10 +94,7 @@ class MPIRuntime:
         return self._blocking is owner
 
     def blocks_no_more(self, owner: object) -> None:
-        """Let others block, if ``owner`` is the one that may.
-
-        Ranks: any rank, alone.
-        """
+        """Let others block, if ``owner`` is the one that may."""
         if self._blocking is owner:
             self._blocking = None
 
@@ -120,10 +117,7 @@ class MPIRuntime:
         self.thread.stop()
 
     def ranks_of(self, comm: Any) -> list[int]:
-        """Return the ranks in ``COMM_WORLD`` of the members of a communicator, in its order.
-
-        Ranks: any rank, alone.
-        """
+        """Return the ranks in ``COMM_WORLD`` of the members of a communicator, in its order."""
 
         def translate() -> list[int]:
             group = comm.Get_group()
@@ -133,10 +127,7 @@ class MPIRuntime:
         return self.call(translate)
 
     def exited_for(self, rank: int) -> float:
-        """Return how long ago [s] a rank in ``COMM_WORLD`` has exited, as far as this one knows; 0 if not.
-
-        Ranks: any rank, alone.
-        """
+        """Return how long ago [s] a rank in ``COMM_WORLD`` has exited, as far as this one knows; 0 if not."""
         since = self.exited.get(rank)
         return 0.0 if since is None else time.monotonic() - since
 

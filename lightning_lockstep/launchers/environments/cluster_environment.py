@@ -71,19 +71,13 @@ def detect_environment(*, mpi: bool = False) -> ClusterEnvironment:
 
 
 def belongs_to_slurm(environment: ClusterEnvironment) -> bool:
-    """Return whether Slurm has started this rank, or the program that has started it as the one task of a step.
-
-    Ranks: any rank, alone; nothing is sent.
-    """
+    """Return whether Slurm has started this rank, or the program that has started it as the one task of a step."""
     is_own = isinstance(environment, LockstepEnvironment) and find_slurm_step() is not None
     return is_own or isinstance(environment, SLURMEnvironment)
 
 
 def requeue_signal(environment: ClusterEnvironment) -> Signals | None:
-    """Return the signal on which the Slurm job is requeued, or ``None`` where it is not.
-
-    Ranks: any rank, alone; nothing is sent.
-    """
+    """Return the signal on which the Slurm job is requeued, or ``None`` where it is not."""
     if isinstance(environment, SLURMEnvironment):
         return Signals(environment.requeue_signal or SIGUSR1) if environment.auto_requeue else None
     return SIGUSR1 if belongs_to_slurm(environment) else None
@@ -99,8 +93,6 @@ def check_has_device(environment: ClusterEnvironment, num_devices: int, num_node
 
     Raises:
         LaunchError: This rank would have no device.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     if not environment.creates_processes_externally or environment.local_rank() < num_devices:
         return

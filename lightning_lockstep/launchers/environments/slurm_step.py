@@ -66,8 +66,6 @@ def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | Non
 
     Args:
         environ: Environment variables; by default those of this process.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     environ = os.environ if environ is None else environ
     size, rank = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_PROCID", "")

@@ -28,8 +28,6 @@ class ArrivalReader:
 
         Args:
             since: Earlier ones are left out [s since 1970, by this host's clock].
-
-        Ranks: any rank, alone; nothing is sent.
         """
         began = time.perf_counter()
         found = [*self._recorder.arrivals(since)]

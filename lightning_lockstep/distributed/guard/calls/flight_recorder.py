@@ -137,8 +137,6 @@ class FlightRecorder:
 
         Args:
             since: Earlier calls are left out [s since 1970, by this host's clock].
-
-        Ranks: any rank, alone; nothing is sent.
         """
         titles = group_titles()
         return [

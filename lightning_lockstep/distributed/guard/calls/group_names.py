@@ -25,10 +25,7 @@ def group_title(name: str, ranks: Sequence[int]) -> str:
 
 
 def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return title and ranks of each process group that this rank belongs to, by its name in torch.
-
-    Ranks: any rank, alone; nothing is sent.
-    """
+    """Return title and ranks of each process group that this rank belongs to, by its name in torch."""
     if not process_group_exists():
         return {}
     world = dist.group.WORLD

@@ -71,10 +71,7 @@ class CallRecorder(Protocol):
         ...
 
     def outstanding(self) -> Sequence[Outstanding]:
-        """Return the oldest incomplete collective of each group that has one; cheap enough to ask every second.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Return the oldest incomplete collective of each group that has one; cheap enough to ask every second."""
         ...
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
@@ -82,8 +79,6 @@ class CallRecorder(Protocol):
 
         Args:
             sites: Whether to say where each was called from, where that takes time.
-
-        Ranks: any rank, alone; nothing is sent.
         """
         ...
 
@@ -92,7 +87,5 @@ class CallRecorder(Protocol):
 
         Args:
             since: Earlier ones are left out [s since 1970, by this host's clock].
-
-        Ranks: any rank, alone; nothing is sent.
         """
         ...

@@ -34,8 +34,6 @@ def connections(pid: int | None = None) -> dict[Connection, int]:
 
     Args:
         pid: The process; by default this one.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     with suppress(psutil.Error):
         return {
@@ -51,8 +49,6 @@ def transferred(without_ports: Collection[int] = ()) -> dict[str, int]:
 
     Args:
         without_ports: Connections with one of these ports at either end are left out.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     found = {}
     with suppress(OSError):

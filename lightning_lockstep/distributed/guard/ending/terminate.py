@@ -28,8 +28,6 @@ def before_terminate(function: Callable[[], None] | None) -> bool:
 
     Returns:
         Whether that is possible here.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     global _function
     _function = function

@@ -70,8 +70,6 @@ class Activity:
 
         Args:
             thread: That thread.
-
-        Ranks: any rank, alone; nothing is sent.
         """
         if thread is not self._thread:
             self._thread, self._own = thread, _Threads()
@@ -84,8 +82,6 @@ class Activity:
             closely: Whether to look at other threads, child processes and connections too, which takes milliseconds.
             held_up: Whether the thread that trains waits for a thread of this package, so that the time since the last
                 sample counts as if it had moved.
-
-        Ranks: any rank, alone; nothing is sent.
         """
         now = time.monotonic()
         if held_up and self._samples:

@@ -67,10 +67,7 @@ def position(thread: threading.Thread) -> Position:
 
 
 def position_of_error(error: BaseException) -> Position:
-    """Return where an error was raised.
-
-    Ranks: any rank, alone; nothing is sent.
-    """
+    """Return where an error was raised."""
     places, traceback = [], error.__traceback__
     while traceback is not None:
         places.append((traceback.tb_frame, traceback.tb_lineno))

@@ -57,8 +57,6 @@ def look_at(thread: int) -> ThreadLook | None:
 
     Args:
         thread: Its number in the system.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     try:
         name, _, rest = _read(thread, "stat").partition("(")[2].rpartition(")")
@@ -76,8 +74,6 @@ def other_threads(than: int | None) -> Iterator[tuple[int, ThreadLook]]:
 
     Args:
         than: The number of the one.
-
-    Ranks: any rank, alone; nothing is sent.
     """
     ours = {one.native_id for one in threading.enumerate() if one.name.startswith(_OURS)}
     with suppress(OSError):

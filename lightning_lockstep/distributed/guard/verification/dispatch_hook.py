@@ -128,8 +128,6 @@ class Hook:
     Args:
         observer: Called with each operation before it runs, in the thread that calls it.
         operators: Which operators; all of them by default.
-
-    Ranks: any rank, alone; nothing is sent.
     """
 
     def __init__(self, observer: Observer, *, operators: Iterable[str] = tuple(OPERATIONS)) -> None:

@@ -32,18 +32,12 @@ class MessageRecorder:
         self._hook: Hook | None = None
 
     def start(self) -> None:
-        """Note them from now on; a second call is harmless.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Note them from now on; a second call is harmless."""
         if self._hook is None:
             self._hook = Hook(self._before, operators=POINT_TO_POINT)
 
     def stop(self) -> None:
-        """Note nothing more; a second call is harmless.
-
-        Ranks: any rank, alone; nothing is sent.
-        """
+        """Note nothing more; a second call is harmless."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
