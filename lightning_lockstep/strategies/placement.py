@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_lockstep._console import say
+from lightning_lockstep._text import ranges, size_in_words
 
 __all__ = ["RankPlacement", "mixed_gpus_warning", "placement_of", "show_placement"]
 
-_GIB = 2**30
 # Beyond this number of ranks the table names the first and the last of each host only.
 _LONGEST_TABLE = 64
 
@@ -72,8 +72,8 @@ def show_placement(placements: Sequence[RankPlacement]) -> None:
         table.add_column(heading, justify="right" if heading in ("rank", "memory", "threads") else "left")
     for place in _shortened(placements):
         device = place.device if place.capability == (0, 0) else f"{place.device} {place.device_name}"
-        memory = f"{place.memory / _GIB:.1f} GiB" if place.memory else "-"
-        table.add_row(str(place.rank), place.host, device, memory, str(place.threads), as_ranges(place.cores))
+        memory = size_in_words(place.memory or None)
+        table.add_row(str(place.rank), place.host, device, memory, str(place.threads), ranges(place.cores))
     terminal = sys.stderr is not None and sys.stderr.isatty()
     text = StringIO()
     width = None if terminal else 100
@@ -101,20 +101,9 @@ def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:
 def _described(gpu: RankPlacement) -> str:
     major, minor = gpu.capability
     return (
-        f"rank {gpu.rank} on {gpu.host} has {gpu.device_name} ({gpu.memory / _GIB:.1f} GiB, compute capability"
+        f"rank {gpu.rank} on {gpu.host} has {gpu.device_name} ({size_in_words(gpu.memory)}, compute capability"
         f" {major}.{minor})"
     )
-
-
-def as_ranges(numbers: Sequence[int]) -> str:
-    """Return core numbers in short, such as ``0-3,8``."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _shortened(placements: Sequence[RankPlacement]) -> list[RankPlacement]:

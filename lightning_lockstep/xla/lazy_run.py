@@ -20,7 +20,7 @@ class LazyRun:
 
     Lightning reads each value of the progress bar from the device at every step, twice; the host then waits for the
     step rather than prepare the next one. Here that is read every ``log_every_n_steps`` steps, as for the loggers; in
-    between the bar shows what was read last. Nor does the first step of a new epoch compile anew because Lightning has
+    between the bar shows what was read last. Nor does the first step of a new epoch compile again because Lightning has
     reset what the last one logged.
 
     Args:
