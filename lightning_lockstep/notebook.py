@@ -22,7 +22,7 @@ _ONE_HOST = (
 )
 _RESTARTS = "no restarts; call notebook_launcher again with a checkpoint to resume from"
 _OWN_MEETING = "nothing, because the ranks find a free port of their own"
-# What accelerate's function of the same name takes beside: the values that ask for nothing, and what to do instead.
+# What accelerate's function of the same name also takes: the values that ask for nothing, and what to do instead.
 _OF_ACCELERATE: dict[str, tuple[tuple[object, ...], str]] = {
     "mixed_precision": (
         ("no", None),
@@ -64,7 +64,7 @@ def notebook_launcher(
         num_processes: Number of ranks; by default one per GPU, else one per chip of a TPU, else one per usable core,
             at most 8. With 1 the function runs in the kernel itself.
         grace_period: When a rank fails, how long the others may take to end [s]; after half of it they get SIGTERM.
-        options: What accelerate's function of the same name takes beside, as far as it asks for nothing.
+        options: What accelerate's function of the same name also takes, as far as it asks for nothing.
 
     Returns:
         What the function returned on rank 0, tensors on the CPU; it has to be picklable.
@@ -109,16 +109,18 @@ def _check(
 
 def _default_number() -> int:
     number, what = _hardware()
-    say(f"lightning-lockstep: num_processes={number}, by {what}.")
+    say(f"lightning-lockstep: num_processes={number}: {what}.")
     return number
 
 
 def _hardware() -> tuple[int, str]:
     gpus = torch.cuda.device_count()
     if gpus:
-        return gpus, "the number of GPUs"
+        return gpus, "one for each GPU of this host"
     chips = num_xla_ranks()
     if chips:
-        return chips, "the number of chips of this TPU host"
+        return chips, "one for each chip of this TPU host"
     cores = len(usable_cores())
-    return min(cores, _MOST_ON_CPU), f"the {cores} usable cores of this host"
+    if cores > _MOST_ON_CPU:
+        return _MOST_ON_CPU, f"at most {_MOST_ON_CPU} without GPUs, of the {cores} usable cores of this host"
+    return cores, "one for each usable core of this host"

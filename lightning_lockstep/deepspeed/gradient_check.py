@@ -8,6 +8,7 @@ what an optimizer has; one that has none of them is refused by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -133,30 +134,28 @@ def _of_partition(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _overflow_once(optimizer: Any, name: str) -> None:
-    """Let the method by which ZeRO's optimizer looks for an overflow say once that there is one."""
-    undo: list[Callable[[], None]] = []
+    """Let the method by which ZeRO's optimizer looks for an overflow report one, once."""
+    undo = ExitStack()
 
     def found(*args: Any, **kwargs: Any) -> bool:
-        for put_back in undo:
-            put_back()
+        undo.close()
         optimizer.overflow = True
         return True
 
-    undo.append(put_in_place(optimizer, name, found))
+    undo.callback(put_in_place(optimizer, name, found))
     if hasattr(optimizer, "check_grad_overflow"):
-        undo.append(put_in_place(optimizer, "check_grad_overflow", True))
+        undo.callback(put_in_place(optimizer, "check_grad_overflow", True))
 
 
 def _found_once(checker: Any) -> None:
-    undo: list[Callable[[], None]] = []
+    undo = ExitStack()
 
     def found(*args: Any, **kwargs: Any) -> bool:
-        for put_back in undo:
-            put_back()
+        undo.close()
         return True
 
-    names = ("has_overflow", "check", "check_using_norm")
-    undo += [put_in_place(checker, name, found) for name in names]
+    for name in ("has_overflow", "check", "check_using_norm"):
+        undo.callback(put_in_place(checker, name, found))
 
 
 def _step_once(optimizer: Any) -> None:

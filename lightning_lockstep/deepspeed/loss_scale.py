@@ -230,8 +230,8 @@ class LossScaleHistory:
     def _at_floor(self, last: StepOutcome) -> tuple[str, str]:
         end = " The next overflow ends the run." if last.ends_at_floor else ""
         return "floor", (
-            f"The loss scale has come down to its floor, min_loss_scale={last.floor:g}: gradients overflow though"
-            f" they are hardly scaled, so the model diverges or makes nan.{end} Lower the learning rate, clip"
+            f"The loss scale has reached its floor, min_loss_scale={last.floor:g}: gradients overflow though"
+            f" they are hardly scaled, so the model is diverging or producing nan.{end} Lower the learning rate, clip"
             " gradients, or train in bf16."
         )
 
@@ -241,18 +241,18 @@ class LossScaleHistory:
         if not last.is_dynamic:
             return "in a row", (
                 f"{self.in_a_row} steps in a row or more were skipped, and the loss scale is fixed at {last.scale:g}:"
-                " no step will be done until it is lowered. Set fp16.loss_scale to 0 for one that adapts itself."
+                " no step will be made until it is lowered. Set fp16.loss_scale to 0 for one that adapts itself."
             )
         if last.hysteresis < self.in_a_row and len(set(list(self.scales)[-self.in_a_row :])) == 1:
             return "stuck", (
                 f"{self.in_a_row} steps in a row or more were skipped, and the loss scale stays at {last.scale:g}:"
-                " nothing lowers it, so no step will be done. DeepSpeed does so for torch_autocast in float16 with"
+                " nothing lowers it, so no step will be made. DeepSpeed does so for torch_autocast in float16 with"
                 " ZeRO; use fp16.enabled, or bfloat16."
             )
         if not self._settled and last.scale is not None and last.scale > _LOW_SCALE:
             return None  # it comes down to where it belongs
         return "in a row", (
-            f"{self.in_a_row} steps in a row or more were skipped, more than a loss scale needs to find its place:"
+            f"{self.in_a_row} steps in a row or more were skipped, more than a loss scale needs to settle:"
             " the loss or a gradient is nan or infinite at any scale. Look for the batch or the layer that causes it."
         )
 
@@ -266,7 +266,7 @@ class LossScaleHistory:
         if took >= window:
             return None
         return "often", (
-            f"{most} of the last {took + 1} steps were skipped; a loss scale that is sound costs"
+            f"{most} of the last {took + 1} steps were skipped; a loss scale that fits skips"
             f" {last.hysteresis} in {window} (loss_scale_window). Gradients have outliers: clip them, or lower the"
             " learning rate."
         )

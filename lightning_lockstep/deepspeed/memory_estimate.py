@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from lightning_lockstep._tables import plain_table
+from lightning_lockstep._text import size_in_words
 from lightning_lockstep.deepspeed.memory_formula import BUCKET, PRECISIONS, estimate_memory
 
 __all__ = ["estimate_table", "main"]
@@ -43,7 +44,7 @@ def estimate_table(
             bucket=bucket,
         )
         sizes = (estimate.device.total, estimate.host.total, estimate.host_at_start, estimate.nvme.total)
-        rows.append((stage, optimizer, param, *(_gib(size) for size in sizes)))
+        rows.append((stage, optimizer, param, *(size_in_words(size or None) for size in sizes)))
     headings = (
         "stage",
         "offload_optimizer",
@@ -77,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         bucket=given.bucket,
     )
     sys.stdout.write(
-        f"{given.model_params:,} parameters on {given.nodes} node(s) with {given.gpus} GPU(s) each, {given.precision}\n"
+        f"{given.model_params:,} parameters on {given.nodes} x {given.gpus} GPUs, {given.precision}\n"
         f"{table}\n"
-        "Without activations, which come on top and grow with the batch.\n"
+        "Activations are not included; they grow with the batch size.\n"
     )
     return 0
 
@@ -116,10 +117,6 @@ def _number(text: str) -> int:
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f"{text}: expected a whole number from 1, such as 7e9")
     return int(value)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size else "-"
 
 
 if __name__ == "__main__":

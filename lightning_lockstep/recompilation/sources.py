@@ -79,7 +79,7 @@ def _begun(record: Any) -> int:
 
 
 class XLACompilations:
-    """What torch-xla has compiled; it counts, and says neither what nor why."""
+    """What torch-xla has compiled; it counts, and does not report what or why."""
 
     def __init__(self) -> None:
         self._count, self._seconds = compilations_so_far()

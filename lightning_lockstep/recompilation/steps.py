@@ -10,6 +10,7 @@ from typing import Any
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 
+from lightning_lockstep._text import listed
 from lightning_lockstep.recompilation.advice import Shapes, advice_on_shapes
 from lightning_lockstep.recompilation.sources import Compilation
 
@@ -60,7 +61,7 @@ class CompiledStep:
     def line(self) -> str:
         """Return what is said of it."""
         where = f"{self.stage} batch {self.batch_idx} (step {self.step})"
-        text = f"{where} compiled {self.count} graph(s) in {self.seconds:.1f} s"
+        text = f"{where} compiled {_counted(self.count)} in {self.seconds:.1f} s"
         if self.is_expected:
             return f"{text}, as the first batches do"
         if self.are_new:
@@ -69,7 +70,7 @@ class CompiledStep:
             )
             return f"{new}{advice_on_shapes(self.stage, self.shapes, self.before)}"
         reasons = [f"{one.what}: {one.reason}" for one in self.compilations if one.reason]
-        return f"{text}, with shapes that had come before; {'; '.join(reasons) or 'the compiler does not say why'}"
+        return f"{text}, with shapes that were seen before; {'; '.join(reasons) or 'the compiler does not say why'}"
 
 
 @dataclass
@@ -144,16 +145,17 @@ class StepCompilations:
         if not later:
             return f"{text}, none later{outside}"
         where = Counter(f"{one.stage} batch {one.batch_idx}" for one in later)
-        places = ", ".join(
-            f"{place} ({times} times)" if times > 1 else place for place, times in where.most_common(5)
-        )
-        more = f" and {len(where) - 5} more" if len(where) > 5 else ""
-        return f"{text}, {_graphs(later)} later: {places}{more}{outside}"
+        places = [f"{place} ({times} times)" if times > 1 else place for place, times in where.most_common()]
+        return f"{text}, {_graphs(later)} later: {listed(places, 5)}{outside}"
 
 
 def _graphs(found: Sequence[CompiledStep | Compilation]) -> str:
     graphs = sum(one.count if isinstance(one, CompiledStep) else one.graphs for one in found)
-    return f"{graphs} graph(s) compiled in {sum(one.seconds for one in found):.1f} s"
+    return f"{_counted(graphs)} compiled in {sum(one.seconds for one in found):.1f} s"
+
+
+def _counted(graphs: int) -> str:
+    return f"{graphs} graph" if graphs == 1 else f"{graphs} graphs"
 
 
 def _text(shapes: Shapes) -> str:

@@ -26,7 +26,7 @@ class CurrentBatch:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, without a batch."""
+        """Begin again, without a batch."""
         self.mask: Tensor | None = None
         self.real: int | None = None
         self.was_asked = False

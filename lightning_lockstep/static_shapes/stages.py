@@ -99,10 +99,11 @@ class ShapedStages:
         if longest > most and "long" not in self._looked_at:
             self._looked_at.add("long")
             _log.warning(
-                "StaticShapes: a sequence of %d is longer than the largest of sequence_lengths, %d. It stays as it is,"
-                " and compiles for itself; add a length that holds it.",
+                "StaticShapes: a sequence of %d is longer than the largest of sequence_lengths, %d. It is not padded,"
+                " and is compiled separately; add a length of at least %d.",
                 longest,
                 most,
+                longest,
             )
 
 

@@ -41,7 +41,7 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         on_rank_failure: ``abort``: when a rank fails, all end.
         grace_period: Time from learning of a failure until a rank is ended by force [s].
         silence_limit: How long a rank may be stopped, or its host unreachable, before that counts as a failure
-            [s]. A rank that runs, whatever it does, is never silent.
+            [s]. A rank that runs sends heartbeats, whatever it does.
         uneven_inputs: When ranks have different numbers of training batches: ``error`` raises before the
             first one, ``truncate`` stops all ranks when the first runs out, ``join`` gives ranks that have run
             out padding batches (their last one again, with a loss of zero) until the last rank is done.

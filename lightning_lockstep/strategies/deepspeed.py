@@ -221,7 +221,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
             callbacks.append(callback())
 
     def _init_config_if_needed(self) -> None:
-        # For every run anew: the loaders, and so the batch sizes, may be others.
+        # For every run again: its loaders, and so its batch sizes, may be others.
         if self.lightning_module is None:
             return
         if self._fits:

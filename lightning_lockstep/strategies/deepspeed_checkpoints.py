@@ -11,7 +11,7 @@ from lightning_lockstep._console import say
 from lightning_lockstep._lightning import DDPStrategy, DeepSpeedStrategy, LightningModule, TrainerFn
 from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
 from lightning_lockstep.deepspeed.checkpoints.loading import load_plain_weights, whole_checkpoint
-from lightning_lockstep.deepspeed.checkpoints.resuming import resume_divided_anew, writers_differ
+from lightning_lockstep.deepspeed.checkpoints.resuming import resume_redivided, writers_differ
 from lightning_lockstep.deepspeed.checkpoints.saving import whole_folder
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.strategies.lifecycle import RankLifecycle
@@ -82,7 +82,7 @@ class DeepSpeedCheckpoints(DeepSpeedStrategy):
         folder = Path(checkpoint_path)
         if not writers_differ(folder, communicator, stage=stage, half=self._half):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        return resume_divided_anew(
+        return resume_redivided(
             self.model,
             self._module,
             folder,
@@ -118,7 +118,7 @@ class DeepSpeedCheckpoints(DeepSpeedStrategy):
         if self._fits and checkpoint.get("optimizer_states") and self.is_global_zero:
             say(
                 "lightning-lockstep: the checkpoint is a plain one: its weights are loaded, and the state of the"
-                " optimizer begins anew. A checkpoint folder of DeepSpeed has both."
+                " optimizer starts fresh. A checkpoint folder of DeepSpeed has both."
             )
 
     @property

@@ -33,7 +33,7 @@ class DeepSpeedSteps(DeepSpeedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Do nothing around an accumulated batch: the engine has been told, and reduces what its stage needs.
+        """Do nothing around an accumulated batch: the engine knows that, and reduces what its stage needs.
 
         Ranks: any rank; nothing is sent.
         """

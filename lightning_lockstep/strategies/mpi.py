@@ -89,8 +89,8 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         _check_backend(backend, options)
         if not check and options.get("guard") == "verify":
             raise ConfigurationError(
-                "guard='verify' and check=False contradict each other: over mpi4py both decide whether calls are"
-                " compared. Give one of them."
+                "guard='verify' and check=False contradict each other: over mpi4py both control the same comparison."
+                " Remove one."
             )
         self.backend = backend
         self._backend_options = mpi_backend.MPIBackendOptions(check=check, cuda_aware=cuda_aware)
@@ -101,8 +101,8 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         environment = self.cluster_environment
         if shared_memory is not None and (environment is None or environment.global_rank() == 0):
             _warn_once(
-                f"shared_memory={shared_memory} has no effect any more: all sums over mpi4py go as messages of the"
-                " MPI library. Leave it out: the next release will not take it."
+                f"shared_memory={shared_memory} no longer has an effect: all sums over mpi4py are sent as messages of"
+                " the MPI library. Remove it: the next release will not accept it."
             )
         if isinstance(environment, MPIEnvironment):
             # Lightning takes every rank for rank 0 until the ranks are connected, and would print on each.

@@ -89,8 +89,8 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
             runtime.use_spmd()
             self.runtime, self._mesh = runtime, DeviceMesh(runtime)
             say(
-                f"lightning-lockstep: one process over {self._mesh.size} XLA device(s)"
-                f" ({self.runtime.device_type}); each batch is divided among them."
+                f"lightning-lockstep: one process uses all XLA devices ({self._mesh.size} x"
+                f" {self.runtime.device_type}); each batch is divided among them."
             )
         self._device = self.runtime.device()
         super().setup_environment()
@@ -118,9 +118,9 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
         if found and found[0] % devices and not self._said_ragged:
             self._said_ragged = True
             say(
-                f"lightning-lockstep: a batch of {found[0]} sample(s) is divided among {devices} devices, of which the"
-                " last ones have less to do or nothing; no sample is added or left out. A size of its own is compiled"
-                " for once more: the callback StaticShapes drops or fills up such batches."
+                f"lightning-lockstep: a batch of size {found[0]} is divided among {devices} devices, of which the last"
+                " ones get fewer samples or none; no sample is added or dropped. Each new batch size is compiled once"
+                " more: the callback StaticShapes drops or fills up such batches."
             )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ _AGAIN_AFTER = 60.0  # a compilation that takes still longer is announced again 
 
 @dataclass
 class CompilationWatch:
-    """Decides what is said of compilations, from two counts and a clock.
+    """Decides what is printed about compilations, from two counts and a clock.
 
     Args:
         after: How long a compilation takes until it is announced [s].
@@ -32,7 +32,7 @@ class CompilationWatch:
     _said_at: float | None = None
 
     def look(self, begun: int, done: int, now: float, where: Callable[[], str]) -> str | None:
-        """Return what is to be said now, if anything.
+        """Return what is to be printed now, if anything.
 
         Args:
             begun: How many compilations have begun so far.
@@ -93,7 +93,7 @@ class CompilationAnnouncer:
         after: How long a compilation takes until it is announced [s].
         interval: How often torch-xla's counters are looked at [s].
 
-    Ranks: each process has one; nothing is sent. Rank 0 speaks.
+    Ranks: each process has one; nothing is sent. Rank 0 prints.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class CompilationAnnouncer:
         self._look()
         while not self._stopped.wait(self._interval):
             self._look()
-        self._look()  # one that was announced is also said to be done
+        self._look()  # of one that was announced the end is printed too
 
     def _look(self) -> None:
         begun, done = compilations_begun_and_done()

@@ -45,12 +45,12 @@ def check_environment() -> None:
         texts = [f"{name}={os.environ[name]}: expected {_REFUSED[name]} instead." for name in found]
         raise ConfigurationError(
             "These variables turn every float32 tensor into 16 bits, also metrics and what is logged, and torch-xla"
-            f" gives them up. Unset them. {' '.join(texts)}"
+            f" has deprecated them. Unset them. {' '.join(texts)}"
         )
 
 
 def check_torch_xla(needed_for: str) -> None:
-    """Check that torch-xla is installed and not told to cast by itself; imports nothing.
+    """Check that torch-xla is installed and not set to cast by itself; imports nothing.
 
     Args:
         needed_for: What the user asked for, for the error.

@@ -1,4 +1,4 @@
-"""XLA in ranks that are forked from one process: what is allowed before the fork, and what a rank is told after it."""
+"""XLA in ranks that are forked from one process: what is allowed before the fork, and what a rank sets after it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def num_xla_ranks() -> int | None:
 
 
 def become_xla_rank(rank: int, world_size: int) -> None:
-    """Tell torch-xla, before it is used here, which rank this process is.
+    """Set for torch-xla, before it is used here, which rank this process is.
 
     On a TPU host this gives the rank its own chip.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning_lockstep._lightning.internals import (
@@ -20,7 +21,7 @@ class LazyRun:
 
     Lightning reads each value of the progress bar from the device at every step, twice; the host then waits for the
     step rather than prepare the next one. Here that is read every ``log_every_n_steps`` steps, as for the loggers; in
-    between the bar shows what was read last. Nor does the first step of a new epoch compile anew because Lightning has
+    between the bar shows what was read last. Nor does the first step of a new epoch compile again because Lightning has
     reset what the last one logged.
 
     Args:
@@ -33,11 +34,12 @@ class LazyRun:
     def __init__(self, trainer: Any, steps_made: Callable[[], int]) -> None:
         announcer = CompilationAnnouncer(trainer, steps_made)
         announcer.start()
-        self._undo: list[Callable[[], object]] = [announcer.stop, keep_counts_of_step_values(trainer)]
+        self._undo = ExitStack()
+        self._undo.callback(announcer.stop)
+        self._undo.callback(keep_counts_of_step_values(trainer))
         if not trainer.fast_dev_run:
-            self._undo.append(read_progress_values_when(trainer, lambda: logs_this_step(trainer)))
+            self._undo.callback(read_progress_values_when(trainer, lambda: logs_this_step(trainer)))
 
     def end(self) -> None:
         """Leave everything as it was. Ranks: every process, alone."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()

@@ -77,14 +77,14 @@ class XLARuntime:
             local_processes: How many there are; one takes one device.
 
         Raises:
-            ConfigurationError: This process has used all devices as one (SPMD), which torch-xla does not take back.
+            ConfigurationError: This process has used all devices as one (SPMD), which torch-xla cannot undo.
             LaunchError: torch-xla has its devices already, and they are not those of this process among so many.
 
         Ranks: every process, before it makes its first tensor on a device.
         """
         if self.runtime.is_spmd():
             raise ConfigurationError(
-                "This process has trained on all XLA devices as one (SPMD) before, which torch-xla does not take back:"
+                "This process has trained on all XLA devices as one (SPMD) before, which torch-xla cannot undo:"
                 " expected a process of its own for one device. Start another program, or use"
                 " strategy='lockstep_xla_spmd'."
             )
@@ -218,7 +218,7 @@ def _set_cpu_devices(wanted: int) -> None:
     given = os.environ.get("CPU_NUM_DEVICES")
     if given is not None and given != str(wanted):
         raise ConfigurationError(
-            f"CPU_NUM_DEVICES={given} is set, and this process is to have {wanted} XLA device(s): expected the same."
+            f"CPU_NUM_DEVICES={given} is set, and this process is to have {wanted} XLA devices: expected the same."
             f" Unset CPU_NUM_DEVICES, or use strategy='lockstep_xla_spmd' with devices={given} or devices='auto'."
         )
     os.environ["CPU_NUM_DEVICES"] = str(wanted)

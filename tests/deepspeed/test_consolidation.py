@@ -558,7 +558,7 @@ def test_functions_that_run_programs_are_refused(two: Path, tmp_path: Path) -> N
     proof = tmp_path / "proof"
     plant(folder, own=Bomb(os.system, f"touch {proof}"))
     with pytest.raises(
-        ConfigurationError, match=r"names posix.system, which could run programs .* nothing of it was run"
+        ConfigurationError, match=r"names posix.system, which could run code .* none of it was run"
     ):
         consolidated(folder)
     assert not proof.exists()
@@ -601,7 +601,7 @@ def test_command_writes_beside_the_folder(
     printed = capsys.readouterr()
     # 55 tied, 30 frozen, 1 frozen, 42 hidden, 14 norm, 40 out, 1 scale, 7 odd, 7 mean, 1 steps
     assert printed.out.startswith(f"{output}: 18 tensors with 198 values of float32, int64, ")
-    assert printed.out.endswith(" kB\n")
+    assert printed.out.endswith(" KiB\n")
     assert printed.err.startswith("lockstep-consolidate: ")
     assert f"left out what is not plain data: {', '.join(DROPPED)}" in printed.err
     compare(torch.load(output, weights_only=True)["state_dict"], truth(two / "stage_3_bf16.ckpt"))

@@ -148,7 +148,7 @@ def test_too_often_within_a_window(fed: dict[str, dict[str, Any]]) -> None:
     answer = fed["often"]
     assert answer["scales"][-1] == 2.0**16  # the hysteresis hides each of them from the scale
     assert answer["verdicts"][answer["first"] - 1].startswith("8 of the last 148 steps were skipped")
-    assert "costs 2 in 1000 (loss_scale_window)" in answer["last"]
+    assert "a loss scale that fits skips 2 in 1000 (loss_scale_window)" in answer["last"]
 
 
 @needs_deepspeed

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_lockstep._text import size_in_words
 from lightning_lockstep.deepspeed.memory_estimate import estimate_table, main
 from lightning_lockstep.deepspeed.memory_formula import MemoryEstimate, estimate_memory
 from lightning_lockstep.errors import ConfigurationError
@@ -229,15 +230,15 @@ def test_the_table_has_every_stage_and_way_of_offloading() -> None:
         ["3", "nvme", "cpu"],
         ["3", "nvme", "nvme"],
     ]
-    assert f"{estimate(0).device.total / 2**30:.1f} GiB" in table.splitlines()[1]
+    assert size_in_words(estimate(0).device.total) in table.splitlines()[1]
 
 
 def test_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model-params", "7e9", "--gpus", "8", "--nodes", "2", "--largest-layer", "1e8"]) == 0
     printed = capsys.readouterr().out
-    assert "7,000,000,000 parameters on 2 node(s) with 8 GPU(s) each, bf16-mixed" in printed
+    assert "7,000,000,000 parameters on 2 x 8 GPUs, bf16-mixed" in printed
     stage3 = next(line for line in printed.splitlines() if re.match(r"\s+3\s+none", line))
-    assert f"{estimate(3).device.total / 2**30:.1f} GiB" in stage3
+    assert size_in_words(estimate(3).device.total) in stage3
 
 
 def test_the_program_says_what_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def refused(config: dict[str, Any], **values: Any) -> tuple[str, ...]:
             {"fp16": {"enabled": True}},
             {"precision": "bf16-mixed"},
             "fp16.enabled=True in the config and precision='bf16-mixed' of the Trainer: expected the same in both."
-            " Write fp16.enabled: 'auto'",
+            " Set fp16.enabled to 'auto'",
         ),
         (
             {"bf16": {"enabled": False}},
@@ -383,9 +383,9 @@ def test_buckets_without_a_width_are_deepspeeds_own() -> None:
         (
             {"wall_clock_breakdown": "auto"},
             {},
-            "wall_clock_breakdown='auto': nothing here knows it. Write a value",
+            "wall_clock_breakdown='auto': its value cannot be derived from the Trainer,",
         ),
-        ({"aio": {"block_size": "auto"}}, {}, "aio.block_size='auto': nothing here knows it."),
+        ({"aio": {"block_size": "auto"}}, {}, "aio.block_size='auto': its value cannot be derived"),
     ],
     ids=str,
 )

@@ -139,7 +139,7 @@ def test_the_option_shared_memory_does_nothing_and_says_so_once(caplog: pytest.L
     assert caplog.text == ""
     for _ in range(2):
         LockstepMPIStrategy(shared_memory=False)
-    assert caplog.text.count("shared_memory=False has no effect any more") == 1
+    assert caplog.text.count("shared_memory=False no longer has an effect") == 1
 
 
 BROKEN = """

@@ -74,11 +74,11 @@ def test_the_smaller_last_batch_is_named_with_its_shapes(
     assert (later.batch_idx, later.shapes, later.before, later.are_new) == (3, ((2, 4),), ((6, 4),), True)
     assert "expected 6, actual 2" in later.compilations[0].reason
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert "training batch 3 (step 4) compiled 1 graph(s)" in warning
+    assert "training batch 3 (step 4) compiled 1 graph" in warning
     assert "its shapes (2, 4) are new, the batch before had (6, 4)" in warning
     said = capsys.readouterr().err
-    assert "RecompileMonitor: training batch 0 (step 1) compiled 1 graph(s)" in said
-    assert "in the first batches, 1 graph(s) compiled in" in said and "later: training batch 3." in said
+    assert "RecompileMonitor: training batch 0 (step 1) compiled 1 graph" in said
+    assert "in the first batches, 1 graph compiled in" in said and "later: training batch 3." in said
 
 
 def test_nothing_is_said_of_a_fit_whose_batches_are_alike_or_that_compiles_nothing(

@@ -26,7 +26,7 @@ def test_the_first_batches_of_each_stage_are_expected() -> None:
     assert found.batch_done("training", 3, 3, LARGE, []) is None
     assert len(found.steps) == 6
     line = found.steps[0].line()
-    assert line == "training batch 0 (step 0) compiled 1 graph(s) in 1.5 s, as the first batches do"
+    assert line == "training batch 0 (step 0) compiled 1 graph in 1.5 s, as the first batches do"
 
 
 def test_batches_that_only_accumulate_are_expected_too() -> None:
@@ -42,7 +42,7 @@ def test_new_shapes_are_shown_beside_those_before() -> None:
     found.batch_done("training", 0, 0, LARGE, [ONE])
     late = found.batch_done("training", 1, 1, SMALL, [ONE, ONE])
     assert late is not None and late.line() == (
-        "training batch 1 (step 1) compiled 2 graph(s) in 3.0 s: its shapes (5, 4), (5,) are new, the batch before had"
+        "training batch 1 (step 1) compiled 2 graphs in 3.0 s: its shapes (5, 4), (5,) are new, the batch before had"
         " (8, 4), (8,). StaticShapes(last_batch='drop') leaves such a batch out, last_batch='pad' fills it up"
     )
 
@@ -67,7 +67,7 @@ def test_known_shapes_are_no_reason_and_the_compilers_own_is_given() -> None:
     found.batch_done("training", 0, 0, LARGE, [])
     late = found.batch_done("training", 1, 1, LARGE, [ONE])
     assert late is not None and late.line().endswith(
-        "with shapes that had come before; train.py:12 in forward: tensor 'x' size mismatch at index 0. expected 8,"
+        "with shapes that were seen before; train.py:12 in forward: tensor 'x' size mismatch at index 0. expected 8,"
         " actual 5"
     )
     silent = found.batch_done("training", 2, 2, LARGE, [Compilation("torch-xla", 0.1)])
@@ -77,15 +77,15 @@ def test_known_shapes_are_no_reason_and_the_compilers_own_is_given() -> None:
 def test_the_summary_counts_the_first_and_names_the_later() -> None:
     found = StepCompilations(expected=1)
     found.batch_done("training", 0, 0, LARGE, [ONE])
-    assert found.summary() == "1 graph(s) compiled in 1.5 s in the first batches, none later"
+    assert found.summary() == "1 graph compiled in 1.5 s in the first batches, none later"
     found.outside += [ONE, Compilation("torch-xla", 0.25, graphs=3)]
     assert found.summary() == (
-        "1 graph(s) compiled in 1.5 s in the first batches, none later, 4 graph(s) compiled in 1.8 s outside of batches"
+        "1 graph compiled in 1.5 s in the first batches, none later, 4 graphs compiled in 1.8 s outside of batches"
     )
     found.outside.clear()
     for batch in (7, 7, 9):
         found.batch_done("training", batch, batch, SMALL, [ONE])
     assert found.summary() == (
-        "1 graph(s) compiled in 1.5 s in the first batches, 3 graph(s) compiled in 4.5 s later: training batch 7"
+        "1 graph compiled in 1.5 s in the first batches, 3 graphs compiled in 4.5 s later: training batch 7"
         " (2 times), training batch 9"
     )

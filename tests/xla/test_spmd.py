@@ -117,7 +117,7 @@ def test_a_batch_that_the_devices_cannot_divide_evenly_counts_as_on_one(
     alone, divided = fit("auto"), fit(spmd())
     assert len(alone) == 6 and divided == pytest.approx(alone, abs=CLOSE)
     said = capsys.readouterr().err
-    assert said.count("a batch of 1 sample(s) is divided among 4 devices") == 1
+    assert said.count("a batch of size 1 is divided among 4 devices") == 1
     assert "StaticShapes" in said
 
 
@@ -153,8 +153,8 @@ def test_by_name_and_by_the_command_line(tmp_path: Path) -> None:
         env=environ,
     )
     assert done.returncode == 0, done.stderr
-    assert "one process over 4 XLA device(s) (CPU); each batch is divided among them." in done.stderr
-    assert "steps" in done.stdout and "4 in 1 epoch on 1 rank" in done.stdout
+    assert "one process uses all XLA devices (4 x CPU); each batch is divided among them." in done.stderr
+    assert "steps" in done.stdout and "4 in 1 epoch(s) on 1 rank(s)" in done.stdout
     (checkpoint,) = tmp_path.rglob("last.ckpt")
     weights = torch.load(checkpoint, weights_only=False)["state_dict"]
     assert {value.device.type for value in weights.values()} == {"cpu"}
@@ -233,7 +233,7 @@ def test_devices_that_follow_from_the_environment(
 ) -> None:
     """``auto`` is 1 where Lightning counts devices of the CPU."""
     fitted(tmp_path, spmd(), max_steps=1, **options)
-    assert "one process over 4 XLA device(s) (CPU)" in capsys.readouterr().err
+    assert "one process uses all XLA devices (4 x CPU)" in capsys.readouterr().err
 
 
 def test_other_devices_than_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ops that a module's own code loads, such as by ``DeepSpeedCPUAdam``, built as those of a config are."""
+"""DeepSpeed's ops that a module loads by itself (``DeepSpeedCPUAdam``), built as those of a configuration are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The locks that builds of extensions leave behind.
 
 Torch builds an extension under a file called ``lock`` in its folder, which the building process makes, holds open
-and removes. If that process is killed the file stays, and whoever needs the op next waits for ever without a word.
+and removes. If that process is killed the file stays, and whoever needs the op
+next waits for it forever, without a message.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from lightning_lockstep._text import time_in_words
 from lightning_lockstep.errors import LaunchError
 
 __all__ = ["BuildLock", "build_folder", "find_build_locks", "remove_stale_locks"]
@@ -41,7 +43,7 @@ class BuildLock:
         owner_pid: Process that holds it open or works in its folder; ``None`` if there is none on this host, or if
             it belongs to another user.
         is_stale: Whether its build is over: nobody works on it, though a build of another host or user would
-            not be seen, where there may be one, before two hours have gone by.
+            not be seen, where there may be one, before two hours have passed.
     """
 
     path: Path
@@ -52,7 +54,7 @@ class BuildLock:
 
     def __str__(self) -> str:
         owner = "no process of this host" if self.owner_pid is None else f"process {self.owner_pid}"
-        return f"{self.op}: {self.path} (made {_duration(self.age)} ago, held by {owner})"
+        return f"{self.op}: {self.path} (made {time_in_words(self.age)} ago, held by {owner})"
 
 
 def build_folder(op: str) -> Path:
@@ -105,7 +107,7 @@ def remove_stale_locks(
     stale = [lock for lock in find_build_locks(root, ops=ops) if lock.is_stale]
     if stale and not consent:
         raise LaunchError(
-            "Builds of extensions were killed and have left their locks, on which every later run waits for ever:\n"
+            "Killed builds of extensions have left their lock files, for which every later run waits forever:\n"
             + "".join(f"  {lock}\n" for lock in stale)
             + "If no other host or container builds in that folder now, remove them with\n  rm "
             + " ".join(str(lock.path) for lock in stale)
@@ -130,7 +132,7 @@ def _lock(path: Path, owner: int | None, looked_at: float) -> BuildLock | None:
     except OSError:
         return None
     age = max(0.0, time.time() - state.st_mtime)
-    is_of_then = state.st_mtime < looked_at  # otherwise a next build has made it anew, and was not looked for
+    is_of_then = state.st_mtime < looked_at  # otherwise it is that of a later build, which was not looked for
     sees_all = state.st_uid == os.geteuid() and not _is_of_several_hosts(path)
     is_stale = owner is None and is_of_then and (sees_all or age > _LONGEST_BUILD)
     return BuildLock(path, path.parent.name, age, owner, is_stale)
@@ -158,7 +160,7 @@ def _open_files(process: psutil.Process) -> Iterator[str]:
 
 
 def _workplace(process: psutil.Process) -> str | None:
-    """Return where a program of a build works; it goes on for a while if who started it is killed."""
+    """Return where a program of a build works; it runs on for a while if the process that started it is killed."""
     with suppress(psutil.Error, OSError):
         return str(process.cwd()) if _COMPILERS.fullmatch(process.name()) else None
     return None
@@ -169,10 +171,3 @@ def _is_of_several_hosts(path: Path) -> bool:
     mounts = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
     nearest = max(mounts, key=lambda part: len(part.mountpoint), default=None)
     return nearest is not None and _SEVERAL_HOSTS.match(nearest.fstype.lower()) is not None
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

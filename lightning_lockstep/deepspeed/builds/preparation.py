@@ -1,7 +1,7 @@
-"""DeepSpeed's ops built by one rank for all that share its folder, with a word about who builds and who waits.
+"""DeepSpeed's ops built by one rank for all that share its folder, with a message about who builds and who waits.
 
 DeepSpeed compiles an op when it is first used. Left alone, every rank of a node begins to, one gets the lock and the
-others wait without a word; a lock that a killed build has left stops every later run for ever. Here what the build
+others wait without a message; a lock that a killed build has left stops every later run forever. Here what the build
 needs is looked for first, one rank builds, and what goes wrong there is the same error on every rank.
 """
 
@@ -179,7 +179,7 @@ def _build_once(work: _Work) -> None:
 
 
 def _build(own: Builder, work: _Work, outcomes: BuildOutcomes) -> BaseException | None:
-    """Build all ops, tell the others how it went, and return what went wrong."""
+    """Build all ops, send the others the outcome, and return what went wrong."""
     name = ""
     try:
         with BuildProgress(own, work.communicator, work.topic) as progress:
@@ -209,9 +209,7 @@ def _free_of_locks(name: str, work: _Work, progress: BuildProgress) -> None:
         for lock in remove_stale_locks(work.may_remove, root, ops=ops):
             say(f"lightning-lockstep: removed the lock of a build that was killed: {lock}")
         if time.monotonic() > deadline:
-            raise LaunchError(
-                f"The lock of another build is in the way after {work.timeout:.0f} s: {locks[0]}"
-            )
+            raise LaunchError(f"Another build still holds its lock after {work.timeout:.0f} s: {locks[0]}")
         if not locks[0].is_stale:
             progress.doing = f"waits for another build of {locks[0]}"
             time.sleep(_LOOK_EVERY)
@@ -224,7 +222,7 @@ def _failure(own: Builder, name: str, error: BaseException) -> str:
     remedy = cuda_trouble(error) if isinstance(error, Exception) else None
     accelerator = "from deepspeed.accelerator import get_accelerator as a"
     whole = f'python -c "{accelerator}; a().create_op_builder({OPS.get(name, "")!r}).load(verbose=True)"'
-    after = f"Fix it with: {remedy}" if remedy else f"All of its output: {whole}"
+    after = f"Fix it with: {remedy}" if remedy else f"To see all of its output: {whole}"
     return f"{own} could not build DeepSpeed's op {name} ({type(error).__name__}):\n  {shown}\n{after}"
 
 
@@ -236,6 +234,6 @@ def _load_all(builders: Mapping[str, Any]) -> str:
 def _load(name: str, builder: Any) -> str:
     try:
         builder.load(verbose=False)
-    except Exception as error:  # of a compiler, of the loader, of DeepSpeed: all ranks must hear of it
+    except Exception as error:  # of a compiler, of the loader, of DeepSpeed: all ranks have to raise it
         return f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
     return ""

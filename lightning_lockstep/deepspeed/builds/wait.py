@@ -1,4 +1,4 @@
-"""How the ranks wait for those that build: with a line now and then, for a limited time, and not for the dead."""
+"""How ranks wait for those that build: with a line now and then, for a limited time, and not for exited processes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from lightning_lockstep._console import say
+from lightning_lockstep._text import ranks_in_words, time_in_words
 from lightning_lockstep.distributed.communicator import Communicator
 from lightning_lockstep.distributed.side_channel.base import Message
 from lightning_lockstep.errors import LaunchError
@@ -20,7 +21,7 @@ __all__ = ["Builder", "BuildOutcomes", "BuildProgress"]
 
 # How often a building rank shows that it is alive [s].
 _BEAT = 5.0
-# A building rank that is silent for so long is given up [s].
+# A building rank that has sent no message for so long counts as lost [s].
 _SILENCE = 90.0
 # When the first line about a build is printed, and how long until the next [s].
 _FIRST_LINE = 3.0
@@ -52,8 +53,8 @@ class Builder:
         """Return whether its process runs; only right on its host."""
         try:
             process = psutil.Process(self.pid)
-            gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-            return process.status() not in gone and abs(process.create_time() - self.started) < 1.0
+            ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return process.status() not in ended and abs(process.create_time() - self.started) < 1.0
         except psutil.Error:
             return False
 
@@ -101,9 +102,10 @@ class BuildProgress:
                 say(f"lightning-lockstep: {self._line(now - began)}")
 
     def _line(self, seconds: float) -> str:
-        waiting = ", ".join(map(str, self._builder.for_ranks))
-        wait = f"; rank(s) {waiting} wait" if waiting else ""
-        return f"{self._builder} {self.doing}, since {seconds:.0f} s{wait}"
+        waiting = self._builder.for_ranks
+        verb = "waits" if len(waiting) == 1 else "wait"
+        wait = f"; {ranks_in_words(waiting)} {verb} for it" if waiting else ""
+        return f"{self._builder} {self.doing} ({time_in_words(seconds)} so far){wait}"
 
 
 class BuildOutcomes:
@@ -122,7 +124,7 @@ class BuildOutcomes:
         self._news = threading.Condition()
         self._ended: dict[int, str] = {}
         now = time.monotonic()
-        self._heard = dict.fromkeys(builders, now)
+        self._last_message = dict.fromkeys(builders, now)
         # Those whose processes this rank can see: they are on its host, and in the same container.
         self._watched = [
             builder
@@ -168,8 +170,9 @@ class BuildOutcomes:
             raise LaunchError(faults[0])
         if not arrived:
             names = ", ".join(str(self._builders[rank]) for rank in missing)
-            why = f"has not ended after {timeout:.0f} s" if channel.usable else "cannot be heard of any more"
-            raise LaunchError(f"The build of DeepSpeed's ops by {names} {why}; this rank waits no longer.")
+            if not channel.usable:
+                raise LaunchError(f"Lost contact with {names} while it was building DeepSpeed's ops.")
+            raise LaunchError(f"{names} did not finish building DeepSpeed's ops within {timeout:.0f} s.")
 
     def close(self) -> None:
         """Stop listening."""
@@ -178,7 +181,7 @@ class BuildOutcomes:
     def _take(self, message: Message) -> None:
         body: dict[str, Any] = message.body
         with self._news:
-            self._heard[message.sender] = time.monotonic()
+            self._last_message[message.sender] = time.monotonic()
             if "fault" in body:
                 self._ended[message.sender] = body["fault"]
             self._news.notify_all()
@@ -195,7 +198,7 @@ class BuildOutcomes:
         if rank == self._communicator.rank:
             return None
         if builder in self._watched and not builder.is_alive():
-            return f"{builder} ended while it built DeepSpeed's ops (process {builder.pid}); its own output says why."
-        if time.monotonic() - self._heard[rank] > _SILENCE:
-            return f"{builder}, which builds DeepSpeed's ops, has not been heard of for {_SILENCE:.0f} s."
+            return f"{builder} exited while building DeepSpeed's ops (process {builder.pid}); its own output shows why."
+        if time.monotonic() - self._last_message[rank] > _SILENCE:
+            return f"{builder}, which builds DeepSpeed's ops, has sent no message for {_SILENCE:.0f} s."
         return None

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from lightning_lockstep._console import say
+from lightning_lockstep._text import size_in_words
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
 from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
 from lightning_lockstep.errors import ConfigurationError
@@ -104,23 +105,13 @@ def _default_output(folder: Path) -> Path:
 
 
 def _summary(output: Path) -> str:
-    """Say what was written, from the file itself."""
+    """Return what was written, from the file itself."""
     weights = torch.load(output, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
     tensors = [value for value in weights.values() if isinstance(value, torch.Tensor)]
     distinct = {(tensor.data_ptr(), tensor.shape): tensor.numel() for tensor in tensors}
     dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
     size = output.stat().st_size
-    return (
-        f"{output}: {len(tensors)} tensors with {sum(distinct.values()):,} values of {dtypes}, {_bytes(size)}"
-    )
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.1f} GB"
+    return f"{output}: {len(tensors)} tensors with {sum(distinct.values()):,} values of {dtypes}, {size_in_words(size)}"
 
 
 if __name__ == "__main__":

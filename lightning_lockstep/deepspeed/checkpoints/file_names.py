@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lockstep._settings import is_whole
+from lightning_lockstep._text import listed
 from lightning_lockstep.errors import ConfigurationError
 
 __all__ = [
@@ -132,10 +133,9 @@ def check_complete(
     lacking = {
         rank for group in (model, optimizer) for rank, name in enumerate(group) if name in set(missing)
     }
-    named = ", ".join(missing[:_MOST_NAMED])
-    more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
     raise ConfigurationError(
-        f"{folder}: {ranks - len(lacking)} of {ranks} ranks' files are there; missing: {named}{more}. Each node writes"
+        f"{folder}: {ranks - len(lacking)} of {ranks} ranks' files are there; missing: {listed(missing, _MOST_NAMED)}."
+        " Each node writes"
         " those of its own ranks: name the folders of all nodes, as in `lockstep-consolidate FOLDER_OF_NODE_0"
         " FOLDER_OF_NODE_1 --output FILE`, or bring them together in one."
     )

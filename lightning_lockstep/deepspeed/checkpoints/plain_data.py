@@ -2,7 +2,7 @@
 
 DeepSpeed writes pickles that name its own classes, and those of whatever the run had in its state. They are read
 here without any of these classes: what is not plain data becomes an :class:`Inert` object, which holds what it was
-made from and can do nothing. So DeepSpeed need not be installed, and a file from a stranger runs no code. (A class
+made from and can do nothing. So DeepSpeed need not be installed, and a file that is not trusted runs no code. (A class
 that this process has declared safe by ``torch.serialization.add_safe_globals`` stays what it is.)
 """
 
@@ -102,8 +102,8 @@ def read_file(path: Path) -> dict[str, Any]:
         ) from error
     if dangerous:
         raise ConfigurationError(
-            f"{path}: names {', '.join(dangerous)}, which could run programs when the file is loaded; nothing of it was"
-            " run. DeepSpeed writes no such thing: find out where this file comes from."
+            f"{path}: names {', '.join(dangerous)}, which could run code when the file is loaded; none of it was"
+            " run. DeepSpeed writes nothing like that: find out where this file comes from."
         )
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path}: expected a dictionary, found {type(content).__name__}.")

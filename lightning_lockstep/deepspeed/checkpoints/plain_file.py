@@ -33,7 +33,7 @@ def in_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class Storage:
-    """Gives memory while there is enough, and afterwards files that are gone when nothing refers to them.
+    """Gives memory while there is enough, and afterwards files that are removed when nothing refers to them.
 
     Args:
         folder: Where the files are made, under no name that stays.

@@ -1,4 +1,4 @@
-"""The state of a fit, divided anew among the ranks that go on with it."""
+"""The state of a fit, divided among the ranks of the run that resumes it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_lockstep._text import listed
 from lightning_lockstep.deepspeed.checkpoints.optimizer_state import OptimizerState
 from lightning_lockstep.deepspeed.checkpoints.plain_file import in_memory
 from lightning_lockstep.deepspeed.checkpoints.values import Values, cut
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import replaced
 
-__all__ = ["check_same_training", "divide_anew"]
+__all__ = ["check_same_training", "redivide"]
 
 _MOST_NAMED = 5  # parameters in one message
 
@@ -34,13 +35,13 @@ def check_same_training(engine: Any, state: OptimizerState, folder: object) -> N
     if engine.zero_nvme_offload_optimizer():
         raise ConfigurationError(
             f"{folder}: was written by another number of ranks or in another stage, and this run keeps the state of the"
-            " optimizer on NVMe, where it cannot be divided anew. Resume with offload_optimizer='cpu' or 'none'."
+            " optimizer on NVMe, where it cannot be redivided. Resume with offload_optimizer='cpu' or 'none'."
         )
     _check_parameters(engine, state, folder)
     _check_groups(engine, state, folder)
 
 
-def divide_anew(engine: Any, state: OptimizerState, rank: int) -> None:
+def redivide(engine: Any, state: OptimizerState, rank: int) -> None:
     """Write this rank's part of the state of an optimizer into an engine.
 
     One parameter is in memory at a time; what is in files stays there.
@@ -137,9 +138,7 @@ def _check_groups(engine: Any, state: OptimizerState, folder: object) -> None:
 
 
 def _named(names: Any) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _MOST_NAMED} more" if len(ordered) > _MOST_NAMED else ""
-    return ", ".join(ordered[:_MOST_NAMED]) + more
+    return listed(sorted(names), _MOST_NAMED)
 
 
 def _make_room(engine: Any, state: OptimizerState) -> None:

@@ -1,4 +1,4 @@
-"""A fit that goes on from a checkpoint folder, on as many ranks as have written it or on others."""
+"""A fit that resumes from a checkpoint folder, on as many ranks as have written it or on others."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from lightning_lockstep.deepspeed.checkpoints.optimizer_state import OptimizerSt
 from lightning_lockstep.deepspeed.checkpoints.partitions import find_values
 from lightning_lockstep.deepspeed.checkpoints.plain_data import is_plain, plain_entries
 from lightning_lockstep.deepspeed.checkpoints.plain_file import in_memory
-from lightning_lockstep.deepspeed.checkpoints.redivision import check_same_training, divide_anew
+from lightning_lockstep.deepspeed.checkpoints.redivision import check_same_training, redivide
 from lightning_lockstep.deepspeed.checkpoints.values import Values
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["resume_divided_anew", "writers_differ"]
+__all__ = ["resume_redivided", "writers_differ"]
 
 
 def writers_differ(folder: Path, communicator: Communicator, *, stage: int, half: str | None) -> bool:
@@ -69,7 +69,7 @@ def writers_differ(folder: Path, communicator: Communicator, *, stage: int, half
     return agreed(communicator, lambda: _differs(folder, first, communicator, stage, half))
 
 
-def resume_divided_anew(
+def resume_redivided(
     engine: Any,
     module: nn.Module,
     folder: Path,
@@ -113,7 +113,7 @@ def resume_divided_anew(
 
     checkpoint, state, weights = agreed(communicator, read)
     load_by_module(module, weights, divided=engine.zero_optimization_partition_weights())
-    divide_anew(engine, state, communicator.rank)
+    redivide(engine, state, communicator.rank)
     first = checkpoint.model_states[0]
     engine.global_steps, engine.skipped_steps = first["global_steps"], first["skipped_steps"]
     engine.global_samples = first.get("global_samples", first["global_steps"] * engine.train_batch_size())
@@ -121,7 +121,7 @@ def resume_divided_anew(
     if communicator.is_main:
         say(
             f"lightning-lockstep: {folder} was written by {first['dp_world_size']} ranks; weights and the state of the"
-            f" optimizer are divided anew among {communicator.world_size}."
+            f" optimizer are redivided among {communicator.world_size}."
         )
     return _entries_of_lightning(folder, first, plain_only)
 

@@ -186,4 +186,7 @@ def _instead_of_auto(path: str) -> str:
         )
     if path.startswith("optimizer.params.") or path == "scheduler.params.warmup_max_lr":
         return "configure_optimizers returns no optimizer that has this setting. Write a number."
-    return "nothing here knows it. Write a value, or leave the key out, and DeepSpeed's default holds."
+    return (
+        "its value cannot be derived from the Trainer, the optimizer or the model. Set it, or remove the key to use"
+        " DeepSpeed's default."
+    )

@@ -180,7 +180,7 @@ REMOVED: Mapping[str, str] = {
     "amp": "Write 'fp16' or 'bf16', or choose the Trainer's precision.",
     "compression_training": "The model would train without compression; compress it afterwards, with another tool.",
     "curriculum_learning": "Write data_efficiency.data_sampling.curriculum_learning.",
-    "eigenvalue": "It was a part of quantize_training, which has gone too.",
+    "eigenvalue": "It was a part of quantize_training, which was removed too.",
     "elasticity": "Write train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps.",
     "graph_harvesting": "Nothing takes its place.",
     "nebula": "Checkpoints would go to the local disk; let the Trainer save them.",

@@ -1,7 +1,7 @@
 """What ``configure_optimizers`` of a module returns, beside an optimizer or a scheduler of the config.
 
 DeepSpeed makes one optimizer and one scheduler. Where the config names its own, Lightning never asks the module for an
-optimizer, and DeepSpeed takes the module's scheduler without a word: learning rates and schedules would be lost.
+optimizer, and DeepSpeed takes the module's scheduler silently: learning rates and schedules would be lost.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def with_named_options(
         nvme_path: Folder on the NVMe drive, where a device is ``nvme``.
 
     Returns:
-        The config, with ``zero_optimization.stage`` and without the spellings that DeepSpeed has given up.
+        The config, with ``zero_optimization.stage`` and without the spellings that DeepSpeed has deprecated.
 
     Raises:
         ConfigurationError: One message with every option that the config contradicts, and what ZeRO cannot do together.

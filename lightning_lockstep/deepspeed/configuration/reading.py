@@ -191,7 +191,7 @@ def _content_of(path: Path) -> object:
     if twice:
         keys = ", ".join(map(repr, twice))
         raise ConfigurationError(
-            f"config={str(path)!r}: keys that stand there twice in one section: {keys}. Expected each key once;"
+            f"config={str(path)!r}: keys that occur twice in one section: {keys}. Expected each key once;"
             " only the last one would count."
         )
     return content
@@ -208,7 +208,7 @@ def _parsed(text: str, path: Path, hook: Any) -> object:
     except ImportError:
         advice = "comments and commas at the end of a section need the package hjson"
     else:
-        advice = "comments are right too"
+        advice = "comments are allowed"
         try:
             return hjson.loads(text, object_pairs_hook=hook)
         except hjson.HjsonDecodeError as error:

@@ -1,7 +1,7 @@
 """The config of DeepSpeed and the Trainer say the same: what contradicts is a fault, what is open is filled in.
 
 Both know the precision, the accumulation, the clipping and the batch size. Lightning's own strategy lets the config
-win without a word in some of these, and the Trainer in others; DeepSpeed's defaults win where neither says anything.
+win silently in some of these, and the Trainer in others; DeepSpeed's defaults win where neither says anything.
 """
 
 from __future__ import annotations
@@ -186,6 +186,6 @@ def _check_whole_batch(batch: BatchSizes, faults: Faults) -> None:
 
 def _add_clash(key: str, written: object, other: str, faults: Faults) -> None:
     faults.add(
-        f"{key}={written!r} in the config and {other}: expected the same in both. Write {key}: 'auto' in the config, or"
-        " leave it out there, and the other one holds."
+        f"{key}={written!r} in the config and {other}: expected the same in both. Set {key} to 'auto', or remove it"
+        " from the config, to use the other value."
     )

@@ -68,7 +68,7 @@ def run_in_ranks(
     Ranks: the process that starts them, which is no rank.
     """
     check_kernel()
-    stay()  # an earlier launch may have failed, and the program goes on
+    stay()  # an earlier launch may have failed, and the program continued
     prepare_fork()
     memory = MemoryWatch()
     with tempfile.TemporaryDirectory(prefix="lockstep-") as name:

@@ -105,7 +105,7 @@ class _OutputOfRank:
                 stream.flush()
 
     def close(self) -> None:
-        """Close the files; a line that has not come to its end gets one."""
+        """Close the files; a last line without an end gets one."""
         for name, file in self._files.items():
             file.close()
             if self._prefix and self._line_begun[name]:

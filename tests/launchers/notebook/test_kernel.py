@@ -108,7 +108,7 @@ def test_one_process_is_the_kernel_itself(kernel: Kernel) -> None:
 def test_without_a_number_the_hardware_decides(kernel: Kernel) -> None:
     output = kernel.run("notebook_launcher(lambda: int(os.environ['WORLD_SIZE']))")
     cores = len(os.sched_getaffinity(0))
-    assert f"num_processes={min(cores, 8)}, by the {cores} usable cores of this host." in output.stderr
+    assert f"num_processes={min(cores, 8)}: " in output.stderr
 
 
 def test_a_rank_that_raises_ends_all_and_the_cell_shows_its_traceback_alone(kernel: Kernel) -> None:
