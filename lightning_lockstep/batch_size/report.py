@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_lockstep._files import write_report
 from lightning_lockstep._tables import plain_table
-from lightning_lockstep._text import ranks_in_words, size_in_words
+from lightning_lockstep._text import counted, ranks_in_words, size_in_words
 from lightning_lockstep.batch_size.search import ModelSearch, SizeSearch, Trial
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import MissingExtraError
@@ -89,7 +89,7 @@ def table(result: SearchResult) -> str:
         for each in sorted(result.trials, key=lambda each: each.size)
     ]
     trials = plain_table(("size", "peak", "limit", "verdict"), rows)
-    numbers = f"{result.size} per rank x {result.accumulate} accumulated x {result.ranks} rank(s)"
+    numbers = f"{result.size} per rank x {result.accumulate} accumulated x {counted(result.ranks, 'rank')}"
     head = f"AutoBatchSize ({result.mode}): {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}"
     return "\n".join([head, trials, f"  batch size {numbers} = {result.global_batch} per optimizer step"])
 

@@ -91,4 +91,4 @@ def test_a_configuration_that_goes_to_other_hosts_without_a_signature_is_announc
     monkeypatch.setattr(channel, "_store", lambda: SimpleNamespace(set=lambda *_: None))
     for last in (False, True):
         channel.send(Message(last=last))
-    assert capsys.readouterr().err.count("one LOCKSTEP_JOB_TOKEN") == says
+    assert capsys.readouterr().err.count("the same LOCKSTEP_JOB_TOKEN") == says

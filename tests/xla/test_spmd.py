@@ -154,7 +154,7 @@ def test_by_name_and_by_the_command_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "one process uses all XLA devices (4 x CPU); each batch is divided among them." in done.stderr
-    assert "steps" in done.stdout and "4 in 1 epoch(s) on 1 rank(s)" in done.stdout
+    assert "steps" in done.stdout and "4 in 1 epoch on 1 rank" in done.stdout
     (checkpoint,) = tmp_path.rglob("last.ckpt")
     weights = torch.load(checkpoint, weights_only=False)["state_dict"]
     assert {value.device.type for value in weights.values()} == {"cpu"}

@@ -253,7 +253,9 @@ def test_one_long_write_is_moving_as_long_as_somebody_reads(reads: bool) -> None
     def read() -> None:
         time.sleep(0.1)
         if not reads:
-            looks(activity, 0.6)
+            deadline = time.monotonic() + 20
+            while activity.moves and time.monotonic() < deadline:
+                looks(activity, 0.6)
             moved.append(activity.moves)
         left = size
         while left:
