@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -154,20 +155,26 @@ class ConfigChannel:
         self._number += 1
         self._sent_last = message.last
 
-    def close(self, exit_code: int, *, unusable: bool) -> None:
+    def close(self, exit_code: int, *, unusable: bool, wait: bool = True) -> None:
         """Let the other ranks end, unless they know that the job they have was the last.
 
         Args:
             exit_code: With which to end.
             unusable: Whether the configuration was wrong; then they wait for a message even after the last job.
+            wait: Whether to wait until they have it. Without, a store that is lost is no error either.
 
         Ranks: rank 0. One write to the store at most, and some seconds at most until all have received
             every message: rank 0 may host the store, which ends with it.
         """
         if self.ranks is None:
             return
-        if not self._sent_last or unusable:
-            self.send(Message(exit_code=exit_code))
+        with (
+            nullcontext() if wait else suppress(RuntimeError)
+        ):  # torch's own kinds of lost connection derive from it
+            if not self._sent_last or unusable:
+                self.send(Message(exit_code=exit_code))
+        if not wait:
+            return
         # Of nodes started by hand the number is not known; one of them at least is waiting.
         receivers = (self.ranks.count or 2) - 1
         deadline = time.monotonic() + _LAST_MESSAGE

@@ -227,11 +227,11 @@ def _closing(channel: ConfigChannel) -> Iterator[None]:
         exit_code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         raise
     finally:
-        # After a failure within a job the others know, and waiting for one could take forever.
-        if not leaving():
-            # Once the process group exists, every rank raises the same error by itself.
-            unusable = exit_code == UNUSABLE and not process_group_exists()
-            channel.close(exit_code, unusable=unusable)
+        # Once the process group exists, every rank raises the same error by itself.
+        unusable = exit_code == UNUSABLE and not process_group_exists()
+        # After a failure within a job a rank may be dead, and waiting for it could take forever. One that has caught
+        # the failure, as rank 0's program may have done, asks for the next job all the same.
+        channel.close(exit_code, unusable=unusable and not leaving(), wait=not leaving())
 
 
 def _follow(channel: ConfigChannel, program: Program) -> None:

@@ -14,6 +14,7 @@ from tests.helpers import reserve_port, run_script
 from tests.helpers.patience import patience
 
 ECHO = Path(__file__).parent / "apps" / "echo.py"
+CAUGHT = ECHO.with_name("caught.py")
 TRICKY = "text='it''s, [a] \"list\": {not} a=b $1 é'".replace("''", "\\'")
 SECRET = "not for everybody"
 TRICKY_VALUE = 'it\'s, [a] "list": {not} a=b $1 é'
@@ -90,6 +91,12 @@ def test_a_sweep_of_ranks_that_torchrun_starts(tmp_path: Path) -> None:
     assert [Path(name).name for name in run_folders(tmp_path)] == ["0", "1"]
     assert len(logs(tmp_path)) == 2
     assert not any("rank 1" in text for text in logs(tmp_path))
+
+
+def test_a_failure_that_the_last_job_of_a_sweep_catches_lets_all_ranks_end(tmp_path: Path) -> None:
+    outcome = torchrun(str(CAUGHT), "-m", "part.value=1,2", env={"ECHO_TO": str(tmp_path)}, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.output
+    assert outcome.stdout.count("caught RuntimeError") == 2
 
 
 def test_a_wrong_command_line_ends_all_ranks_of_torchrun_with_one_message(tmp_path: Path) -> None:
