@@ -350,7 +350,7 @@ class CollectiveWatch:
             if not self._concluded:
                 self._concluded = True
                 self._conclude(self.error)
-            end_connections(answer.ends, hosts=answer.hosts)
+            end_connections(answer.ends, hosts=answer.hosts, kept_ports=answer.kept_ports)
             end_host_sockets()
             abort_devices()
         with self._answered:

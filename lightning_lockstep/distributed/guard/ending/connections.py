@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_lockstep.distributed.process_group import process_group_exists
 
-__all__ = ["Connection", "abort_devices", "connections", "end_connections", "transferred"]
+__all__ = ["Connection", "abort_devices", "connections", "end_connections", "ports_of", "transferred"]
 
 # Where Linux's ``struct tcp_info`` says how many bytes the other end has acknowledged, and how many have come.
 _BYTES_IN_TCP_INFO, _TCP_INFO_LENGTH = struct.Struct("@120xQQ"), 136
@@ -64,12 +64,15 @@ def transferred(without_ports: Collection[int] = ()) -> dict[str, int]:
     return found
 
 
-def end_connections(ends: Collection[Connection], *, hosts: Iterable[str] = ()) -> int:
+def end_connections(
+    ends: Collection[Connection], *, hosts: Iterable[str] = (), kept_ports: Collection[int] = ()
+) -> int:
     """Shut down connections of this process.
 
     Args:
         ends: Which.
-        hosts: Names of hosts, all connections with which are shut down too.
+        hosts: Names of hosts, connections with which are shut down too.
+        kept_ports: Connections with such a host that have one of these ports at either end are left.
 
     Returns:
         How many were shut down.
@@ -78,11 +81,17 @@ def end_connections(ends: Collection[Connection], *, hosts: Iterable[str] = ()) 
     """
     addresses, count = set(_addresses(hosts)), 0
     for end, number in connections().items():
-        if end in ends or end[1].rpartition(":")[0] in addresses:
+        of_such_a_host = end[1].rpartition(":")[0] in addresses and not ports_of(end) & set(kept_ports)
+        if end in ends or of_such_a_host:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
+
+
+def ports_of(end: Connection) -> set[int]:
+    """Return the ports of both ends of a connection."""
+    return {int(address.rpartition(":")[2]) for address in end}
 
 
 def _addresses(hosts: Iterable[str]) -> Iterator[str]:

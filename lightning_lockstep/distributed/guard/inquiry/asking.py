@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_lockstep.distributed.guard.calls.recorded import Outstanding
-from lightning_lockstep.distributed.guard.ending.connections import Connection
+from lightning_lockstep.distributed.guard.ending.connections import Connection, ports_of
 from lightning_lockstep.distributed.guard.inquiry.question import Question
 from lightning_lockstep.distributed.guard.inquiry.rank_state import RankState
 from lightning_lockstep.distributed.guard.inquiry.silence import Silence
@@ -52,11 +52,13 @@ class Answer:
         verdict: Why the collective does not complete; ``None`` where that is not known.
         ends: Connections of this rank with others, to be ended so that no wait is left.
         hosts: Hosts of the ranks that have not answered, whose connections nobody knows.
+        kept_ports: Ports of connections with these hosts that stay: those of side channels and of the store.
     """
 
     verdict: Verdict | None
     ends: tuple[Connection, ...] = ()
     hosts: tuple[str, ...] = ()
+    kept_ports: tuple[int, ...] = ()
 
 
 @dataclass
@@ -279,12 +281,17 @@ class Inquiries:
         """Let every rank raise the error, and end its connections with the others."""
         ends = {rank: set(state.connections) for rank, state in states.items()}
         ends |= {rank: set(silence.connections) for rank, silence in silent.items()}
-        kept = {str(port) for state in states.values() for port in state.ports}
+        kept = {port for state in states.values() for port in state.ports}
         hosts = tuple(
             {silence.host for silence in silent.values() if silence.host and not silence.connections}
         )
         answers = {
-            rank: Answer(verdict=verdict, ends=tuple(sorted(_shared(rank, ends, kept))), hosts=hosts)
+            rank: Answer(
+                verdict=verdict,
+                ends=tuple(sorted(_shared(rank, ends, kept))),
+                hosts=hosts,
+                kept_ports=tuple(sorted(kept)),
+            )
             for rank in range(self._channel.world_size)
         }
         for rank, answer in answers.items():
@@ -320,13 +327,12 @@ def _once_more(
 
 
 def _shared(
-    rank: int, ends: Mapping[int, Collection[Connection]], kept_ports: Collection[str]
+    rank: int, ends: Mapping[int, Collection[Connection]], kept_ports: Collection[int]
 ) -> Iterator[Connection]:
     """Return the connections of a rank whose other ends are of other ranks, without those that are to stay."""
     others = {end for other, theirs in ends.items() if other != rank for end in theirs}
     for here, there in ends.get(rank, ()):
-        ports = {here.rpartition(":")[2], there.rpartition(":")[2]}
-        if (there, here) in others and not ports & set(kept_ports):
+        if (there, here) in others and not ports_of((here, there)) & set(kept_ports):
             yield here, there
 
 
@@ -334,7 +340,9 @@ def _answer(data: Mapping[str, Any]) -> Answer:
     given = data["verdict"]
     verdict = None if given is None else Verdict(**{**given, "ranks": tuple(given["ranks"])})
     ends = tuple((here, there) for here, there in data["ends"])
-    return Answer(verdict=verdict, ends=ends, hosts=tuple(data["hosts"]))
+    return Answer(
+        verdict=verdict, ends=ends, hosts=tuple(data["hosts"]), kept_ports=tuple(data["kept_ports"])
+    )
 
 
 def _question(data: Mapping[str, Any]) -> Question:
