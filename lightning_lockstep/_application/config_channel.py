@@ -134,7 +134,7 @@ class ConfigChannel:
     def __init__(self, ranks: ExternalRanks | None) -> None:
         self.ranks = ranks
         self._number = 0
-        self._sent_last = False
+        self._sent_last = self._warned = False
         # A restarted attempt of torchrun finds the messages of the one before in the same store.
         self._prefix = f"lockstep/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
@@ -145,7 +145,13 @@ class ConfigChannel:
         """
         if self.ranks is None:
             return
-        if self._number == 0 and not on_one_host() and known_job_token() is None:
+        if (
+            message.config is not None
+            and not self._warned
+            and not on_one_host()
+            and known_job_token() is None
+        ):
+            self._warned = True
             say(
                 "lightning-lockstep: the configuration is sent to the other hosts without a signature, so they accept"
                 f" the first one that anyone writes to {self.ranks.address}:{self.ranks.port}. On a shared network"

@@ -60,7 +60,7 @@ class StopDecision:
     @property
     def reason(self) -> str:
         """One line that names the ranks that asked and why."""
-        return "; ".join(f"rank {r.rank}: {r.reason}" for r in self.requests)
+        return "; ".join(f"rank {r.rank}: {r.reason}" for r in sorted(self.requests, key=lambda r: r.rank))
 
     def asks_for(self, kind: str) -> bool:
         """Return whether any rank asked for ``kind``."""

@@ -198,3 +198,25 @@ def test_other_numbers_of_nodes_and_devices_than_were_started(
         monkeypatch.setenv(name, value)
     found = faults_of("strategy=ddp", *arguments)
     assert only(found).startswith(expected) if expected else found == []
+
+
+def test_other_tasks_of_srun_than_the_trainer_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "node[1-2]",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    fault = only(faults_of("strategy=ddp", "trainer.devices=2", "trainer.num_nodes=2"))
+    assert fault.startswith("The Trainer and srun disagree about the ranks:")
+    assert "ask Slurm for --nodes=2 --ntasks-per-node=2" in fault

@@ -90,5 +90,6 @@ def test_a_configuration_that_goes_to_other_hosts_without_a_signature_is_announc
     channel = ConfigChannel(ExternalRanks(0, 4, 2, "node1", 29500))
     monkeypatch.setattr(channel, "_store", lambda: SimpleNamespace(set=lambda *_: None))
     for last in (False, True):
-        channel.send(Message(last=last))
+        channel.send(Message(OmegaConf.create({}), last=last))
+    channel.send(Message(exit_code=2))
     assert capsys.readouterr().err.count("the same LOCKSTEP_JOB_TOKEN") == says

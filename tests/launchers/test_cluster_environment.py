@@ -9,7 +9,11 @@ from lightning_lockstep.launchers.environments.cluster_environment import (
     LockstepEnvironment,
     check_has_device,
 )
-from lightning_lockstep.launchers.environments.slurm_environment import SlurmStep, SlurmStepEnvironment
+from lightning_lockstep.launchers.environments.slurm_environment import (
+    SlurmStep,
+    SlurmStepEnvironment,
+    check_srun_is_used,
+)
 
 
 class ElasticEnvironment(LockstepEnvironment):
@@ -51,3 +55,31 @@ def test_a_rank_without_a_device_is_told_how_many_there_are() -> None:
 def test_a_rank_with_a_device_goes_on() -> None:
     check_has_device(ElasticEnvironment(), num_devices=2, num_nodes=1)
     check_has_device(LockstepEnvironment(), num_devices=1, num_nodes=1)
+
+
+SCRIPT = {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NAME": "train"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        (SCRIPT, True),
+        ({**SCRIPT, "SLURM_JOB_NUM_NODES": "1"}, False),
+        ({**SCRIPT, "LOCAL_RANK": "1"}, False),
+        ({**SCRIPT, "SLURM_STEP_NUM_TASKS": "4"}, False),
+        ({**SCRIPT, "GROUP_RANK": "0"}, False),
+        ({**SCRIPT, "SLURM_JOB_NAME": "bash"}, False),
+    ],
+)
+def test_a_batch_script_without_srun_says_that_other_nodes_are_not_used(
+    environ: dict[str, str], says: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_srun_is_used(1, environ)
+    said = capsys.readouterr().err
+    assert ("Slurm job 7 has 2 nodes, but its batch script has started this program once" in said) == says
+    assert says or not said
+
+
+def test_a_batch_script_without_srun_is_refused_where_other_nodes_are_waited_for() -> None:
+    with pytest.raises(LaunchError, match=r"num_nodes=2, but the batch script of Slurm job 7 \(2 nodes\)"):
+        check_srun_is_used(2, SCRIPT)

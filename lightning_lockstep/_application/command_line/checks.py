@@ -198,6 +198,12 @@ def _external(config: DictConfig, external: ExternalRanks | None) -> list[Fault]
         ]
     if asked == external.count:
         return []
+    step = find_slurm_step()
+    if step is not None and step.size == external.count and isinstance(devices, int):
+        try:
+            SlurmStepEnvironment(step).validate_settings(devices, nodes)
+        except LaunchError as error:  # with a table, and the flags of srun
+            return [Fault(str(error), error)]
     return [
         Fault(
             f"trainer.devices={devices} on trainer.num_nodes={nodes} = {counted(asked, 'rank')}, but"

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Mapping
 from signal import Signals
 
+from lightning_lockstep._console import say
 from lightning_lockstep._lightning import ClusterEnvironment, SLURMEnvironment
 from lightning_lockstep._tables import plain_table
 from lightning_lockstep.errors import LaunchError
@@ -43,6 +44,8 @@ def hide_srun_hint() -> None:
 def check_srun_is_used(num_nodes: int, environ: Mapping[str, str] | None = None) -> None:
     """Raise if ranks on other nodes would be waited for in a batch script that does not start them.
 
+    Where none are waited for, a line says that the job's other nodes are not used.
+
     Args:
         num_nodes: Number of nodes that the Trainer expects.
         environ: Environment variables; by default those of this process.
@@ -53,9 +56,17 @@ def check_srun_is_used(num_nodes: int, environ: Mapping[str, str] | None = None)
     environ = os.environ if environ is None else environ
     in_script = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
     by_hand = "NODE_RANK" in environ or "GROUP_RANK" in environ
-    if num_nodes < 2 or not in_script or by_hand or environ.get("SLURM_JOB_NAME") in INTERACTIVE:
+    if not in_script or by_hand or environ.get("SLURM_JOB_NAME") in INTERACTIVE:
         return
     job, nodes = environ.get("SLURM_JOB_ID", "?"), environ.get("SLURM_JOB_NUM_NODES", "?")
+    if num_nodes < 2:
+        if nodes.isdigit() and int(nodes) > 1 and "LOCAL_RANK" not in environ:
+            say(
+                f"lightning-lockstep: Slurm job {job} has {nodes} nodes, but its batch script has started this program"
+                " once, without srun, so it runs on this node alone. To use all of them put srun in front of the"
+                f" command, and ask for --ntasks-per-node=<devices> and num_nodes={nodes}."
+            )
+        return
     raise LaunchError(
         f"num_nodes={num_nodes}, but the batch script of Slurm job {job} ({nodes} nodes) has started this program once,"
         " on its first node, and nobody starts it on the others. Put srun in front of the command, and ask for"
