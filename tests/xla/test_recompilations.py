@@ -62,7 +62,7 @@ def test_what_is_pending_after_a_batch_is_no_matter_of_the_next_one(
     assert [one.line() for one in monitor.steps if not one.is_expected] == []
     said = capsys.readouterr().err
     assert re.search(
-        r"in the first batches, none later, \d+ graph\(s\) compiled in .* outside of batches\.", said
+        r"in the first batches, none later, \d+ graphs? compiled in .* outside of batches\.", said
     )
 
 
