@@ -18,15 +18,15 @@ __all__ = [
 ]
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, what: str, plural: str = "") -> str:
     """Return a number of things: ``1 rank``, ``2 ranks``, ``0 batches``, ``1,654 samples``.
 
     Args:
         number: How many.
         what: The noun in the singular.
+        plural: Its plural where that is not the singular with an ``s``.
     """
-    plural = f"{what}es" if what.endswith(("ch", "s", "x")) else f"{what}s"
-    return f"{number:,} {what if number == 1 else plural}"
+    return f"{number:,} {what if number == 1 else plural or f'{what}s'}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -132,7 +132,7 @@ def batches_fault(length: int, limit: int | float, name: str) -> str:
     if length == 0:
         return "drop_last=True leaves no full batch in an epoch"
     if isinstance(limit, float) and int(length * limit) == 0:
-        return f"{name}={limit} of {counted(length, 'batch')} is less than one"
+        return f"{name}={limit} of {counted(length, 'batch', 'batches')} is less than one"
     return ""
 
 
@@ -155,7 +155,7 @@ def _fault_of_validation(trainer: Trainer, place: BatchLoaders, lengths: Sequenc
     taken = trainer.limit_train_batches
     batches = min(min(each, taken) if isinstance(taken, int) else int(each * taken) for each in lengths)
     if isinstance(interval, int) and interval > batches and trainer.check_val_every_n_epoch is not None:
-        return f"val_check_interval={interval} is more than the {counted(batches, 'batch')} of an epoch"
+        return f"val_check_interval={interval} is more than the {counted(batches, 'batch', 'batches')} of an epoch"
     if place.in_attribute and source.is_module() and isinstance(limit, float) and limit < 1:
         loaders = [each for each in CombinedLoader(source.dataloader()).flattened if _has_length(each)]
         return _fault_of(trainer, [each for each in loaders if _batches(trainer, each)], "limit_val_batches")

@@ -26,7 +26,11 @@ def test_ranges(numbers: list[int], text: str) -> None:
 
 def test_counted() -> None:
     assert [counted(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
-    assert counted(2, "batch") == "2 batches" and counted(1654, "sample") == "1,654 samples"
+    assert (
+        counted(8, "epoch") == "8 epochs"
+        and counted(2, "batch", "batches") == "2 batches"
+        and counted(1654, "sample") == "1,654 samples"
+    )
 
 
 def test_ranks_in_words() -> None:
