@@ -1,4 +1,4 @@
-"""Pages name files that are there."""
+"""Pages name files, modules and names that are there."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 
 import lightning_lockstep
+from lightning_lockstep._exports import MOVED
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGE = Path(lightning_lockstep.__file__).parent
+PAGES = [
+    *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("README.md")),
+]
 # A path in backquotes, or a link to a file of this repository, with an anchor or without.
 NAMED = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`|\]\(((?!https?:|#)[^)#\s]+)(?:#[^)]*)?\)")
-ROOMS = {path.name for path in Path(lightning_lockstep.__file__).parent.iterdir() if path.is_dir()}
+# A module or a name of this package with its whole path. `X` stands for any name, `doctor_checks` for entry points.
+DOTTED = re.compile(r"\blightning_lockstep((?:\.(?!X\b|doctor_checks\b)\w+)+)")
+ROOMS = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 # Folders of rooms that architecture.md names without their room, and of the repository.
 HERE = ROOMS | {
     "tests",
@@ -40,33 +48,55 @@ def named_in(text: str) -> list[str]:
 
 
 def missing_of(page: Path) -> list[str]:
-    package = Path(lightning_lockstep.__file__).parent
-    places = [page.parent, ROOT, package, package / "distributed"]
+    places = [page.parent, ROOT, PACKAGE, PACKAGE / "distributed"]
+    text = page.read_text()
     return [
-        name for name in named_in(page.read_text()) if not any((place / name).exists() for place in places)
+        *(name for name in named_in(text) if not any((place / name).exists() for place in places)),
+        *(f"lightning_lockstep{path}" for path in DOTTED.findall(text) if not is_there(path[1:])),
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+def is_there(path: str) -> bool:
+    """Whether there is such a module, or one whose text has the name, or such an old path that is still read."""
+    if path in MOVED:
+        return True
+    module = PACKAGE
+    *folders, last = path.split(".")
+    for part in folders:
+        module /= part
+    places = [module / last / "__init__.py", module / f"{last}.py"]
+    if any(place.is_file() for place in places):
+        return True
+    sources = [place for place in (module / "__init__.py", module.with_suffix(".py")) if place.is_file()]
+    return any(re.search(rf"\b{last}\b", source.read_text()) for source in sources)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page: Path) -> None:
     assert missing_of(page) == []
 
 
-def test_a_file_that_is_not_there_is_found(tmp_path: Path) -> None:
+def test_what_is_not_there_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "`steps/isolated.py`, `steps/gone.py`, [a page](other.md#part), `out/of/us.py`, [web](https://x.y)"
+        "`steps/isolated.py`, `steps/gone.py`, [a page](other.md#part), `out/of/us.py`, [web](https://x.y), "
+        "lightning_lockstep.train, lightning_lockstep.demo.ByteGPT, lightning_lockstep.demo.X, "
+        "lightning_lockstep.demo.Gone, lightning_lockstep.gone.ByteGPT"
     )
-    assert missing_of(page) == ["steps/gone.py", "other.md"]
+    assert missing_of(page) == [
+        *("steps/gone.py", "other.md"),
+        *("lightning_lockstep.demo.Gone", "lightning_lockstep.gone.ByteGPT"),
+    ]
 
 
-def test_every_folder_of_the_package_has_its_line_in_the_architecture() -> None:
-    package = Path(lightning_lockstep.__file__).parent
+def test_every_folder_and_file_at_the_top_has_its_line_in_the_architecture() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     table = page[page.index("| room | holds |") : page.index("Who may import whom")]
-    folders = {path.parent.relative_to(package) for path in package.rglob("__init__.py")} - {Path(".")}
+    folders = {path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("__init__.py")} - {Path(".")}
     assert [
         str(folder)
         for folder in sorted(folders)
         if f"`{folder.name}/`" not in table.replace(str(folder), folder.name)
     ] == []
+    files = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    assert [name for name in sorted(files) if f"`{name}`" not in table] == []

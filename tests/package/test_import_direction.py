@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,29 @@ def test_the_rooms_are_layers() -> None:
         ready = {room for room, may in ALLOWED.items() if room not in done and may <= done}
         assert ready, f"a cycle among {sorted(set(ALLOWED) - done)}"
         done |= ready
+
+
+def drawn_layers(page: str) -> dict[str, int]:
+    """Return the height of each room in the drawing of architecture.md; what is in the lowest row has 0."""
+    rows = [re.split(r"\s{3,}", line.strip())[:-1] for line in re.findall(r"^    .+", page, re.MULTILINE)]
+    return {
+        name.rstrip("/").removesuffix(".py"): height
+        for height, row in enumerate(reversed(rows))
+        for name in row
+    }
+
+
+def test_the_drawing_of_the_layers_agrees_with_the_table() -> None:
+    """What a room may import stands below it; within the lowest row, the ground, any order will do."""
+    heights = drawn_layers((Path(__file__).parents[2] / "docs" / "architecture.md").read_text())
+    ground = {room for room in ALLOWED if room.startswith("_")} - {"_application"} | {"errors", "workloads"}
+    assert set(ALLOWED) - ground <= set(heights), "a new room needs its place in the drawing"
+    assert [
+        f"{room} may import {lower}"
+        for room in sorted(set(ALLOWED) - ground)
+        for lower in sorted(ALLOWED[room])
+        if heights.get(lower, 0) >= heights[room]
+    ] == []
 
 
 def upward_imports(package: Path) -> list[str]:
