@@ -218,7 +218,7 @@ def _set_cpu_devices(wanted: int) -> None:
     given = os.environ.get("CPU_NUM_DEVICES")
     if given is not None and given != str(wanted):
         raise ConfigurationError(
-            f"CPU_NUM_DEVICES={given} is set: expected {wanted}, the number of XLA devices that this process is to have."
+            f"CPU_NUM_DEVICES={given} is set: expected {wanted}, the number of XLA devices of this process."
             f" Unset CPU_NUM_DEVICES, or use strategy='lockstep_xla_spmd' with devices={given} or devices='auto'."
         )
     os.environ["CPU_NUM_DEVICES"] = str(wanted)
