@@ -66,7 +66,7 @@ def test_a_choice_has_a_second_name_that_no_app_hides(name: str) -> None:
 def test_what_choices_share_goes_to_the_place_of_the_choice() -> None:
     strategy = composed("+lockstep/strategy@trainer.strategy=deepspeed_stage_1").trainer.strategy
     assert strategy._target_ == "lightning_lockstep.LockstepDeepSpeedStrategy"
-    assert strategy.config.zero_optimization.stage == 1
+    assert strategy.stage == 1
     assert strategy.on_rank_failure == "abort"
 
 

@@ -243,6 +243,19 @@ def test_lockstep_train_gives_the_trainer_no_precision_unless_the_user_does(tmp_
             precision_of_program(*line, given)
 
 
+@needs_deepspeed
+def test_a_config_in_place_of_that_of_a_choice_keeps_its_stage_and_offloading(tmp_path: Any) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"gradient_clipping": 1.0}))
+    with initialize_config_module("lightning_lockstep.conf", version_base="1.3"):
+        choice = compose("lockstep_train", ["strategy=deepspeed_stage_3_offload", f"strategy.config={path}"])
+    zero = hydra.utils.instantiate(choice.strategy, _convert_="all").config["zero_optimization"]
+    assert (zero["stage"], zero["offload_optimizer"], zero["offload_param"]) == (3, *2 * [{"device": "cpu"}])
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    with pytest.raises(InstantiationException, match=r"stage=3 and zero_optimization\.stage=2 in the config"):
+        hydra.utils.instantiate(choice.strategy, _convert_="all")
+
+
 def test_without_a_precision_lightnings_own_holds() -> None:
     for strategy in ("ddp", "single"):
         assert precision_of_program(f"strategy={strategy}") == "32-true"
