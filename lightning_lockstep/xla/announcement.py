@@ -27,7 +27,10 @@ class CompilationWatch:
     """
 
     after: float
-    _counts: tuple[int, int] | None = None
+    _done: int = 0
+    _idle: int | None = (
+        None  # how many have begun and are not done while none runs: what was there before the first look
+    )
     _begun_at: float | None = None
     _said_at: float | None = None
 
@@ -40,15 +43,18 @@ class CompilationWatch:
             now: The time [s].
             where: Says what is compiled.
         """
-        before, self._counts = self._counts, (begun, done)
-        if before is None:
+        running, has_ended, self._done = begun - done, done > self._done, done
+        if self._idle is None:
+            self._idle = running
             return None
-        if self._begun_at is not None and done > before[1]:
-            return self._is_done(now)
-        if self._begun_at is None and begun > before[0] and done == before[1]:
+        self._idle = min(self._idle, running)
+        text = self._is_done(now) if has_ended else None
+        if (
+            self._begun_at is None and running > self._idle
+        ):  # also where another one has ended since the last look
             self._begun_at = now
-        if self._begun_at is None:
-            return None
+        if text is not None or self._begun_at is None:
+            return text
         return self._is_running(self._begun_at, now, where)
 
     def _is_running(self, begun_at: float, now: float, where: Callable[[], str]) -> str | None:

@@ -157,6 +157,12 @@ def test_what_is_said_of_a_compilation() -> None:
     assert [
         watch.look(*counts, where) for counts in [(5, 4, 0.0), (6, 6, 1.0), (7, 6, 2.0), (7, 7, 2.5)]
     ] == [None] * 4
+    # A long one may begin, and short ones end, between two looks.
+    watch = CompilationWatch(after=1.0)
+    counts_at = [(0, 0, 0.0), (3, 2, 0.2), (3, 2, 1.3), (4, 3, 9.2), (4, 3, 10.3), (4, 4, 12.0)]
+    said = [watch.look(*counts, where) for counts in counts_at]
+    compiling = "torch-xla is compiling training step 1"
+    assert said == [None, None, compiling, "compiled in 9 s", compiling, "compiled in 3 s"]
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
