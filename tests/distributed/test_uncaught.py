@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from lightning_lockstep.distributed.failure.uncaught import error_from_bytes, error_to_bytes, print_last
+from tests.helpers import run_script
 
 
 class Particular(Exception):
@@ -30,3 +32,28 @@ def test_an_error_of_another_process_is_printed_as_there(
     assert "in test_an_error_of_another_process_is_printed_as_there" in printed
     assert f"{type(error).__name__}: boom" in printed
     assert printed.splitlines()[-1] == "rank 0 of 2 failed"
+
+
+NO_THREADS = """
+import threading, time
+from lightning_lockstep.distributed.failure.uncaught import end_within
+
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+error = ValueError("boom")
+end_within(error, 30.0, 7)
+threading.Thread(target=time.sleep, args=(60.0,)).start()
+threading.Thread.start = refuse
+raise error
+"""
+
+
+def test_a_process_that_cannot_start_a_thread_any_more_ends_at_once_with_its_error_printed_once(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(NO_THREADS)
+    outcome = run_script([str(program)], cwd=tmp_path, timeout=50)
+    assert outcome.returncode == 7, outcome.output
+    assert outcome.stderr.count("ValueError: boom") == 1 and "excepthook" not in outcome.stderr

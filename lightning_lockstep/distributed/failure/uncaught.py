@@ -141,6 +141,17 @@ def end_within(
 _on_force: Callable[[], None] | None = None
 
 
+def _start_countdown(seconds: float, exit_code: int) -> None:
+    try:
+        threading.Thread(
+            target=_count_down, args=(seconds, exit_code), name="lockstep-end", daemon=True
+        ).start()
+    except RuntimeError:  # no memory is left for a thread, and so nothing that could end this process later
+        if _on_force is not None:
+            _on_force()
+        end_now(exit_code, "")
+
+
 def _count_down(seconds: float, exit_code: int) -> None:
     time.sleep(seconds)
     if _on_force is not None:
@@ -181,7 +192,7 @@ def _install_hook() -> None:
             show(kind, value, trace)
         finally:
             if (limit := _said_of(value, "__lockstep_end__")) is not None:
-                threading.Thread(target=_count_down, args=limit, name="lockstep-end", daemon=True).start()
+                _start_countdown(*limit)
 
     def show(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         instead = getattr(value, "__lockstep_text__", None)
