@@ -68,6 +68,12 @@ def test_the_end_of_a_process_in_words(code: int, expected: tuple[str, str, int]
 def test_a_sigkill_comes_with_the_usual_reasons() -> None:
     record = FailureRecord(1, 2, "n", 5, "signal", "killed by SIGKILL", exit_code=137)
     assert "dmesg" in record.report()
+    assert record.headline() == "rank 1 of 2 (host n, process 5) was killed by SIGKILL"
+
+
+def test_a_reason_that_the_watcher_knows_better_than_the_signal_stands_behind_a_colon() -> None:
+    record = FailureRecord(3, 8, "n", 5, "signal", "out of host memory", where={"epoch": 1})
+    assert record.headline() == "rank 3 of 8 (host n, process 5) was killed at epoch 1: out of host memory"
 
 
 @pytest.mark.parametrize(

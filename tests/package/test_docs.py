@@ -100,3 +100,30 @@ def test_every_folder_and_file_at_the_top_has_its_line_in_the_architecture() -> 
     ] == []
     files = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
     assert [name for name in sorted(files) if f"`{name}`" not in table] == []
+
+
+# A row of the table of a folder's docstring: `name`, `folder/`, or several with commas.
+ROW = re.compile(r"^\| (`[^|]*`) \|", re.MULTILINE)
+HEAD = re.compile(r"^\| (?:file|file or folder|module) \| holds \|$", re.MULTILINE)
+TABLED = [path.parent for path in sorted(PACKAGE.rglob("__init__.py")) if HEAD.search(path.read_text())]
+
+
+def parts_of(folder: Path) -> set[str]:
+    files = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("__")}
+    return files | {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+
+
+@pytest.mark.parametrize("folder", TABLED, ids=lambda folder: str(folder.relative_to(PACKAGE)))
+def test_the_table_of_a_folder_names_each_of_its_parts(folder: Path) -> None:
+    rows = ROW.findall((folder / "__init__.py").read_text())
+    named = [
+        name.split("/")[0] + "/" * ("/" in name) for row in rows for name in re.findall(r"`([^`]+)`", row)
+    ]
+    assert set(named) == parts_of(folder)
+
+
+def test_large_folders_have_a_table() -> None:
+    # docs/architecture.md has the rooms themselves; the files of callbacks/ have the names of what they hold.
+    exempt = {PACKAGE, PACKAGE / "callbacks"}
+    large = {path.parent for path in PACKAGE.rglob("__init__.py") if len(parts_of(path.parent)) > 10}
+    assert large - exempt <= set(TABLED)

@@ -80,7 +80,7 @@ def test_an_overflow_on_one_rank_is_the_same_error_on_both(tmp_path: Path) -> No
     ("case", "words"),
     [
         ("raises", "stage train, in on_train_batch_start: ValueError: the third batch of rank 1"),
-        ("killed", "was killed: killed by SIGKILL"),
+        ("killed", "was killed by SIGKILL"),
     ],
 )
 def test_a_rank_that_fails_ends_both(tmp_path: Path, case: str, words: str) -> None:

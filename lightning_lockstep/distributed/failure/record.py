@@ -75,7 +75,10 @@ class FailureRecord:
         what = self.summary
         if self.traceback and len(what) > _HEADLINE:
             what = f"{what[:_HEADLINE]}... ({len(what):,} characters; all of them are in the traceback)"
-        return f"rank {self.rank} of {self.world_size}{process} {_VERBS[self.kind]}{place}: {what}"
+        who = f"rank {self.rank} of {self.world_size}{process}"
+        if self.kind == "signal" and what.startswith("killed by "):
+            return f"{who} was {what}{place}"
+        return f"{who} {_VERBS[self.kind]}{place}: {what}"
 
     def report(self) -> str:
         """Return the headline, the failed rank's own traceback and, below that, the headline once more."""

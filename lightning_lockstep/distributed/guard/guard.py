@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -170,19 +169,22 @@ def _deals_with_errors(frame: FrameType) -> bool:
     return bool(name.startswith("lightning_lockstep.distributed.failure"))
 
 
-def _check_alike(channel: SideChannel, settings: GuardSettings) -> None:
-    """Raise unless all ranks have the same guard: one that compares would wait for one that does not."""
-    _asked[channel] = _asked.get(channel, 0) + 1
-    first = channel.claim(f"guard/{_asked[channel]}", settings.guard)
-    if first != settings.guard:
-        raise ConfigurationError(
-            f"guard={settings.guard!r} on rank {channel.rank}, and {first!r} on another rank: expected the same on all."
-            " Give every rank the same strategy, and the same LOCKSTEP_DEBUG in its environment."
-        )
+class _GuardOfChannel:
+    """The guard of one side channel, which its fits share, and how many fits have asked for it."""
 
+    def __init__(self, channel: SideChannel) -> None:
+        self._channel, self._fits = channel, 0
+        self.guard: CollectiveGuard | None = None
 
-_asked: weakref.WeakKeyDictionary[SideChannel, int] = weakref.WeakKeyDictionary()
-_guards: weakref.WeakKeyDictionary[SideChannel, CollectiveGuard] = weakref.WeakKeyDictionary()
+    def check_alike(self, settings: GuardSettings) -> None:
+        """Raise unless all ranks have the same guard: one that compares would wait for one that does not."""
+        self._fits += 1
+        first = self._channel.claim(f"guard/{self._fits}", settings.guard)
+        if first != settings.guard:
+            raise ConfigurationError(
+                f"guard={settings.guard!r} on rank {self._channel.rank}, and {first!r} on another rank: expected the"
+                " same on all. Give every rank the same strategy, and the same LOCKSTEP_DEBUG in its environment."
+            )
 
 
 def guard_on(
@@ -200,18 +202,18 @@ def guard_on(
 
     Ranks: every rank, alike, from the thread that trains; one round trip to rank 0.
     """
-    _check_alike(channel, settings)
-    guard = _guards.get(channel)
-    if guard is not None and guard.settings == settings:
-        guard.follow()
-        return guard
-    if guard is not None:
-        guard.stop()
-        del _guards[channel]
+    kept = channel.own(_GuardOfChannel)
+    kept.check_alike(settings)
+    if kept.guard is not None and kept.guard.settings == settings:
+        kept.guard.follow()
+        return kept.guard
+    if kept.guard is not None:
+        kept.guard.stop()
+        kept.guard = None
     if settings.guard == "off" or channel.world_size == 1:
         return None
-    guard = _guards[channel] = CollectiveGuard(channel, propagation, settings)
-    guard.start()
+    kept.guard = CollectiveGuard(channel, propagation, settings)
+    kept.guard.start()
     # A rank that has come to its end answers no questions: the next one collects, and names it.
-    channel.before_close(guard.stop)
-    return guard
+    channel.before_close(kept.guard.stop)
+    return kept.guard

@@ -117,8 +117,9 @@ def advice(producer: Producer) -> str:
             " above), clip gradients, lower the learning rate, or train in bf16-mixed or 32-true."
         )
     return (
-        "It computed in float32 already. Check its inputs (frames above) for a logarithm or division of zero, an"
-        " exponential of a large number, a mask that hides a whole row; clip gradients or lower the learning rate."
+        "It computed in float32 already. Where its weights or inputs have become huge (frames above), lower the"
+        " learning rate or clip gradients. Otherwise look for a logarithm or division of zero, an exponential of a"
+        " large number, a mask that hides a whole row."
     )
 
 

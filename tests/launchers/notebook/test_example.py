@@ -59,7 +59,7 @@ def test_the_example_shows_what_its_file_shows(executed: Any) -> None:
     assert shown(executed) == shown(written)
     text = "\n".join(line for cell in shown(executed) for line in cell)
     assert "[rank 1] 87 steps" in text
-    assert "RankFailedError: rank 1 of 2 (host and process) was killed: killed by SIGKILL" in text
+    assert "RankFailedError: rank 1 of 2 (host and process) was killed by SIGKILL" in text
     assert "the weights have come back: True" in text
     pictures = [
         base64.b64decode(output.data["image/png"])

@@ -80,4 +80,4 @@ def test_a_rank_killed_for_memory_is_said_to_be_that_and_one_model_outside_is_sh
         output = kernel.run("""
             notebook_launcher(lambda: os.kill(os.getpid(), signal.SIGKILL), (), 2, grace_period=1)
         """)
-        assert output.error is not None and "was killed: killed by SIGKILL" in output.error
+        assert output.error is not None and "was killed by SIGKILL" in output.error

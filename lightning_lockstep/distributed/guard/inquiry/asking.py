@@ -124,7 +124,7 @@ class Inquiries:
         self._remove = [
             on(_ASK, lambda message: self._take_question(_question(message.body))),
             on(_TAKEN, lambda message: self._taken(message.sender)),
-            on(_WHERE, self._tell),
+            on(_WHERE, self._send_state),
             on(_STATE, self._take_state),
             on(_ANSWER, self._take_answer),
         ]
@@ -147,7 +147,7 @@ class Inquiries:
         if self._taken_by is not None and self._silence(self._taken_by[1]).has_left:
             self._ask(self._taken_by[0], self._taken_by[1] + 1)  # it has come to its end without an answer
         if self._collection is not None and (
-            now > self._collection.deadline or self._only_mute_missing(now > self._collection.soonest)
+            now > self._collection.deadline or self._only_ended_missing(now > self._collection.soonest)
         ):
             self._finish(self._collection)
         if self._second is not None and now > self._second[1]:
@@ -157,8 +157,8 @@ class Inquiries:
     def _takes_no_question(self, rank: int, asked_until: float) -> bool:
         """Return whether a rank that has not taken a question in time will not do so, rather than be busy."""
         known = self._silence(rank)
-        mute = known.is_stopped or known.has_ended or known.has_left
-        return mute or time.monotonic() > asked_until - _TAKE_LIMIT + _BUSY_TAKE_LIMIT
+        cannot_answer = known.is_stopped or known.has_ended or known.has_left
+        return cannot_answer or time.monotonic() > asked_until - _TAKE_LIMIT + _BUSY_TAKE_LIMIT
 
     @property
     def is_busy(self) -> bool:
@@ -217,7 +217,7 @@ class Inquiries:
         if self._collection is not None and len(self._collection.states) == self._channel.world_size:
             self._finish(self._collection)
 
-    def _only_mute_missing(self, stopped: bool) -> bool:
+    def _only_ended_missing(self, stopped: bool) -> bool:
         """Return whether all ranks that have not answered have ended or left or, if that is to count, are stopped."""
         assert self._collection is not None
         missing = set(range(self._channel.world_size)) - set(self._collection.states)
@@ -308,7 +308,7 @@ class Inquiries:
 
     # -- every rank ------------------------------------------------------------------------------------
 
-    def _tell(self, message: Message) -> None:
+    def _send_state(self, message: Message) -> None:
         number, sites = message.body
         self._channel.post(_STATE, [number, self._state(sites).to_data()], to=message.sender)
 
