@@ -19,6 +19,8 @@ class Model(LightningModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if self.fails:
+            # All ranks have begun the step: a rank that has not would be stopped before it, with a RankFailedError.
+            self.trainer.strategy.barrier()
             raise RuntimeError("planted")
         return self.layer(batch).sum()  # type: ignore[no-any-return]
 
