@@ -20,16 +20,16 @@ QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu", "traine
 TEXT = ("data=source_text", "model=byte_gpt", "data.max_bytes=100000")
 
 
-def sweep(*arguments: str, cwd: Path, **env: str) -> ScriptOutcome:
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_lockstep.train",
-        "-m",
-        "hydra.sweep.dir=sweep",
-        *QUICK,
-        *arguments,
-    ]
+MODULE = ("-m", "lightning_lockstep.train")
+# What the script does that pip makes for a console command.
+CONSOLE = (
+    "-c",
+    "import sys; from lightning_lockstep.train import main; sys.argv[0] = 'lockstep-train'; main()",
+)
+
+
+def sweep(*arguments: str, cwd: Path, program: tuple[str, str] = MODULE, **env: str) -> ScriptOutcome:
+    command = [sys.executable, *program, "-m", "hydra.sweep.dir=sweep", *QUICK, *arguments]
     return run_script(command, cwd=cwd, timeout=240, env=env)
 
 
@@ -68,7 +68,7 @@ def test_optuna_goes_by_the_objective_of_ranks_in_workers(tmp_path: Path) -> Non
         "hydra.sweeper.n_jobs=2",
     )
     rates = "model.learning_rate=interval(0.001,0.1)"
-    outcome = sweep(*choice, *TEXT, rates, "trainer.max_steps=2", cwd=tmp_path)
+    outcome = sweep(*choice, *TEXT, rates, "trainer.max_steps=2", cwd=tmp_path, program=CONSOLE)
     assert outcome.returncode == 0, outcome.output
     assert not outcome.leftovers
     jobs = summaries(tmp_path)

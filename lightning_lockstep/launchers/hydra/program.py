@@ -65,14 +65,13 @@ def _function_sent_here() -> FunctionType | None:
 
 
 def _program_of(function: FunctionType, started_in: str) -> tuple[list[str], str | None]:
-    module = function.__module__
+    # A function that was sent by its code has no file of its own, from cloudpickle 3.1.3 on; its module has.
+    module, names = function.__module__, function.__globals__
+    file, package = names.get("__file__"), names.get("__package__")
     if module != "__main__":
         # A console command imports the function and calls it. The file stands for the command in messages.
-        file = inspect.getsourcefile(function)
-        code = f"import sys; from {module} import {function.__name__} as main; sys.argv[0] = {file!r}; main()"
+        code = f"import sys; from {module} import {function.__name__} as main; sys.argv[0] = {file or module!r}; main()"
         return ["-c", code], started_in
-    names = function.__globals__
-    file, package = names.get("__file__"), names.get("__package__")
     if file is None or not Path(file).is_file():
         raise LaunchError(
             f"This Hydra program cannot start further ranks: {function.__name__}() was sent here from {file}, which"
