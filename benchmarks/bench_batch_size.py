@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, interleave
 from lightning_lockstep import AutoBatchSize
+from lightning_lockstep.batch_size import search_run
 from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryUse
-from lightning_lockstep.callbacks import auto_batch_size
 
 WALL = 600
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB"
@@ -119,7 +119,7 @@ def finder(
     def measure() -> float:
         module, callback = Walled(), make()
         meter = SimulatedMeter(module) if read else None
-        with mock.patch.object(auto_batch_size, "meter_for", lambda *args, **kwargs: meter):
+        with mock.patch.object(search_run, "meter_for", lambda *args, **kwargs: meter):
             fit(module, callback)
         if isinstance(callback, AutoBatchSize):
             trials, largest = len(callback.result.trials), callback.result.largest
