@@ -28,9 +28,8 @@ class CompilationWatch:
 
     after: float
     _done: int = 0
-    _idle: int | None = (
-        None  # how many have begun and are not done while none runs: what was there before the first look
-    )
+    # How many have begun and are not done while none runs: what was there before the first look.
+    _idle: int | None = None
     _begun_at: float | None = None
     _said_at: float | None = None
 
@@ -49,9 +48,8 @@ class CompilationWatch:
             return None
         self._idle = min(self._idle, running)
         text = self._is_done(now) if has_ended else None
-        if (
-            self._begun_at is None and running > self._idle
-        ):  # also where another one has ended since the last look
+        # Also where another one has ended since the last look.
+        if self._begun_at is None and running > self._idle:
             self._begun_at = now
         if text is not None or self._begun_at is None:
             return text
