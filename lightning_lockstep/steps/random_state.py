@@ -73,7 +73,7 @@ class _NumpyState:
 
     def __init__(self) -> None:
         self._generator: Any = None
-        self._address = 0
+        self._memory = (ctypes.c_char * self._SIZE)()
         self._bytes = b""
         self._state: Any = None
 
@@ -86,8 +86,9 @@ class _NumpyState:
         if not isinstance(generator, numpy.random.MT19937):
             return numpy.random.get_state(legacy=False)
         if generator is not self._generator:
-            self._generator, self._address, self._state = generator, generator.ctypes.state_address, None
-        now = ctypes.string_at(self._address, self._SIZE)
+            self._generator, self._state = generator, None
+            self._memory = (ctypes.c_char * self._SIZE).from_address(generator.ctypes.state_address)
+        now = self._memory.raw
         if self._state is None or self._state["has_gauss"] or now != self._bytes:
             self._bytes, self._state = now, numpy.random.get_state(legacy=False)
         return self._state
