@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import typing
@@ -143,16 +144,21 @@ def with_defaults(path: Path) -> Any:
     return config
 
 
-def nodes_with(name: str) -> list[tuple[Path, Any]]:
-    """Where the files list the settings of a class; `debug` only changes what others list."""
+@functools.cache
+def nodes() -> list[tuple[Path, Any]]:
+    """Every node of a config file that names a class of this package; `debug` only changes what others list."""
     return [
         (path, node)
         for path in sorted(CONF.rglob("*.yaml"))
         if path.parent.name != "debug"
         for _, node in target_nodes(with_defaults(path))
         if str(node["_target_"]).startswith("lightning_lockstep.")
-        and locate(node["_target_"]) is CLASSES[name]
     ]
+
+
+def nodes_with(name: str) -> list[tuple[Path, Any]]:
+    """Where the files list the settings of a class."""
+    return [(path, node) for path, node in nodes() if locate(node["_target_"]) is CLASSES[name]]
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -175,6 +181,7 @@ def test_a_config_file_has_the_names_and_defaults_of_the_signature(name: str) ->
         assert differing == {key for owner, key in OTHER_VALUE if owner == name}, path.name
 
 
+@functools.cache
 def settings_classes() -> dict[str, Any]:
     """Every class of the package whose name ends in Settings or Options."""
     found = {}
