@@ -11,12 +11,12 @@ import logging
 import sys
 
 import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import RecompileMonitor, StaticShapes
-from lightning_lockstep._lightning import LightningModule, Trainer, seed_everything
 
 RUNS = {
     "as they are": [],

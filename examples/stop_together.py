@@ -14,10 +14,10 @@ import signal
 import time
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import StopTogether, check_breakpoint, set_breakpoint
-from lightning_lockstep._lightning import LightningModule, Trainer
 
 
 class Module(LightningModule):

@@ -19,6 +19,34 @@ def test_the_plain_trainer(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_logging_in_order(tmp_path: Path) -> None:
+    outcome = run_script([EXAMPLES / "ordered_logging.py"], cwd=tmp_path, timeout=120)
+    assert outcome.returncode == 137, outcome.output
+    said = [line for line in outcome.output.splitlines() if "ordered_logging.py:" in line]
+    told = [
+        "only the main rank",
+        "all of us",
+        "part is 0",
+        "part is 10",
+        "part is 20",
+        "part is 30",
+        "only rank 3",
+    ]
+    assert [words for line in said for words in told if words in line.replace("my ", "")][:7] == told
+    assert "rank 1 did not log this line within 1.0 s" in outcome.output
+    assert "rank 2 of 4" in outcome.output
+    assert len(list((tmp_path / "ordered_logging").iterdir())) == 4
+
+
+def test_stopping_together(tmp_path: Path) -> None:
+    outcome = run_script([EXAMPLES / "stop_together.py"], cwd=tmp_path, timeout=120)
+    assert outcome.returncode == 0, outcome.output
+    ends = [line for line in outcome.stdout.splitlines() if line.startswith("rank ")]
+    assert len(ends) == 2, outcome.output
+    assert {line.partition(": ")[2] for line in ends} == {ends[0].partition(": ")[2]}
+    assert "breakpoint: rank 1: the loss looks odd" in ends[0]
+
+
 def test_the_research_project(tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(

@@ -113,6 +113,7 @@ ROOMS = {
 # Modules that users run with `python -m`.
 COMMANDS = {"lightning_lockstep.deepspeed.memory_estimate"}
 PAGES = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.py"))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -170,6 +171,50 @@ def test_a_page_names_nothing_private(path: Path) -> None:
         package, _, name = dotted.rpartition(".")
         if dotted not in COMMANDS and new_path(dotted) is None and name != "X":
             assert name in importlib.import_module(package).__all__, dotted
+
+
+def own_imports(path: Path) -> list[tuple[str, str]]:
+    """Module and name of each import of this package in a file; an ``import`` statement names no name."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found += [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+    return [(module, name) for module, name in found if module.partition(".")[0] == "lightning_lockstep"]
+
+
+def private_imports(path: Path) -> list[str]:
+    """What a file imports of this package beside what its public modules name."""
+    public = {
+        "lightning_lockstep",
+        "lightning_lockstep.train",
+        *(f"lightning_lockstep.{room}" for room in ROOMS),
+    }
+    return [
+        f"{module} {name}"
+        for module, name in own_imports(path)
+        if module not in public or (name and name not in importlib.import_module(module).__all__)
+    ]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_imports_nothing_private(path: Path) -> None:
+    """People begin with a copy of one."""
+    assert private_imports(path) == []
+
+
+def test_a_private_import_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "example.py"
+    for line in (
+        "from lightning_lockstep.logs.sender import sender_on",
+        "from lightning_lockstep.logs import logger",
+        "from lightning_lockstep import logs",
+        "from lightning_lockstep._lightning import Trainer",
+        "import lightning_lockstep._system",
+    ):
+        path.write_text(line)
+        assert len(private_imports(path)) == 1, line
 
 
 @pytest.mark.parametrize("room", ["callbacks", "strategies"])
