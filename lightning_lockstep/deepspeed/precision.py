@@ -136,6 +136,16 @@ def supported_precisions(device_type: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _reason(name: str, device_type: str) -> str:
+    """Return why a device does not support a precision that others do, as a sentence to add."""
+    kind = PRECISIONS.get(name)
+    if kind == "fp16" and device_type == "cpu":
+        return " This CPU has no arithmetic in float16 that torch uses; bfloat16 works on every CPU."
+    if kind == "bf16":
+        return f" This {device_type.upper()} computes in bfloat16 by emulation only."
+    return ""
+
+
 def resolve_deepspeed_precision(
     config: Mapping[str, Any], plugin: Precision, requested: str | None, device_type: str
 ) -> Precision:
@@ -156,7 +166,7 @@ def resolve_deepspeed_precision(
     if name not in supported:
         raise ConfigurationError(
             f"precision={name!r}: expected one that DeepSpeed supports on this {device_type.upper()}:"
-            f" {', '.join(supported)}."
+            f" {', '.join(supported)}.{_reason(name, device_type)}"
         )
     if (
         PRECISIONS[name] == "fp16"

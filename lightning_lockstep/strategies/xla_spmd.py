@@ -120,7 +120,8 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
             say(
                 f"lightning-lockstep: a batch of size {found[0]} is divided among {devices} devices, of which the last"
                 " ones get fewer samples or none; no sample is added or dropped. Each new batch size is compiled once"
-                " more: the callback StaticShapes drops or fills up such batches."
+                " more: StaticShapes(last_batch='drop') leaves such a batch of training out, last_batch='pad' fills it"
+                " up, evaluation_last_batch='pad' one of validation and test."
             )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
