@@ -55,7 +55,13 @@ def prepare(options: dict[str, Any]) -> list[str]:
     return []
 
 
-def compiler_that(does: str, folder: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compilers keep what they have made: the sources are compiled once for all tests."""
+    return tmp_path_factory.mktemp("objects")
+
+
+def compiler_that(does: str, folder: Path, objects: Path | None = None) -> dict[str, str]:
     """Variables for a compiler that notes each compilation with its rank, and does something first."""
     folder.mkdir(exist_ok=True)
     script = folder / "g++"
@@ -64,8 +70,15 @@ def compiler_that(does: str, folder: Path) -> dict[str, str]:
         'case " $* " in *" -c "*)\n'
         f'  echo "$RANK $*" >> {folder}/calls\n'
         f"  {does}\n"
+        '  for each in "$@"; do\n'
+        '    case "$before" in -c) source=$each;; -o) output=$each;; -MF) parts=$each;; esac\n'
+        "    before=$each\n"
+        "  done\n"
+        f"  kept={objects or folder}/$(basename $source)\n"
+        '  if [ -e $kept.o ]; then cp $kept.d "$parts" && exec cp $kept.o "$output"; fi\n'
         # Half the time of an optimised build, and the same files.
-        f'  exec {COMPILER} "$@" -O0 -g0\n'
+        f'  {COMPILER} "$@" -O0 -g0 && cp "$parts" $kept.d && exec cp "$output" $kept.o\n'
+        "  exit\n"
         "esac\n"
         f'exec {COMPILER} "$@"\n'
     )
@@ -108,8 +121,8 @@ def prepare_and_step(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @needs_deepspeed
 @needs_compiler
-def test_one_of_two_ranks_compiles_and_both_have_the_op(tmp_path: Path) -> None:
-    env = compiler_that("true", tmp_path)
+def test_one_of_two_ranks_compiles_and_both_have_the_op(tmp_path: Path, objects: Path) -> None:
+    env = compiler_that("true", tmp_path, objects)
     stale = lock_at(tmp_path / "ops" / OP / "lock")
     outcomes = run_ranks_raw(2, prepare_and_step, {"remove_stale_locks": True}, env=env, timeout=300)
     assert [outcome.value for outcome in outcomes] == [{"told": [], "same": True}] * 2, describe(outcomes)
@@ -154,9 +167,9 @@ def fit_with_its_own_optimizer() -> list[str]:
 @needs_deepspeed
 @needs_compiler
 def test_an_optimizer_that_configure_optimizers_makes_is_built_by_one_rank_behind_no_lock(
-    tmp_path: Path,
+    tmp_path: Path, objects: Path
 ) -> None:
-    env = compiler_that("sleep 5", tmp_path)
+    env = compiler_that("sleep 5", tmp_path, objects)
     lock = lock_at(tmp_path / "ops" / OP / "lock")
     texts = run_ranks(2, fit_with_its_own_optimizer, env=env, backend=None, timeout=120)
     assert texts[0] == texts[1]

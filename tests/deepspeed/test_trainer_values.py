@@ -239,7 +239,9 @@ def test_a_cpu_without_float16_is_told_of_no_setting_of_float16(monkeypatch: pyt
     monkeypatch.setattr(precision_module, "cpu_has_float16", lambda: False)
     said = refused_precision({"zero_optimization": {"stage": 0}}, "16-mixed")
     assert said.startswith("precision='16-mixed': expected one that DeepSpeed supports on this CPU: 32-true")
-    assert said.endswith("This CPU has no arithmetic in float16 that torch uses; bfloat16 works on every CPU.")
+    assert said.endswith(
+        "This CPU has no arithmetic in float16 that torch uses; bfloat16 works on every CPU."
+    )
 
 
 def test_what_deepspeed_would_choose_otherwise_is_what_the_trainer_does() -> None:
