@@ -174,6 +174,7 @@ def stuck(grace: float) -> str:
     return "never"
 
 
+@pytest.mark.slow  # waits
 def test_a_rank_that_cannot_be_reached_is_ended_by_force_with_the_report() -> None:
     outcomes = run_ranks_raw(2, stuck, 2.0, timeout=60)
     assert not any(outcome.killed_by_helper for outcome in outcomes)
@@ -248,6 +249,7 @@ def prune_and_end(grace: float) -> str:
     return "works on"
 
 
+@pytest.mark.slow  # waits
 def test_a_program_that_has_caught_an_error_on_all_ranks_may_do_something_else_and_end() -> None:
     outcomes = run_ranks_raw(3, prune_and_end, 1.0, timeout=60)
     assert [(outcome.value, outcome.returncode) for outcome in outcomes] == [("works on", 0)] * 3, outcomes
@@ -262,6 +264,7 @@ def raise_alike_and_hang(grace: float) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow  # waits
 def test_an_error_that_nobody_catches_on_any_rank_ends_them_all_in_time() -> None:
     outcomes = run_ranks_raw(2, raise_alike_and_hang, 0.5, timeout=60)
     assert [outcome.returncode for outcome in outcomes] == [1, 1], outcomes

@@ -47,6 +47,7 @@ def test_a_probe_that_fails_says_why() -> None:
     assert probed.facts == {} and "No module named" in probed.error
 
 
+@pytest.mark.slow  # imports DeepSpeed
 @needs_deepspeed
 @needs_compiler
 def test_deepspeed_as_it_is_installed_here() -> None:
