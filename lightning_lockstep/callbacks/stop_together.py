@@ -205,22 +205,25 @@ class StopTogether(Callback):
         trainer.should_stop = True
 
     def _save_and_end(self, trainer: Any, reason: str) -> None:
-        path = self._save(trainer, reason)
+        requeues = requeue_signal(cluster_environment_of(trainer))
+        if requeues is not None and f"received {requeues.name}" not in reason:
+            requeues = None
+        path = self._save(trainer, requeues)
         if self._file_watch is not None:
             self._file_watch.remove_file()
-        if self.exit_code is None:
-            self._warn(trainer, f"All ranks leave after this batch; resume from {path}. {reason}")
-            return
-        self._warn(
-            trainer, f"All ranks end here with exit code {self.exit_code}; resume from {path}. {reason}"
+        goes_on = (
+            "; resume from" if requeues is None else "; Slurm was asked to requeue the job, to resume from"
         )
+        if self.exit_code is None:
+            self._warn(trainer, f"All ranks leave after this batch{goes_on} {path}. {reason}")
+            return
+        self._warn(trainer, f"All ranks end here with exit code {self.exit_code}{goes_on} {path}. {reason}")
         expect_exit(self.exit_code)
         raise Preempted(reason, self.exit_code, path)
 
-    def _save(self, trainer: Any, reason: str) -> str:
+    def _save(self, trainer: Any, requeues: signal.Signals | None) -> str:
         assert self._communicator is not None
-        requeues = requeue_signal(cluster_environment_of(trainer))
-        if requeues is not None and f"received {requeues.name}" in reason:
+        if requeues is not None:
             requeued: str = self._communicator.broadcast(save_and_requeue(trainer, requeues))
             return requeued
         folder = self.dirpath or getattr(trainer.checkpoint_callback, "dirpath", None)

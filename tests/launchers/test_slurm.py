@@ -145,8 +145,8 @@ def test_a_requeued_job_goes_on_where_it_was(
     output = slurm.output(tmp_path, job)
     steps = [int(step) for step in re.findall(r"^step (\d+)", output, re.MULTILINE)]
     assert steps == list(range(40)), output
-    saved = re.search(r"resume from (\S+\.ckpt)", output)
-    assert saved is not None and Path(saved[1]).is_file()
+    saved = re.findall(r"Slurm was asked to requeue the job, to resume from (\S+\.ckpt)", output)
+    assert len(saved) == 1 and Path(saved[0]).is_file()
     ranks = 4 if options == TWO_NODES else 2
     expected = [f"rank {rank} of {ranks}: SlurmStepEnvironment 40" for rank in range(ranks)]
     assert sorted(re.findall(r"rank \d of \d: .*", output)) == expected
