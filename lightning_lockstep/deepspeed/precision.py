@@ -142,7 +142,7 @@ def _reason(name: str, device_type: str) -> str:
     if kind == "fp16" and device_type == "cpu":
         return " This CPU has no arithmetic in float16 that torch uses; bfloat16 works on every CPU."
     if kind == "bf16":
-        return f" This {device_type.upper()} computes in bfloat16 by emulation only."
+        return " This GPU computes in bfloat16 by emulation only."
     return ""
 
 

@@ -244,6 +244,15 @@ def test_a_cpu_without_float16_is_told_of_no_setting_of_float16(monkeypatch: pyt
     )
 
 
+def test_a_gpu_that_emulates_bfloat16_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_deepspeed_precision({}, Precision(), "bf16-mixed", "cuda")
+    assert str(caught.value).endswith(
+        "32-true, 16-true, 16-mixed. This GPU computes in bfloat16 by emulation only."
+    )
+
+
 def test_what_deepspeed_would_choose_otherwise_is_what_the_trainer_does() -> None:
     config = full({"zero_optimization": {"stage": 2}})
     assert config.pop("steps_per_print") > 10**9
