@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.children import save_imports
 from tests.helpers.leaks import LeakCheck
 from tests.helpers.ranks import stop_server
-from tests.helpers.selection import group_of, starts_programs
+from tests.helpers.selection import group_of, starts_programs, without_group
 
 save_imports()
 
@@ -63,6 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = quick
     else:
         items[:] = slow + quick
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Report a test under the name by which ``--last-failed`` and the command line find it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker compares it with the name that has the group
+        report.nodeid = without_group(report.nodeid)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:

@@ -16,8 +16,7 @@ from typing import Any
 
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import ranks_in_words
-from lightning_lockstep.distributed.communicator import Communicator
-from lightning_lockstep.distributed.side_channel.base import Message
+from lightning_lockstep.distributed.side_channel.base import Message, SideChannel
 from lightning_lockstep.distributed.torch_communicator import current_communicator
 from lightning_lockstep.errors import CollectiveStallError, RankFailedError
 
@@ -60,8 +59,9 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
     if communicator.world_size == 1:
         yield communicator.rank
         return
-    sections = _sections_of(communicator)
-    section = sections.enter(per_node=per_node, timeout=timeout)
+    sections = communicator.side_channel.own(RankOrderedSections)
+    queue = f"node {communicator.node_rank} {communicator.host}" if per_node else _ALL_RANKS
+    section = sections.enter(queue, timeout=timeout)
     try:
         yield communicator.rank
     except BaseException as error:
@@ -113,14 +113,13 @@ class RankOrderedSections:
     """Lets the ranks into one section after the other, in rank order.
 
     Args:
-        communicator: The communicator of the run.
+        channel: The side channel of the run.
 
     Ranks: one object on every rank; a section costs 4 messages per rank.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._channel = communicator.side_channel
-        self._node = f"node {communicator.node_rank} {communicator.host}"
+    def __init__(self, channel: SideChannel) -> None:
+        self._channel = channel
         self._entered = 0
         self._sections: dict[int, _Section] = {}  # on rank 0
         self._answers: dict[tuple[int, str], Any] = {}
@@ -128,11 +127,11 @@ class RankOrderedSections:
         self._channel.on(_REPORTS, self._on_report)
         self._channel.on(_ANSWERS, self._on_answer)
 
-    def enter(self, *, per_node: bool, timeout: float) -> int:
+    def enter(self, queue: str, *, timeout: float) -> int:
         """Wait until this rank may start and return the number of the section.
 
         Args:
-            per_node: Whether each node has its own queue.
+            queue: The ranks that name the same one run one after the other.
             timeout: Longest wait [s].
 
         Raises:
@@ -142,7 +141,7 @@ class RankOrderedSections:
         Ranks: every rank.
         """
         section, self._entered = self._entered, self._entered + 1
-        self._report(section, "arrived", self._node if per_node else _ALL_RANKS)
+        self._report(section, "arrived", queue)
         errors = self._answer(section, "start", timeout)
         if errors:
             self._report(section, "finished", "")
@@ -218,14 +217,3 @@ def _failure(errors: dict[str, str]) -> RankFailedError:
     rank, text = min(errors.items(), key=lambda item: int(item[0]))
     last = text.rstrip().splitlines()[-1] if text.strip() else "no reason given"
     return RankFailedError(f"rank {rank} failed in in_rank_order(): {last}\n\n{text.rstrip()}")
-
-
-_current: tuple[Communicator, RankOrderedSections] | None = None
-
-
-def _sections_of(communicator: Communicator) -> RankOrderedSections:
-    """Return the sections of a communicator; the same object while it is the current one."""
-    global _current
-    if _current is None or _current[0] is not communicator:
-        _current = (communicator, RankOrderedSections(communicator))
-    return _current[1]

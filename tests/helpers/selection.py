@@ -36,6 +36,12 @@ def group_of(item: pytest.Item) -> str | None:
     return None
 
 
+def without_group(nodeid: str) -> str:
+    """Return the name of a test without the group that pytest-xdist adds, as in ``test_x.py::test_y[1]@mpi``."""
+    name, _, group = nodeid.rpartition("@")
+    return name if "::" in name and "]" not in group else nodeid
+
+
 def _reaches(item: pytest.Item, names: frozenset[str]) -> bool:
     """Whether a test, a function of the tests that it calls or a fixture that it asks for uses one of the names."""
     seen: set[FunctionType] = set()

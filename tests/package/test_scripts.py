@@ -6,6 +6,7 @@ import os
 import pty
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,82 @@ def test_pip_shows_its_progress_on_a_terminal_only(project: Path, on_a_terminal:
     calls = (project / "pip.log").read_text().splitlines()
     assert len(calls) == 3
     assert all((" -qq " in call) is not on_a_terminal for call in calls)
+
+
+FAILING = """
+import pytest
+
+@pytest.fixture
+def broken():
+    raise OSError("no such thing")
+
+def test_passes():
+    pass
+
+@pytest.mark.parametrize("size", [2])
+def test_compares(size):
+    assert size == 3, "too small: " + "x" * 1000
+
+def test_needs(broken):
+    pass
+"""
+
+
+def test_what_failed_is_listed_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(FAILING)
+    report = tmp_path / "report.xml"
+    quiet = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    subprocess.run(
+        [sys.executable, *quiet, f"--junitxml={report}", "test_some.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=120,
+    )
+    listed = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "failures.py", report, tmp_path / "absent.xml"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert listed[0].startswith("FAILURE test_some::test_compares[2]: AssertionError: too small: xxx")
+    assert listed[0].endswith("xxx ...")
+    assert listed[1].startswith("ERROR test_some::test_needs: ")
+    assert "OSError: no such thing" in listed[1]
+    assert listed[2:] == [f"no report {tmp_path / 'absent.xml'}: pytest did not come to its end"]
+
+
+GROUPED = """
+import pytest
+
+@pytest.mark.xdist_group("mpi")
+@pytest.mark.parametrize("address", ["user@host"])
+def test_fails(address):
+    assert False
+
+@pytest.mark.parametrize("address", ["user@host"])
+def test_passes(address):
+    pass
+"""
+
+
+def test_a_failed_test_of_a_group_is_the_one_that_runs_once_more(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_runtest_logreport")
+    (tmp_path / "test_some.py").write_text(GROUPED)
+
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+    def pytest_(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *arguments, "test_some.py"],
+            cwd=tmp_path,
+            env={**env, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return done.stdout
+
+    first = pytest_("-n", "1", "--dist", "loadgroup")
+    assert "FAILED test_some.py::test_fails[user@host] - " in first, first
+    again = pytest_("-n", "0", "--last-failed", "--collect-only")
+    assert [line for line in again.splitlines() if "::" in line] == ["test_some.py::test_fails[user@host]"]
