@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import psutil
@@ -20,6 +22,10 @@ save_imports()
 # process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Ranks that tests kill in the middle of a build leave its lock, for which all later builds would wait.
+_BUILDS = os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="lockstep-test-builds-")
 
 
 @pytest.fixture(autouse=True)
@@ -83,5 +89,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_sessionfinish() -> None:
-    """End the process that ranks are forked from."""
+    """End the process that ranks are forked from, and remove what they have compiled."""
     stop_server()
+    shutil.rmtree(_BUILDS, ignore_errors=True)

@@ -51,7 +51,7 @@ CASES = [pytest.param(ranks, name, id=f"{name}_of_{ranks}") for ranks in (2, 3) 
 
 
 def write(folder: Path, ranks: int) -> Path:
-    run_ranks(ranks, write_checkpoints, str(folder), names(ranks), timeout=300, env={"DS_ACCELERATOR": "cpu"})
+    run_ranks(ranks, write_checkpoints, str(folder), names(ranks), timeout=120, env={"DS_ACCELERATOR": "cpu"})
     return folder
 
 
