@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST = 500  # characters of an error
+LONGEST = 200  # characters of an error
 
 
 def failures(report: Path) -> Iterator[str]:
