@@ -24,8 +24,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Ranks that tests kill in the middle of a build leave its lock, for which all later builds would wait.
-_BUILDS = os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="lockstep-test-builds-")
+def pytest_configure(config: pytest.Config) -> None:
+    """Have torch compile into a folder of this run.
+
+    A rank that a test kills in the middle of a build leaves its lock, for which all later builds would wait.
+    """
+    folder = os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="lockstep-test-builds-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +94,5 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 
 def pytest_sessionfinish() -> None:
-    """End the process that ranks are forked from, and remove what they have compiled."""
+    """End the process that ranks are forked from."""
     stop_server()
-    shutil.rmtree(_BUILDS, ignore_errors=True)

@@ -192,3 +192,17 @@ def _runs(pid: int) -> bool:
 def test_a_function_that_cannot_travel_is_refused() -> None:
     with pytest.raises(TypeError, match="top level of a module"):
         run_ranks(1, lambda: None)
+
+
+def where_torch_compiles() -> str:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return _get_build_directory("some_op", verbose=False)
+
+
+def test_what_ranks_compile_is_gone_after_the_run() -> None:
+    """The lock of a build that was killed would hold up every later run."""
+    [folder] = run_ranks(1, where_torch_compiles, backend=None)
+    assert Path(folder).is_dir()
+    assert Path(folder).is_relative_to(os.environ["TORCH_EXTENSIONS_DIR"])
+    assert "lockstep-test-builds-" in folder
