@@ -20,6 +20,7 @@ GROUND = {
     "errors",
     "_exports",
     "_lightning",
+    "_doors",
     "_environment",
     "_settings",
     "_system",
@@ -51,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "_registry": {"_lightning", "_program"},
     "errors": set(),
     "_lightning": set(),
+    "_doors": {"errors"},
     "_environment": {"errors"},
     "_settings": {"errors"},
     "_system": {"errors"},
@@ -216,7 +218,7 @@ def foreign_private_names(package: Path) -> list[str]:
         if name.startswith("lightning_lockstep.")
         and name.split(".")[1] != room_of(path, package)
         and any(part.startswith("_") for part in name.split(".")[2:])
-        and name.split(".")[1] != "_lightning"
+        and name.split(".")[1] not in ("_lightning", "_doors")
     ]
 
 
