@@ -12,8 +12,6 @@ def say(text: str) -> None:
     """Print ``text`` in one piece, so that lines of other processes do not get into it.
 
     A stream that is closed, full or a broken pipe ends no run: what cannot be written is dropped.
-
-    Ranks: any rank, alone; the callers let rank 0 speak.
     """
     with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text if text.endswith("\n") else f"{text}\n")

@@ -31,11 +31,7 @@ RANK_CONFIG = "LOCKSTEP_RANK_CONFIG"
 
 
 def log_level() -> str | None:
-    """Return ``LOCKSTEP_LOG_LEVEL`` in upper case, or ``None`` when it is not set.
-
-    Raises:
-        ConfigurationError: It is set to something that is not the name of a level.
-    """
+    """Return ``LOCKSTEP_LOG_LEVEL`` in upper case, or ``None`` when it is not set."""
     given = os.environ.get("LOCKSTEP_LOG_LEVEL")
     if not given:
         return None

@@ -72,21 +72,12 @@ MOVED: dict[str, str] = {
 
 
 def exports_of(room: str) -> dict[str, str]:
-    """Return the part of `EXPORTS` that the modules of one folder define.
-
-    Args:
-        room: Name of the folder.
-    """
+    """Return the part of `EXPORTS` that the modules of one folder define."""
     return {name: module for name, module in EXPORTS.items() if module.startswith(f"{room}.")}
 
 
 def lazy(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package whose names are loaded when first used.
-
-    Args:
-        package: Its `__name__`.
-        names: Its public names, each with the module that defines it, below `lightning_lockstep`.
-    """
+    """Return `__getattr__` and `__dir__` of a package whose names are loaded when first used."""
 
     def load(name: str) -> Any:
         if name not in names:
@@ -99,20 +90,12 @@ def lazy(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], 
 
 
 def public(name: str) -> Any:
-    """Return what the package exports as ``name``, loaded now: for a room below the one that defines it.
-
-    Args:
-        name: As a configuration would name it.
-    """
+    """Return what the package exports as ``name``, loaded now: for a room below the one that defines it."""
     return getattr(import_module(f"lightning_lockstep.{EXPORTS[name]}"), name)
 
 
 def keep_old_paths(room: str) -> None:
-    """Let the old modules of one folder be imported, each with the names that `MOVED` has for it.
-
-    Args:
-        room: Name of the folder.
-    """
+    """Let the old modules of one folder be imported, each with the names that `MOVED` has for it."""
     for old in MOVED:
         if old.startswith(f"{room}."):
             path = f"lightning_lockstep.{old}".rpartition(".")[0]
@@ -130,20 +113,11 @@ def _load_moved(path: str, name: str) -> Any:
 
 
 def new_path(old: str) -> str | None:
-    """Return the public path of what an old path names, or `None` if it is not an old one.
-
-    Args:
-        old: The whole path, as in a `_target_`.
-    """
+    """Return the public path of what an old path names, or `None` if it is not an old one."""
     new = MOVED.get(old.removeprefix("lightning_lockstep."))
     return f"lightning_lockstep.{new}" if new else None
 
 
 def renamed(old: str, new: str) -> str:
-    """Return the sentence that says what to write instead of an old name.
-
-    Args:
-        old: As it was written so far.
-        new: As it is written now.
-    """
+    """Return the sentence that says what to write instead of an old name."""
     return f"{old} is now {new}; the old name is removed after the next release."

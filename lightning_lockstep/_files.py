@@ -12,15 +12,7 @@ __all__ = ["write_report", "write_whole"]
 
 
 def write_whole(path: Path, content: str | bytes) -> str | None:
-    """Write a file beside its place and move it there, so that whoever looks finds all of it.
-
-    Args:
-        path: Its place. The folder is made if it does not exist.
-        content: What is to stand in it; text as UTF-8.
-
-    Returns:
-        Why that was not possible, such as ``No space left on device``, or ``None``. What stood there before stays then.
-    """
+    """Write a file beside its place and move it there, so that whoever looks finds all of it."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,12 +27,6 @@ def write_whole(path: Path, content: str | bytes) -> str | None:
 
 def write_report(path: Path, content: str | bytes) -> None:
     """Write a report for whoever looks into the folder of a run later, and print why where that is not possible.
-
-    Args:
-        path: As for :func:`write_whole`.
-        content: As for :func:`write_whole`.
-
-    Ranks: the rank whose report it is, mostly rank 0; the others go on alike whether it could be written or not.
     """
     why = write_whole(path, content)
     if why is not None:

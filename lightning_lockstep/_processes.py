@@ -59,13 +59,7 @@ class Completed:
 def run_program(
     command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None
 ) -> Completed:
-    """Run a program in a group of its own and wait for it; what it has started ends with it.
-
-    Args:
-        command: Program and arguments.
-        timeout: Longest time [s].
-        environment: Its variables; by default those of this process.
-    """
+    """Run a program in a group of its own and wait for it; what it has started ends with it."""
     # Files, not pipes: a pipe is only at its end when the last process that a program has left behind is.
     with memory_file() as output, memory_file() as errors:
         try:
@@ -100,11 +94,7 @@ def end_programs() -> None:
 
 
 def end_group(pid: int) -> None:
-    """End all processes of a group at once.
-
-    Args:
-        pid: Of the process that leads it.
-    """
+    """End all processes of a group at once."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -117,12 +107,7 @@ def memory_file() -> IO[bytes]:
 
 
 def text_of(file: IO[bytes], most: int = -1) -> str:
-    """Return what has been written to a file, from its beginning; who writes to it may go on meanwhile.
-
-    Args:
-        file: Such as :func:`memory_file` returns.
-        most: More than this is not read [bytes]; by default all is.
-    """
+    """Return what has been written to a file, from its beginning; who writes to it may go on meanwhile."""
     size = os.fstat(file.fileno()).st_size
     # Not read(), which moves the place where the other process writes next.
     return os.pread(file.fileno(), size if most < 0 else min(most, size), 0).decode("utf-8", "replace")

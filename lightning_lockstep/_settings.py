@@ -22,11 +22,7 @@ _Settings = TypeVar("_Settings")
 
 
 class Faults:
-    """Collects what is wrong with a set of settings.
-
-    Args:
-        owner: Put before each fault where the names alone do not say whose they are, such as a class.
-    """
+    """Collects what is wrong with a set of settings."""
 
     def __init__(self, owner: str = "") -> None:
         self._before = f"{owner}: " if owner else ""
@@ -37,27 +33,13 @@ class Faults:
         self.texts.append(self._before + text)
 
     def check(self, is_right: bool, name: str, given: object, expected: str) -> bool:
-        """Add ``name=given: expected <expected>.`` unless it is right; returns whether it is.
-
-        Args:
-            is_right: Whether the value can be used.
-            name: Of the setting.
-            given: Its value.
-            expected: What it has to be, without the full stop.
-        """
+        """Add ``name=given: expected <expected>.`` unless it is right; returns whether it is."""
         if not is_right:
             self.add(f"{name}={given!r}: expected {expected}.")
         return is_right
 
     def choice(self, name: str, given: object, choices: Sequence[object], *, more: str = "") -> bool:
-        """Check that a value is one of several.
-
-        Args:
-            name: Of the setting.
-            given: Its value.
-            choices: What it may be.
-            more: What else it may be, in words, such as ``or a function``.
-        """
+        """Check that a value is one of several."""
         if any(given is choice or given == choice for choice in choices):
             return True
         listed = " ".join(filter(None, [", ".join(map(repr, choices)), more]))
@@ -80,19 +62,7 @@ class Faults:
         such_as: object = None,
         optional: bool = False,
     ) -> bool:
-        """Check a finite number.
-
-        Args:
-            name: Of the setting.
-            given: Its value.
-            what: What it is, with its unit, such as ``seconds``.
-            least: Smallest value.
-            above: It must be larger than this.
-            below: It must be smaller than this.
-            most: Largest value.
-            such_as: An example.
-            optional: Whether ``None`` is right too.
-        """
+        """Check a finite number."""
         bounds = [
             (bound, holds, text.format(bound))
             for bound, holds, text in (
@@ -120,17 +90,7 @@ class Faults:
         such_as: object = None,
         optional: bool = False,
     ) -> bool:
-        """Check a whole number; ``True`` and ``False`` are none.
-
-        Args:
-            name: Of the setting.
-            given: Its value.
-            least: Smallest value.
-            most: Largest value.
-            what: What it is, such as ``a whole number of checks``.
-            such_as: An example.
-            optional: Whether ``None`` is right too.
-        """
+        """Check a whole number; ``True`` and ``False`` are none."""
         is_right = is_whole(given) and given >= least and (most is None or given <= most)
         expected = f"{what} from {least}" + ("" if most is None else f" to {most}")
         return self.check(
@@ -138,24 +98,12 @@ class Faults:
         )
 
     def flag(self, name: str, given: object, *, optional: bool = False) -> bool:
-        """Check a truth value.
-
-        Args:
-            name: Of the setting.
-            given: Its value.
-            optional: Whether ``None`` is right too.
-        """
+        """Check a truth value."""
         is_right = isinstance(given, bool) or (optional and given is None)
         return self.check(is_right, name, given, "true or false" + (", or None" if optional else ""))
 
     def unknown(self, given: Iterable[str], known: Iterable[str], *, owner: str) -> None:
-        """Add a fault for each name that is not known, with the nearest right ones.
-
-        Args:
-            given: Names that were given.
-            known: All names there are.
-            owner: Whose options they are, such as a class.
-        """
+        """Add a fault for each name that is not known, with the nearest right ones."""
         names = list(known)
         for name in given:
             if name not in names:
@@ -163,11 +111,7 @@ class Faults:
                 self.add(f"{owner} has no option {name!r}.{near}")
 
     def raise_all(self) -> None:
-        """Raise what was collected.
-
-        Raises:
-            ConfigurationError: At least one fault was found; it holds all of them.
-        """
+        """Raise what was collected."""
         if self.texts:
             raise ConfigurationError(self.texts)
 
@@ -176,64 +120,34 @@ def settings_of(cls: type[_Settings], given: Mapping[str, Any]) -> _Settings:
     """Return the settings of a class out of values by name; what is none of its fields is left out.
 
     A constructor gives it ``locals()``: a test holds its signature to the names, types and defaults of the fields.
-
-    Args:
-        cls: A settings class.
-        given: The values.
-
-    Raises:
-        ConfigurationError: One message with every value that cannot be used.
     """
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
     return cls(**{field.name: given[field.name] for field in fields if field.name in given})
 
 
 def did_you_mean(given: str, known: Iterable[str], *, most: int = 2) -> str:
-    """Return `` Did you mean 'this' or 'that'?`` with the nearest known names, or nothing if none is near.
-
-    Args:
-        given: What was given; upper and lower case count alike.
-        known: What would have been right.
-        most: How many names to say at most.
-    """
+    """Return `` Did you mean 'this' or 'that'?`` with the nearest known names, or nothing if none is near."""
     near = _near(given, known, most)
     return " Did you mean " + " or ".join(map(repr, near)) + "?" if near else ""
 
 
 def nearest(given: str, known: Iterable[str]) -> str | None:
-    """Return the known name nearest to ``given``, or ``None`` if none is near.
-
-    Args:
-        given: What was given; upper and lower case count alike.
-        known: What would have been right.
-    """
+    """Return the known name nearest to ``given``, or ``None`` if none is near."""
     return next(iter(_near(given, known, 1)), None)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether ``value`` is a finite number; truth values are none.
-
-    Args:
-        value: Anything.
-    """
+    """Return whether ``value`` is a finite number; truth values are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Return whether ``value`` is a whole number; truth values are none.
-
-    Args:
-        value: Anything.
-    """
+    """Return whether ``value`` is a whole number; truth values are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number of another library, such as NumPy, as Python's own; anything else as it is.
-
-    Args:
-        value: Anything.
-    """
+    """Return a number of another library, such as NumPy, as Python's own; anything else as it is."""
     if type(value) in (bool, int, float) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)

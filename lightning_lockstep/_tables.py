@@ -9,12 +9,7 @@ __all__ = ["plain_table"]
 
 
 def plain_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return an indented table without lines, colours or trailing blanks, as wide as its cells need.
-
-    Args:
-        headings: Of the columns.
-        rows: The cells of each row.
-    """
+    """Return an indented table without lines, colours or trailing blanks, as wide as its cells need."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

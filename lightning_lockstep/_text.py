@@ -19,22 +19,12 @@ __all__ = [
 
 
 def counted(number: int, what: str, plural: str = "") -> str:
-    """Return a number of things: ``1 rank``, ``2 ranks``, ``0 batches``, ``1,654 samples``.
-
-    Args:
-        number: How many.
-        what: The noun in the singular.
-        plural: Its plural where that is not the singular with an ``s``.
-    """
+    """Return a number of things: ``1 rank``, ``2 ranks``, ``0 batches``, ``1,654 samples``."""
     return f"{number:,} {what if number == 1 else plural or f'{what}s'}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return whole numbers in short, in rising order: ``3``, ``0-7``, ``0-2,5``.
-
-    Args:
-        numbers: In any order; a number that comes twice counts once.
-    """
+    """Return whole numbers in short, in rising order: ``3``, ``0-7``, ``0-2,5``."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -45,21 +35,13 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return ranks as a subject: ``rank 3``, ``ranks 0-7``, ``ranks 0-2,5``.
-
-    Args:
-        ranks: In any order, at least one.
-    """
+    """Return ranks as a subject: ``rank 3``, ``ranks 0-7``, ``ranks 0-2,5``."""
     different = set(ranks)
     return f"{'rank' if len(different) == 1 else 'ranks'} {ranges(different)}"
 
 
 def size_in_words(size: float | None) -> str:
-    """Return a number of bytes with three digits, such as ``1.50 GiB``; a dash for ``None``.
-
-    Args:
-        size: [bytes].
-    """
+    """Return a number of bytes with three digits, such as ``1.50 GiB``; a dash for ``None``."""
     if size is None:
         return "-"
     for unit, length in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -72,9 +54,6 @@ def size_in_words(size: float | None) -> str:
 
 def time_in_words(seconds: float) -> str:
     """Return a time with about two digits: ``40 us``, ``1.8 ms``, ``3.5 s``, ``12 s``, ``3 min``, ``5 h``, ``2 d``.
-
-    Args:
-        seconds: [s].
     """
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -85,32 +64,20 @@ def time_in_words(seconds: float) -> str:
 
 
 def listed(texts: Sequence[str], most: int) -> str:
-    """Return the first of ``texts`` with commas between them, and how many more there are.
-
-    Args:
-        texts: In the order in which they are to be read.
-        most: How many of them to show.
-    """
+    """Return the first of ``texts`` with commas between them, and how many more there are."""
     more = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def first_line(said: BaseException | str) -> str:
     """Return the first line of a text or of an error's message that is not blank; of an empty error its type.
-
-    Args:
-        said: An error, or what a program has printed.
     """
     lines = (line.strip() for line in str(said).splitlines())
     return next((line for line in lines if line), "" if isinstance(said, str) else type(said).__name__)
 
 
 def exit_in_words(returncode: int) -> str:
-    """Return how a process ended: ``exit code 1``, ``killed by SIGKILL``.
-
-    Args:
-        returncode: As :class:`subprocess.Popen` gives it: negative for a signal.
-    """
+    """Return how a process ended: ``exit code 1``, ``killed by SIGKILL``."""
     if returncode >= 0:
         return f"exit code {returncode}"
     with suppress(ValueError):

@@ -44,17 +44,7 @@ def _names(config: DictConfig, group: str) -> list[str]:
 
 
 def build(config: DictConfig, *, own_callbacks: list[Any]) -> Components:
-    """Make model, data and Trainer.
-
-    Args:
-        config: The frozen configuration of the run.
-        own_callbacks: Callbacks of the application itself.
-
-    Raises:
-        ConfigurationError: One message with what every constructor objects to.
-
-    Ranks: every rank, alike; nothing is communicated.
-    """
+    """Make model, data and Trainer."""
     faults: list[str] = []
     made = {key: _make(key, _node(config, key), faults) for key in component_keys(config) if key != "trainer"}
     callbacks = [made[key] for key in made if key.startswith(("callbacks.", "checkpoint."))]

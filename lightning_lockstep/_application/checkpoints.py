@@ -19,13 +19,7 @@ _BEGUN = ".begun"
 
 
 def note_begin(run_folder: Path) -> None:
-    """Leave a file in a run folder whose time is that at which the first attempt of the run began.
-
-    Args:
-        run_folder: The folder.
-
-    Ranks: rank 0 only, for all.
-    """
+    """Leave a file in a run folder whose time is that at which the first attempt of the run began."""
     with suppress(
         OSError
     ):  # it exists already; or nothing can be written: then only files in the folder are the run's
@@ -33,13 +27,7 @@ def note_begin(run_folder: Path) -> None:
 
 
 def checkpoint_folders(config: DictConfig, *, run_folder: Path, started_in: Path) -> list[Path]:
-    """Return where the components of a run, and Lightning after a signal of Slurm, save checkpoints.
-
-    Args:
-        config: Configuration of the job, with its `hydra` node.
-        run_folder: Folder of the run that begins.
-        started_in: Folder that relative paths are relative to.
-    """
+    """Return where the components of a run, and Lightning after a signal of Slurm, save checkpoints."""
     parts = [part for group in ("checkpoint", "callbacks") for part in _nodes(config.get(group))]
     given = [OmegaConf.select(part, "dirpath") for part in parts]
     root = OmegaConf.select(config, "trainer.default_root_dir")
@@ -56,21 +44,7 @@ def _nodes(group: object) -> Iterable[DictConfig]:
 def find_checkpoint(
     given: str | None, *, run_folder: Path, started_in: Path, folders: Sequence[Path] = ()
 ) -> str | None:
-    """Return the file, or the folder that DeepSpeed has written, that `ckpt_path` means.
-
-    Args:
-        given: `None`, a checkpoint, a run folder, an address such as `s3://...`, `auto` for the newest checkpoint of
-            this run from which a fit can go on, if there is one, or `last` for the newest `last.ckpt` of this run
-            folder or of those beside it.
-        run_folder: Folder of the run that begins.
-        started_in: Folder that relative paths are relative to.
-        folders: Where the run saves checkpoints, beside its folder.
-
-    Raises:
-        ConfigurationError: There is no such file.
-
-    Ranks: rank 0 only, for all.
-    """
+    """Return the file, or the folder that DeepSpeed has written, that `ckpt_path` means."""
     if given is None or "://" in given:
         return given
     if given == "auto":

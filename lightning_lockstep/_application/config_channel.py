@@ -37,16 +37,7 @@ _LOOK_EVERY = 0.05
 
 @dataclass(frozen=True)
 class ExternalRanks:
-    """Processes of one job that somebody else has started.
-
-    Attributes:
-        rank: This one among them.
-        count: How many there are; `None` where each is the first of its node and will start others.
-        per_node: How many there are on this node, as far as is known.
-        address: Host of rank 0.
-        port: Port on it.
-        name: What all of them have in common, and those of no other job.
-    """
+    """Processes of one job that somebody else has started."""
 
     rank: int
     count: int | None
@@ -57,10 +48,7 @@ class ExternalRanks:
 
 
 def external_ranks() -> ExternalRanks | None:
-    """Return who this process is among those that were started together, or `None` if it is alone.
-
-    Ranks: any rank; reads environment variables.
-    """
+    """Return who this process is among those that were started together, or `None` if it is alone."""
     environment = detect_environment()
     if environment.creates_processes_externally:
         count = environment.world_size()
@@ -123,13 +111,7 @@ class Message:
 
 
 class ConfigChannel:
-    """Carries the messages of rank 0 to the others, in order.
-
-    Args:
-        ranks: The processes of this job; `None` makes a channel without receivers.
-
-    Ranks: one on each rank; rank 0 sends, the others receive.
-    """
+    """Carries the messages of rank 0 to the others, in order."""
 
     def __init__(self, ranks: ExternalRanks | None) -> None:
         self.ranks = ranks
@@ -139,10 +121,7 @@ class ConfigChannel:
         self._prefix = f"lockstep/config/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def send(self, message: Message) -> None:
-        """Send the next message to all other ranks.
-
-        Ranks: rank 0. One write to the store.
-        """
+        """Send the next message to all other ranks."""
         if self.ranks is None:
             return
         if (
@@ -162,16 +141,7 @@ class ConfigChannel:
         self._sent_last = message.last
 
     def close(self, exit_code: int, *, unusable: bool, wait: bool = True) -> None:
-        """Let the other ranks end, unless they know that the job they have was the last.
-
-        Args:
-            exit_code: With which to end.
-            unusable: Whether the configuration was wrong; then they wait for a message even after the last job.
-            wait: Whether to wait until they have it. Without, a store that is lost is no error either.
-
-        Ranks: rank 0. One write to the store at most, and some seconds at most until all have received
-            every message: rank 0 may host the store, which ends with it.
-        """
+        """Let the other ranks end, unless they know that the job they have was the last."""
         if self.ranks is None:
             return
         with (
@@ -190,16 +160,7 @@ class ConfigChannel:
             time.sleep(_LOOK_EVERY)
 
     def receive(self, *, patience: float | None = None) -> Message:
-        """Return the next message of rank 0.
-
-        Args:
-            patience: Longest wait [s]; by default long enough for imports, or for a sweeper to think.
-
-        Raises:
-            LaunchError: There was none in time, or it does not come from a rank of this job.
-
-        Ranks: all but rank 0; waits for rank 0.
-        """
+        """Return the next message of rank 0."""
         assert self.ranks is not None
         key = f"{self._prefix}/{self._number}"
         if patience is None:

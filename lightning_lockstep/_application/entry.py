@@ -55,16 +55,6 @@ def hydra_main(
     Beyond `hydra.main`: everything that is wrong with the command line is one message and exit code 2 before
     anything is started; the configuration is resolved once, on rank 0, and every rank gets that; ranks
     other than rank 0 write no folder and no job log, however they were started.
-
-    Args:
-        config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
-        config_name: Primary config.
-        version_base: As in `hydra.main`.
-        check: Looks at the frozen configuration of each job before it is started.
-        prepare: Changes the configuration of a job just before it is frozen.
-
-    Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under
-        torchrun or srun it sends the configuration of each job to the others, one write to the store a job.
     """
 
     def decorate(program: Program) -> Callable[[], Any]:

@@ -19,12 +19,6 @@ def keep_failure(trainer: Any, error: BaseException) -> None:
     """Write what has ended a run to its folder.
 
     An error that was raised on another rank first comes with the record of that rank.
-
-    Args:
-        trainer: Of the run.
-        error: What was raised here.
-
-    Ranks: every rank may call it; rank 0 writes, nothing is sent.
     """
     if isinstance(error, (SystemExit, KeyboardInterrupt)) or not trainer.is_global_zero:
         return

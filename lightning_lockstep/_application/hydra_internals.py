@@ -78,13 +78,7 @@ def search_path_of(
 
 
 class Loader:
-    """Looks at groups and composes configurations, for one command line.
-
-    Args:
-        search_path: Where Hydra looks for configs.
-        config_name: Name of the primary config.
-        overrides: The overrides that can be parsed; one of them may extend the search path.
-    """
+    """Looks at groups and composes configurations, for one command line."""
 
     def __init__(self, search_path: ConfigSearchPath, config_name: str | None, overrides: list[str]) -> None:
         self.config_name = config_name

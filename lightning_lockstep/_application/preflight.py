@@ -26,12 +26,6 @@ def preflight_faults(config: DictConfig) -> list[Fault]:
     """Run the checks if the configuration asks for them, print their table, and return what stops the run.
 
     The jobs of a sweep that ask for the same are checked once.
-
-    Args:
-        config: The frozen configuration of one run.
-
-    Ranks: rank 0, before any other is started; starts processes, and ranks of its own on this host where the run
-        would start its ranks here.
     """
     if not config.get("preflight"):
         return []
@@ -42,11 +36,7 @@ def preflight_faults(config: DictConfig) -> list[Fault]:
 
 
 def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
-    """Return the checks that matter for a configuration, and their options.
-
-    Args:
-        config: The frozen configuration of one run.
-    """
+    """Return the checks that matter for a configuration, and their options."""
     strategy = str(OmegaConf.select(config, "hydra.runtime.choices.strategy") or "")
     names: list[str] = ["packages", "kernel"]
     if str(OmegaConf.select(config, "trainer.accelerator")) not in _WITHOUT_GPUS:

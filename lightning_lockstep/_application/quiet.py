@@ -42,10 +42,7 @@ _FILTER = _NoNoise()
 
 
 def leave_out_noise() -> None:
-    """Show neither advertisements, nor deprecations inside other packages, nor messages without news.
-
-    Ranks: every rank of `lockstep-train`, for itself.
-    """
+    """Show neither advertisements, nor deprecations inside other packages, nor messages without news."""
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_FILTER)
     for name in _TALKATIVE:
@@ -57,10 +54,7 @@ def leave_out_noise() -> None:
 
 
 class QuietRanks(Callback):
-    """Takes :func:`leave_out_noise` along to ranks that are spawned, which get a copy of every callback.
-
-    Ranks: every rank, for itself; sends nothing.
-    """
+    """Takes :func:`leave_out_noise` along to ranks that are spawned, which get a copy of every callback."""
 
     def __init__(self) -> None:
         leave_out_noise()

@@ -32,20 +32,7 @@ from lightning_lockstep.launchers.mpirun.launcher import ran_under_mpirun
 
 
 def run(config: DictConfig) -> float | None:
-    """Train as the configuration says.
-
-    Args:
-        config: A configuration such as `lockstep_train.yaml` composes.
-
-    Returns:
-        The final value of `objective.metric`, which a sweeper minimises or maximises; `None` if it was not
-        logged.
-
-    Raises:
-        ConfigurationError: A setting cannot be used; all such are listed.
-
-    Ranks: every rank, alike.
-    """
+    """Train as the configuration says."""
     began = time.monotonic()
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
@@ -156,9 +143,6 @@ class RunRecord(Callback):
     """Counts what the closing summary shows, and saves the last step of a run.
 
     A parent process reads what a spawned or forked rank has counted, once it has asked for that with :meth:`share`.
-
-    Ranks: every rank. What decides about a further validation or checkpoint is the same on all of them;
-        samples and seconds are rank 0's. Communicates only where a checkpoint is saved, on all ranks alike.
     """
 
     def __init__(self) -> None:
@@ -168,10 +152,7 @@ class RunRecord(Callback):
         self._saved_at = -1
 
     def share(self) -> None:
-        """Keep the numbers in memory that this process shares with those it starts.
-
-        Ranks: the process that starts ranks with multiprocessing, before it does.
-        """
+        """Keep the numbers in memory that this process shares with those it starts."""
         self._numbers.share_memory_()  # type: ignore[no-untyped-call]
 
     @property

@@ -12,12 +12,7 @@ __all__ = ["Stop", "StopElsewhere", "ranks_run"]
 
 
 class Stop(BaseException):
-    """Carries an error past Hydra, which would print it in its own way and lose its exit code.
-
-    Args:
-        error: The error.
-        running: Whether ranks were running.
-    """
+    """Carries an error past Hydra, which would print it in its own way and lose its exit code."""
 
     def __init__(self, error: BaseException, *, running: bool) -> None:
         super().__init__(error)

@@ -19,17 +19,7 @@ _FILE = "summary.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of one run.
-
-    Attributes:
-        metrics: Last value of each metric.
-        steps: Optimizer steps.
-        epochs: Epochs begun and ended.
-        ranks: Number of ranks.
-        samples_per_second: Training samples of all ranks per second, evaluation left out.
-        wall_time: From the first to the last line of the run [s].
-        files: Where things are, by what they are.
-    """
+    """The result of one run."""
 
     metrics: dict[str, float]
     steps: int
@@ -41,10 +31,7 @@ class Summary:
 
 
 def write(summary: Summary, folder: Path) -> None:
-    """Write `summary.json` into the run folder; where that is not possible, say so.
-
-    Ranks: rank 0 only.
-    """
+    """Write `summary.json` into the run folder; where that is not possible, say so."""
     metrics = {
         name: value if math.isfinite(value) else repr(value) for name, value in summary.metrics.items()
     }
@@ -62,14 +49,7 @@ def written(folder: Path) -> tuple[int, int, int] | None:
 
 
 def read_metrics(folder: Path, *, earlier: tuple[int, int, int] | None) -> dict[str, float]:
-    """Return the metrics that rank 0 has written into the run folder; none where it could not.
-
-    Args:
-        folder: The run folder, in which an earlier run may have left its summary.
-        earlier: What :func:`written` returned before the run.
-
-    Ranks: the process that has started the ranks.
-    """
+    """Return the metrics that rank 0 has written into the run folder; none where it could not."""
     if written(folder) == earlier:
         return {}
     try:
@@ -80,10 +60,7 @@ def read_metrics(folder: Path, *, earlier: tuple[int, int, int] | None) -> dict[
 
 
 def show(summary: Summary) -> None:
-    """Print the result as a table.
-
-    Ranks: rank 0 only.
-    """
+    """Print the result as a table."""
     table = Table(title="lightning-lockstep: run finished", show_header=False, title_justify="left")
     for name in sorted(summary.metrics, key=_order):
         table.add_row(name, f"{summary.metrics[name]:.4f}")

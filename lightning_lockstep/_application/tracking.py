@@ -43,13 +43,7 @@ def is_logger(target: object) -> bool:
 
 
 def missing_package(target: Any, key: str, settings: Mapping[Any, Any]) -> MissingExtraError | None:
-    """Return the error for a package that a logger needs and that is not installed, or `None`.
-
-    Args:
-        target: Class of the logger.
-        key: Its key in the configuration.
-        settings: Its settings there.
-    """
+    """Return the error for a package that a logger needs and that is not installed, or `None`."""
     name = next((cls.__name__ for cls in target.__mro__ if cls.__name__ in _PACKAGES), None)
     if name is None:
         return None
@@ -64,13 +58,7 @@ def missing_package(target: Any, key: str, settings: Mapping[Any, Any]) -> Missi
 
 
 class LogConfiguration(Callback):
-    """Gives the configuration of the run to its loggers as hyperparameters, below the name `config`.
-
-    Args:
-        config: The configuration of the run; what it has to hide is hidden.
-
-    Ranks: every rank, alike; only rank 0 writes, and nothing is sent.
-    """
+    """Gives the configuration of the run to its loggers as hyperparameters, below the name `config`."""
 
     def __init__(self, config: DictConfig) -> None:
         self._config = plain_configuration(config)
@@ -89,10 +77,6 @@ def plain_configuration(config: DictConfig, environ: Mapping[str, str] | None = 
 
     Secret are settings named so (`password`, `api_key`, ...), and what the environment has under such a name, where it
     is part of a value.
-
-    Args:
-        config: The configuration.
-        environ: Environment variables; by default those of this process.
     """
     environ = os.environ if environ is None else environ
     secrets = [
@@ -120,10 +104,7 @@ def _hide(value: Any, secrets: list[str]) -> Any:
 
 
 def places(loggers: list[Any]) -> dict[str, str]:
-    """Return where each logger has written, as rows of the closing table: a file, a folder or an address.
-
-    Ranks: rank 0 only.
-    """
+    """Return where each logger has written, as rows of the closing table: a file, a folder or an address."""
     found: dict[str, str] = {}
     for logger in loggers:
         place = getattr(logger, "location", None) or getattr(logger, "log_dir", None)
@@ -136,12 +117,6 @@ def places(loggers: list[Any]) -> dict[str, str]:
 
 def finish(loggers: list[Any], *, failed: bool) -> None:
     """End the runs of loggers that hold one open until the process ends, so that the next job begins its own.
-
-    Args:
-        loggers: All loggers of the job.
-        failed: Whether an error has ended it.
-
-    Ranks: every rank, alike; nothing is sent between ranks.
     """
     for logger in loggers:
         if isinstance(logger, WandbLogger):

@@ -17,13 +17,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Door:
-    """The private names of one package that this one uses.
-
-    Args:
-        package: Its name on the registry, for the message about a missing name.
-        names: Whole path, such as ``torch.distributed.distributed_c10d._world`` -> why it is needed. Attributes that
-            only functions of the door touch are added by `touches`.
-    """
+    """The private names of one package that this one uses."""
 
     def __init__(self, package: str, names: Mapping[str, str] | None = None) -> None:
         self.package = package

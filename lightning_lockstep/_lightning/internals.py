@@ -104,9 +104,6 @@ def given_to_trainer(name: str) -> Any:
 
     By the time a strategy is asked, the Trainer's connector has overwritten what it changed its mind about, and the
     Trainer has not kept the others yet; an argument is left only in the frame that received it.
-
-    Args:
-        name: Of the argument, such as ``precision``.
     """
     codes = _AcceleratorConnector.__init__.__code__, Trainer.__init__.__code__
     frame = sys._getframe(1)
@@ -124,9 +121,6 @@ def show_accelerator(accelerator: Any) -> None:
     """Have the Trainer under construction check another accelerator than the strategy's own.
 
     It accepts its accelerator for TPU only with its own two strategies for it.
-
-    Args:
-        accelerator: What it is to check.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -310,11 +304,7 @@ def accumulates(trainer: Any) -> bool:
 
 @touches("_FitLoop._should_accumulate", why=_WHY_ACCUMULATES)
 def accumulating(accumulates: bool) -> dict[str, Any]:
-    """Return the attributes by which a fit loop accumulates a batch or not, whatever it has counted.
-
-    Args:
-        accumulates: Whether it does; otherwise the optimizer steps.
-    """
+    """Return the attributes by which a fit loop accumulates a batch or not, whatever it has counted."""
     return {"_should_accumulate": lambda: accumulates}
 
 
@@ -352,13 +342,6 @@ def logs_this_step(trainer: Any) -> bool:
 )
 def read_progress_values_when(trainer: Any, is_due: Callable[[], bool]) -> Callable[[], None]:
     """Have the values of the progress bar read from the device only where that is due, and at the end of an epoch.
-
-    Args:
-        trainer: The Trainer.
-        is_due: Whether they are, in the current training batch.
-
-    Returns:
-        A function that undoes it.
     """
     results: Any = trainer.fit_loop.epoch_loop._results
     read_all = results.metrics
@@ -389,12 +372,6 @@ def keep_counts_of_step_values(trainer: Any) -> Callable[[], None]:
     """Have a reset of logged values leave alone what is logged at training steps only and has no mean.
 
     The new epoch's first step would otherwise have a tensor of its own, and torch-xla would compile the step anew.
-
-    Args:
-        trainer: The Trainer.
-
-    Returns:
-        A function that undoes it.
     """
     results: Any = trainer.fit_loop.epoch_loop._results
     reset_all = results.reset
@@ -417,12 +394,7 @@ def keep_counts_of_step_values(trainer: Any) -> Callable[[], None]:
     "Trainer._results", why="padded samples have no weight in the mean over the batches of what is logged"
 )
 def weigh_logged_values(trainer: Any, samples: int) -> None:
-    """Let what the current batch logs without a ``batch_size`` have the weight of so many samples.
-
-    Args:
-        trainer: The Trainer, at the start of a batch.
-        samples: How many of the batch count.
-    """
+    """Let what the current batch logs without a ``batch_size`` have the weight of so many samples."""
     results: Any = trainer._results
     if results is not None:
         results.batch_size = samples
@@ -434,15 +406,7 @@ def weigh_logged_values(trainer: Any, samples: int) -> None:
     why="callback_metrics goes through everything that was logged, which costs more than a check of one metric",
 )
 def logged_in_this_step(trainer: Any, name: str) -> Tensor | None:
-    """Return what ``callback_metrics`` would, for a tensor that ``training_step`` logs at every step.
-
-    Args:
-        trainer: The Trainer, at the end of a training batch.
-        name: Of the metric.
-
-    Returns:
-        The value of this batch, or ``None`` for any other kind of metric.
-    """
+    """Return what ``callback_metrics`` would, for a tensor that ``training_step`` logs at every step."""
     results: Any = trainer.fit_loop.epoch_loop._results
     result = results.get(f"training_step.{name}")
     if result is None or result.has_reset or not result.meta.on_step or not results.training:
@@ -479,14 +443,7 @@ def cluster_environment_of(trainer: Any) -> Any:
     why="saves where Lightning looks after the requeue, and requeues the job",
 )
 def save_and_requeue(trainer: Any, received: signal.Signals) -> str:
-    """Save a checkpoint, requeue the Slurm job and return the checkpoint's path.
-
-    Args:
-        trainer: The Trainer.
-        received: The signal.
-
-    Ranks: all, together, as a checkpoint is saved.
-    """
+    """Save a checkpoint, requeue the Slurm job and return the checkpoint's path."""
     # Asked before: afterwards Lightning names the checkpoint that would come next.
     path = str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
     trainer._signal_connector._slurm_sigusr_handler_fn(received, None)
@@ -503,11 +460,6 @@ def weights_as_they_are(trainer: Any) -> Iterator[None]:
     """Have ``validate`` and ``test`` without a ``ckpt_path`` take the weights that the model has.
 
     Under Slurm Lightning loads the newest ``hpc_ckpt_<n>.ckpt`` of the run's folder instead.
-
-    Args:
-        trainer: The Trainer, after a fit.
-
-    Ranks: every rank; nothing is sent.
     """
     connector = trainer._checkpoint_connector
     connector._user_managed, connector._ckpt_path = True, None
@@ -519,9 +471,6 @@ def weights_as_they_are(trainer: Any) -> Iterator[None]:
 
 def part_of_action(action: str) -> Literal["data loading", "callbacks"] | None:
     """Return what an action belongs to, by its name in the reports of Lightning's profilers (no other document has it).
-
-    Args:
-        action: The name, such as ``[Callback]ModelCheckpoint{...}.on_train_batch_end``.
     """
     if action.startswith("[Callback]"):
         return "callbacks"

@@ -18,8 +18,6 @@ def restore_data_classes() -> None:
     in the process then refuses ``predict`` with ``DataLoader(dataset, 4)``.
 
     Source: ``lightning.fabric.utilities.data._replace_dunder_methods``.
-
-    Ranks: any rank; nothing is communicated.
     """
     for base in (DataLoader, BatchSampler):
         for cls in (base, *_subclasses(base)):

@@ -15,12 +15,6 @@ class SizeAttributes:
     """The batch size as attribute of the module, its hparams, the data module and its hparams, wherever it exists.
 
     A property that cannot be set counts as none: it shows what another place holds.
-
-    Args:
-        module: The module, attached to its Trainer.
-        name: Name of the attribute.
-
-    Ranks: every rank alike; nothing is sent.
     """
 
     def __init__(self, module: LightningModule, name: str) -> None:
@@ -41,11 +35,7 @@ class SizeAttributes:
         ]
 
     def set(self, size: int) -> None:
-        """Set all of them.
-
-        Args:
-            size: Samples per rank.
-        """
+        """Set all of them."""
         self._write([size] * len(self._holders()))
 
     @contextmanager

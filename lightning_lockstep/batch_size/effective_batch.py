@@ -15,14 +15,7 @@ LearningRateScaling = Literal["linear", "sqrt"]
 
 @dataclass(frozen=True)
 class EffectiveBatch:
-    """How a global batch is divided.
-
-    Attributes:
-        requested: Samples of all ranks in one optimizer step that were asked for.
-        micro_batch: Samples per rank and micro-batch.
-        accumulate: Micro-batches per optimizer step.
-        ranks: Number of ranks.
-    """
+    """How a global batch is divided."""
 
     requested: int
     micro_batch: int
@@ -49,11 +42,6 @@ def plan_effective_batch(requested: int, *, ranks: int, largest: int) -> Effecti
 
     An exact division is taken unless it needs more than twice the micro-batches that the memory asks for
     (a prime number of samples would be trained one by one); then the nearest total is taken.
-
-    Args:
-        requested: Samples of all ranks in one optimizer step.
-        ranks: Number of ranks.
-        largest: Largest micro-batch that fits on every rank.
     """
     share = max(1, requested // ranks)
     least = math.ceil(share / largest)
@@ -78,12 +66,6 @@ def scaled_learning_rate(
 
     ``linear`` follows Goyal et al. 2017 (SGD, https://arxiv.org/abs/1706.02677), ``sqrt`` is the rule for
     adaptive optimizers (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
-
-    Args:
-        learning_rate: As chosen.
-        total: Samples in one optimizer step now.
-        reference: Samples in one optimizer step when it was chosen.
-        scaling: The rule; ``None`` leaves it.
     """
     ratio = total / reference
     factor = {None: 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[scaling]

@@ -25,24 +25,7 @@ __all__ = ["BatchLoaders", "samples_of_rank", "with_batch_size"]
 
 
 class BatchLoaders:
-    """The batch size of one loop, where it is kept, and the data behind it.
-
-    Args:
-        trainer: The Trainer, in a loop.
-        module: Its module.
-        name: Name of the attribute.
-
-    Attributes:
-        attributes: Where the size is an attribute; may be none where a DataLoader was passed.
-        in_attribute: Whether the loaders are made with that attribute.
-        size: The size as it is configured now (samples per rank).
-        samples: Samples that one rank gets in an epoch; the smallest number over all ranks is not known here.
-
-    Raises:
-        SearchRefusedError: There is no such attribute, or no loader whose size can be changed.
-
-    Ranks: every rank; the loader's hook is called once, nothing else is sent.
-    """
+    """The batch size of one loop, where it is kept, and the data behind it."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, name: str = "batch_size") -> None:
         self._trainer = trainer
@@ -87,25 +70,14 @@ class BatchLoaders:
         return self._source.dataloader()
 
     def made_with(self, size: int) -> list[DataLoader[Any]]:
-        """Return the loaders that the run would have with that size, which the attributes then hold.
-
-        Args:
-            size: Samples per rank.
-        """
+        """Return the loaders that the run would have with that size, which the attributes then hold."""
         self.attributes.set(size)
         if self.in_attribute:
             return _flattened(self._request())
         return [with_batch_size(loader, size) for loader in self.loaders]
 
     def apply(self, size: int) -> None:
-        """Make ``size`` the batch size of the run.
-
-        Args:
-            size: Samples per rank.
-
-        Ranks: every rank, with the same size; loaders that exist already are rebuilt, which in an
-            evaluation is as collective as their first making.
-        """
+        """Make ``size`` the batch size of the run."""
         self.attributes.set(size)
         if not self.in_attribute:
             self._source.instance = self._rebuilt(size)
@@ -149,9 +121,6 @@ class BatchLoaders:
         """Return one collated batch of ``size`` samples, in the structure that the step expects.
 
         The samples are those the sampler gives first; where there are fewer, they are repeated.
-
-        Args:
-            size: Samples.
         """
         made = [_collated(loader, size) for loader in self.loaders]
         given = self._combined.iterables if self._combined is not None else None
@@ -170,12 +139,7 @@ class BatchLoaders:
 
 
 def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
-    """Return a loader like ``loader``, of the same class and with the same sampler, of another batch size.
-
-    Args:
-        loader: A loader that nobody iterates over.
-        size: Samples per batch.
-    """
+    """Return a loader like ``loader``, of the same class and with the same sampler, of another batch size."""
     made = copy.copy(loader)
     # The class forbids to change these after its constructor, which a subclass may have changed.
     vars(made)["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
@@ -185,12 +149,7 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
 
 
 def samples_of_rank(trainer: Trainer, loader: DataLoader[Any]) -> int:
-    """Return the samples that this rank gets of a loader in an epoch, those that fill up a share included.
-
-    Args:
-        trainer: The Trainer, which may divide the data.
-        loader: A loader as it was made, of a data set with a length.
-    """
+    """Return the samples that this rank gets of a loader in an epoch, those that fill up a share included."""
     ranks = _divided_by(trainer, loader)
     return -(-_given(loader) // ranks)
 

@@ -10,6 +10,4 @@ __all__ = ["SearchRefusedError"]
 
 class SearchRefusedError(BatchSizeError, MisconfigurationException):
     """A search is not possible here; programs written for ``BatchSizeFinder`` catch it as Lightning's error.
-
-    Ranks: raised alike on every rank, before the first trial.
     """

@@ -32,21 +32,7 @@ PICTURE = "batch_size.png"
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
-
-    Attributes:
-        size: Samples per rank and micro-batch that the run uses.
-        largest: Largest size that fitted in a trial, before the margin.
-        accumulate: Micro-batches per optimizer step.
-        ranks: Number of ranks.
-        mode: How it was searched.
-        trials: What was tried, in order.
-        seconds: How long it took [s].
-        reason: Why it ended there.
-        limit_source: Where the memory limit comes from.
-        fingerprint: What the answer depends on.
-        tight: See :class:`~lightning_lockstep.batch_size.search_run.Found`.
-    """
+    """What a search found."""
 
     size: int
     largest: int
@@ -96,11 +82,6 @@ def table(result: SearchResult) -> str:
 
 def keep_result(folder: str | Path, result: SearchResult, search: SizeSearch | None = None) -> None:
     """Write the file and, if a search is given, a picture; print why where one cannot be written, and go on.
-
-    Args:
-        folder: The run's folder.
-        result: What was found.
-        search: What to draw to ``batch_size.png``.
     """
     content = asdict(result)
     content["fingerprint"] = dict(result.fingerprint)
@@ -110,10 +91,7 @@ def keep_result(folder: str | Path, result: SearchResult, search: SizeSearch | N
 
 
 def read_result(folder: str | Path) -> dict[str, Any]:
-    """Return what :func:`keep_result` wrote in an earlier run; empty where there is nothing to read.
-
-    Ranks: rank 0.
-    """
+    """Return what :func:`keep_result` wrote in an earlier run; empty where there is nothing to read."""
     try:
         content = json.loads((Path(folder) / FILE).read_text())
     except (OSError, ValueError):
@@ -125,14 +103,6 @@ def known_size(
     found: Mapping[str, Any], folder: str | Path, fingerprint: Mapping[str, Any], communicator: Communicator
 ) -> tuple[int, bool] | None:
     """Return the size that an earlier search found under the same conditions, and whether memory was short.
-
-    Args:
-        found: What the checkpoint says of a search; may be empty.
-        folder: The run folder, which may have a result too.
-        fingerprint: The conditions now.
-        communicator: Of all ranks.
-
-    Ranks: all, together; rank 0 reads and broadcasts.
     """
     known = None
     if communicator.is_main:
@@ -144,15 +114,7 @@ def known_size(
 
 
 def draw(search: SizeSearch, chosen: int) -> bytes:
-    """Return a PNG of peak memory over batch size, with the limit and the choice.
-
-    Args:
-        search: A search that has ended.
-        chosen: The size that the run uses.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Return a PNG of peak memory over batch size, with the limit and the choice."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -35,19 +35,6 @@ def largest_to_try(
     communicator: Communicator,
 ) -> tuple[int, str]:
     """Return the largest size that a search may try, and why none above it can be run; empty where one could.
-
-    Args:
-        trainer: The Trainer, in a loop.
-        place: Where the size lives; its attributes are as before afterwards.
-        max_val: No size is larger [samples per rank].
-        within_shard: Whether no size is larger than the data that every rank gets.
-        global_batch: Samples of all ranks in an optimizer step, of which no size is more than one rank's share.
-        communicator: Of all ranks.
-
-    Raises:
-        SearchRefusedError: Not even size 1 can be run.
-
-    Ranks: all, together; an all-reduce of 8 bytes, and what :func:`largest_runnable` sends.
     """
     most = max_val
     if global_batch is not None:
@@ -63,21 +50,7 @@ def largest_to_try(
 def largest_runnable(
     why_not: Callable[[int], str], *, most: int, communicator: Communicator
 ) -> tuple[int, str]:
-    """Return the largest size that every rank can run, and why none above it.
-
-    Args:
-        why_not: Returns why this rank cannot run a size, or nothing; where a size can be run, all below it can.
-        most: Largest size of interest [samples per rank].
-        communicator: Of all ranks.
-
-    Returns:
-        The size, and the reason against the next one; empty where ``most`` can be run.
-
-    Raises:
-        SearchRefusedError: Not even size 1 can be run.
-
-    Ranks: all, together; one all-reduce of 4 bytes where ``most`` can be run, else some ten, with a gather each.
-    """
+    """Return the largest size that every rank can run, and why none above it."""
 
     def agreed(size: int) -> str:
         reason = why_not(size)
@@ -101,13 +74,7 @@ def largest_runnable(
 
 
 def why_not_runnable(trainer: Trainer, place: BatchLoaders, size: int) -> str:
-    """Return why a run with that size could not begin on this rank, or nothing.
-
-    Args:
-        trainer: The Trainer, in a loop.
-        place: Where the size lives; its attributes hold ``size`` afterwards.
-        size: Samples per rank.
-    """
+    """Return why a run with that size could not begin on this rank, or nothing."""
     fn = trainer.state.fn.value if trainer.state.fn is not None else "fit"
     try:
         loaders = place.made_with(size)
@@ -120,13 +87,7 @@ def why_not_runnable(trainer: Trainer, place: BatchLoaders, size: int) -> str:
 
 
 def batches_fault(length: int, limit: int | float, name: str) -> str:
-    """Return why a loop cannot go over a loader of ``length`` batches, or nothing.
-
-    Args:
-        length: Batches of this rank in an epoch.
-        limit: How many of them the loop takes, or which share as a float.
-        name: Of the limit.
-    """
+    """Return why a loop cannot go over a loader of ``length`` batches, or nothing."""
     if limit == 0:
         return ""
     if length == 0:

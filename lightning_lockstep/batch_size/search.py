@@ -17,14 +17,7 @@ __all__ = ["BinarySearch", "ModelSearch", "PowerSearch", "Proposal", "SizeSearch
 
 @dataclass(frozen=True)
 class Trial:
-    """One size that was tried.
-
-    Attributes:
-        size: Samples per rank.
-        fits: Whether it fitted on every rank.
-        peak: Most memory in use on any rank [bytes], where it could be read.
-        limit: Least memory available on any rank [bytes], where it could be read.
-    """
+    """One size that was tried."""
 
     size: int
     fits: bool
@@ -34,13 +27,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to do next.
-
-    Attributes:
-        stop: Whether the search is over.
-        size: The size to try next, or, at the end, the largest that was run and fitted; 0 when none did.
-        reason: Why.
-    """
+    """What to do next."""
 
     stop: bool
     size: int
@@ -48,19 +35,7 @@ class Proposal:
 
 
 class SizeSearch(ABC):
-    """Base of the three searches.
-
-    Args:
-        init_val: First size to try.
-        max_val: Largest size to try.
-        max_trials: Most sizes to try.
-        tolerance: The search ends when the size found is within this share of the first that cannot fit.
-
-    Attributes:
-        low: Largest size that fitted; 0 while none has.
-        high: Smallest size that did not fit; ``None`` while all have.
-        trials: What was tried, in order.
-    """
+    """Base of the three searches."""
 
     mode = ""
 
@@ -88,16 +63,7 @@ class SizeSearch(ABC):
         return self._next()
 
     def record(self, size: int, fits: bool, *, peak: float | None = None, limit: float | None = None) -> None:
-        """Note how a trial went.
-
-        Args:
-            size: What was tried.
-            fits: Whether it fitted on every rank.
-            peak: Most memory in use on any rank [bytes], or ``None``.
-            limit: Least memory available on any rank [bytes], or ``None``.
-
-        Ranks: every rank, with the same values.
-        """
+        """Note how a trial went."""
         self.trials.append(Trial(size, fits, peak, limit))
         if fits:
             self.low = max(self.low, size)
@@ -169,13 +135,6 @@ class ModelSearch(BinarySearch):
 
     Until two peaks differ by more than ``noise`` it grows, and where memory cannot be read it is a
     :class:`BinarySearch`.
-
-    Args:
-        init_val: First size to try.
-        max_val: Largest size to try.
-        max_trials: Most sizes to try.
-        tolerance: See :class:`SizeSearch`.
-        noise: Difference between two peaks below which it says nothing [bytes].
     """
 
     mode = "model"
@@ -249,15 +208,7 @@ class ModelSearch(BinarySearch):
 def search_for(
     mode: str, *, init_val: int, max_val: int, max_trials: int, noise: float | None = None
 ) -> SizeSearch:
-    """Return the search of that name.
-
-    Args:
-        mode: ``power``, ``binsearch`` or ``model``.
-        init_val: First size to try.
-        max_val: Largest size to try.
-        max_trials: Most sizes to try.
-        noise: See :class:`ModelSearch`; ``None`` = memory cannot be read, so ``model`` searches blindly.
-    """
+    """Return the search of that name."""
     if mode == "model" and noise is not None:
         return ModelSearch(init_val, max_val=max_val, max_trials=max_trials, noise=noise)
     kind = PowerSearch if mode == "power" else BinarySearch

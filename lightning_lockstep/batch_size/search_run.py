@@ -32,13 +32,7 @@ _SHARE_WITH_KEPT_BLOCKS = 0.6
 
 @dataclass(frozen=True)
 class Found:
-    """The answer of a search.
-
-    Attributes:
-        size: Largest size that was run and fits, with the margin.
-        reason: Why it ended there.
-        tight: Whether memory on CPU is short, so that the process went on returning freed blocks at once.
-    """
+    """The answer of a search."""
 
     size: int
     reason: str
@@ -46,10 +40,7 @@ class Found:
 
 
 def refuse_strategy(trainer: Trainer) -> None:
-    """Raise where a trial on one rank alone is not possible, with the reason.
-
-    Ranks: all, alike; nothing is sent.
-    """
+    """Raise where a trial on one rank alone is not possible, with the reason."""
     if isinstance(trainer.strategy, HasEngineTrials):
         refuse_fixed_sizes(trainer, "AutoBatchSize is to choose the batch size")
         if why := trainer.strategy.engine_trials.why_not_possible():
@@ -67,18 +58,7 @@ def refuse_strategy(trainer: Trainer) -> None:
 
 
 def refuse_fixed_sizes(trainer: Trainer, what: str, *, accumulates: bool = False) -> None:
-    """Raise where the configuration of an engine says a size that is to be changed.
-
-    Args:
-        trainer: The Trainer.
-        what: Who changes it, for people.
-        accumulates: Whether the number of accumulated batches is changed too.
-
-    Raises:
-        SearchRefusedError: It says one; the message has both.
-
-    Ranks: all, alike; nothing is sent.
-    """
+    """Raise where the configuration of an engine says a size that is to be changed."""
     if not isinstance(trainer.strategy, HasEngineTrials):
         return
     trials = trainer.strategy.engine_trials
@@ -90,10 +70,7 @@ def refuse_fixed_sizes(trainer: Trainer, what: str, *, accumulates: bool = False
 def meter_of_run(
     trainer: Trainer, memory_limit: str | int | float | None, communicator: Communicator
 ) -> MemoryMeter | None:
-    """Return what reads the memory of this rank in trials, or ``None`` where that cannot be read.
-
-    Ranks: all, together; one gather.
-    """
+    """Return what reads the memory of this rank in trials, or ``None`` where that cannot be read."""
     hosts = communicator.gather(communicator.host)
     return meter_for(
         trainer.strategy.root_device,
@@ -112,22 +89,7 @@ def run_search(
     communicator: Communicator,
     say: Callable[[str], None],
 ) -> Found:
-    """Search until an answer is found.
-
-    Args:
-        search: Decides what to try.
-        runner: Tries it.
-        meter: Knows the limit of this rank.
-        margin: Share by which the answer stays below the largest size that fitted (0 to 1), where a size
-            that does not fit is near.
-        communicator: Of all ranks.
-        say: Takes a line for people.
-
-    Raises:
-        BatchSizeError: Not even the smallest size fits.
-
-    Ranks: all, together; see :meth:`TrialRunner.run`.
-    """
+    """Search until an answer is found."""
     headroom = None
     if meter is not None:
         left = torch.tensor(meter.headroom, dtype=torch.float64)

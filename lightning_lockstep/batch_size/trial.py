@@ -40,15 +40,7 @@ _ONE_VALUE = "Expected more than 1 value per channel"
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """How a trial went, the same on every rank.
-
-    Attributes:
-        size: What was tried.
-        fits: Whether it fitted on every rank.
-        peak: Most memory in use on any rank [bytes], or ``None``.
-        limit: Least memory available on any rank [bytes], or ``None``.
-        reasons: What ran out, by rank.
-    """
+    """How a trial went, the same on every rank."""
 
     size: int
     fits: bool
@@ -58,19 +50,7 @@ class TrialOutcome:
 
 
 class TrialRunner:
-    """Runs trials of one loop.
-
-    Args:
-        trainer: The Trainer, in a loop.
-        module: Its module.
-        place: Where batches come from.
-        steps: Steps of a trial; the second is the first with the optimizer's state in place.
-        meter: Reads the memory of this rank, or ``None``.
-        communicator: How the ranks agree.
-        accumulates: Whether the run may accumulate gradients though the Trainer does not say so yet.
-
-    Ranks: every rank.
-    """
+    """Runs trials of one loop."""
 
     def __init__(
         self,
@@ -107,17 +87,7 @@ class TrialRunner:
         )
 
     def run(self, size: int) -> TrialOutcome:
-        """Try ``size`` and agree on how it went.
-
-        Args:
-            size: Samples per rank.
-
-        Raises:
-            BatchSizeError: The step failed on some rank for another reason than memory. That rank raises its
-                own error.
-
-        Ranks: all, together; one all-reduce of 24 bytes, and a gather when a rank did not fit.
-        """
+        """Try ``size`` and agree on how it went."""
         # What a trial leaves in attributes of the module must not be memory of the next one, nor what that one reads.
         gradients, attributes = Gradients(self._module), ModuleAttributes(self._module)
         with self._alone() as passes:

@@ -118,13 +118,6 @@ def in_fit(trainer: Trainer) -> bool:
 
 def requested_global_batch(trainer: Trainer, own: int | None) -> int | None:
     """Return the global batch that a fit is to keep: the one given, or that of an :class:`EffectiveBatchSize`.
-
-    Args:
-        trainer: The Trainer, in a loop; outside of a fit there is none.
-        own: What a search is to keep by itself [samples], or ``None``.
-
-    Raises:
-        SearchRefusedError: Different ones are asked for.
     """
     if not in_fit(trainer):
         return None
@@ -140,19 +133,7 @@ def requested_global_batch(trainer: Trainer, own: int | None) -> int | None:
 
 
 def apply_size(trainer: Trainer, place: BatchLoaders, largest: int, *, requested: int | None) -> None:
-    """Let a run go on with a size, or with the part of it that keeps a global batch.
-
-    Args:
-        trainer: The Trainer, in a loop.
-        place: Where the batch size lives.
-        largest: What fits [samples per rank].
-        requested: Global batch of a search, kept where no :class:`EffectiveBatchSize` does it.
-
-    Raises:
-        BatchSizeError: As :func:`keep_effective_batch`.
-
-    Ranks: all, alike; loaders that exist already are rebuilt.
-    """
+    """Let a run go on with a size, or with the part of it that keeps a global batch."""
     callbacks = _effective_batch_sizes(trainer) if in_fit(trainer) else []
     if callbacks:
         callbacks[0].divide(trainer, place, largest=largest)
@@ -169,18 +150,7 @@ def _effective_batch_sizes(trainer: Trainer) -> list[EffectiveBatchSize]:
 
 
 def unaccumulated(trainer: Trainer, module: LightningModule, name: str) -> BatchLoaders:
-    """Return where the batch size lives, before it is decided how many micro-batches are accumulated.
-
-    Args:
-        trainer: The Trainer, in a fit.
-        module: Its module.
-        name: Name of the attribute.
-
-    Raises:
-        BatchSizeError: As :class:`BatchLoaders`.
-
-    Ranks: every rank; the loader's hook is called once, nothing else is sent.
-    """
+    """Return where the batch size lives, before it is decided how many micro-batches are accumulated."""
     with replaced(trainer, accumulate_grad_batches=1):  # a loader's hook may look at it
         return BatchLoaders(trainer, module, name)
 
@@ -188,20 +158,7 @@ def unaccumulated(trainer: Trainer, module: LightningModule, name: str) -> Batch
 def keep_effective_batch(
     trainer: Trainer, place: BatchLoaders, requested: int, *, largest: int, is_main: bool
 ) -> EffectiveBatch:
-    """Set micro-batch and accumulation of a fit so that the global batch is ``requested``, or the nearest.
-
-    Args:
-        trainer: The Trainer, before its first batch.
-        place: Where the batch size lives.
-        requested: Samples of all ranks in one optimizer step.
-        largest: Largest micro-batch.
-        is_main: Whether this is rank 0, which warns.
-
-    Raises:
-        BatchSizeError: One sample per rank is more than was asked for.
-
-    Ranks: all, alike; nothing is sent.
-    """
+    """Set micro-batch and accumulation of a fit so that the global batch is ``requested``, or the nearest."""
     if requested < trainer.world_size:
         raise BatchSizeError(
             f"a global batch of {requested} cannot be divided among {trainer.world_size} ranks:"
@@ -230,17 +187,7 @@ def scale_learning_rates(
     scaling: LearningRateScaling | None,
     say: Callable[[str], Any],
 ) -> None:
-    """Scale the learning rate of every parameter group, and what its schedulers start from.
-
-    Args:
-        trainer: The Trainer, before its first batch and before a checkpoint's optimizer state is loaded.
-        total: Samples in one optimizer step now.
-        reference: Samples in one optimizer step when the learning rate was chosen.
-        scaling: The rule.
-        say: Takes a line for people.
-
-    Ranks: all, alike; nothing is sent.
-    """
+    """Scale the learning rate of every parameter group, and what its schedulers start from."""
     if scaling is None or total == reference:
         return
     for optimizer in trainer.strategy.optimizers:

@@ -13,11 +13,6 @@ def configure_activation_checkpointing(config: Mapping[str, Any]) -> None:
 
     Lightning's own hands over neither the number of checkpoints, without which contiguous memory is refused, nor
     whether the device is waited for; and it leaves what another fit of this process has set.
-
-    Args:
-        config: A complete DeepSpeed configuration.
-
-    Ranks: every rank, after they have met; nothing is sent.
     """
     import deepspeed
 

@@ -15,20 +15,7 @@ _Result = TypeVar("_Result")
 
 
 def agreed(communicator: Communicator, work: Callable[[], _Result]) -> _Result:
-    """Return what the work returns here, or raise on all ranks what it raises on some.
-
-    Args:
-        communicator: Of all ranks.
-        work: What each rank does; it may raise a ConfigurationError, and nothing else.
-
-    Returns:
-        The result of this rank.
-
-    Raises:
-        ConfigurationError: Of all ranks alike: what the work has raised, or which ranks and hosts it has failed on.
-
-    Ranks: all, together; one agreement.
-    """
+    """Return what the work returns here, or raise on all ranks what it raises on some."""
     result = None
     faults: tuple[str, ...] = ()
     try:

@@ -51,20 +51,6 @@ def adopt_process_group(
 
     DeepSpeed reads who this rank is from environment variables, and in an MPI job would start MPI to find out where one
     is missing. What it keeps of the group is forgotten with the group: the next job of a sweep has another.
-
-    Args:
-        rank: Of this process.
-        local_rank: On its node.
-        world_size: Number of ranks.
-        address: Where the ranks have met.
-        port: Where the ranks have met.
-        timeout: Of DeepSpeed's own sub-groups.
-
-    Returns:
-        A function that takes the variables back when the run has ended. The next Trainer of this process would take
-        them for a sign that somebody else has started the ranks.
-
-    Ranks: all, after they have met; nothing is sent.
     """
     import deepspeed
 
@@ -113,11 +99,7 @@ def _without_shared_memory_op(deepspeed: Any) -> AbstractContextManager[None]:
 
 
 def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a complete configuration that an engine needs which does not train.
-
-    Args:
-        config: The configuration.
-    """
+    """Return the part of a complete configuration that an engine needs which does not train."""
     found = for_evaluation(config)
     if not _is_divided(config):
         del found["zero_optimization"]
@@ -125,13 +107,7 @@ def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def divided_as_made(config: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Divide the parameters that are made in the body among the ranks, in stage 3.
-
-    Args:
-        config: A complete configuration.
-
-    Ranks: all, together.
-    """
+    """Divide the parameters that are made in the body among the ranks, in stage 3."""
     if not _is_divided(config):
         return nullcontext()
     import deepspeed
@@ -155,18 +131,7 @@ def make_engine(
     lr_scheduler: Any = None,
     trains: bool = True,
 ) -> tuple[Any, Any]:
-    """Return DeepSpeed's engine around a module, and its optimizer.
-
-    Args:
-        module: The LightningModule.
-        config: A complete DeepSpeed configuration.
-        device_index: Of this rank's device; any number on a CPU.
-        optimizer: Of the module; ``None`` where the configuration has one, or nothing is trained.
-        lr_scheduler: Of the optimizer, which DeepSpeed points at its own.
-        trains: Whether the parameters are trained.
-
-    Ranks: all, together; broadcasts the parameters, or divides them among the ranks in stage 3.
-    """
+    """Return DeepSpeed's engine around a module, and its optimizer."""
     import deepspeed
 
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad] if trains else []

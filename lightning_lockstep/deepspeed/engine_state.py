@@ -34,11 +34,6 @@ class EngineState:
 
     The structure is cheap to put back, and done after every step that may have failed; the values are stored outside
     of the memory that is measured, and are put back once.
-
-    Args:
-        engine: DeepSpeed's engine.
-        module: The module inside.
-        others: Lists that steps change and the engine does not lead to.
     """
 
     def __init__(self, engine: Any, module: nn.Module, others: Iterable[list[Any]] = ()) -> None:

@@ -33,12 +33,7 @@ _NOT_TRIED = {
 
 
 class EngineTrials:
-    """What a search for a batch size needs of a strategy with an engine.
-
-    Args:
-        strategy: The strategy.
-        given: Its configuration, as the user gave it.
-    """
+    """What a search for a batch size needs of a strategy with an engine."""
 
     def __init__(self, strategy: Any, given: Mapping[str, Any]) -> None:
         self._strategy, self._given = strategy, modern_spelling(given)
@@ -89,12 +84,6 @@ class EngineTrials:
         """Let the engine make steps in the body whose collectives are answered on this rank.
 
         Gradients of two batches are accumulated where the run accumulates: more of them need no more memory.
-
-        Args:
-            accumulates: Whether the run will accumulate gradients, though the engine may not know yet.
-
-        Yields:
-            How many batches make an optimizer step.
         """
         from deepspeed import checkpointing
         from deepspeed.runtime.zero import utils
@@ -148,14 +137,7 @@ class EngineTrials:
         return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
-        """Let the engine go on with other sizes, by which it counts samples and knows its optimizer steps.
-
-        Args:
-            batch_size: Samples of one rank in a batch.
-            accumulate: Batches in an optimizer step.
-
-        Ranks: all, alike; nothing is sent.
-        """
+        """Let the engine go on with other sizes, by which it counts samples and knows its optimizer steps."""
         engine = self._engine
         engine.set_train_micro_batch_size(batch_size)
         engine.set_train_batch_size(batch_size * accumulate * engine.dp_world_size)

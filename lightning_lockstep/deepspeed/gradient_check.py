@@ -23,15 +23,7 @@ __all__ = ["GradientsOfEngine"]
 
 
 class GradientsOfEngine:
-    """Gradients and optimizer steps of a DeepSpeed engine, as one rank sees them.
-
-    Args:
-        engine: The engine, set up for training.
-        history: Of the loss scale and of skipped steps.
-
-    Raises:
-        ConfigurationError: Its optimizer is none of those that are known.
-    """
+    """Gradients and optimizer steps of a DeepSpeed engine, as one rank sees them."""
 
     def __init__(self, engine: Any, history: LossScaleHistory | None = None) -> None:
         self._engine, self._history = engine, history
@@ -54,8 +46,6 @@ class GradientsOfEngine:
 
         Weights and the optimizer's state stay, gradients are let go, the skip is counted, a dynamic loss scale
         falls.
-
-        Ranks: all, alike, before the same step.
         """
         if self._history is not None:
             self._history.expect_skip()

@@ -38,14 +38,6 @@ def import_deepspeed(device_type: str | None) -> ModuleType:
 
     Its logger shows warnings and worse; ``log_level`` in DeepSpeed's configuration, the only setting it reads,
     changes that when the engine is made. The root logger and the filters of warnings are left as they were.
-
-    Args:
-        device_type: Of the run's devices, such as ``cuda`` or ``cpu``. ``None`` leaves the choice to DeepSpeed.
-
-    Raises:
-        ConfigurationError: ``DS_ACCELERATOR`` names another device, or there is no such device here.
-        MissingExtraError: DeepSpeed, or a package that it needs, is not installed.
-        LaunchError: It is installed and cannot be imported; the text ends with the command that fixes it.
     """
     wanted = _accelerator(device_type)
     is_first = "deepspeed" not in sys.modules
@@ -67,9 +59,6 @@ def import_deepspeed(device_type: str | None) -> ModuleType:
 
 def cuda_trouble(error: BaseException) -> str | None:
     """Return the command that fixes what CUDA, ninja or a shared library lacks, ``None`` for any other error.
-
-    Args:
-        error: What DeepSpeed raised when it was imported, or when it built an op.
     """
     name, text = type(error).__name__, str(error)
     if text.startswith("Error building extension"):

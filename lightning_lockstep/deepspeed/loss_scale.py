@@ -28,18 +28,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What an engine says of its last optimizer step.
-
-    Attributes:
-        skipped: Whether the weights stayed as they were; ``None`` where only the scale can tell (torch's scaler): a
-            step is skipped when it falls, which the first step of a history does not show.
-        scale: Loss scale after the step, ``None`` where none is used (bf16).
-        is_dynamic: Whether the scale adapts itself.
-        floor: Smallest scale (``min_loss_scale``).
-        window: Good steps until a dynamic scale is doubled (``loss_scale_window``).
-        hysteresis: Skips until a dynamic scale is halved (``hysteresis``).
-        ends_at_floor: Whether an overflow at the floor ends the run.
-    """
+    """What an engine says of its last optimizer step."""
 
     skipped: bool | None
     scale: float | None = None
@@ -52,11 +41,6 @@ class StepOutcome:
 
 def read_step(engine: Any) -> StepOutcome | None:
     """Return what an engine says of its last optimizer step, ``None`` if nothing there checks or scales gradients.
-
-    Args:
-        engine: A ``DeepSpeedEngine``, after its ``step()`` at a boundary of gradient accumulation.
-
-    Ranks: any rank, alone; the engine has made its ranks agree.
     """
     optimizer = engine.optimizer
     scaler = getattr(engine, "torch_autocast_z0_gradscaler", None) or getattr(
@@ -123,19 +107,7 @@ def _scale(value: Any) -> float | None:
 
 
 class LossScaleHistory:
-    """The loss scale of the last optimizer steps, and whether the skips among them are ordinary.
-
-    Args:
-        in_a_row: Skips in a row that are too many once the scale has settled. By default 8: each but the first
-            halves the scale, so the gradients would have grown by a hundred times from one batch to the next.
-        keep: Steps whose scale is kept.
-
-    Attributes:
-        steps: Optimizer steps seen, skipped ones among them.
-        skips: How many of them were skipped.
-        skips_in_a_row: How many of the last ones.
-        scales: Scale after each of the last steps, ``None`` where there is none.
-    """
+    """The loss scale of the last optimizer steps, and whether the skips among them are ordinary."""
 
     def __init__(self, in_a_row: int = 8, *, keep: int = 1000) -> None:
         self.in_a_row = in_a_row
@@ -153,11 +125,7 @@ class LossScaleHistory:
         self._asked = True
 
     def record(self, outcome: StepOutcome) -> None:
-        """Take what an engine says of one optimizer step.
-
-        Args:
-            outcome: Of :func:`read_step`.
-        """
+        """Take what an engine says of one optimizer step."""
         self.steps += 1
         asked, self._asked = self._asked, False
         if self._was_skipped(outcome) and not asked:

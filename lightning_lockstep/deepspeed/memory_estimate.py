@@ -57,16 +57,7 @@ def estimate_table(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; the program of ``python -m lightning_lockstep.deepspeed.memory_estimate``.
-
-    Args:
-        argv: Its arguments, by default those of the process.
-
-    Returns:
-        The exit code.
-
-    Ranks: none; it is a program of its own.
-    """
+    """Print the table; the program of ``python -m lightning_lockstep.deepspeed.memory_estimate``."""
     given = _parser().parse_args(argv)
     table = estimate_table(
         parameters=given.model_params,

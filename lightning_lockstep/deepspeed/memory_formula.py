@@ -26,16 +26,7 @@ PRECISIONS = tuple(_BYTES)
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Memory by what lies in it [bytes].
-
-    Attributes:
-        weights: Weights that the model computes with.
-        gradients: Their gradients, and the float32 copies that the optimizer reads.
-        master_weights: float32 weights that the optimizer changes.
-        optimizer_state: Such as Adam's two moments.
-        buffers: Of the reduction of gradients, and of what is moved between device, host and disk.
-        largest_layer: Weights and gradients of the layer that computes, gathered from all ranks (stage 3).
-    """
+    """Memory by what lies in it [bytes]."""
 
     weights: int = 0
     gradients: int = 0
@@ -52,16 +43,7 @@ class MemoryParts:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What :func:`estimate_memory` returns.
-
-    Attributes:
-        device: On the device of each rank.
-        host: In the memory of each node, of all its ranks.
-        nvme: On the disk of each node, of all its ranks.
-        host_at_start: Memory of each node while its ranks build the model, before they hand it to DeepSpeed: a
-            float32 copy for each rank, or of the largest layer alone at stage 3, where the layers are partitioned
-            as they are made (in ``configure_model``) [bytes].
-    """
+    """What :func:`estimate_memory` returns."""
 
     device: MemoryParts
     host: MemoryParts
@@ -112,21 +94,6 @@ def estimate_memory(
 
     Not counted: activations, which grow with the batch and are often the most; layers that stage 3 keeps or fetches
     ahead (``stage3_max_live_parameters``, up to b x 10^9 bytes); what CUDA and NCCL take (1 to 2 GiB); fragments.
-
-    Args:
-        parameters: Of the model.
-        largest_layer: Parameters of its largest layer, for stage 3. By default a twentieth of the model.
-        ranks: Number of ranks in all.
-        ranks_per_node: Ranks on each node.
-        stage: Of ZeRO, 0 to 3.
-        offload_optimizer: Where gradients, master weights and optimizer state go: ``none``, ``cpu`` or ``nvme``.
-        offload_param: Where the weights go when they are not used: ``none``, ``cpu`` or ``nvme``; stage 3 only.
-        precision: Lightning's name.
-        optimizer_state_bytes: For each parameter: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD.
-        bucket: DeepSpeed's ``reduce_bucket_size`` [elements].
-
-    Raises:
-        ConfigurationError: The values do not go together.
     """
     layer = max(1, parameters // 20) if largest_layer is None else largest_layer
     shape = _Shape(parameters, layer, ranks, ranks_per_node, stage, bucket)

@@ -24,13 +24,6 @@ def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Itera
     In stages 0 to 2 of ZeRO parameters are replaced by others that share their memory. In stage 3 they stay, and are
     gathered module by module as in training; their gradients are computed and let go. Either way no gradient reaches
     the engine.
-
-    Args:
-        strategy: The strategy of a Trainer in a fit.
-        module: The LightningModule, not wrapped.
-        engine: DeepSpeed's engine.
-
-    Ranks: in stages 0 to 2 any rank, alone, and nothing is sent; in stage 3 all, together.
     """
     divided = engine.zero_optimization_partition_weights()
     with (
@@ -78,12 +71,6 @@ def _emptied(gradient: Tensor) -> Tensor:
 
 class PlainPrecision(Precision):
     """What the engine does around a forward and with a loss: autocast where its configuration asks, and loss scaling.
-
-    Args:
-        plugin: The precision plugin of the run.
-        engine: DeepSpeed's engine.
-
-    Ranks: as Lightning calls it; nothing is sent.
     """
 
     def __init__(self, plugin: Precision, engine: Any) -> None:
@@ -94,11 +81,7 @@ class PlainPrecision(Precision):
         self._scale = 1.0 if outcome is None or outcome.scale is None else outcome.scale
 
     def convert_input(self, data: Any) -> Any:
-        """Return a batch in the precision of the run.
-
-        Args:
-            data: The batch.
-        """
+        """Return a batch in the precision of the run."""
         return self._plugin.convert_input(data)
 
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override] # any context will do
@@ -111,15 +94,7 @@ class PlainPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the backward pass of torch, with gradients multiplied by the loss scale.
-
-        Args:
-            tensor: The loss.
-            model: The LightningModule.
-            optimizer: Ignored.
-            *args: For the backward.
-            **kwargs: For the backward.
-        """
+        """Run the backward pass of torch, with gradients multiplied by the loss scale."""
         if self._scale != 1:
             kwargs.setdefault("gradient", torch.full_like(tensor, self._scale))
         super().backward(tensor, model, optimizer, *args, **kwargs)

@@ -26,15 +26,6 @@ class EnginePrecision(DeepSpeedPrecision):
     that much too small for SGD, and for clipping. Lightning also counts accumulated batches from the start of each
     epoch and steps after its last batch, where DeepSpeed counts on over the epochs; so the engine is told after which
     batches it steps. It also says once when DeepSpeed skips more optimizer steps than its loss scale explains.
-
-    Args:
-        precision: Lightning's name, such as ``bf16-mixed``.
-
-    Attributes:
-        history: Of the loss scale and of skipped steps.
-        has_accumulated: Whether there are gradients of batches after which the optimizer has not stepped yet.
-
-    Ranks: as Lightning calls it.
     """
 
     def __init__(self, precision: Any) -> None:
@@ -44,30 +35,12 @@ class EnginePrecision(DeepSpeedPrecision):
         self._steps = False  # whether a backward is that of a batch after which the optimizer steps
 
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Begin a run, in which nothing is accumulated yet.
-
-        Args:
-            model: The LightningModule.
-            optimizers: Of the module.
-            lr_schedulers: Of the module.
-
-        Ranks: every rank; nothing is sent.
-        """
+        """Begin a run, in which nothing is accumulated yet."""
         self.has_accumulated = False
         return super().connect(model, optimizers, lr_schedulers)
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of DeepSpeed's engine.
-
-        Args:
-            tensor: The loss.
-            model: The LightningModule.
-            optimizer: Ignored.
-            *args: For the engine.
-            **kwargs: For the engine.
-
-        Ranks: all, together; reduces gradients.
-        """
+        """Run the backward pass of DeepSpeed's engine."""
         kwargs.setdefault("scale_wrt_gas", not model.automatic_optimization)
         if self._steps or not model.automatic_optimization:
             super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -82,14 +55,6 @@ class EnginePrecision(DeepSpeedPrecision):
         self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
     ) -> Any:
         """Run the closure and the step of DeepSpeed's engine, which skips it where gradients are not finite.
-
-        Args:
-            optimizer: Ignored.
-            model: The LightningModule.
-            closure: Runs the training step and the backward pass.
-            **kwargs: For the engine.
-
-        Ranks: all, together.
         """
         engine = model.trainer.model
         before = engine.global_steps
@@ -123,11 +88,7 @@ def cpu_has_float16() -> bool:
 
 
 def supported_precisions(device_type: str) -> tuple[str, ...]:
-    """Return the names that do what they say under DeepSpeed on a device of this type here.
-
-    Args:
-        device_type: ``cpu`` or ``cuda``.
-    """
+    """Return the names that do what they say under DeepSpeed on a device of this type here."""
     names = ["32-true"]
     if device_type != "cpu" or cpu_has_float16():
         names += ["16-true", "16-mixed"]
@@ -150,16 +111,6 @@ def resolve_deepspeed_precision(
     config: Mapping[str, Any], plugin: Precision, requested: str | None, device_type: str
 ) -> Precision:
     """Return the plugin that does what the Trainer or, where that says nothing, the configuration asks for.
-
-    Args:
-        config: DeepSpeed's configuration, without what the device cannot do.
-        plugin: What Lightning has chosen.
-        requested: What the user gave the Trainer, or ``None`` when a plugin or nothing was given.
-        device_type: ``cpu`` or ``cuda``.
-
-    Raises:
-        ConfigurationError: The device does not support it; the message lists what it does. Or it is float16 without
-            ZeRO, where DeepSpeed 0.19.8 divides the gradients by a scale that the loss did not get.
     """
     name = requested or precision_of(config) or str(plugin.precision)
     supported = supported_precisions(device_type)

@@ -18,14 +18,6 @@ def mark_of(folder: Path) -> str:
 
     The first one leaves a file there that the others read. It is made by a link, which a file system makes once for all
     hosts, whatever they have in their caches.
-
-    Args:
-        folder: A folder that exists.
-
-    Raises:
-        OSError: Nothing can be written there.
-
-    Ranks: any rank, alone; ranks that get the same text share the folder.
     """
     mark = folder / _MARK
     own = folder / f"{_MARK}.{uuid.uuid4().hex}"
@@ -41,9 +33,5 @@ def mark_of(folder: Path) -> str:
 
 
 def forget_mark(folder: Path) -> None:
-    """Remove what :func:`mark_of` has left.
-
-    Args:
-        folder: The folder.
-    """
+    """Remove what :func:`mark_of` has left."""
     (folder / _MARK).unlink(missing_ok=True)

@@ -17,24 +17,6 @@ class ClassifierModule(LightningModule):
 
     Logged: `train_loss` every step; `val_loss`, `val_acc`, `test_loss`, `test_acc` at the end of an
     evaluation, over all samples of all ranks, each sample with the same weight however the samples are divided.
-
-    Attributes:
-        takes: What samples it is trained on (see `lightning_lockstep.demo.data_module`); `None` leaves it open.
-
-    Args:
-        faults: What a subclass finds wrong with its own settings.
-        learning_rate: Step size of AdamW.
-        weight_decay: Decoupled weight decay of AdamW, on matrices only.
-        warmup_steps: Steps over which the learning rate rises from 0 [optimizer steps].
-        global_train_loss: Average `train_loss` over all ranks (one scalar reduction a step) instead of
-            logging rank 0's own.
-
-    Raises:
-        ConfigurationError: A setting is out of range; all faults are listed, the subclass's first.
-
-    Ranks:
-        Built on every rank. Communicates: one scalar a training step with `global_train_loss`, and two
-        scalars a metric at the end of each evaluation.
     """
 
     takes: ClassVar[str | None] = None

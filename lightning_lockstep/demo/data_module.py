@@ -27,24 +27,6 @@ class GlobalBatchDataModule(LightningDataModule):
 
     A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`, and says what
     its samples are.
-
-    Attributes:
-        yields: What the samples are; `None` leaves it open.
-
-    Args:
-        faults: What a subclass finds wrong with its own settings.
-        batch_size: Samples per rank and micro-batch. The attribute of the same name may be changed between
-            two loaders (that is how a search for the largest batch size works).
-        global_batch_size: Samples of all ranks in one optimizer step; when given, `batch_size` is derived
-            from it.
-        num_workers: Loader processes per rank.
-        seed: Seed of the order of the training samples.
-
-    Raises:
-        ConfigurationError: A setting is out of range; all faults are listed, the subclass's first.
-
-    Ranks:
-        Built on every rank alike; nothing is communicated.
     """
 
     yields: ClassVar[str | None] = None

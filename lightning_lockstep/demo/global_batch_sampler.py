@@ -21,14 +21,7 @@ from lightning_lockstep.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatchPartition:
-    """How the samples of one epoch are divided among the ranks.
-
-    Args:
-        samples: Samples in the data set.
-        batch_size: Samples per rank and micro-batch.
-        world_size: Number of ranks.
-        accumulate: Micro-batches per optimizer step.
-    """
+    """How the samples of one epoch are divided among the ranks."""
 
     samples: int
     batch_size: int
@@ -115,19 +108,7 @@ class GlobalBatchSampler(DistributedSampler):  # type: ignore[type-arg]
 
 
 def batch_size_per_rank(global_batch_size: int, world_size: int, accumulate: int) -> int:
-    """Divide a global batch among ranks and micro-batches.
-
-    Args:
-        global_batch_size: Samples of all ranks in one optimizer step.
-        world_size: Number of ranks.
-        accumulate: Micro-batches per optimizer step.
-
-    Returns:
-        Samples per rank and micro-batch.
-
-    Raises:
-        ConfigurationError: The global batch does not divide; the message names the nearest ones that do.
-    """
+    """Divide a global batch among ranks and micro-batches."""
     parts = world_size * accumulate
     if global_batch_size >= parts and global_batch_size % parts == 0:
         return global_batch_size // parts

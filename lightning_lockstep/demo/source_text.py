@@ -93,12 +93,7 @@ class SourceTextData(GlobalBatchDataModule):
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a text that touch each other: inputs and, one byte on, targets.
-
-    Args:
-        text: Bytes as `(length,)` uint8.
-        context: Bytes of a window.
-    """
+    """Windows of a text that touch each other: inputs and, one byte on, targets."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.text = text
@@ -116,12 +111,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def read_sources(root: Path, max_bytes: int) -> bytes:
-    """Join the `.py` files under `root` in the order of their relative paths, up to `max_bytes`.
-
-    Raises:
-        ConfigurationError: There is no Python source under `root` (some distributions ship only compiled
-            files).
-    """
+    """Join the `.py` files under `root` in the order of their relative paths, up to `max_bytes`."""
     files = [path for path in root.rglob("*.py") if _LEFT_OUT.isdisjoint(path.relative_to(root).parts)]
     parts: list[bytes] = []
     length = 0

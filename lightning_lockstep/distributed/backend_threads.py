@@ -22,14 +22,6 @@ def wait_for_backend_threads(timeout: float = 2.0) -> bool:
     Python ends in this moment, the thread cannot get Python's lock to do so, is ended in the middle, and C++ answers
     with an abort: "terminate called without an active exception", and exit code 134 of a rank that has done its work.
     Seen with torch 2.13 (``ProcessGroupGloo::runLoop``). Threads that wait, for work or for another rank, are at rest.
-
-    Args:
-        timeout: Longest wait [s].
-
-    Returns:
-        Whether they are at rest; always true where there is no ``/proc``, after a pause.
-
-    Ranks: any rank, alone, before Python ends; nothing is sent.
     """
     deadline = time.monotonic() + timeout
     at_rest = 0

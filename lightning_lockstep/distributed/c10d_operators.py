@@ -43,16 +43,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One operator, as its schema describes it.
-
-    Attributes:
-        name: Its name in ``c10d``.
-        operation: What torch.distributed calls it.
-        overload: The operator itself.
-        positions: Where each argument stands.
-        tensors: How many of the first arguments are tensors, lists of them or lists of those.
-        returned: How many values it returns; the last one is the work handle.
-    """
+    """One operator, as its schema describes it."""
 
     name: str
     operation: str
@@ -62,24 +53,14 @@ class Operator:
     returned: int
 
     def argument(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
-        """Return an argument by its name.
-
-        Args:
-            args: What a kernel was given; trailing defaults are left out.
-            name: Its name in the schema.
-            default: What to return where it is left out, or the operator has no such argument.
-        """
+        """Return an argument by its name."""
         position = self.positions.get(name)
         return default if position is None or position >= len(args) else args[position]
 
 
 @functools.cache
 def operator_named(name: str) -> Operator:
-    """Return an operator.
-
-    Args:
-        name: Its name in ``c10d``, such as ``allreduce_``.
-    """
+    """Return an operator."""
     overload = getattr(torch.ops.c10d, name).default
     positions = {argument.name: i for i, argument in enumerate(overload._schema.arguments)}
     return Operator(

@@ -29,16 +29,7 @@ class _OfDevice:
 
 
 def broadcast_object(communicator: Communicator, obj: Any, source: int, device: torch.device) -> Any:
-    """Return the object of rank ``source`` on every rank.
-
-    Args:
-        communicator: Of the run.
-        obj: What is broadcast, with tensors of any dtype on the CPU or a device; ignored on other ranks.
-        source: Rank that has it.
-        device: Where tensors go on this rank that were on a device there.
-
-    Ranks: all, together; two collectives on the CPU.
-    """
+    """Return the object of rank ``source`` on every rank."""
 
     def lift(tensor: Tensor) -> Any:
         return tensor if tensor.device.type == "cpu" else _OfDevice(tensor.detach().cpu())
@@ -49,14 +40,7 @@ def broadcast_object(communicator: Communicator, obj: Any, source: int, device: 
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], source: int = 0) -> None:
-    """Give tensors the values that they have on rank ``source``, in place.
-
-    Args:
-        tensors: Of the same shapes and dtypes on every rank, on any device.
-        source: Rank whose values hold.
-
-    Ranks: all, together; one broadcast on the CPU for each tensor that has values.
-    """
+    """Give tensors the values that they have on rank ``source``, in place."""
     for tensor in tensors:
         row = tensor.detach().cpu().contiguous()
         if row.numel():
@@ -66,26 +50,12 @@ def broadcast_tensors(tensors: Sequence[Tensor], source: int = 0) -> None:
 
 def gather_tensor(tensor: Tensor, group: Any = None) -> list[Tensor]:
     """Return the tensor of every rank, in rank order, on every rank: what torchmetrics asks of ``dist_sync_fn``.
-
-    Args:
-        tensor: Of the same number of dimensions on every rank; sizes may differ.
-        group: Of torch; by default all ranks.
-
-    Ranks: all of the group, together; as :func:`gather_uneven`.
     """
     return [one.to(tensor.device) for one in gather_uneven(tensor.detach().cpu(), group=group)]
 
 
 def reduce_tensor(communicator: Communicator, tensor: Tensor, op: ReduceOperation) -> Tensor:
-    """Return a tensor reduced over all ranks, on its device; 16 bits are summed in float32.
-
-    Args:
-        communicator: Of the run.
-        tensor: Of the same shape and dtype on every rank. A mean of whole numbers is float32.
-        op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``.
-
-    Ranks: all, together; one all-reduce on the CPU.
-    """
+    """Return a tensor reduced over all ranks, on its device; 16 bits are summed in float32."""
     value = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     of_16_bits = value.is_floating_point() and value.itemsize < 4
     if of_16_bits or value.dtype is torch.bool or (op == "mean" and not value.is_floating_point()):

@@ -24,17 +24,7 @@ _LOOPBACK = ("127.0.0.1", "127.0.1.1", "::1")
 
 
 def own_address(name: str) -> str:
-    """Return the address of this host to give to ranks that know it by ``name``.
-
-    Args:
-        name: Host name or address of rank 0, such as ``MASTER_ADDR``.
-
-    Returns:
-        The loopback address where all ranks are on one host; else the address that the name stands for. Where that
-        is none that other hosts could use (``127.0.1.1``, address translation), ``0.0.0.0``: all of them.
-
-    Ranks: rank 0.
-    """
+    """Return the address of this host to give to ranks that know it by ``name``."""
     if on_one_host():
         return "127.0.0.1"
     found = addresses_of(name)
@@ -44,17 +34,7 @@ def own_address(name: str) -> str:
 
 
 def listening_address(name: str) -> str:
-    """Return the address at which this host has to listen so that ranks find it by ``name`` itself.
-
-    Args:
-        name: Host name or address of this host, as the other ranks know it.
-
-    Returns:
-        The one address that the name stands for; ``0.0.0.0`` where it stands for several or for none of this host,
-        since other hosts may understand it otherwise.
-
-    Ranks: the rank that hosts the store.
-    """
+    """Return the address at which this host has to listen so that ranks find it by ``name`` itself."""
     found = addresses_of(name)
     if on_one_host() or _means_this_host(name):
         return next((address for address in found if _is_own(address)), ANY)
@@ -71,10 +51,7 @@ _SIZES = (
 
 
 def on_one_host() -> bool:
-    """Return whether the program that started this rank says that all ranks of the job are on this host.
-
-    Ranks: any rank, alone; reads environment variables, so that every rank gets the same answer.
-    """
+    """Return whether the program that started this rank says that all ranks of the job are on this host."""
     environ = os.environ
     if any(environ.get(here, "") == environ.get(everywhere, " ") for here, everywhere in _SIZES):
         return True
@@ -92,10 +69,7 @@ def _reachable(addresses: list[str]) -> list[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this host from which it reaches ``host``.
-
-    Ranks: any but rank 0; nothing is sent.
-    """
+    """Return the address of this host from which it reaches ``host``."""
     for address in addresses_of(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -110,10 +84,7 @@ def host_of(address: str) -> str:
 
 
 def addresses_here() -> set[str]:
-    """Return the addresses of all interfaces of this host, loopback included.
-
-    Ranks: any process, alone.
-    """
+    """Return the addresses of all interfaces of this host, loopback included."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
@@ -122,13 +93,7 @@ def addresses_here() -> set[str]:
 
 
 def addresses_of(name: str) -> list[str]:
-    """Return the addresses that a host name stands for here; none where it stands for nothing.
-
-    Args:
-        name: Host name, or an address.
-
-    Ranks: any process, alone; may ask a name server.
-    """
+    """Return the addresses that a host name stands for here; none where it stands for nothing."""
     with suppress(ValueError):
         return [str(ip_address(name.strip("[]")))]
     with suppress(OSError):

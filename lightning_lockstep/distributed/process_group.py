@@ -65,10 +65,7 @@ _of_torch: tuple[object, RankGroup | None] = (None, None)  # torch's process gro
 
 
 def current_group() -> RankGroup | None:
-    """Return the group of ranks that this process belongs to now, or ``None``.
-
-    Ranks: any rank, alone; a few attribute reads.
-    """
+    """Return the group of ranks that this process belongs to now, or ``None``."""
     global _of_torch
     if _given is not None:
         return _given
@@ -84,13 +81,7 @@ def current_group() -> RankGroup | None:
 
 
 def use_group(group: RankGroup | None) -> None:
-    """Make ``group`` the current one, for ranks that no process group of torch connects.
-
-    Args:
-        group: The ranks; ``None`` forgets them, and what was derived from torch's default process group.
-
-    Ranks: every rank, alike, once they have met; nothing is sent.
-    """
+    """Make ``group`` the current one, for ranks that no process group of torch connects."""
     global _given, _of_torch
     _given, _of_torch = group, (None, None)
 
@@ -201,14 +192,7 @@ def _check_name(store: Store, rank: int, name: str, place: str) -> None:
 
 
 def host_rendezvous(address: str, *, everywhere: bool = False) -> int:
-    """Listen at ``address`` on a port that the system chooses, and return that port.
-
-    Args:
-        address: Address of this host at which the other ranks will look.
-        everywhere: Listen on all interfaces, where it is not known yet by which one the others come.
-
-    Ranks: rank 0, before it starts the others.
-    """
+    """Listen at ``address`` on a port that the system chooses, and return that port."""
     store = _tcp_store(address, 0, None, listens_at=ANY if everywhere else listening_address(address))
     _stores[address, store.port] = store
     return int(store.port)
@@ -250,8 +234,6 @@ def free_port() -> int:
 
     Between the answer and its use another program can take it; prefer :func:`host_rendezvous`, which keeps
     its port open.
-
-    Ranks: the process that starts the ranks.
     """
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -262,8 +244,6 @@ def forget_rendezvous() -> None:
     """Drop every store made so far, so that the next job of this process meets anew, and at another place.
 
     Whoever still holds a process group of this job keeps its store alive, and with it all its keys.
-
-    Ranks: any rank, alone, once no process group that was built on the store is left.
     """
     _stores.clear()
     _made.clear()
@@ -312,23 +292,7 @@ def start_process_group(
     device: torch.device,
     name: str | None = None,
 ) -> None:
-    """Make the default process group, unless this process has one already.
-
-    Args:
-        backend: ``gloo``, ``nccl`` or any other that is registered with torch.
-        rank: This rank.
-        world_size: Number of ranks.
-        address: Host name or address of rank 0.
-        port: Port of the rendezvous on it.
-        timeout: Longest wait for another rank, now and in each collective.
-        device: Device of this rank.
-        name: As for :func:`rendezvous_store`.
-
-    Raises:
-        LaunchError: The ranks did not meet in time, or two jobs meet.
-
-    Ranks: all, together.
-    """
+    """Make the default process group, unless this process has one already."""
     if process_group_exists():
         return
     for variable, value in (("MASTER_ADDR", address), ("MASTER_PORT", str(port))):

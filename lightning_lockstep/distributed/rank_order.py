@@ -110,13 +110,7 @@ class _Section:
 
 
 class RankOrderedSections:
-    """Lets the ranks into one section after the other, in rank order.
-
-    Args:
-        channel: The side channel of the run.
-
-    Ranks: one object on every rank; a section costs 4 messages per rank.
-    """
+    """Lets the ranks into one section after the other, in rank order."""
 
     def __init__(self, channel: SideChannel) -> None:
         self._channel = channel
@@ -128,18 +122,7 @@ class RankOrderedSections:
         self._channel.on(_ANSWERS, self._on_answer)
 
     def enter(self, queue: str, *, timeout: float) -> int:
-        """Wait until this rank may start and return the number of the section.
-
-        Args:
-            queue: The ranks that name the same one run one after the other.
-            timeout: Longest wait [s].
-
-        Raises:
-            RankFailedError: A rank that started before failed.
-            CollectiveStallError: The start did not come in time.
-
-        Ranks: every rank.
-        """
+        """Wait until this rank may start and return the number of the section."""
         section, self._entered = self._entered, self._entered + 1
         self._report(section, "arrived", queue)
         errors = self._answer(section, "start", timeout)
@@ -149,19 +132,7 @@ class RankOrderedSections:
         return section
 
     def leave(self, section: int, *, error: str, timeout: float) -> None:
-        """Let the next rank start and wait until all have finished.
-
-        Args:
-            section: What :meth:`enter` returned.
-            error: What went wrong here, with its traceback; empty if nothing did.
-            timeout: Longest wait for the other ranks [s].
-
-        Raises:
-            RankFailedError: Another rank failed.
-            CollectiveStallError: A rank did not arrive or is still in the body.
-
-        Ranks: every rank that has started.
-        """
+        """Let the next rank start and wait until all have finished."""
         self._report(section, "finished", error)
         errors = self._answer(section, "outcome", timeout)
         if errors and not error:

@@ -32,13 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """One rank's request that all ranks leave.
-
-    Attributes:
-        rank: Rank that asked.
-        kind: ``breakpoint`` or ``preempted``; whatever the asking side and the leaving side agree on.
-        reason: Why.
-    """
+    """One rank's request that all ranks leave."""
 
     rank: int
     kind: str
@@ -47,12 +41,7 @@ class Request:
 
 @dataclass(frozen=True)
 class StopDecision:
-    """What all ranks know alike when they leave.
-
-    Attributes:
-        step: Number of steps after which all leave.
-        requests: Who asked, in the order in which rank 0 received it.
-    """
+    """What all ranks know alike when they leave."""
 
     step: int
     requests: tuple[Request, ...]
@@ -246,8 +235,5 @@ class StepAgreement:
 
 
 def stop_agreement(channel: SideChannel) -> StepAgreement:
-    """Return the agreement of a side channel on leaving together; the same one while the channel lives.
-
-    Ranks: every rank, for itself; nothing is sent.
-    """
+    """Return the agreement of a side channel on leaving together; the same one while the channel lives."""
     return channel.own(StepAgreement)

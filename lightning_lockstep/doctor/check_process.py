@@ -56,16 +56,7 @@ def _write(results: IO[str], what: object) -> None:
 
 
 def run_check(name: str, machine: Machine, options: CheckOptions) -> CheckResult:
-    """Run a check in this process and return its result.
-
-    Args:
-        name: Of the check.
-        machine: The machine to look at.
-        options: What the user has asked.
-
-    Raises:
-        ConfigurationError: There is no such check.
-    """
+    """Run a check in this process and return its result."""
     began = time.monotonic()
     findings = tuple(_found(load_check(name), machine, options))
     return CheckResult(name, findings, time.monotonic() - began)

@@ -41,14 +41,7 @@ _Found = TypeVar("_Found")
 
 
 class Checks:
-    """The checks of one call of the doctor.
-
-    Args:
-        names: Of the checks, in the order in which they are started.
-        options: What the user has asked.
-        sysroot: The imitated machine to look at; by default this one.
-        at_a_time: Checks that run at the same time; by default as many as there are cores, at least 2.
-    """
+    """The checks of one call of the doctor."""
 
     def __init__(
         self,
@@ -76,9 +69,6 @@ class Checks:
         """Run the checks and yield each result when it is there.
 
         Those that start ranks or measure speed run one by one after the others.
-
-        Args:
-            tick: Called several times a second while nothing has ended.
         """
         alone = [name for name in self.names if name in BUILT_IN and load_check(name).needs_ranks]
         waiting: list[_Child] = []
@@ -159,16 +149,7 @@ class Checks:
 
 
 class _Child:
-    """The process of one check.
-
-    Args:
-        name: Of the check.
-        options: What the user has asked.
-        sysroot: The imitated machine to look at.
-
-    Attributes:
-        needs_ranks: Whether the check is to run alone; known when it is loaded.
-    """
+    """The process of one check."""
 
     def __init__(self, name: str, options: CheckOptions, sysroot: Path | None) -> None:
         self.name = name
@@ -188,11 +169,7 @@ class _Child:
         self._began = time.monotonic()
 
     def load(self, within: float) -> None:
-        """Have it load the check, and receive what that needs.
-
-        Args:
-            within: Longest time [s].
-        """
+        """Have it load the check, and receive what that needs."""
         task = {
             "check": self.name,
             "load_until": time.time() + within,
@@ -210,11 +187,7 @@ class _Child:
             self._limit, self.needs_ranks = float(lines[0]["timeout"]), bool(lines[0]["needs_ranks"])
 
     def run(self, timeout: float | None) -> None:
-        """Have it run the check, and wait for its end.
-
-        Args:
-            timeout: Longest time [s]; by default that of the check.
-        """
+        """Have it run the check, and wait for its end."""
         if self._limit is None:
             return  # it could not be loaded
         self._began = time.monotonic()

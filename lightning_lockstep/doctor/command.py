@@ -32,11 +32,7 @@ _NO_PROBLEM, _PROBLEM, _USAGE, _ONLY_WARNINGS = 0, 1, 2, 3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command and end the process with its exit code.
-
-    Args:
-        argv: Arguments; by default those of this process.
-    """
+    """Run the command and end the process with its exit code."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(help=_help())(_doctor)
     app(list(sys.argv[1:] if argv is None else argv), prog_name=_PROGRAM)
@@ -226,10 +222,6 @@ def _checks(
 
 def exit_code(results: Sequence[Any], *, strict: bool = False) -> int:
     """Return the exit code of the command: 0 without a problem, 1 with one, 3 with warnings under ``strict``.
-
-    Args:
-        results: Of all checks.
-        strict: Whether warnings count.
     """
     from lightning_lockstep.doctor.findings import Status, worst
 
@@ -240,14 +232,7 @@ def exit_code(results: Sequence[Any], *, strict: bool = False) -> int:
 
 
 def print_explanation(name: str) -> None:
-    """Print what a check looks at and why that matters.
-
-    Args:
-        name: Of the check.
-
-    Raises:
-        ConfigurationError: There is no such check.
-    """
+    """Print what a check looks at and why that matters."""
     found = load_check(name)
     typer.echo(f"{found.name}: {found.summary}\n\n{' '.join(found.why.split())}")
 

@@ -112,51 +112,25 @@ class CheckResult:
 
 
 def ok(subject: str, evidence: str) -> Finding:
-    """Return a finding that needs nothing done.
-
-    Args:
-        subject: What was looked at.
-        evidence: What was seen.
-    """
+    """Return a finding that needs nothing done."""
     return Finding(Status.OK, subject, evidence)
 
 
 def warning(subject: str, evidence: str, *fix: str) -> Finding:
-    """Return a finding with which a run may do badly.
-
-    Args:
-        subject: What was looked at.
-        evidence: What was seen, and what may come of it.
-        fix: Lines to paste.
-    """
+    """Return a finding with which a run may do badly."""
     return Finding(Status.WARNING, subject, evidence, fix)
 
 
 def problem(subject: str, evidence: str, *fix: str) -> Finding:
-    """Return a finding with which a run that needs this cannot succeed.
-
-    Args:
-        subject: What was looked at.
-        evidence: What was seen, and what comes of it.
-        fix: Lines to paste.
-    """
+    """Return a finding with which a run that needs this cannot succeed."""
     return Finding(Status.PROBLEM, subject, evidence, fix)
 
 
 def not_applicable(subject: str, why: str) -> Finding:
-    """Return a finding for what this machine does not have.
-
-    Args:
-        subject: What would have been looked at.
-        why: Why it was not, in one line.
-    """
+    """Return a finding for what this machine does not have."""
     return Finding(Status.NOT_APPLICABLE, subject, why)
 
 
 def worst(statuses: Iterable[Status]) -> Status:
-    """Return the worst of several statuses, ``NOT_APPLICABLE`` of none.
-
-    Args:
-        statuses: In any order.
-    """
+    """Return the worst of several statuses, ``NOT_APPLICABLE`` of none."""
     return max(statuses, key=lambda status: status.severity, default=Status.NOT_APPLICABLE)

@@ -24,12 +24,7 @@ class Running(Protocol):
 
 
 class Progress:
-    """Shows the line while its body runs, and wipes it after.
-
-    Args:
-        to: The console that the rows are printed to.
-        checks: Those that run.
-    """
+    """Shows the line while its body runs, and wipes it after."""
 
     def __init__(self, to: Console, checks: Running) -> None:
         self._checks, self._ended = checks, 0

@@ -50,16 +50,7 @@ CheckFunction = Callable[[Machine, CheckOptions], Iterable[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """A registered check.
-
-    Attributes:
-        name: As users type it.
-        summary: What it looks at, in one line.
-        why: Why that matters, for ``--explain``.
-        function: Looks, and yields what it has found.
-        needs_ranks: Whether it starts ranks or measures speed, and so runs alone, after the others.
-        timeout: Longest time that it may take [s].
-    """
+    """A registered check."""
 
     name: str
     summary: str
@@ -103,14 +94,7 @@ def check_names() -> list[str]:
 
 
 def load_check(name: str) -> Check:
-    """Import a check and return it.
-
-    Args:
-        name: Of the check.
-
-    Raises:
-        ConfigurationError: There is no such check, or its entry point names something else.
-    """
+    """Import a check and return it."""
     if name not in BUILT_IN and name not in _entry_points():
         names = check_names()
         hint = did_you_mean(name, names)

@@ -35,16 +35,7 @@ _UNQUOTED = re.compile(r"[\w./:@%+-]+")
 
 
 class RunFolder:
-    """A folder that a user has named.
-
-    Args:
-        machine: On which it lies.
-        given: Its path as the user wrote it.
-
-    Attributes:
-        given: That path.
-        unreadable: Records that are there and could not be read, as far as they were asked for.
-    """
+    """A folder that a user has named."""
 
     def __init__(self, machine: Machine, given: str) -> None:
         self._machine = machine
@@ -73,35 +64,20 @@ class RunFolder:
         )
 
     def has(self, name: str) -> bool:
-        """Return whether it holds a file or folder.
-
-        Args:
-            name: Relative to it.
-        """
+        """Return whether it holds a file or folder."""
         return self._machine.exists(f"{self._path}/{name}")
 
     def glob(self, *patterns: str) -> list[str]:
-        """Return the names that match, relative to the folder, whatever characters its own name has.
-
-        Args:
-            patterns: Relative to it.
-        """
+        """Return the names that match, relative to the folder, whatever characters its own name has."""
         found = [self._machine.glob(f"{glob.escape(self._path)}/{pattern}") for pattern in patterns]
         return [str(PurePath(path).relative_to(self._path)) for paths in found for path in paths]
 
     def text(self, name: str) -> str:
-        """Return what a file holds, the empty string where there is none.
-
-        Args:
-            name: Of the file.
-        """
+        """Return what a file holds, the empty string where there is none."""
         return self._machine.read_text(f"{self._path}/{name}", whole=True) or ""
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Return a record of the run; ``None`` where there is none, or where it cannot be read (see ``unreadable``).
-
-        Args:
-            name: Of its file.
         """
         if not self.has(name):
             return None
@@ -115,22 +91,14 @@ class RunFolder:
         return None
 
     def age(self, name: str) -> float:
-        """Return how long ago a file was written to [s]; infinite where there is none.
-
-        Args:
-            name: Of the file.
-        """
+        """Return how long ago a file was written to [s]; infinite where there is none."""
         try:
             return time.time() - Path(self._path, name).stat().st_mtime
         except OSError:
             return math.inf
 
     def is_of_earlier_attempt(self, name: str) -> bool:
-        """Return whether a file was written before the attempt began that was the last one.
-
-        Args:
-            name: Of the file.
-        """
+        """Return whether a file was written before the attempt began that was the last one."""
         return self.has(_STARTED) and self.age(name) > self.age(_STARTED)
 
     def checkpoints(self) -> list[str]:
@@ -145,19 +113,11 @@ class RunFolder:
         return zipfile.is_zipfile(path)  # torch's files are archives, with their index at the end
 
     def shown(self, name: str = "") -> str:
-        """Return the path of a file in it, to paste into a shell.
-
-        Args:
-            name: Of the file; by default the folder itself.
-        """
+        """Return the path of a file in it, to paste into a shell."""
         return shlex.quote(str(PurePath(self.given, name)))
 
     def override(self, key: str, name: str) -> str:
         """Return an override that names a file in it, to paste into a shell; for Hydra too such a path has quotes.
-
-        Args:
-            key: Of the configuration.
-            name: Of the file.
         """
         path = str(PurePath(self.given, name))
         if not _UNQUOTED.fullmatch(path):

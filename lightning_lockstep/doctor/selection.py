@@ -18,13 +18,7 @@ _TAKES_FOLDERS = "run"
 
 @dataclass(frozen=True)
 class Selection:
-    """What a command line asks for.
-
-    Attributes:
-        names: Checks to run, in the order in which they are started.
-        folders: Run folders to look at.
-        least: Only rows of this status or a worse one are shown.
-    """
+    """What a command line asks for."""
 
     names: tuple[str, ...]
     folders: tuple[str, ...] = ()
@@ -32,15 +26,7 @@ class Selection:
 
 
 def select(arguments: Sequence[str], only: str | None = None) -> Selection:
-    """Return what arguments ask for; without names all checks that need no arguments.
-
-    Args:
-        arguments: Names of checks; after ``run`` folders too.
-        only: Names of checks, or a status, with commas between.
-
-    Raises:
-        ConfigurationError: There is no such check.
-    """
+    """Return what arguments ask for; without names all checks that need no arguments."""
     known = check_names()
     statuses = {status.value: status for status in Status}
     wanted = [name for name in (only or "").split(",") if name]

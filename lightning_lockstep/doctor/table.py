@@ -25,36 +25,21 @@ _NARROWEST = 80
 
 
 def console(*, is_error: bool = False, of_a_rank: bool = False) -> Console:
-    """Return a console that wraps at the width of the terminal, and at a fixed one in a file.
-
-    Args:
-        is_error: Whether it writes to standard error.
-        of_a_rank: Whether another program passes on what is printed. mpirun gives its ranks a terminal of its own.
-    """
+    """Return a console that wraps at the width of the terminal, and at a fixed one in a file."""
     made = Console(stderr=is_error, highlight=False, force_terminal=False if of_a_rank else None)
     made.width = max(_NARROWEST, made.width) if made.is_terminal else _WIDTH_OF_A_FILE
     return made
 
 
 def print_heading(to: Console) -> None:
-    """Print the names of the columns.
-
-    Args:
-        to: Where.
-    """
+    """Print the names of the columns."""
     table = _grid()
     table.add_row(*(Text(name, style="bold") for name in ("check", "status", "looked at", "found")))
     to.print(table)
 
 
 def print_result(to: Console, result: CheckResult, *, least: Status = Status.NOT_APPLICABLE) -> None:
-    """Print the rows of a check.
-
-    Args:
-        to: Where.
-        result: What it has found.
-        least: Only rows of this status or a worse one.
-    """
+    """Print the rows of a check."""
     shown = [finding for finding in result.findings if finding.status.severity >= least.severity]
     for number, finding in enumerate(shown):
         evidence, _, block = finding.evidence.partition("\n")
@@ -74,13 +59,7 @@ def print_result(to: Console, result: CheckResult, *, least: Status = Status.NOT
 def print_fixes(
     to: Console, results: Iterable[CheckResult], *, least: Status = Status.NOT_APPLICABLE
 ) -> None:
-    """Print the commands to paste, the worst findings first; their lines are never wrapped.
-
-    Args:
-        to: Where.
-        results: Of all checks.
-        least: Only for findings of this status or a worse one.
-    """
+    """Print the commands to paste, the worst findings first; their lines are never wrapped."""
     found = [(result.check, finding) for result in results for finding in result.findings if finding.fix]
     found = [entry for entry in found if entry[1].status.severity >= least.severity]
     found.sort(key=lambda entry: -entry[1].status.severity)
@@ -94,13 +73,7 @@ def print_fixes(
 
 
 def print_verdict(to: Console, results: Sequence[CheckResult], seconds: float) -> None:
-    """Print the last line: how many findings of each status.
-
-    Args:
-        to: Where.
-        results: Of all checks.
-        seconds: How long all took [s].
-    """
+    """Print the last line: how many findings of each status."""
     findings = [finding for result in results for finding in result.findings]
     counts = [
         f"{number} {_plural(status.value, number)}"

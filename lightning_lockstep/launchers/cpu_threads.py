@@ -16,17 +16,7 @@ __all__ = ["apply_threads", "plan_threads"]
 def plan_threads(
     threads_per_rank: int | Literal["auto"], *, cores: tuple[int, ...], local_rank: int, local_world_size: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the number of threads of a rank, and the cores that are its own.
-
-    Args:
-        threads_per_rank: A number, or ``auto`` for usable cores / ranks on this node, at least 1.
-        cores: Numbers of the usable cores.
-        local_rank: Number of the rank on its node.
-        local_world_size: Number of ranks on that node.
-
-    Returns:
-        (threads, cores); with more ranks than cores, ranks share.
-    """
+    """Return the number of threads of a rank, and the cores that are its own."""
     share = max(1, len(cores) // local_world_size)
     threads = share if threads_per_rank == "auto" else int(threads_per_rank)
     width = min(max(threads, 1), len(cores))
@@ -41,20 +31,6 @@ def apply_threads(
     """Set the number of threads of this rank, and pin it to its cores if asked.
 
     ``OMP_NUM_THREADS`` set by the user (or by ``torchrun``) wins over ``auto``.
-
-    Args:
-        threads_per_rank: A number, or ``auto``.
-        bind_cores: Whether to pin this process to its own cores.
-        local_rank: Number of this rank on its node.
-        local_world_size: Number of ranks on this node.
-
-    Returns:
-        (threads, cores this rank may use now).
-
-    Raises:
-        ConfigurationError: Pinning is not possible on this system.
-
-    Ranks: every rank, for itself; nothing is sent.
     """
     cores = usable_cores()
     threads, mine = plan_threads(

@@ -25,16 +25,6 @@ def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callab
 
     That is, when Python's handler was not reached, or was and the process is leaving because of a failure. A program
     that handles the ``KeyboardInterrupt`` itself goes on.
-
-    Args:
-        on_stuck: Ends the process by force; called on a thread of its own.
-        patience: Time for an orderly exit [s].
-
-    Returns:
-        A function that ends the watch. Where another library already uses the wake-up descriptor, or off
-        the main thread, nothing is watched.
-
-    Ranks: the rank that owns the terminal; nothing is sent.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None

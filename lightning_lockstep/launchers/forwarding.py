@@ -27,16 +27,6 @@ class SignalForwarding:
 
     SIGTERM and SIGHUP ask the ranks to end. When one of these comes again, or the ranks have not ended after
     10 minutes, they are ended by force. A signal that this process ignores, as under ``nohup``, is left alone.
-
-    Args:
-        send: Sends a signal to all ranks.
-        force: Ends all ranks.
-        limit: How long the ranks may take to end [s].
-
-    Attributes:
-        asked: The first signal that asked the ranks to end, or ``None``.
-
-    Ranks: the parent process, which is no rank; off the main thread nothing is done.
     """
 
     def __init__(

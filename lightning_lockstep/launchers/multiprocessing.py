@@ -62,13 +62,7 @@ _CTRL_C = 2.0  # how long ranks that a terminal's Ctrl-C has reached may take be
 
 
 class SpawnedLauncher(_MultiProcessingLauncher):
-    """Starts ranks with :mod:`torch.multiprocessing` and joins them.
-
-    Args:
-        strategy: The strategy; it travels to the ranks.
-        supervisor: Per-rank life cycle: CPU threads, failure handling, exit report.
-        start_method: ``spawn``, ``fork`` or ``forkserver``.
-    """
+    """Starts ranks with :mod:`torch.multiprocessing` and joins them."""
 
     _strategy: Any  # Lightning's annotation names a base that knows no numbers of processes and nodes
 
@@ -83,13 +77,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         self._supervisor = supervisor
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Run ``function`` in every rank and return what rank 0 returned.
-
-        Raises:
-            RankFailedError: A rank failed; the text ends with the first one's traceback.
-
-        Ranks: the parent process, which is no rank.
-        """
+        """Run ``function`` in every rank and return what rank 0 returned."""
         self._check(trainer)
         if self._start_method == "fork":
             prepare_fork()

@@ -29,14 +29,7 @@ _SAY_AFTER = 60.0  # after how long it is said which ranks still run when rank 0
 
 @dataclass(frozen=True)
 class BadEnd:
-    """A rank that failed by itself.
-
-    Attributes:
-        rank: Its number.
-        pid: Its process id.
-        returncode: Exit code; negative for a signal.
-        since: When this was noticed, by the monotonic clock [s].
-    """
+    """A rank that failed by itself."""
 
     rank: int
     pid: int
@@ -45,17 +38,7 @@ class BadEnd:
 
 
 class RankProcesses:
-    """Runs one function in several processes that are copies of this one.
-
-    Args:
-        run: Called in each with its number; the process ends with 0 when it returns.
-        number: How many.
-        grace_period: How long the others may take to end by themselves once one has failed; half of it
-            until they are asked to [s].
-        between: Called again and again while they run.
-
-    Ranks: the parent process, which is no rank.
-    """
+    """Runs one function in several processes that are copies of this one."""
 
     def __init__(
         self, run: Callable[[int], None], *, number: int, grace_period: float, between: Callable[[], None]
@@ -68,11 +51,7 @@ class RankProcesses:
         self._signalled = False
 
     def start(self) -> None:
-        """Start all of them.
-
-        Raises:
-            LaunchError: The operating system does not allow another copy of this process.
-        """
+        """Start all of them."""
         try:
             for process in self.processes:
                 process.start()
@@ -85,11 +64,7 @@ class RankProcesses:
             ) from error
 
     def wait(self) -> list[BadEnd]:
-        """Wait for all to end, and end the others when one has failed.
-
-        Returns:
-            Those that failed, of which one may be the cause of all; empty if all is well.
-        """
+        """Wait for all to end, and end the others when one has failed."""
         said = time.monotonic() + _SAY_AFTER
         while self.running():
             connection.wait([self.processes[rank].sentinel for rank in self.running()], timeout=_PERIOD)
@@ -166,10 +141,7 @@ class RankProcesses:
 
 
 def end_with_parent() -> None:
-    """End this rank when the process that has started it has ended; that waits for its ranks otherwise.
-
-    Ranks: every rank that :mod:`multiprocessing` has started, once; starts a thread.
-    """
+    """End this rank when the process that has started it has ended; that waits for its ranks otherwise."""
 
     def watch() -> None:
         parent = multiprocessing.parent_process()

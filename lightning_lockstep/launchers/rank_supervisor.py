@@ -41,11 +41,7 @@ def _no_trainer() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorSettings(GuardSettings):
-    """What a user may set about the life cycle of a rank; see the strategies for the meaning.
-
-    Raises:
-        ConfigurationError: One message with every value that cannot be used.
-    """
+    """What a user may set about the life cycle of a rank; see the strategies for the meaning."""
 
     on_rank_failure: Literal["abort"] = "abort"
     grace_period: float = 10.0
@@ -71,19 +67,7 @@ class SupervisorSettings(GuardSettings):
 
 
 class RankSupervisor:
-    """Keeps one rank in step with the others from launch to exit.
-
-    Args:
-        settings: What the user has set.
-
-    Attributes:
-        propagation: Informs the ranks when one fails; ``None`` until they have met.
-        guard: Watches the collectives; ``None`` until the ranks have met, and where it is off.
-        threads: CPU threads of this rank; 0 until the launch.
-        cores: Numbers of the cores it may use.
-        on_force: Called before this process is ended by force; a launcher ends its children here.
-        parent_prints: Whether the process that started this rank, and is no rank, prints what has failed.
-    """
+    """Keeps one rank in step with the others from launch to exit."""
 
     def __init__(self, settings: SupervisorSettings) -> None:
         self.settings = settings
@@ -96,10 +80,7 @@ class RankSupervisor:
         self._trainer: Callable[[], Any] = _no_trainer
 
     def attach(self, trainer: Any) -> None:
-        """Handle step boundaries and SIGTERM for ``trainer`` in this process.
-
-        Ranks: every rank, before its Trainer runs; nothing is sent.
-        """
+        """Handle step boundaries and SIGTERM for ``trainer`` in this process."""
         if trainer is None:
             return
         self._trainer = weakref.ref(trainer)
@@ -108,10 +89,7 @@ class RankSupervisor:
         call_on_sigterm(trainer, self._told_to_end)
 
     def apply_threads(self, *, local_rank: int, local_world_size: int) -> None:
-        """Set this rank's CPU threads and cores.
-
-        Ranks: every rank, for itself.
-        """
+        """Set this rank's CPU threads and cores."""
         self.threads, self.cores = apply_threads(
             self.settings.threads_per_rank,
             bind_cores=self.settings.bind_cores,
@@ -120,16 +98,7 @@ class RankSupervisor:
         )
 
     def ranks_have_met(self, *, prints_report: bool) -> Communicator:
-        """Open the side channel and begin to listen for failures.
-
-        Args:
-            prints_report: Whether this rank prints the report of another rank's failure.
-
-        Returns:
-            The communicator of the run.
-
-        Ranks: all, together, right after they have met; each waits until rank 0 has come here too.
-        """
+        """Open the side channel and begin to listen for failures."""
         communicator = current_communicator()
         if communicator.world_size > 1:
             communicator.side_channel.silence_limit = self.settings.silence_limit
@@ -146,14 +115,7 @@ class RankSupervisor:
         return communicator
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function``; when it raises, inform the other ranks, or report which of them failed first.
-
-        Raises:
-            RankFailedError: Another rank failed first.
-            BaseException: Whatever ``function`` raised, when this rank was the first.
-
-        Ranks: every rank. Sends nothing unless something is wrong.
-        """
+        """Call ``function``; when it raises, inform the other ranks, or report which of them failed first."""
         try:
             return function(*args, **kwargs)
         except _TunerExitException:
@@ -165,10 +127,7 @@ class RankSupervisor:
             raise raised from None
 
     def at_step_boundary(self) -> None:
-        """Stop here if another rank has failed or this one was told to end; costs a few attribute reads.
-
-        Ranks: every rank, before each batch; nothing is sent.
-        """
+        """Stop here if another rank has failed or this one was told to end; costs a few attribute reads."""
         if self.propagation is not None:
             self.propagation.check()
         trainer = self._trainer()
@@ -176,10 +135,7 @@ class RankSupervisor:
             raise SIGTERMException(128 + signal.SIGTERM)
 
     def watch_parent(self, parent: int | None) -> None:
-        """End this process if the rank that started it exits before the ranks have met.
-
-        Ranks: a rank that another rank has started.
-        """
+        """End this process if the rank that started it exits before the ranks have met."""
 
         def watch() -> None:
             while self.propagation is None:

@@ -114,14 +114,7 @@ _started: _StartedRanks | None = None
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Runs this program once more for every further rank of this node.
-
-    Args:
-        supervisor: Of this rank; it learns when a child exits.
-        cluster_environment: Who this rank is.
-        num_processes: Number of ranks on this node.
-        num_nodes: Number of nodes.
-    """
+    """Runs this program once more for every further rank of this node."""
 
     def __init__(
         self, supervisor: RankSupervisor, cluster_environment: Any, *, num_processes: int, num_nodes: int
@@ -136,8 +129,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks of this node unless that has been done, then run ``function`` under the supervisor.
-
-        Ranks: every rank; the first one of a node starts the others.
         """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
@@ -233,13 +224,7 @@ def _is_orderly(code: int) -> bool:
 
 
 def forget_earlier_job(patience: float) -> None:
-    """End the ranks of an earlier job of this process and destroy its process group.
-
-    Args:
-        patience: Time that ranks which are still busy get to exit by themselves [s].
-
-    Ranks: the first rank of a node, before it starts the ranks of another job.
-    """
+    """End the ranks of an earlier job of this process and destroy its process group."""
     global _started
     if _started is None:
         return

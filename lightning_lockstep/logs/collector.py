@@ -29,14 +29,7 @@ _ONCE_FOR = 0.3
 
 
 class Collector:
-    """Prints the lines of all ranks in rank order; lives on rank 0.
-
-    Args:
-        channel: The side channel of the run.
-        timeout: Longest time that a line waits for those of other ranks [s].
-        merging: Whether equal lines become one.
-        emit: Prints a record; by default the handlers of the logger of the record's name do.
-    """
+    """Prints the lines of all ranks in rank order; lives on rank 0."""
 
     def __init__(
         self,
@@ -78,10 +71,6 @@ class Collector:
 
         The first one waits a moment for the equal lines of other ranks and is printed with their numbers; what
         comes later is not printed.
-
-        Args:
-            line: The line.
-            printed: Whether rank 0 has printed it already.
         """
         now = time.monotonic()
 
@@ -92,11 +81,7 @@ class Collector:
         self._once.do(add)
 
     def settle(self, timeout: float) -> None:
-        """Wait for lines that are under way, then print all that is held back.
-
-        Args:
-            timeout: Longest wait [s].
-        """
+        """Wait for lines that are under way, then print all that is held back."""
         deadline = time.monotonic() + timeout
         while self.lines.busy and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -136,13 +121,7 @@ class Collector:
 
 
 class NodeMerger:
-    """Merges the lines of one node before they go to rank 0; lives on the node's first rank.
-
-    Args:
-        channel: The side channel of the run.
-        ranks: The ranks of this node.
-        merge_for: Longest time for which lines are kept back [s].
-    """
+    """Merges the lines of one node before they go to rank 0; lives on the node's first rank."""
 
     def __init__(self, channel: SideChannel, ranks: Iterable[int], *, merge_for: float = _MERGE_FOR) -> None:
         self._channel = channel

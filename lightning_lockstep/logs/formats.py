@@ -17,12 +17,7 @@ _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red",
 
 
 class TextFormat(logging.Formatter):
-    """``time level host:rank logger file:line message``, with rich's colours where asked.
-
-    Args:
-        rank: This rank.
-        colour: Whether to write colours.
-    """
+    """``time level host:rank logger file:line message``, with rich's colours where asked."""
 
     default_time_format = "%H:%M:%S"
     default_msec_format = "%s.%03d"
@@ -51,11 +46,7 @@ class TextFormat(logging.Formatter):
 
 
 class JsonFormat(logging.Formatter):
-    """One JSON object a line, with what the caller passed as ``extra`` under its own names.
-
-    Args:
-        rank: This rank.
-    """
+    """One JSON object a line, with what the caller passed as ``extra`` under its own names."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

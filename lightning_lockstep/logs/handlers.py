@@ -16,13 +16,7 @@ __all__ = ["ConsoleHandler", "ConsoleTakeover", "RankFile", "WarningHandler"]
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes to the console, above a progress bar where there is one.
-
-    Args:
-        rank: This rank.
-        level: Lowest level that is written.
-        colour: Whether to write colours; ``None`` does so on a terminal.
-    """
+    """Writes to the console, above a progress bar where there is one."""
 
     def __init__(self, rank: int, *, level: int | str, colour: bool | None) -> None:
         super().__init__(level)
@@ -44,13 +38,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class RankFile(logging.FileHandler):
-    """One file per rank, with everything that rank logs; what was collected from ranks is in their files.
-
-    Args:
-        folder: Where the files of all ranks are.
-        rank: This rank.
-        style: ``text``, or ``json`` for one JSON object a line.
-    """
+    """One file per rank, with everything that rank logs; what was collected from ranks is in their files."""
 
     def __init__(self, folder: Path, rank: int, *, style: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,9 +52,6 @@ class WarningHandler(logging.Handler):
     """Sends warnings to the collector on rank 0, so that one of the ranks' equal ones is printed.
 
     Rank 0 prints its own at once, which the collector takes into account.
-
-    Args:
-        sender: Takes lines to rank 0.
     """
 
     def __init__(self, sender: LineSender) -> None:
@@ -85,11 +70,7 @@ class WarningHandler(logging.Handler):
 
 
 class ConsoleTakeover:
-    """Puts handlers in the place of the console handlers of all loggers, and undoes it.
-
-    Args:
-        handlers: What to put on the root logger.
-    """
+    """Puts handlers in the place of the console handlers of all loggers, and undoes it."""
 
     def __init__(self, handlers: list[logging.Handler]) -> None:
         self.handlers = handlers

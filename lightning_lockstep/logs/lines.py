@@ -49,18 +49,7 @@ class CallSite(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One message of one or several ranks.
-
-    Attributes:
-        site: Where it comes from.
-        ranks: Ranks that logged it, in rising order.
-        hosts: Their hosts, in the same order.
-        text: The message, with its arguments filled in.
-        created: When the first of them logged it [s since the epoch].
-        function: Name of the function that made the call.
-        trace: Formatted exception; empty if there is none.
-        extra: What the caller passed as ``extra``, as far as JSON can hold it.
-    """
+    """One message of one or several ranks."""
 
     site: CallSite
     ranks: tuple[int, ...]
@@ -108,26 +97,14 @@ def extra_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def line_of(call: LogCall, *, rank: int, host: str, repeat: int) -> Line:
-    """Return the line of one rank.
-
-    Args:
-        call: The call that it made.
-        rank: The rank.
-        host: Its host.
-        repeat: How often it has made the same call before.
-    """
+    """Return the line of one rank."""
     (logger, level, path, number), text, created, function, trace, extra = call
     site = CallSite(logger, level, _resolved(path), number, repeat)
     return Line(site, (rank,), (host,), text, created, function, trace, extra)
 
 
 def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
-    """Return the log record that prints ``line`` in the process that collects them.
-
-    Args:
-        line: The line.
-        prefix: What stands before the text; by default the ranks in brackets.
-    """
+    """Return the log record that prints ``line`` in the process that collects them."""
     site = line.site
     prefix = f"[{ranks_in_words(line.ranks)}] " if prefix is None else prefix
     filename = site.path.rpartition("/")[2]
@@ -155,11 +132,7 @@ def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
 
 
 def merge_equal(lines: Iterable[Line]) -> list[Line]:
-    """Make one line of those with the same text, ordered by their lowest rank.
-
-    Args:
-        lines: Lines that belong together, such as those of one call site.
-    """
+    """Make one line of those with the same text, ordered by their lowest rank."""
     same: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         same.setdefault((line.text, line.trace), []).append(line)

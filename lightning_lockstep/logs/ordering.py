@@ -21,14 +21,7 @@ _REMEMBERED = 10_000
 
 @dataclass(frozen=True)
 class Batch:
-    """Lines that belong together, ready to be printed.
-
-    Attributes:
-        lines: In rank order, equal ones merged if so asked.
-        missing: Ranks whose line did not come in time.
-        late: Whether the other ranks' lines were printed before.
-        waited: How long the first line was held back [s].
-    """
+    """Lines that belong together, ready to be printed."""
 
     lines: tuple[Line, ...]
     missing: tuple[int, ...] = ()
@@ -44,14 +37,7 @@ class _Waiting:
 
 
 class LineOrdering:
-    """Holds lines back until they can be printed in rank order.
-
-    Args:
-        ranks: The ranks whose lines are awaited.
-        timeout: Longest time that a line waits for those of other ranks [s].
-        merging: Whether equal lines become one.
-        key: Lines with the same key belong together; by default those of the same call.
-    """
+    """Holds lines back until they can be printed in rank order."""
 
     def __init__(
         self,
@@ -79,13 +65,7 @@ class LineOrdering:
         return not (self._waiting or self._levels or self._overdue)
 
     def add(self, line: Line, now: float, *, waits: bool = True) -> list[Batch]:
-        """Take a line and return what can be printed now.
-
-        Args:
-            line: The line.
-            now: A clock that never goes back [s].
-            waits: Whether it waits for the lines of other ranks.
-        """
+        """Take a line and return what can be printed now."""
         for rank in line.ranks:
             if line.site.level < self._levels.get((rank, line.site.logger), 0):
                 del self._levels[rank, line.site.logger]

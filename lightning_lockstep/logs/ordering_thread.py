@@ -23,12 +23,6 @@ class OrderingThread:
 
     The receiving thread does its work at once and prints, without a detour over another thread. The main
     thread only queues its work; the next thread that has access to the ordering does it.
-
-    Args:
-        ordering: Decides which lines are printed when.
-        print_batch: Prints a batch; called by one thread at a time, in the order in which they were ready.
-        name: Name of the thread that prints what has waited long enough.
-        look_every: Time between two of its looks [s].
     """
 
     def __init__(
@@ -56,11 +50,7 @@ class OrderingThread:
         self._run()
 
     def add(self, make: Callable[[], Line]) -> None:
-        """Take a line of this rank; returns at once.
-
-        Args:
-            make: Makes the line, on another thread, in the order of the calls.
-        """
+        """Take a line of this rank; returns at once."""
         now = time.monotonic()
         self._queue(lambda: self.ordering.add(make(), now))
         # A line that can only wait wakes nobody: whoever comes to the ordering next takes it along, the
@@ -70,11 +60,7 @@ class OrderingThread:
             self._wake.put(None)
 
     def do(self, work: Work) -> None:
-        """Have ``work`` done soon, on another thread; returns at once.
-
-        Args:
-            work: Changes the ordering and returns what can be printed.
-        """
+        """Have ``work`` done soon, on another thread; returns at once."""
         self._queue(work)
         self._wake.put(None)
 

@@ -28,12 +28,7 @@ _KEPT_FOR = 7.0
 
 
 class LineSender:
-    """Sends this rank's lines to rank 0, and keeps the youngest in case rank 0 fails.
-
-    Args:
-        channel: The side channel of the run.
-        collector: The collector, on rank 0.
-    """
+    """Sends this rank's lines to rank 0, and keeps the youngest in case rank 0 fails."""
 
     def __init__(self, channel: SideChannel, collector: Collector | None) -> None:
         self.channel, self.collector = channel, collector
@@ -66,13 +61,7 @@ class LineSender:
             self._post(call)
 
     def send_once(self, call: LogCall, *, repeat: int = 0, printed: bool = False) -> None:
-        """Send a line of which one is enough for all ranks; returns at once.
-
-        Args:
-            call: The call that this rank made.
-            repeat: How often it has logged the same before.
-            printed: Whether this rank is rank 0 and has printed it already.
-        """
+        """Send a line of which one is enough for all ranks; returns at once."""
         line = line_of(call, rank=self.channel.rank, host=self._host, repeat=repeat)
         if self.collector is not None:
             self.collector.add_once(line, printed=printed)
@@ -172,8 +161,6 @@ def with_sender(work: Work, *, open_if_easy: bool = True) -> bool:
 
 def send_level(logger: logging.Logger) -> None:
     """Let rank 0 know that this rank logs nothing below the level of ``logger``, if the ranks are connected.
-
-    Ranks: any rank, alone; one message for each level that a logger has had.
     """
     known = known_rank()
     if known is not None and known[1] > 1:

@@ -28,26 +28,7 @@ _NOT_YET = "http://127.0.0.1:9"
 
 
 class WandbLogger(_WandbLogger):
-    """Lightning's logger for Weights & Biases, offline where nobody has logged in.
-
-    Args:
-        save_dir: Folder in which wandb makes its folder `wandb`.
-        project: Name of the project; `WANDB_PROJECT` where it is not given.
-        name: Name of the run; `None` leaves it to wandb.
-        entity: User or team that the project belongs to.
-        group: Name that several runs share.
-        tags: Words to find the run by.
-        offline: Whether to keep the run on this machine, for `wandb sync`. `None`: as `WANDB_MODE` says, else
-            online if there is an API key (`WANDB_API_KEY`, `wandb login`).
-        log_model: Upload checkpoints: `True` at the end, `"all"` as they are saved.
-        prefix: In front of the name of each metric.
-
-    Raises:
-        ConfigurationError: Checkpoints are to be uploaded, but the run is offline.
-        ModuleNotFoundError: wandb is not installed.
-
-    Ranks: every rank makes one, alike. The run begins on rank 0 when it first logs; nothing is sent between ranks.
-    """
+    """Lightning's logger for Weights & Biases, offline where nobody has logged in."""
 
     def __init__(
         self,
@@ -100,10 +81,7 @@ class WandbLogger(_WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The run (`wandb.Run`), begun when it is first asked for.
-
-        Ranks: rank 0 begins the run; the others get a stand-in that does nothing.
-        """
+        """The run (`wandb.Run`), begun when it is first asked for."""
         with keep_hook():  # wandb's prints the traceback, and has the one before print it again
             return super().experiment
 
@@ -116,35 +94,13 @@ class WandbLogger(_WandbLogger):
         return str(run.settings.sync_dir if run.offline else run.url)
 
     def finish(self, *, failed: bool = False) -> None:
-        """End the run, so that the next logger of this process begins another.
-
-        Args:
-            failed: Whether an error has ended it.
-
-        Ranks: any; only rank 0 has a run to end. Online it waits until all is uploaded.
-        """
+        """End the run, so that the next logger of this process begins another."""
         if self._experiment is not None:
             self._experiment.finish(exit_code=int(failed))
 
 
 class MLFlowLogger(_MLFlowLogger):
-    """Lightning's logger for MLflow, with a SQLite file as the store unless another is named.
-
-    Args:
-        save_dir: Folder of the local store: `mlflow.db` and `artifacts`.
-        tracking_uri: Address of another store or of a server. `None`: `MLFLOW_TRACKING_URI`, else the local store.
-        experiment_name: Name of the experiment that the run belongs to.
-        run_name: Name of the run; `None` leaves it to MLflow.
-        tags: Names and values to find the run by.
-        log_model: Store checkpoints too: `True` at the end, `"all"` as they are saved.
-        prefix: In front of the name of each metric.
-        artifact_location: Where a new experiment keeps its files; `None` leaves it to the store.
-
-    Raises:
-        ModuleNotFoundError: MLflow is not installed.
-
-    Ranks: every rank makes one, alike. Only rank 0 opens the store, when it first logs; nothing is sent between ranks.
-    """
+    """Lightning's logger for MLflow, with a SQLite file as the store unless another is named."""
 
     def __init__(
         self,
@@ -177,10 +133,7 @@ class MLFlowLogger(_MLFlowLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The client of the store (`mlflow.tracking.MlflowClient`), with a run begun.
-
-        Ranks: rank 0 begins the run; the others get a stand-in that does nothing.
-        """
+        """The client of the store (`mlflow.tracking.MlflowClient`), with a run begun."""
         if not self._initialized:
             from mlflow.tracking import MlflowClient
 
@@ -212,11 +165,6 @@ def tracking_uri_of(
     save_dir: str | os.PathLike[str], given: str | None, environ: Mapping[str, str] | None = None
 ) -> str:
     """Return the address of the MLflow store: the one given, the environment's, or that of a file in `save_dir`.
-
-    Args:
-        save_dir: Folder of a local store.
-        given: Address in the settings.
-        environ: Environment variables; by default those of this process.
     """
     environ = os.environ if environ is None else environ
     local = f"{_SQLITE}{Path(save_dir).absolute() / 'mlflow.db'}"

@@ -16,27 +16,13 @@ __all__ = ["FirstBad", "bad_flag"]
 
 
 def bad_flag(tensor: Tensor, *, allow_inf: bool = False) -> Tensor:
-    """Return whether a tensor holds a nan or an infinity, as a tensor on its device; nothing is read.
-
-    Args:
-        tensor: Any dense tensor.
-        allow_inf: Whether infinities are allowed.
-    """
+    """Return whether a tensor holds a nan or an infinity, as a tensor on its device; nothing is read."""
     values = tensor.detach()
     return values.isnan().any() if allow_inf else values.isfinite().all().logical_not()
 
 
 class FirstBad:
-    """The first of the steps noted since :meth:`forget` in which something was bad.
-
-    Args:
-        device: Where the flags are.
-
-    Attributes:
-        noted: How many steps have been noted.
-
-    Ranks: one on every rank. ``common`` flags are the same on all ranks, so what is decided by them is too.
-    """
+    """The first of the steps noted since :meth:`forget` in which something was bad."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,16 +44,7 @@ class FirstBad:
         return self._common >= 0
 
     def note(self, key: Hashable, flags: Tensor, *, common: Tensor) -> int:
-        """Note a step.
-
-        Args:
-            key: What the flags are of; steps with the same key have as many.
-            flags: Bool tensor of shape (flags,), those of this rank.
-            common: Bool tensor without dimensions: whether something is bad that all ranks see alike.
-
-        Returns:
-            The number of the step.
-        """
+        """Note a step."""
         with torch.no_grad():
             before = self._flags.get(key)
             if before is None:

@@ -37,14 +37,7 @@ def run_in_fp32(module: nn.Module) -> nn.Module:
 
 
 def undo_run_in_fp32(module: nn.Module) -> nn.Module:
-    """Undo :func:`run_in_fp32`; a module that was never changed stays as it is.
-
-    Args:
-        module: The module.
-
-    Returns:
-        The same module.
-    """
+    """Undo :func:`run_in_fp32`; a module that was never changed stays as it is."""
     wrapper = module.__dict__.get("forward")
     if isinstance(wrapper, _Float32Forward):
         if wrapper.former is None:

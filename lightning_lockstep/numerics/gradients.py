@@ -25,13 +25,7 @@ _REFUSED = (RuntimeError, NotImplementedError, TypeError)
 
 
 class PendingFlag:
-    """An answer that may still be on its way from a device.
-
-    Args:
-        flags: One-element tensors; any that is not zero means yes.
-        known: Whether the answer is known to be yes already.
-        confirm: Decides where the flags say yes and may be wrong.
-    """
+    """An answer that may still be on its way from a device."""
 
     def __init__(
         self, flags: Sequence[Tensor], known: bool = False, confirm: Callable[[], bool] | None = None
@@ -62,11 +56,6 @@ class GradientCheck:
     """Checks many tensors at once. Use one object for each list that is checked again and again.
 
     Sparse gradients, DTensors and others that the fused operation refuses are checked one by one.
-
-    Args:
-        storages: Whether to check few shared storages instead, where there are such. What they hold beside the
-            tensors does not count: where a storage is bad, the tensors decide, as they are when the answer is
-            read.
     """
 
     def __init__(self, *, storages: bool = True) -> None:
@@ -74,14 +63,7 @@ class GradientCheck:
         self._storages = _SharedStorages() if storages else None
 
     def start(self, tensors: Sequence[Tensor]) -> PendingFlag:
-        """Begin to check, and return at once.
-
-        Args:
-            tensors: Floating-point tensors, gradients as a rule. Their values stay as they are.
-
-        Returns:
-            The answer, perhaps still on its way; on the CPU it is there already.
-        """
+        """Begin to check, and return at once."""
         shared = [] if self._storages is None else self._storages.of(tensors)
         if not shared:
             return self._check_each(tensors)
@@ -168,14 +150,7 @@ def _shared_storages(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 
 
 def fused_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return one-element tensors, one for each device, that are not zero when something bad was found.
-
-    Args:
-        tensors: Dense floating-point tensors that may be written to. Their values stay as they are.
-
-    Raises:
-        RuntimeError: The fused operation does not take one of them.
-    """
+    """Return one-element tensors, one for each device, that are not zero when something bad was found."""
     found: dict[torch.device, Tensor] = {}
     for group in _groups(tensors):
         device = group[0].device
@@ -186,11 +161,7 @@ def fused_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def flat_flags(flat: Tensor) -> list[Tensor]:
-    """Return what :func:`fused_flags` does for a single tensor, on the CPU in less than half the time.
-
-    Args:
-        flat: A dense floating-point tensor that may be written to. Its values stay as they are.
-    """
+    """Return what :func:`fused_flags` does for a single tensor, on the CPU in less than half the time."""
     if flat.device.type != "cpu":
         return fused_flags([flat])
     # A sum is nan or infinite if anything in it is; where finite numbers add up to that, the exact check decides.

@@ -24,9 +24,6 @@ class NamePatterns:
     """Shell-style patterns for names such as ``decoder.block.0.output['mask']``.
 
     A pattern matches a name as printed, or with its indices written with dots (``decoder.block.0.output.mask``).
-
-    Args:
-        patterns: The patterns; without any, no name matches.
     """
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:

@@ -25,11 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def supported_precisions(device_type: str) -> tuple[str, ...]:
-    """Return the names that do what they say on a device of this type here.
-
-    Args:
-        device_type: ``cpu`` or ``cuda``.
-    """
+    """Return the names that do what they say on a device of this type here."""
     names = ["64-true", "32-true", "16-true", "16-mixed"]
     if device_type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
         names += ["bf16-true", "bf16-mixed"]
@@ -39,29 +35,13 @@ def supported_precisions(device_type: str) -> tuple[str, ...]:
 
 
 def requested_precision() -> str | None:
-    """Return the precision that was given to the Trainer under construction, in Lightning's unified form.
-
-    Returns:
-        The name, or ``None`` when no Trainer is being made or it was given no precision.
-    """
+    """Return the precision that was given to the Trainer under construction, in Lightning's unified form."""
     given = given_to_trainer("precision")
     return None if given is None else str(_convert_precision_to_unified_args(given))
 
 
 def resolve_precision(plugin: Precision, requested: str | None, device_type: str) -> Precision:
-    """Return the plugin that does what was requested.
-
-    Args:
-        plugin: What Lightning has chosen.
-        requested: What the user requested, or ``None`` when a plugin or nothing was given.
-        device_type: ``cpu``, ``cuda`` or that of another backend of torch, such as ``tpu``.
-
-    Returns:
-        ``plugin``, or another one where Lightning's does something else than its name says.
-
-    Raises:
-        ConfigurationError: The device does not support the name; the message lists those that it does.
-    """
+    """Return the plugin that does what was requested."""
     name = requested or str(plugin.precision)
     supported = supported_precisions(device_type)
     if name not in supported:

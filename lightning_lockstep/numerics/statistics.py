@@ -20,23 +20,7 @@ _PLACES_NAMED = 8
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Statistics of one tensor.
-
-    Attributes:
-        dtype: Its number format, as in ``float16``.
-        shape: Its shape.
-        abs_min: Smallest magnitude; nan if any value is nan.
-        abs_max: Largest magnitude; nan if any value is nan.
-        nan: Number of nan.
-        inf: Number of infinities of either sign.
-        used_as: Number format that the values are computed in: autocast's where that is narrower.
-        range_used: Largest finite magnitude as a share of the largest number of ``used_as``; ``None`` for
-            integers.
-        zero: Share of values that are exactly zero.
-        subnormal: Share of values below the smallest normal number of ``used_as`` that are not zero in it.
-        flushed: Share of values that are not zero here but become zero in ``used_as``.
-        places: First indices along dimension 0 (the batch, for most activations) that hold nan or inf.
-    """
+    """Statistics of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -88,12 +72,6 @@ def plain_values(value: object) -> Tensor | None:
 
     A sparse tensor gives its stored values, a DTensor the shard of this rank, a bool one becomes integers,
     an 8-bit float becomes float32. Nothing is communicated.
-
-    Args:
-        value: Anything.
-
-    Returns:
-        The values, or ``None`` where there are none (no tensor, empty, on the meta device).
     """
     if not isinstance(value, Tensor):
         return None
@@ -120,10 +98,6 @@ def plain_values(value: object) -> Tensor | None:
 
 def has_bad_values(value: object, *, allow_inf: bool = False) -> bool:
     """Return whether a tensor holds a nan or an infinity; anything else holds none. On a GPU it waits for the value.
-
-    Args:
-        value: Anything.
-        allow_inf: Whether infinities are allowed.
     """
     tensor = plain_values(value)
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -137,15 +111,7 @@ def has_bad_values(value: object, *, allow_inf: bool = False) -> bool:
 
 
 def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> TensorStatistics | None:
-    """Measure a tensor in several passes; on a GPU it waits for the values.
-
-    Args:
-        value: Anything.
-        used_as: Number format it is computed in, where that differs from its own (under autocast).
-
-    Returns:
-        The statistics, or ``None`` where there are no values.
-    """
+    """Measure a tensor in several passes; on a GPU it waits for the values."""
     tensor = plain_values(value)
     if tensor is None:
         return None

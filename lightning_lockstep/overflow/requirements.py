@@ -16,14 +16,6 @@ __all__ = ["refuse_compiled", "refuse_strategy"]
 
 def refuse_strategy(trainer: Trainer, settings: OverflowSettings) -> None:
     """Raise where gradients are not the same on all ranks and no engine reports them, or not there to be checked.
-
-    Args:
-        trainer: The Trainer, set up for fitting.
-        settings: The detector's options.
-
-    Raises:
-        ConfigurationError: The strategy has no gradients to be checked, or averages the ranks' models now and then, or
-            an option needs the answer before the optimizer steps and there is none so early.
     """
     if isinstance(trainer.strategy, HasEngineGradients):
         return
@@ -57,14 +49,7 @@ def _refuse_early_answers(trainer: Trainer, settings: OverflowSettings, name: st
 
 
 def refuse_compiled(root: nn.Module) -> None:
-    """Raise where hooks would not fire because ``torch.compile`` has compiled the module or part of it.
-
-    Args:
-        root: The LightningModule.
-
-    Raises:
-        ConfigurationError: It, or a module in it, is compiled.
-    """
+    """Raise where hooks would not fire because ``torch.compile`` has compiled the module or part of it."""
     compiled = [
         name or type(root).__name__
         for name, module in root.named_modules()

@@ -20,9 +20,6 @@ class OverflowSettings:
     """The options of :class:`~lightning_lockstep.OverflowDetector`, which documents them.
 
     Lists, as they come from a configuration file, become tuples, and a ``report_dir`` a path.
-
-    Raises:
-        ConfigurationError: Some cannot be used; all of them are named.
     """
 
     max_frames_to_save: int = 21

@@ -9,11 +9,6 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def advice_on_shapes(stage: str, shapes: Shapes, before: Shapes) -> str:
     """Return what gives a batch the shapes of the one before, as a sentence to add; empty where nothing is known to.
-
-    Args:
-        stage: ``training``, ``validation``, ``test`` or ``predict``.
-        shapes: Of the batch that was compiled for.
-        before: Of the batch before it.
     """
     differing = _differing_dimensions(shapes, before)
     advice = []

@@ -13,14 +13,7 @@ __all__ = ["Compilation", "CompilationSource", "DynamoCompilations", "XLACompila
 
 
 class Compilation(NamedTuple):
-    """What was compiled once.
-
-    Attributes:
-        what: What was compiled: a function of the program, or graphs of torch-xla.
-        seconds: How long that took [s].
-        reason: Why, in the words of the compiler; empty where it does not say, and for the first time.
-        graphs: How many graphs that were.
-    """
+    """What was compiled once."""
 
     what: str
     seconds: float
@@ -93,9 +86,5 @@ class XLACompilations:
 
 
 def sources_for(device_type: str) -> list[CompilationSource]:
-    """Return who may compile in a run.
-
-    Args:
-        device_type: Of the run's device, such as ``xla``.
-    """
+    """Return who may compile in a run."""
     return [DynamoCompilations(), *([XLACompilations()] if device_type == "xla" else [])]

@@ -26,18 +26,7 @@ def shapes_of(batch: Any) -> Shapes:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """One batch in which something was compiled.
-
-    Attributes:
-        stage: ``training``, ``validation``, ``test`` or ``predict``.
-        batch_idx: Which batch of the loader it was, from 0.
-        step: Optimizer steps made so far, with its own.
-        shapes: Shapes of the tensors of its batch.
-        before: Shapes of the batch of the stage before it; empty for the first one.
-        are_new: Whether no batch of the stage had these shapes before.
-        is_expected: Whether it is among the first ones of its stage.
-        compilations: What was compiled.
-    """
+    """One batch in which something was compiled."""
 
     stage: str
     batch_idx: int
@@ -75,15 +64,7 @@ class CompiledStep:
 
 @dataclass
 class StepCompilations:
-    """Attributes what was compiled to steps.
-
-    Args:
-        expected: How many batches of each stage are expected to compile.
-
-    Attributes:
-        steps: Those that have compiled.
-        outside: What was compiled before, between and after batches.
-    """
+    """Attributes what was compiled to steps."""
 
     expected: int
     steps: list[CompiledStep] = field(default_factory=list)
@@ -102,16 +83,7 @@ class StepCompilations:
         *,
         accumulated: int = 1,
     ) -> CompiledStep | None:
-        """Note a batch; return it if something was compiled in it.
-
-        Args:
-            stage: ``training``, ``validation``, ``test`` or ``predict``.
-            batch_idx: Which batch of the loader it was, from 0.
-            step: Optimizer steps made so far, with its own.
-            shapes: Shapes of the tensors of its batch.
-            compilations: What was compiled.
-            accumulated: How many batches make an optimizer step; as many times the expected ones are.
-        """
+        """Note a batch; return it if something was compiled in it."""
         seen = self._seen.setdefault(stage, {})
         self._first.setdefault(stage, shapes)
         self._count[stage] += 1

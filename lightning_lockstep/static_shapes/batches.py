@@ -39,11 +39,6 @@ def padded_samples(batch: Any, size: int, fill_values: Mapping[Key, float]) -> A
     """Return a batch of ``size`` samples: those of ``batch``, then copies of its last one.
 
     Tensors whose first dimension is not the number of samples stay as they are, as does all that is no tensor.
-
-    Args:
-        batch: With at least one sample.
-        size: How many samples there are to be, at least those of ``batch``.
-        fill_values: Value of the added samples for a key of the batch, instead of a copy.
     """
     samples = samples_in(batch)
     if samples is None or samples >= size:
@@ -61,14 +56,7 @@ def padded_samples(batch: Any, size: int, fill_values: Mapping[Key, float]) -> A
 
 
 def padded_sequences(batch: Any, lengths: Sequence[int], values: Mapping[Key, float], dim: int) -> Any:
-    """Return a batch whose sequences have one of a few lengths: the smallest that holds them.
-
-    Args:
-        batch: Any batch.
-        lengths: The lengths there are, growing. What is longer than the largest stays as it is.
-        values: For each key of the batch that holds sequences, what they are padded with.
-        dim: Along which dimension they lie.
-    """
+    """Return a batch whose sequences have one of a few lengths: the smallest that holds them."""
 
     def padded(key: Key | None, tensor: Tensor) -> Tensor:
         if key is None or key not in values or tensor.dim() <= dim:
@@ -83,13 +71,7 @@ def padded_sequences(batch: Any, lengths: Sequence[int], values: Mapping[Key, fl
 
 
 def longest_sequence(batch: Any, keys: Collection[Key], dim: int) -> int:
-    """Return the length of the longest sequence of a batch; 0 where it has none.
-
-    Args:
-        batch: Any batch.
-        keys: Which keys of it hold sequences.
-        dim: Along which dimension they lie.
-    """
+    """Return the length of the longest sequence of a batch; 0 where it has none."""
     found = [0]
 
     def look(key: Key | None, tensor: Tensor) -> Tensor:

@@ -20,11 +20,7 @@ def size_of(loader: Any) -> int | None:
 
 
 def fault_of_dropping(loader: Any) -> str | None:
-    """Return why a loader cannot leave out its last batch, or ``None`` if it can.
-
-    Args:
-        loader: A training loader.
-    """
+    """Return why a loader cannot leave out its last batch, or ``None`` if it can."""
     if not isinstance(loader, DataLoader):
         return (
             f"last_batch='drop' with a {type(loader).__name__}: expected a DataLoader, which can leave it out"
@@ -46,11 +42,7 @@ def fault_of_dropping(loader: Any) -> str | None:
 
 
 def loader_that_drops(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader like ``loader`` that leaves out a last batch that is not full.
-
-    Args:
-        loader: One in which :func:`fault_of_dropping` finds nothing.
-    """
+    """Return a loader like ``loader`` that leaves out a last batch that is not full."""
     if loader.drop_last:
         return loader
     made = copy.copy(loader)
@@ -66,10 +58,6 @@ def evaluation_loader(loader: Any, size: int) -> Any:
     """Return a loader of the same samples in batches of ``size``, or ``None`` where that cannot be had.
 
     One that leaves out its last batch would leave out other samples, or all of them.
-
-    Args:
-        loader: An evaluation loader.
-        size: Samples per batch.
     """
     if not isinstance(loader, DataLoader) or not _is_plain(loader):
         return None

@@ -14,13 +14,7 @@ __all__ = ["CurrentBatch", "current", "mean_of_real", "real_samples"]
 
 
 class CurrentBatch:
-    """What is known of the batch that a step computes now.
-
-    Attributes:
-        mask: Which of its samples are real, ``(samples,)`` bool; ``None`` where batches are not padded.
-        real: How many that are; ``None`` where none was added.
-        was_asked: Whether the step has asked for the mask.
-    """
+    """What is known of the batch that a step computes now."""
 
     def __init__(self) -> None:
         self.forget()
@@ -40,12 +34,6 @@ def real_samples(batch: Any) -> Tensor:
     """Return which samples of the current batch are real: ``(samples,)`` bool, on the device of the batch.
 
     All are, where nothing was added.
-
-    Args:
-        batch: The batch as the step has got it.
-
-    Raises:
-        ConfigurationError: It is not the batch that was padded, or has no tensor.
     """
     samples = samples_in(batch)
     if samples is None:
@@ -65,15 +53,7 @@ def real_samples(batch: Any) -> Tensor:
 
 
 def mean_of_real(values: Tensor, batch: Any) -> Tensor:
-    """Return the mean over the real samples of the current batch, without a shape that depends on them.
-
-    Args:
-        values: ``(samples, ...)``, such as losses with ``reduction="none"``.
-        batch: The batch as the step has got it.
-
-    Raises:
-        ConfigurationError: As :func:`real_samples`; or the values are not one or more for each sample.
-    """
+    """Return the mean over the real samples of the current batch, without a shape that depends on them."""
     mask = real_samples(batch)
     if not values.dim() or values.size(0) != mask.size(0):
         raise ConfigurationError(

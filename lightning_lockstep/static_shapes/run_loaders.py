@@ -32,26 +32,12 @@ def stage_of(trainer: Trainer) -> str:
 
 
 def batch_size_in_use(trainer: Trainer, stage: str, dataloader_idx: int) -> int | None:
-    """Return how many samples the batches of a loader of the run have, or ``None`` where it does not say.
-
-    Args:
-        trainer: The Trainer, in a batch of that stage.
-        stage: ``training``, ``validation``, ``test`` or ``predict``.
-        dataloader_idx: Which loader of the stage.
-    """
+    """Return how many samples the batches of a loader of the run have, or ``None`` where it does not say."""
     return size_of(loaders_in_use(_loop_of(trainer, stage))[dataloader_idx])
 
 
 def refuse_joined_batches(trainer: Trainer, stage: str, option: str) -> None:
     """Refuse to pad batches that are made of batches of several loaders, each with a number of samples of its own.
-
-    Args:
-        trainer: The Trainer, which has made its loaders.
-        stage: ``training``, ``validation`` or ``test``.
-        option: The one that asks for padding.
-
-    Raises:
-        ConfigurationError: The batches of the stage are such ones.
     """
     if joins_batches(_loop_of(trainer, stage)):
         raise ConfigurationError(
@@ -69,19 +55,7 @@ def _loop_of(trainer: Trainer, stage: str) -> Any:
 
 
 def loader_of_run(trainer: Trainer, loader: Any, settings: StaticShapesSettings, stages: ShapedStages) -> Any:
-    """Return a loader as the settings want it.
-
-    Args:
-        trainer: The Trainer, which makes its loaders.
-        loader: One of them, with the sampler that gives this rank its share.
-        settings: What to do.
-        stages: Notes what was asked and said.
-
-    Raises:
-        ConfigurationError: The last batch of training cannot be dropped; alike on every rank.
-
-    Ranks: all, together; one small reduction or gather.
-    """
+    """Return a loader as the settings want it."""
     stage = stage_of(trainer)
     if stage == "training" and settings.last_batch == "drop":
         return _dropping(loader)

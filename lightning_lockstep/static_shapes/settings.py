@@ -58,11 +58,7 @@ class StaticShapesSettings:
         faults.check(is_right, "sequence_lengths", given, "lengths that grow, such as [64, 128, 256]")
 
     def pads(self, stage: str) -> bool:
-        """Return whether the last batch of a stage is padded.
-
-        Args:
-            stage: ``training``, ``validation`` or ``test``.
-        """
+        """Return whether the last batch of a stage is padded."""
         return (self.last_batch if stage == "training" else self.evaluation_last_batch) == "pad"
 
 

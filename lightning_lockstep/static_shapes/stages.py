@@ -25,16 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class ShapedStages:
-    """Gives the batches of training, validation and test the shapes that the settings ask for.
-
-    Args:
-        settings: What to do.
-
-    Attributes:
-        training_size: How many samples a batch of training has, once that was asked; ``None`` where it is not known.
-        announced: What was said of other sizes of batches.
-        added: How many samples were added, by stage.
-    """
+    """Gives the batches of training, validation and test the shapes that the settings ask for."""
 
     def __init__(self, settings: StaticShapesSettings) -> None:
         self._settings = settings
@@ -47,17 +38,7 @@ class ShapedStages:
         self.added: Counter[str] = Counter()
 
     def shaped(self, stage: str, batch: Any, dataloader_idx: int, size: int | None) -> Any:
-        """Return a batch in the shapes of its stage, and note how many of its samples are real.
-
-        Args:
-            stage: ``training``, ``validation`` or ``test``.
-            batch: As its loader gave it.
-            dataloader_idx: Which loader of the stage that is.
-            size: How many samples its batches have, ``None`` where it does not say.
-
-        Raises:
-            ConfigurationError: A setting names a key that the batches of training do not have.
-        """
+        """Return a batch in the shapes of its stage, and note how many of its samples are real."""
         current.forget()
         self._look(stage, batch)
         if self._sequences:

@@ -18,17 +18,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What can be done with a training step of a strategy.
-
-    Attributes:
-        whole_gradients: After a backward made by autograd, each rank holds whole gradients in ``.grad``.
-        step_alone: One rank can make a step of the run by itself, without the others.
-        sees_out_of_memory: Running out of memory is raised at the call that needs the memory.
-        runs_at_once: Operations run when they are called, or soon after; otherwise they are collected, and a value
-            read in the middle of a step compiles and runs a part of it.
-        replays: How a recorded forward and backward is run again: by one rank ``alone``, or by all ranks
-            ``together``, since each holds a part of the parameters.
-    """
+    """What can be done with a training step of a strategy."""
 
     whole_gradients: bool = True
     step_alone: bool = True
@@ -68,10 +58,7 @@ class RunsLater(Protocol):
     """A strategy that collects operations and runs them later; its devices have a random state of their own."""
 
     def sync(self) -> None:
-        """Compile what was called and is pending, if it is new, and begin to run it.
-
-        Ranks: every process alike, at the same place of the program.
-        """
+        """Compile what was called and is pending, if it is new, and begin to run it."""
         ...
 
     def device_seed(self) -> int:
@@ -79,20 +66,12 @@ class RunsLater(Protocol):
         ...
 
     def set_device_seed(self, seed: int) -> None:
-        """Let the devices' random numbers go on from a state.
-
-        Args:
-            seed: What :meth:`device_seed` has returned.
-        """
+        """Let the devices' random numbers go on from a state."""
         ...
 
 
 def capabilities_of(strategy: Strategy) -> Capabilities:
-    """Return what a strategy can do: what it states itself, else what follows from what it is.
-
-    Args:
-        strategy: Any strategy of a Trainer.
-    """
+    """Return what a strategy can do: what it states itself, else what follows from what it is."""
     if isinstance(strategy, StatesCapabilities):
         return strategy.step_capabilities
     # DeepSpeed's strategy is a DDPStrategy by inheritance only: its engine makes the step.
@@ -108,11 +87,6 @@ def capabilities_of(strategy: Strategy) -> Capabilities:
 
 
 def missing_capabilities(strategy: Strategy, *needed: str) -> list[str]:
-    """Return why a strategy cannot do what is needed, a reason each; empty when it can do all of it.
-
-    Args:
-        strategy: Any strategy of a Trainer.
-        *needed: Names of fields of :class:`Capabilities`.
-    """
+    """Return why a strategy cannot do what is needed, a reason each; empty when it can do all of it."""
     capabilities = capabilities_of(strategy)
     return [_WHY[name] for name in needed if not getattr(capabilities, name)]

@@ -28,20 +28,12 @@ class StepsApart(Protocol):
 
     def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
         """Let the body run ``module`` forward and backward by autograd alone, and leave the engine as it was.
-
-        Args:
-            module: The LightningModule, not wrapped.
-
-        Ranks: any rank, alone, where the strategy's capabilities say so; nothing is sent.
         """
         ...
 
 
 class EngineGradients(Protocol):
-    """Gradients and optimizer steps of an engine that keeps them to itself, as one rank sees them.
-
-    Ranks: unless said otherwise any rank, alone; nothing is sent.
-    """
+    """Gradients and optimizer steps of an engine that keeps them to itself, as one rank sees them."""
 
     def steps_now(self) -> bool:
         """Return whether the engine's next step changes weights; the same on all ranks."""
@@ -56,10 +48,7 @@ class EngineGradients(Protocol):
         ...
 
     def skip_step(self) -> None:
-        """Have the engine skip its next optimizer step.
-
-        Ranks: all, alike, before the same step.
-        """
+        """Have the engine skip its next optimizer step."""
         ...
 
     def loss_scale(self) -> tuple[float, float] | None:
@@ -81,10 +70,7 @@ class HasEngineGradients(Protocol):
 
 
 class EngineTrials(Protocol):
-    """Steps that the engine of a strategy makes on one rank alone, to see whether they fit into memory.
-
-    Ranks: unless said otherwise any rank, alone; nothing is sent.
-    """
+    """Steps that the engine of a strategy makes on one rank alone, to see whether they fit into memory."""
 
     def why_size_is_fixed(self) -> str:
         """Return why the batch size of a run cannot be changed, or nothing; the same on all ranks."""
@@ -103,25 +89,11 @@ class EngineTrials(Protocol):
         ...
 
     def alone(self, *, accumulates: bool) -> AbstractContextManager[int]:
-        """Let the engine make steps in the body whose collectives are answered on this rank.
-
-        Args:
-            accumulates: Whether the run will accumulate gradients, though the engine may not know yet.
-
-        Returns:
-            A context that yields how many batches make an optimizer step.
-        """
+        """Let the engine make steps in the body whose collectives are answered on this rank."""
         ...
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
-        """Let the engine go on with other sizes.
-
-        Args:
-            batch_size: Samples of one rank in a batch.
-            accumulate: Batches in an optimizer step.
-
-        Ranks: all, alike.
-        """
+        """Let the engine go on with other sizes."""
         ...
 
 

@@ -47,18 +47,6 @@ def isolated(
     The strategy steps on the module itself and not on its distributed wrapper, so no gradient is reduced.
     ``self.log`` does nothing. Collectives of the strategy and of ``torch.distributed`` are answered on the spot, as
     if every rank held what this rank holds; see :mod:`lightning_lockstep.distributed.local.collectives`.
-
-    Args:
-        trainer: The Trainer, in a loop.
-        module: Its LightningModule, not wrapped.
-        answer_collectives: Whether this rank is alone; where every rank runs the body, collectives may be real.
-        by_module: Whether the steps go by the module itself; else the wrapper or engine of the strategy makes them.
-
-    Yields:
-        What was answered.
-
-    Raises:
-        UnansweredCollectiveError: The body needs what only another rank has.
     """
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out
     callbacks, loggers, profiler = run.callbacks, run.loggers, run.profiler
@@ -97,13 +85,6 @@ def run_step(
 
     The accumulation of the run is set aside, as are the batches that it has counted. Schedulers and the counters of the
     run stay as they are. To be called in :func:`isolated`.
-
-    Args:
-        trainer: The Trainer, in a fit.
-        module: Its LightningModule.
-        arguments: What ``training_step`` is called with.
-        batch_idx: Number of the batch, from 0.
-        accumulate: Batches in an optimizer step: the last one of each so many ends with one.
     """
     kwargs: Any = OrderedDict(enumerate(arguments))
     if not module.automatic_optimization:
@@ -125,14 +106,6 @@ def run_forward_backward(
     """Run a recorded ``training_step`` forward and backward by Lightning's own closure; no optimizer steps.
 
     To be called in :func:`isolated`.
-
-    Args:
-        trainer: The Trainer, in a fit.
-        module: Its LightningModule.
-        step: The recorded call, below the distributed wrapper and inside autocast.
-        optimizer_steps: For manual optimization: at the how-manieth optimizer step to stop. Those before it run
-            their closure only: the parameters are beyond them already.
-        around_backward: Given the loss as it goes into a backward (scaled), returns the context of that backward.
     """
     strategy, done = trainer.strategy, 0
     original: Callable[..., None] = module.backward
@@ -175,9 +148,6 @@ def on_plain_module(strategy: Strategy) -> Iterator[None]:
     """Have the strategy step on the LightningModule itself while the body runs.
 
     What the strategy does around the wrapper's forward stays in force.
-
-    Args:
-        strategy: The strategy of a Trainer in a loop.
     """
     wrapped, module = strategy.model, strategy.lightning_module
     if wrapped is module or module is None:

@@ -16,9 +16,6 @@ class ModuleAttributes:
     """Plain attributes of a module and its submodules: modes, counters, lists, states of torchmetrics.
 
     Containers and tensors are put back in place, where others may hold them.
-
-    Args:
-        module: The root module.
     """
 
     # Parameters are never exchanged, buffers' values are a matter of their own, and the rest is Lightning's.

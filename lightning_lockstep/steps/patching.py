@@ -17,14 +17,6 @@ def put_in_place(owner: object, name: str, value: object) -> Callable[[], None]:
 
     What was found through the class, such as a method, is found again once the attribute is deleted. For a place
     that runs in every step, where a context manager is too dear; elsewhere use :func:`replaced`.
-
-    Args:
-        owner: An object with a ``__dict__``.
-        name: The attribute.
-        value: Its value until then.
-
-    Returns:
-        A function that puts back what ``owner`` itself had before, or takes the attribute away.
     """
     attributes = vars(owner)
     before = attributes.get(name, _ABSENT)
@@ -41,12 +33,7 @@ def _put_back(attributes: dict[str, Any], name: str, before: object) -> None:
 
 @contextmanager
 def replaced(owner: object, /, **values: object) -> Iterator[None]:
-    """Give ``owner`` these attributes while the body runs; see :func:`put_in_place`.
-
-    Args:
-        owner: An object with a ``__dict__``.
-        **values: The attributes by name.
-    """
+    """Give ``owner`` these attributes while the body runs; see :func:`put_in_place`."""
     undo = [put_in_place(owner, name, value) for name, value in values.items()]
     try:
         yield

@@ -16,14 +16,7 @@ __all__ = ["RandomState"]
 
 @dataclass
 class RandomState:
-    """State of the generators of torch (CPU and CUDA), Python and numpy.
-
-    Attributes:
-        torch_cpu: Of torch on the CPU.
-        torch_cuda: Of torch on CUDA devices, by index.
-        python: Of ``random``.
-        numpy: Of numpy's global generator; ``None`` where numpy is not in use.
-    """
+    """State of the generators of torch (CPU and CUDA), Python and numpy."""
 
     torch_cpu: Tensor
     torch_cuda: dict[int, Tensor]
@@ -32,11 +25,7 @@ class RandomState:
 
     @classmethod
     def capture(cls, device: torch.device | None = None) -> RandomState:
-        """Take the states as they are; nothing is read from a device.
-
-        Args:
-            device: The only device that is drawn on; by default every CUDA device in use.
-        """
+        """Take the states as they are; nothing is read from a device."""
         return cls(torch.get_rng_state(), _cuda_states(device), random.getstate(), _numpy_state())
 
     def restore(self) -> None:

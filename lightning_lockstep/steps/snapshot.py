@@ -51,11 +51,7 @@ class Part(Protocol):
 
 
 class Snapshot:
-    """Several parts, put back together in reverse order; as a context manager, when the body ends.
-
-    Args:
-        *parts: What to put back.
-    """
+    """Several parts, put back together in reverse order; as a context manager, when the body ends."""
 
     def __init__(self, *parts: Part) -> None:
         self._parts = parts
@@ -81,14 +77,7 @@ def whole_run(
     scaler: object | None = None,
     generators: Iterable[torch.Generator] = (),
 ) -> Snapshot:
-    """Return a snapshot of all that training steps change.
-
-    Args:
-        module: The module: parameters, buffers, gradients, modes and plain attributes.
-        optimizers: Optimizers: state and settings.
-        scaler: Gradient scaler of the precision plugin, or ``None``.
-        generators: Random generators of loaders and samplers, beside the global ones.
-    """
+    """Return a snapshot of all that training steps change."""
     parts: list[Part] = [RandomState.capture(), Generators(generators)]
     parts += [OptimizerState(optimizer) for optimizer in optimizers]
     parts += [] if scaler is None else [ScalerState(scaler)]
@@ -98,10 +87,6 @@ def whole_run(
 
 def without_tensors(module: nn.Module, *, generators: Iterable[torch.Generator] = ()) -> Snapshot:
     """Return a snapshot of what steps change beside parameters, buffers and optimizers, which an engine keeps.
-
-    Args:
-        module: The module: gradients, modes and plain attributes.
-        generators: Random generators of loaders and samplers, beside the global ones.
     """
     return Snapshot(
         RandomState.capture(), Generators(generators), ModuleAttributes(module), Gradients(module)
@@ -112,9 +97,6 @@ class Gradients:
     """Gradients and ``requires_grad`` flags; the parameters have none until they are put back.
 
     Where an optimizer of several is toggled, the flags become as they were before.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -133,9 +115,6 @@ class Gradients:
 
 class TensorValues:
     """Values of all parameters and buffers, in host memory for those of a device, in a file for the others.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -152,9 +131,6 @@ class BufferCopies:
 
     Small buffers are copied each time in one fused call. Large ones (masks, tables) hardly ever change: they
     are copied when their version counter says that something wrote to them.
-
-    Args:
-        module: The module whose buffers to copy.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -203,11 +179,7 @@ class BufferCopies:
 
 
 class OptimizerState:
-    """State and settings of an optimizer.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """State and settings of an optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self._state = optimizer, optimizer.state
@@ -258,11 +230,7 @@ def _is_plain(value: object) -> bool:
 
 
 class ScalerState:
-    """Everything a gradient scaler holds.
-
-    Args:
-        scaler: The scaler.
-    """
+    """Everything a gradient scaler holds."""
 
     def __init__(self, scaler: object) -> None:
         self._scaler, self._attributes = scaler, _copied(vars(scaler))
@@ -274,11 +242,7 @@ class ScalerState:
 
 
 class Generators:
-    """States of random generators of torch.
-
-    Args:
-        generators: The generators.
-    """
+    """States of random generators of torch."""
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
         self._states = [(generator, generator.get_state()) for generator in generators]

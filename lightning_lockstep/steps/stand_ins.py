@@ -18,9 +18,6 @@ def stand_in_parameters(root: nn.Module) -> Iterator[None]:
     Each parameter is replaced by one that shares its memory. An engine that reduces a gradient as soon as autograd
     has it (DeepSpeed) is not called, and gradients of the run stay as they are. A parameter that several modules
     share is still shared.
-
-    Args:
-        root: The module; its parameters are leaves that hold all of their values.
     """
     places = [
         (module, name, parameter)

@@ -12,11 +12,7 @@ __all__ = ["StoredCopies"]
 
 
 class StoredCopies:
-    """Values of tensors, in host memory for those of a device, in a file for the others.
-
-    Args:
-        tensors: The tensors.
-    """
+    """Values of tensors, in host memory for those of a device, in a file for the others."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         # It lives as long as this object; the system deletes it when it is closed.
@@ -26,11 +22,7 @@ class StoredCopies:
         self._copies = [t.detach().cpu() for t in tensors if t.device.type != "cpu"]
 
     def write_to(self, tensors: list[Tensor]) -> None:
-        """Write the values into tensors.
-
-        Args:
-            tensors: The same ones, or others of their shapes and devices.
-        """
+        """Write the values into tensors."""
         self._file.seek(0)
         stored = iter(torch.load(self._file, weights_only=True))
         copies = iter(self._copies)

@@ -81,10 +81,7 @@ def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
 
 
 def connect() -> StepAgreement:
-    """Return the agreement of the current process group, and pass on what was requested before it existed.
-
-    Ranks: every rank, alike, the first time; see :func:`current_communicator`.
-    """
+    """Return the agreement of the current process group, and pass on what was requested before it existed."""
     global _active, _process
     agreement = stop_agreement(current_communicator().side_channel)
     with _lock:
@@ -95,11 +92,7 @@ def connect() -> StepAgreement:
 
 
 def count_in_fit(counts: bool) -> None:
-    """Set whether a fit counts the batches, so that :func:`check_breakpoint` must not.
-
-    Args:
-        counts: The same on every rank.
-    """
+    """Set whether a fit counts the batches, so that :func:`check_breakpoint` must not."""
     global _fit_counts
     _fit_counts = counts
 

@@ -37,13 +37,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """What one rank has of the monitored metric.
-
-    Attributes:
-        value: Its value; ``None`` where the rank has not logged it.
-        dtype: Name of the metric's dtype, such as ``float32``.
-        names: What the rank has logged, where the metric is not among it.
-    """
+    """What one rank has of the monitored metric."""
 
     value: float | None
     dtype: str = "float32"
@@ -68,14 +62,7 @@ class Entry(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """One value for all ranks.
-
-    Attributes:
-        number: The value, rounded as the dtype is.
-        dtype: The metric's own dtype.
-        not_finite: Ranks whose value took part and is nan or infinite.
-        ranks: Number of ranks.
-    """
+    """One value for all ranks."""
 
     number: float
     dtype: torch.dtype = torch.float32
@@ -90,26 +77,14 @@ class Reduced(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far the search for a better value has come.
-
-    Attributes:
-        best_score: Best value so far; a tensor is made of it when somebody asks.
-        wait_count: Checks since then without an improvement.
-    """
+    """How far the search for a better value has come."""
 
     best_score: Tensor | Reduced
     wait_count: int = 0
 
 
 class Decision(NamedTuple):
-    """The outcome of one check.
-
-    Attributes:
-        stop: Whether to stop.
-        reason: Why; ``NOT_STOPPED`` where ``stop`` is false.
-        message: Message for the user; ``None`` if nothing happened.
-        progress: The state after this check.
-    """
+    """The outcome of one check."""
 
     stop: bool
     reason: EarlyStoppingReason
@@ -118,18 +93,7 @@ class Decision(NamedTuple):
 
 
 class StopRule(NamedTuple):
-    """When to stop; the names are those of Lightning's ``EarlyStopping``.
-
-    Attributes:
-        monitor: Name of the metric.
-        mode: ``min`` or ``max``: which way is better.
-        min_delta: Least change that counts as an improvement, with the sign of the direction, as Lightning's
-            attribute has it.
-        patience: Checks without an improvement after which to stop.
-        check_finite: Whether nan or an infinity stops.
-        stopping_threshold: Stop when the value is better than this.
-        divergence_threshold: Stop when the value is worse than this.
-    """
+    """When to stop; the names are those of Lightning's ``EarlyStopping``."""
 
     monitor: str
     mode: str = "min"
@@ -140,13 +104,7 @@ class StopRule(NamedTuple):
     divergence_threshold: float | None = None
 
     def decide(self, progress: Progress, reduced: Reduced, *, explain: bool = True) -> Decision:
-        """Return the decision on one value, in the arithmetic of the metric's own dtype.
-
-        Args:
-            progress: The state before this check.
-            reduced: The value, the same on every rank.
-            explain: Whether an improvement needs a message, which costs more than the decision.
-        """
+        """Return the decision on one value, in the arithmetic of the metric's own dtype."""
         stop = self._stops_at_once(reduced, progress.best_score)
         if stop is not None:
             reason, text = stop
@@ -210,16 +168,6 @@ def combine(
     entries: Sequence[Entry], *, monitor: str, how: Reduction, missing: str, strict: bool
 ) -> Reduced | None:
     """Return one value of those of all ranks, or ``None`` where no rank has the metric and that is allowed.
-
-    Args:
-        entries: One of each rank, in rank order.
-        monitor: Name of the metric.
-        how: How one value is made of several.
-        missing: ``error``, or ``use_present`` where a metric that only some ranks have is allowed.
-        strict: Whether a metric that no rank has is an error.
-
-    Raises:
-        MetricMissingError: The metric is missing and that is not allowed.
     """
     absent = 0
     for entry in entries:
@@ -232,12 +180,7 @@ def combine(
 
 
 def reduce_entries(entries: Sequence[Entry], how: Reduction) -> Reduced:
-    """Return one value from those of the ranks that have the metric.
-
-    Args:
-        entries: One of each rank, in rank order; at least one has a value.
-        how: ``rank0`` takes the value of the lowest rank that has one.
-    """
+    """Return one value from those of the ranks that have the metric."""
     values: list[float] = []
     dtype, not_finite = torch.float32, []
     for rank, (value, name, _) in enumerate(entries):
@@ -269,12 +212,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def missing_message(monitor: str, entries: Sequence[Entry]) -> str:
-    """Return the text for a metric that some ranks, or all, have not logged; the same on every rank.
-
-    Args:
-        monitor: Name of the metric.
-        entries: One of each rank, in rank order.
-    """
+    """Return the text for a metric that some ranks, or all, have not logged; the same on every rank."""
     names = list(dict.fromkeys(name for entry in entries for name in entry.names))
     absent = [rank for rank, entry in enumerate(entries) if entry.value is None]
     if len(absent) == len(entries):

@@ -23,12 +23,7 @@ __all__ = ["LoaderPosition"]
 
 
 class LoaderPosition:
-    """Saves where the training loaders of one rank are, and continues there.
-
-    Args:
-        world_size: Number of ranks. With one rank the random order of an epoch is repeated from the state
-            that was saved; with several, Lightning's own samplers repeat it from their seed.
-    """
+    """Saves where the training loaders of one rank are, and continues there."""
 
     def __init__(self, world_size: int) -> None:
         self._one_rank = world_size == 1
@@ -58,11 +53,7 @@ class LoaderPosition:
         self._saved, self._random = list(state.get("drawn_from", [])), state.get("now")
 
     def resume(self, fit_loop: Any) -> None:
-        """Start the epoch's iterators again, behind the batches that were seen before the checkpoint.
-
-        Args:
-            fit_loop: The fit loop, before its first epoch of this run.
-        """
+        """Start the epoch's iterators again, behind the batches that were seen before the checkpoint."""
         batches = _batches_seen(fit_loop)
         if batches == 0 and not _has_workers(fit_loop):
             self._saved = []

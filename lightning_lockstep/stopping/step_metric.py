@@ -34,11 +34,6 @@ class StepMetric:
 
     Every rank takes the same steps, so every rank reads the same values after the same step. A value on an
     accelerator is copied without blocking and takes one step more.
-
-    Args:
-        channel: The side channel of the run.
-        name: Tells several metrics on one channel apart; the same on every rank.
-        every: k [optimizer steps].
     """
 
     def __init__(self, channel: SideChannel, name: str, *, every: int) -> None:
@@ -57,11 +52,6 @@ class StepMetric:
     ) -> list[list[Entry]]:
         """Return what all ranks had at earlier steps and has not been returned yet, oldest first.
 
-        Args:
-            step: Optimizer steps done so far; a batch that only accumulates gradients leaves it as it is.
-            read: Returns the metric and the names of all that were logged; called when a check is due.
-
-        Ranks: every rank, after every batch; posts one message at every k-th step, and waits only for what
         is still in flight.
         """
         if step == self._last_step:
@@ -75,10 +65,7 @@ class StepMetric:
         return gathered
 
     def drain(self) -> list[list[Entry]]:
-        """Return all that is in flight; after it nothing is.
-
-        Ranks: every rank, at the same place.
-        """
+        """Return all that is in flight; after it nothing is."""
         if self._copy is not None:
             self._post_copy(self._copy)
         return self._read_all()

@@ -20,10 +20,6 @@ class SignalWatch:
 
     Lightning answers a SIGTERM with a broadcast from inside the handler, which pairs up with whatever
     collective the other ranks are in. This handler only makes a request, and calls the user's own.
-
-    Args:
-        numbers: The signals.
-        request: Called with a reason when one arrives; must be safe in a signal handler.
     """
 
     def __init__(self, numbers: Sequence[signal.Signals], request: Request) -> None:
@@ -57,13 +53,7 @@ class SignalWatch:
 
 
 class StopFileWatch:
-    """Looks for a file, on a thread of its own.
-
-    Args:
-        path: The file. It is removed after the checkpoint is saved, so that the resumed run does not stop again.
-        request: Called once with a reason when the file is there.
-        interval: Time between two looks [s].
-    """
+    """Looks for a file, on a thread of its own."""
 
     def __init__(self, path: Path, request: Request, *, interval: float = 1.0) -> None:
         self.path, self._request, self._interval = path, request, interval

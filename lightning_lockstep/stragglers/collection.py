@@ -19,20 +19,7 @@ _PATIENCE = 2
 
 
 class Collection:
-    """Takes the answers of all ranks, in whatever order they come, and compares each step once.
-
-    Args:
-        world_size: Number of ranks.
-        tracker: Gets the compared steps in order.
-
-    Attributes:
-        windows: Windows that were completed and that nobody has taken yet.
-        hosts: Host of each rank that has answered.
-        missing: Ranks that do not answer.
-        calls: Most collectives of a rank in a step, of those seen lately.
-        cost: Longest time that a rank took to look up its collectives, and this one to compare [s].
-        news: Notified of each answer.
-    """
+    """Takes the answers of all ranks, in whatever order they come, and compares each step once."""
 
     def __init__(self, world_size: int, tracker: StragglerTracker) -> None:
         self.tracker, self.windows = tracker, deque[Window]()
@@ -55,12 +42,7 @@ class Collection:
         return len(self._finished) == len(self._ranks)
 
     def take(self, rank: int, answer: Mapping[str, Any]) -> None:
-        """Take the answer of a rank.
-
-        Args:
-            rank: The rank.
-            answer: As :class:`~lightning_lockstep.stragglers.exchange.StragglerExchange` makes it.
-        """
+        """Take the answer of a rank."""
         with self.news:
             began = time.perf_counter()
             self.hosts[rank] = answer["host"]
@@ -81,11 +63,7 @@ class Collection:
             self.news.notify_all()
 
     def give_up_on_silent(self, question: int) -> frozenset[int]:
-        """Go on without the ranks that have left earlier questions unanswered; returns those that are new.
-
-        Args:
-            question: Number of the question that is asked now.
-        """
+        """Go on without the ranks that have left earlier questions unanswered; returns those that are new."""
         with self.news:
             silent = frozenset(rank for rank in self._ranks if self._answered[rank] < question - _PATIENCE)
             new, self.missing = silent - self.missing, self.missing | silent

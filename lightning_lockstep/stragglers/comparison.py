@@ -16,12 +16,7 @@ _TOLERANCE = 5e-4
 
 
 class Clock(NamedTuple):
-    """A rank's wall clock against rank 0's.
-
-    Attributes:
-        offset: What to add to get rank 0's [s].
-        error: By how much that may be wrong [s].
-    """
+    """A rank's wall clock against rank 0's."""
 
     offset: float = 0.0
     error: float = 0.0
@@ -41,15 +36,7 @@ class RankTimes(NamedTuple):
 
 
 class ComparedStep(NamedTuple):
-    """One step of all ranks.
-
-    Attributes:
-        step: Its number.
-        seconds: Its length [s], the median of the ranks.
-        cost: By rank: how long the others waited for it, on average [s]; only ranks that were waited for.
-        times: Of each rank.
-        measured: Whether there was a collective that at least two ranks are known to have called.
-    """
+    """One step of all ranks."""
 
     step: int
     seconds: float
@@ -64,12 +51,7 @@ class ComparedStep(NamedTuple):
 
 
 def joined(first: ComparedStep, then: ComparedStep) -> ComparedStep:
-    """Return two consecutive steps as one.
-
-    Args:
-        first: One without a collective, so that what a rank does in it makes it late for a later one.
-        then: The next one.
-    """
+    """Return two consecutive steps as one."""
     times = {
         rank: RankTimes(*map(sum, zip(first.times[rank], then.times[rank], strict=True)))
         for rank in first.times.keys() & then.times.keys()
@@ -88,12 +70,7 @@ class StepComparer:
         self._lead: dict[int, float] = {}
 
     def compare(self, ranks: Mapping[int, RankStep], clocks: Mapping[int, Clock]) -> ComparedStep:
-        """Compare one step.
-
-        Args:
-            ranks: The same step of each rank.
-            clocks: Of the ranks; one that is missing is that of rank 0.
-        """
+        """Compare one step."""
         cost: dict[int, float] = defaultdict(float)
         waits: dict[int, list[float]] = {rank: [0.0] * len(PARTS) for rank in ranks}
         points = _points(ranks, clocks)

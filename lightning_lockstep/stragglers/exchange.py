@@ -29,18 +29,7 @@ _fits = itertools.count()
 
 
 class StragglerExchange:
-    """Sends this rank's steps to rank 0 when rank 0 asks.
-
-    Args:
-        channel: The side channel of the run.
-        host: Name of this host.
-        every_n_steps: Rank 0 asks after so many steps, later where that would cost too much, earlier where a step has
-            many collectives.
-        collection: Of rank 0; ``None`` on the others.
-        say_missing: Called on rank 0 with the ranks that no longer answer.
-
-    Ranks: one object on every rank for each fit. A question is a message to every rank and one back.
-    """
+    """Sends this rank's steps to rank 0 when rank 0 asks."""
 
     def __init__(
         self,
@@ -65,14 +54,7 @@ class StragglerExchange:
         self._clock.measure(8)
 
     def step_done(self, number: int, own: OwnStep | None) -> None:
-        """Note a step, ask if it is time to (rank 0), and answer if this rank was asked.
-
-        Args:
-            number: Of the step.
-            own: The step; ``None`` if it was not measured.
-
-        Ranks: every rank, after each step, from its main thread; about a microsecond where nobody has asked.
-        """
+        """Note a step, ask if it is time to (rank 0), and answer if this rank was asked."""
         self._reached = number
         if own is not None:
             self._steps.append(own)
@@ -84,13 +66,7 @@ class StragglerExchange:
             self._answer(final=False)
 
     def finish(self, timeout: float) -> None:
-        """Send the last steps; rank 0 waits for those of the others and compares what has come.
-
-        Args:
-            timeout: Longest wait of rank 0 [s]; 0 after a failure.
-
-        Ranks: every rank, once; rank 0 alone waits.
-        """
+        """Send the last steps; rank 0 waits for those of the others and compares what has come."""
         self._answer(final=True)
         if timeout > 0:
             # By this rank's own sending thread: afterwards the process groups may be destroyed, with their names.

@@ -18,12 +18,7 @@ Hosts = Mapping[int, str]
 
 
 def change_line(window: Window, hosts: Hosts) -> str:
-    """Return the line that says that the others wait for another rank now, or for none any more.
-
-    Args:
-        window: A window that has changed the verdict.
-        hosts: Host of each rank.
-    """
+    """Return the line that says that the others wait for another rank now, or for none any more."""
     now, before = window.verdict, window.before
     if now.rank is None and before.rank is not None:
         named = _named(before.rank, hosts)
@@ -32,35 +27,19 @@ def change_line(window: Window, hosts: Hosts) -> str:
 
 
 def missing_line(ranks: Iterable[int]) -> str:
-    """Return the line that names the ranks whose figures are missing.
-
-    Args:
-        ranks: These ranks.
-    """
+    """Return the line that names the ranks whose figures are missing."""
     return f"StragglerMonitor: no step times came from {ranks_in_words(ranks)}; only the other ranks are compared."
 
 
 def conclusion_line(verdict: Verdict, share: float, hosts: Hosts) -> str:
-    """Return the line that sums up the run.
-
-    Args:
-        verdict: On all steps.
-        share: Share of the time that was spent waiting, for any rank.
-        hosts: Host of each rank.
-    """
+    """Return the line that sums up the run."""
     if verdict.rank is None:
         return f"StragglerMonitor: no rank stands out; the ranks waited for each other in {share:.0%} of the time."
     return f"StragglerMonitor: {_sentence(verdict, hosts)}"
 
 
 def report(tracker: StragglerTracker, hosts: Hosts, missing: Iterable[int] = ()) -> str:
-    """Return the table of ranks and the conclusion.
-
-    Args:
-        tracker: Of the run.
-        hosts: Host of each rank.
-        missing: Ranks whose last figures did not come.
-    """
+    """Return the table of ranks and the conclusion."""
     total = tracker.total
     lines = []
     if any(one.times for one in tracker.ranks()):
@@ -79,11 +58,7 @@ def report(tracker: StragglerTracker, hosts: Hosts, missing: Iterable[int] = ())
 
 
 def figures(window: Window) -> dict[str, float]:
-    """Return what the loggers get of a window.
-
-    Args:
-        window: The window.
-    """
+    """Return what the loggers get of a window."""
     losses, verdict = window.losses, window.verdict
     steps = max(losses.steps, 1)
     return {

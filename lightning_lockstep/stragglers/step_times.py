@@ -25,17 +25,7 @@ class _Span(NamedTuple):
 
 
 class OwnStep(NamedTuple):
-    """One step as this rank has measured it; times by ``time.perf_counter()`` [s].
-
-    Attributes:
-        step: Its number, from 0, the same on every rank.
-        begin: End of the step before.
-        end: End of this one.
-        data: Time in the loader [s].
-        callbacks: Time in callbacks [s].
-        spans: Those visits to the loader and to callbacks that took a while.
-        backwards: Begin and end of each backward pass.
-    """
+    """One step as this rank has measured it; times by ``time.perf_counter()`` [s]."""
 
     step: int
     begin: float
@@ -47,15 +37,7 @@ class OwnStep(NamedTuple):
 
 
 class CollectiveCallTime(NamedTuple):
-    """When a rank arrived at a collective at which ranks may have waited.
-
-    Attributes:
-        group: Name of the process group.
-        number: Which collective of the group it is.
-        time: When the rank arrived [s, by its wall clock].
-        until: When the rank is known to have continued [s, by its wall clock].
-        part: The part of the step it belongs to, as its place in :data:`PARTS`.
-    """
+    """When a rank arrived at a collective at which ranks may have waited."""
 
     group: str
     number: int
@@ -65,15 +47,7 @@ class CollectiveCallTime(NamedTuple):
 
 
 class RankStep(NamedTuple):
-    """One step of one rank, as the ranks send it.
-
-    Attributes:
-        step: Its number.
-        seconds: Its length [s].
-        data: Time in the loader, waiting included [s].
-        callbacks: Time in callbacks, waiting included [s].
-        calls: Its collectives in the order in which the rank arrived.
-    """
+    """One step of one rank, as the ranks send it."""
 
     step: int
     seconds: float
@@ -157,11 +131,6 @@ def described(steps: Sequence[OwnStep], arrivals: Sequence[Arrival], shift: floa
 
     DDP's reducer calls the collectives of a backward pass without waiting for each, and waits at its end: of those the
     last one counts.
-
-    Args:
-        steps: Steps of this rank, in order.
-        arrivals: Calls of this rank, in order.
-        shift: What to add to ``time.perf_counter()`` to get this host's ``time.time()`` [s].
     """
     found: list[RankStep] = []
     position = 0

@@ -22,15 +22,7 @@ _KEPT_WINDOWS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What one window of steps has shown.
-
-    Attributes:
-        first: Its first step.
-        since: First step since the last decision; earlier than ``first`` where there were too few steps to decide.
-        losses: Its sums.
-        before: The verdict before it.
-        verdict: The verdict now, on the last windows together.
-    """
+    """What one window of steps has shown."""
 
     first: int
     since: int
@@ -46,14 +38,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSummary:
-    """One rank over the whole run.
-
-    Attributes:
-        rank: The rank.
-        times: Where the time of its steps went, medians [s]; ``None`` if nothing came from it.
-        last: Number of steps in which it was the last.
-        share: Its share of all the time that was spent waiting.
-    """
+    """One rank over the whole run."""
 
     rank: int
     times: RankTimes | None
@@ -62,17 +47,7 @@ class RankSummary:
 
 
 class StragglerTracker:
-    """Takes compared steps in order and decides after each window.
-
-    Args:
-        world_size: Number of ranks.
-        every_n_steps: Steps of a window.
-        min_share: From which share of the time on a rank is named.
-
-    Attributes:
-        verdict: The verdict now.
-        total: Sums over all steps so far.
-    """
+    """Takes compared steps in order and decides after each window."""
 
     def __init__(self, world_size: int, *, every_n_steps: int, min_share: float) -> None:
         self._world_size, self._every, self._min_share = world_size, every_n_steps, min_share

@@ -28,17 +28,7 @@ _STILL_NAMED = 0.6
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """Sums over steps; the tuples are by rank.
-
-    Attributes:
-        steps: Number of steps, each of them with arrivals that were measured.
-        seconds: Their length [s].
-        lost: How long the others waited for the rank, on average over them [s].
-        squares: The squares of that, step by step [s^2].
-        last: Number of steps in which the rank was the last.
-        excess: By how much the rank's parts were longer than those of the others, in the order of :data:`PARTS`,
-            each step weighted by what was lost in it [s^2].
-    """
+    """Sums over steps; the tuples are by rank."""
 
     steps: int
     seconds: float
@@ -72,19 +62,7 @@ class Losses:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Which rank the others wait for.
-
-    Attributes:
-        rank: The rank, or ``None`` for nobody; then all else is zero.
-        kind: Whether it is slow in most steps or in some.
-        where: The part of its step that is longer than that of the others.
-        lost: How long the others wait for it in a step, on average over all steps [s].
-        share: The same as a share of the step time.
-        step_seconds: Mean length of a step [s].
-        slow_steps: In how many steps, about, the others wait for it: as many equal ones would give the same loss
-            with the same spread.
-        steps: Out of how many.
-    """
+    """Which rank the others wait for."""
 
     rank: int | None = None
     kind: Kind | None = None
@@ -104,12 +82,7 @@ NOBODY = Verdict()
 
 
 def losses_of(steps: Sequence[ComparedStep], world_size: int) -> Losses:
-    """Sum up consecutive steps.
-
-    Args:
-        steps: In order, each with a collective whose arrivals are known.
-        world_size: Number of ranks.
-    """
+    """Sum up consecutive steps."""
     before = {one.step: previous for previous, one in itertools.pairwise(steps)}
     lost, squares, last = [0.0] * world_size, [0.0] * world_size, [0] * world_size
     excess = [[0.0] * len(PARTS) for _ in range(world_size)]
@@ -137,11 +110,6 @@ def decide(losses: Losses, *, min_share: float, before: Verdict = NOBODY) -> Ver
 
     A rank is named if waiting for it costs at least ``min_share`` of the time more than waiting for each of the others
     does on average (where all are late in turn, nobody is slow), and if that is no accident.
-
-    Args:
-        losses: Sums over enough steps.
-        min_share: From which share of the time on a rank is named.
-        before: The verdict so far, which a value near a limit does not change.
     """
     world_size = len(losses.lost)
     if losses.seconds <= 0 or world_size < 2 or not any(losses.lost):

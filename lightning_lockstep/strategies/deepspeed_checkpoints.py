@@ -21,11 +21,6 @@ __all__ = ["DeepSpeedCheckpoints"]
 
 class DeepSpeedCheckpoints(DeepSpeedStrategy):
     """Lightning's strategy, with checkpoints that are whole or not there, and that any number of ranks loads.
-
-    Attributes:
-        lifecycle: Knows whether a rank has failed.
-
-    Ranks: each method as Lightning calls it.
     """
 
     lifecycle: RankLifecycle
@@ -33,15 +28,7 @@ class DeepSpeedCheckpoints(DeepSpeedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint folder, in place of one of that name once the new one is whole.
-
-        Args:
-            checkpoint: Lightning's checkpoint, of which DeepSpeed takes all but weights and optimizer state.
-            filepath: The folder.
-            storage_options: Not supported by DeepSpeed.
-
-        Ranks: all, together.
-        """
+        """Write a checkpoint folder, in place of one of that name once the new one is whole."""
         target = self.broadcast(str(filepath))
         with (
             whole_folder(
@@ -62,17 +49,7 @@ class DeepSpeedCheckpoints(DeepSpeedStrategy):
         self.lifecycle.check()  # a barrier does not wait once a rank has failed
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint folder of DeepSpeed, or a plain Lightning checkpoint, which has whole weights.
-
-        Args:
-            checkpoint_path: The folder or file.
-            weights_only: For a plain one: whether to load nothing but plain data.
-
-        Raises:
-            ConfigurationError: It cannot be read, or does not belong to this model and optimizer; on all ranks alike.
-
-        Ranks: all, together.
-        """
+        """Load a checkpoint folder of DeepSpeed, or a plain Lightning checkpoint, which has whole weights."""
         if not is_deepspeed_checkpoint(checkpoint_path):
             return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
         stage, communicator = self._complete_config["zero_optimization"]["stage"], current_communicator()
@@ -104,12 +81,6 @@ class DeepSpeedCheckpoints(DeepSpeedStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole weights into the model, where the checkpoint has them; DeepSpeed has loaded its own already.
-
-        Args:
-            checkpoint: What :meth:`load_checkpoint` has returned.
-            strict: Whether all names must be the same.
-
-        Ranks: all, together.
         """
         if "state_dict" not in checkpoint:
             return

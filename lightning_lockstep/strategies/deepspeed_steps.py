@@ -17,8 +17,6 @@ __all__ = ["DeepSpeedSteps"]
 
 class DeepSpeedSteps(DeepSpeedStrategy):
     """Lightning's strategy, whose loop decides when the optimizer steps, with steps that can be looked into.
-
-    Ranks: each method as it says.
     """
 
     _run_config: RunConfig
@@ -33,10 +31,7 @@ class DeepSpeedSteps(DeepSpeedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Do nothing around an accumulated batch: the engine knows that, and reduces what its stage needs.
-
-        Ranks: any rank; nothing is sent.
-        """
+        """Do nothing around an accumulated batch: the engine knows that, and reduces what its stage needs."""
         yield
 
     @property
@@ -47,11 +42,7 @@ class DeepSpeedSteps(DeepSpeedStrategy):
         )
 
     def engine_gradients(self) -> GradientsOfEngine:
-        """Return what this rank holds of the gradients, once the engine is set up for a fit.
-
-        Raises:
-            ConfigurationError: It is not known where the optimizer keeps them.
-        """
+        """Return what this rank holds of the gradients, once the engine is set up for a fit."""
         return GradientsOfEngine(self.model, getattr(self.precision_plugin, "history", None))
 
     @property
@@ -61,11 +52,5 @@ class DeepSpeedSteps(DeepSpeedStrategy):
 
     def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
         """Let the body run ``module`` forward and backward by autograd alone, and leave the engine as it was.
-
-        Args:
-            module: The LightningModule, not wrapped.
-
-        Ranks: in stages 0 to 2 any rank, alone, and nothing is sent; in stage 3 all, together, since the parameters are
-            gathered.
         """
         return without_engine(self, module, module.trainer.model)

@@ -17,11 +17,6 @@ class LifecycleHooks(ParallelStrategy):
 
     A class sets ``lifecycle`` before it calls the constructor of Lightning's, and afterwards
     :meth:`detect_unless_given`.
-
-    Attributes:
-        lifecycle: Launch, precision, CPU threads, rendezvous, placement table, uneven inputs and failures.
-
-    Ranks: each method as Lightning calls it.
     """
 
     lifecycle: RankLifecycle
@@ -48,48 +43,30 @@ class LifecycleHooks(ParallelStrategy):
         self._launcher = self.lifecycle.launcher()
 
     def setup_distributed(self) -> None:
-        """Make the process group, open the side channel and show which rank runs where.
-
-        Ranks: all, together.
-        """
+        """Make the process group, open the side channel and show which rank runs where."""
         self.lifecycle.connect()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Make every rank take the same number of training batches.
-
-        Ranks: all, together, once for each loader; one gather for a training loader.
-        """
+        """Make every rank take the same number of training batches."""
         return self.lifecycle.process_dataloader(super().process_dataloader(dataloader))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step, in which every rank contributes to the reductions.
-
-        Ranks: all, together.
-        """
+        """Run the module's training step, in which every rank contributes to the reductions."""
         with self.lifecycle.contributing():
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step, unless the run is to stop.
-
-        Ranks: every rank; nothing is sent.
-        """
+        """Run the module's validation step, unless the run is to stop."""
         self.lifecycle.supervisor.at_step_boundary()
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step, unless the run is to stop.
-
-        Ranks: every rank; nothing is sent.
-        """
+        """Run the module's test step, unless the run is to stop."""
         self.lifecycle.supervisor.at_step_boundary()
         return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's prediction step, unless the run is to stop.
-
-        Ranks: every rank; nothing is sent.
-        """
+        """Run the module's prediction step, unless the run is to stop."""
         self.lifecycle.supervisor.at_step_boundary()
         return super().predict_step(*args, **kwargs)
 
@@ -98,18 +75,12 @@ class LifecycleHooks(ParallelStrategy):
         return self.lifecycle.is_padding_batch()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for every rank; after a failure, return at once.
-
-        Ranks: all, together.
-        """
+        """Wait for every rank; after a failure, return at once."""
         if not self.lifecycle.failed:
             super().barrier(*args, **kwargs)  # type: ignore[safe-super]
 
     def teardown(self) -> None:
-        """Release what the run used; the ranks stay connected for a next call of the Trainer.
-
-        Ranks: every rank; waits for none.
-        """
+        """Release what the run used; the ranks stay connected for a next call of the Trainer."""
         self.lifecycle.teardown()
         super().teardown()
 

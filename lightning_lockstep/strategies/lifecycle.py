@@ -79,10 +79,6 @@ class RankStartup:
     """How the ranks of a strategy are started and connected: by this program, over a backend of torch.
 
     Another way overrides these methods, as :mod:`lightning_lockstep.strategies.mpi` does.
-
-    Args:
-        start_method: ``popen``, ``spawn``, ``fork`` or ``forkserver``.
-        backend: Name of the backend of the process group; by default that of the device.
     """
 
     script_launcher: type[ScriptLauncher] = ScriptLauncher
@@ -116,8 +112,6 @@ class RankStartup:
 
         Ranks without a process group of torch (XLA) give the run's group by ``distributed.process_group.use_group``
         here instead.
-
-        Ranks: all, together.
         """
         is_new = not process_group_exists()
         self.backend = self.backend or default_backend(strategy.root_device)

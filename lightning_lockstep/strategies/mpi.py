@@ -120,13 +120,7 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
 
 
 class MPIStartup(RankStartup):
-    """How the ranks are started and connected: by mpirun or srun, over the collectives of the MPI library.
-
-    Args:
-        backend: As the user gave it, which may be ``auto``.
-        options: Of the backend ``mpi4py``.
-        mpirun: How to start ranks where no other program has.
-    """
+    """How the ranks are started and connected: by mpirun or srun, over the collectives of the MPI library."""
 
     def __init__(self, backend: str, options: mpi_backend.MPIBackendOptions, mpirun: MPIRunSettings) -> None:
         super().__init__()
@@ -175,13 +169,7 @@ class MPIStartup(RankStartup):
         return super().share_of_cores(strategy)
 
     def connect(self, strategy: Any, timeout: timedelta) -> bool:
-        """See :meth:`RankStartup.connect`.
-
-        Raises:
-            LaunchError: The environment variables, MPI and the Trainer disagree about the ranks.
-
-        Ranks: all, together.
-        """
+        """See :meth:`RankStartup.connect`."""
         self.backend = self._choose_backend(strategy)
         mpi_backend.default_options(self._options)
         return super().connect(strategy, timeout)

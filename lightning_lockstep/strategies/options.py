@@ -56,11 +56,7 @@ class LifecycleSettings(SupervisorSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DDPSettings(LifecycleSettings):
-    """Settings of a strategy that wraps the model in DistributedDataParallel.
-
-    Raises:
-        ConfigurationError: One message with every value that cannot be used.
-    """
+    """Settings of a strategy that wraps the model in DistributedDataParallel."""
 
     process_group_backend: str | None = None
     ddp_comm_hook: str | Callable[..., Any] | None = None
@@ -77,11 +73,7 @@ class DDPSettings(LifecycleSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedSettings(LifecycleSettings):
-    """Settings of the strategy of DeepSpeed that are not part of DeepSpeed's configuration.
-
-    Raises:
-        ConfigurationError: One message with every value that cannot be used.
-    """
+    """Settings of the strategy of DeepSpeed that are not part of DeepSpeed's configuration."""
 
     consolidate: bool = False
     adapt: bool = False
@@ -104,16 +96,7 @@ def options_of_ddp() -> set[str]:
 
 
 def reject_unknown(options: Mapping[str, Any], strategy: type, accepted: Collection[str]) -> None:
-    """Raise if an option is neither the strategy's nor one that it hands on.
-
-    Args:
-        options: Keyword arguments that the strategy did not take itself.
-        strategy: The strategy's class.
-        accepted: Those that it hands on.
-
-    Raises:
-        ConfigurationError: One message with every unknown name and its nearest right names.
-    """
+    """Raise if an option is neither the strategy's nor one that it hands on."""
     own = {
         name
         for cls in strategy.__mro__

@@ -23,18 +23,7 @@ _LONGEST_TABLE = 64
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where one rank runs.
-
-    Attributes:
-        rank: Number of the rank.
-        host: Host name.
-        device: ``cpu`` or ``cuda:0``.
-        device_name: Name of the GPU, else the type of the device.
-        memory: Memory of the GPU, or of the host for CPU ranks [byte]; 0 where it is not known.
-        capability: CUDA compute capability, ``(0, 0)`` for other devices.
-        threads: CPU threads.
-        cores: Numbers of the cores it may use.
-    """
+    """Where one rank runs."""
 
     rank: int
     host: str
@@ -60,13 +49,7 @@ def placement_of(
 
 
 def show_placement(placements: Sequence[RankPlacement]) -> None:
-    """Print the table of all ranks to standard error.
-
-    Args:
-        placements: One for each rank, in rank order.
-
-    Ranks: rank 0.
-    """
+    """Print the table of all ranks to standard error."""
     table = Table(title=f"{len(placements)} ranks", title_justify="left")
     for heading in ("rank", "host", "device", "memory", "threads", "cores"):
         table.add_column(heading, justify="right" if heading in ("rank", "memory", "threads") else "left")
@@ -82,11 +65,7 @@ def show_placement(placements: Sequence[RankPlacement]) -> None:
 
 
 def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:
-    """Return a warning that names the slowest GPU when the GPUs differ, else ``None``.
-
-    Args:
-        placements: One for each rank.
-    """
+    """Return a warning that names the slowest GPU when the GPUs differ, else ``None``."""
     gpus = [place for place in placements if place.capability != (0, 0)]
     if len({(gpu.device_name, gpu.memory, gpu.capability) for gpu in gpus}) < 2:
         return None

@@ -37,11 +37,7 @@ _ADVICE = (
 
 
 class UnevenInputs:
-    """What a strategy does about ranks with different numbers of training batches.
-
-    Args:
-        policy: ``error``, ``truncate`` or ``join``.
-    """
+    """What a strategy does about ranks with different numbers of training batches."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -50,11 +46,6 @@ class UnevenInputs:
 
     def even(self, dataloader: Any, trainer: Any, communicator: Communicator) -> Any:
         """Return a loader of which every rank takes the same number of batches, if it is a training loader.
-
-        Raises:
-            ConfigurationError: As :func:`plan_steps`, alike on every rank.
-
-        Ranks: all, together; one gather for a training loader.
         """
         if not _is_for_training(trainer):
             return dataloader
@@ -115,13 +106,7 @@ def _is_for_training(trainer: Any) -> bool:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How many batches each rank takes of one loader in an epoch.
-
-    Attributes:
-        steps: Batches that every rank takes; ``None`` where it is known at the end only.
-        own: Batches that this rank has itself; ``None`` where it is known at the end only.
-        notice: What to print once, if anything.
-    """
+    """How many batches each rank takes of one loader in an epoch."""
 
     steps: int | None
     own: int | None
@@ -129,20 +114,7 @@ class StepPlan:
 
 
 def plan_steps(lengths: Sequence[int | None], rank: int, policy: Policy) -> StepPlan:
-    """Decide how many batches every rank takes.
-
-    Args:
-        lengths: Length of each rank's loader in batches, ``None`` where it has none.
-        rank: The rank whose plan it is.
-        policy: ``error``, ``truncate`` or ``join``.
-
-    Returns:
-        The plan of this rank.
-
-    Raises:
-        ConfigurationError: The lengths differ and the policy is ``error``, or only some have a length.
-
-    """
+    """Decide how many batches every rank takes."""
     known = [length for length in lengths if length is not None]
     if not known:
         return StepPlan(None, None)
@@ -169,26 +141,14 @@ def plan_steps(lengths: Sequence[int | None], rank: int, policy: Policy) -> Step
 
 
 def batches_taken(trainer: Any, lengths: Sequence[int], mode: str = "max_size_cycle") -> int:
-    """Return how many batches of an epoch the fit loop will take.
-
-    Args:
-        trainer: The Trainer, whose ``limit_train_batches``, ``max_steps``, ``fast_dev_run`` and ``overfit_batches``
-            count.
-        lengths: Length of each of its loaders in batches.
-        mode: How Lightning's ``CombinedLoader`` takes several: up to the end of the longest, or with ``min_size`` of
-            the shortest.
-    """
+    """Return how many batches of an epoch the fit loop will take."""
     limit = trainer.limit_train_batches  # the two latter set it
     each = [min(length, limit) if isinstance(limit, int) else int(length * limit) for length in lengths]
     return int(min(min(each) if mode == "min_size" else max(each), _until_max_steps(trainer)))
 
 
 def most_batches(trainer: Any) -> float:
-    """Return how many batches of an epoch the fit loop will take at most, of a loader without a length.
-
-    Args:
-        trainer: As for :func:`batches_taken`.
-    """
+    """Return how many batches of an epoch the fit loop will take at most, of a loader without a length."""
     limit = trainer.limit_train_batches
     return min(limit if isinstance(limit, int) else math.inf, _until_max_steps(trainer))
 
@@ -200,12 +160,7 @@ def _until_max_steps(trainer: Any) -> float:
 
 
 class EvenLoader:
-    """Behaves as the loader it wraps, except for the number of batches.
-
-    Attributes:
-        own_batches: Number of batches of this rank's own in this epoch, once known. Those after it are
-            padding batches, which must contribute nothing.
-    """
+    """Behaves as the loader it wraps, except for the number of batches."""
 
     _ours = ("_loader", "own_batches", "_steps", "_communicator", "_policy", "_check", "_most")
 
@@ -226,12 +181,7 @@ class EvenLoader:
 
 
 class CheckedLoader(EvenLoader):
-    """Gives the batches of a loader that differs among the ranks, unless the epoch would.
-
-    Args:
-        loader: The loader.
-        check: Raises if the ranks would take different numbers of batches.
-    """
+    """Gives the batches of a loader that differs among the ranks, unless the epoch would."""
 
     def __init__(self, loader: Any, check: Callable[[], None]) -> None:
         super().__init__(loader, len(loader))
@@ -247,13 +197,7 @@ class CheckedLoader(EvenLoader):
 
 
 class SizedEvenLoader(EvenLoader):
-    """Gives exactly ``steps`` batches: stops early, or repeats its last one as padding batches.
-
-    Args:
-        loader: The loader.
-        steps: Batches that every rank takes.
-        own: Batches that this one has.
-    """
+    """Gives exactly ``steps`` batches: stops early, or repeats its last one as padding batches."""
 
     def __init__(self, loader: Any, steps: int, own: int) -> None:
         super().__init__(loader, own)
@@ -273,14 +217,7 @@ class SizedEvenLoader(EvenLoader):
 
 
 class AgreeingLoader(EvenLoader):
-    """Gives a batch only when the policy says so for all ranks; for loaders without a length.
-
-    Args:
-        loader: The loader.
-        communicator: Communicator of the run.
-        policy: ``error``, ``truncate`` or ``join``.
-        most: Returns how many batches of an epoch the loop takes at most; Lightning asks for one more.
-    """
+    """Gives a batch only when the policy says so for all ranks; for loaders without a length."""
 
     def __init__(
         self, loader: Any, communicator: Communicator, policy: Policy, most: Callable[[], float]

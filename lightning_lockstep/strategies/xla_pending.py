@@ -24,10 +24,6 @@ class XLAPending:
         return 0 if self.runtime is None else self.runtime.seed()
 
     def set_device_seed(self, seed: int) -> None:
-        """Let the devices' random numbers go on from a state.
-
-        Args:
-            seed: What :meth:`device_seed` has returned.
-        """
+        """Let the devices' random numbers go on from a state."""
         if self.runtime is not None:
             self.runtime.set_seed(seed)

@@ -35,13 +35,6 @@ class XLASteps(XLAPending, Strategy):
 
     torch-xla notes what is called and computes nothing until :meth:`sync`. Each batch is a graph of its own: whatever
     is called between two calls of :meth:`sync` is compiled together, once for each set of shapes.
-
-    Attributes:
-        strategy_name: As the Trainer and Hydra know it.
-        runtime: torch-xla; ``None`` before the run begins.
-        downcast_bf16: With precision ``bf16-true``: whether float64 becomes float32 rather than bfloat16.
-
-    Ranks: each method as Lightning calls it.
     """
 
     strategy_name: str
@@ -68,13 +61,7 @@ class XLASteps(XLAPending, Strategy):
     # -- while the Trainer is under construction -------------------------------------------------------
 
     def use_xla_accelerator(self) -> None:
-        """Check that torch-xla is installed, and give the Trainer an accelerator for its devices.
-
-        Raises:
-            MissingExtraError: torch-xla is not installed.
-            ConfigurationError: A variable tells torch-xla to cast by itself; or a TPU was asked for, and torch-xla
-                takes the CPU.
-        """
+        """Check that torch-xla is installed, and give the Trainer an accelerator for its devices."""
         check_torch_xla(self.needed_for)
         check_accelerator(isinstance(self.accelerator, XLAAccelerator))
         devices = XLADevices()

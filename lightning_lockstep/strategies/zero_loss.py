@@ -21,10 +21,6 @@ def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) ->
     """Let a training step that returns ``None``, or whose batch is a padding batch, contribute gradients of zero.
 
     The other ranks then get the reductions that they wait for.
-
-    Args:
-        module: The LightningModule.
-        is_padding_batch: Tells whether the current batch is one.
     """
     original = module.training_step  # a callback may have put its own there, as OverflowDetector does
 
@@ -41,13 +37,7 @@ def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) ->
 
 
 def zero_loss(module: Module, entries: Sequence[Tensor] = ()) -> Tensor:
-    """Return a loss of zero that depends on every trainable parameter, so that all gradients are zero.
-
-    Args:
-        module: The module whose gradients are reduced.
-        entries: What this rank has gathered with gradients: the other ranks wait for it in backward, from where it
-            gets the gradients of what it has given them.
-    """
+    """Return a loss of zero that depends on every trainable parameter, so that all gradients are zero."""
     parts = [p.view(-1)[:1].sum() * 0.0 for p in module.parameters() if p.requires_grad and p.numel()]
     parts += [entry.flatten()[:0].sum().real for entry in entries]  # no element, so no nan times zero
     return torch.stack([part.float() for part in parts]).sum()

@@ -10,10 +10,7 @@ __all__ = ["XLADevices"]
 
 
 class XLADevices(CPUAccelerator):
-    """Virtual XLA devices on the CPU, which Lightning's accelerator for XLA takes for no devices.
-
-    Ranks: every process, alone; nothing is sent.
-    """
+    """Virtual XLA devices on the CPU, which Lightning's accelerator for XLA takes for no devices."""
 
     def setup_device(self, device: torch.device) -> None:
         """Do nothing: torch-xla has the devices."""

@@ -20,11 +20,7 @@ _AGAIN_AFTER = 60.0  # a compilation that takes still longer is announced again 
 
 @dataclass
 class CompilationWatch:
-    """Decides what is printed about compilations, from two counts and a clock.
-
-    Args:
-        after: How long a compilation takes until it is announced [s].
-    """
+    """Decides what is printed about compilations, from two counts and a clock."""
 
     after: float
     _done: int = 0
@@ -34,14 +30,7 @@ class CompilationWatch:
     _said_at: float | None = None
 
     def look(self, begun: int, done: int, now: float, where: Callable[[], str]) -> str | None:
-        """Return what is to be printed now, if anything.
-
-        Args:
-            begun: How many compilations have begun so far.
-            done: How many of them are done.
-            now: The time [s].
-            where: Says what is compiled.
-        """
+        """Return what is to be printed now, if anything."""
         running, has_ended, self._done = begun - done, done > self._done, done
         if self._idle is None:
             self._idle = running
@@ -72,12 +61,7 @@ class CompilationWatch:
 
 
 def where_in_run(trainer: Trainer, steps_made: int) -> str:
-    """Return what a Trainer is at, for the announcement of a compilation.
-
-    Args:
-        trainer: The Trainer; looked at from another thread than its own.
-        steps_made: How many optimizer steps this process has made in this fit, those before a resume not counted.
-    """
+    """Return what a Trainer is at, for the announcement of a compilation."""
     if trainer.sanity_checking:
         return "validation, for the check before training"
     if not trainer.training:
@@ -89,16 +73,7 @@ def where_in_run(trainer: Trainer, steps_made: int) -> str:
 
 
 class CompilationAnnouncer:
-    """Announces compilations that take more than a second, from a thread of its own.
-
-    Args:
-        trainer: The Trainer, in a run on XLA devices.
-        steps_made: Returns how many optimizer steps were made in this fit.
-        after: How long a compilation takes until it is announced [s].
-        interval: How often torch-xla's counters are looked at [s].
-
-    Ranks: each process has one; nothing is sent. Rank 0 prints.
-    """
+    """Announces compilations that take more than a second, from a thread of its own."""
 
     def __init__(
         self, trainer: Trainer, steps_made: Callable[[], int], *, after: float = 1.0, interval: float = 0.25

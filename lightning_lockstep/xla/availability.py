@@ -36,9 +36,6 @@ def check_environment() -> None:
     """Refuse the variables that torch-xla has deprecated for 16 bits.
 
     They turn every float32 tensor of the process into 16 bits without its knowledge: metrics, logged means, counters.
-
-    Raises:
-        ConfigurationError: One or more are set.
     """
     found = [name for name in _REFUSED if os.environ.get(name, "").lower() not in _NO]
     if found:
@@ -50,15 +47,7 @@ def check_environment() -> None:
 
 
 def check_torch_xla(needed_for: str) -> None:
-    """Check that torch-xla is installed and not set to cast by itself; imports nothing.
-
-    Args:
-        needed_for: What the user asked for, for the error.
-
-    Raises:
-        MissingExtraError: It is not installed.
-        ConfigurationError: See :func:`check_environment`.
-    """
+    """Check that torch-xla is installed and not set to cast by itself; imports nothing."""
     check_environment()
     if importlib.util.find_spec("torch_xla") is None:
         raise MissingExtraError("torch_xla", extra="xla", needed_for=needed_for)
@@ -71,14 +60,7 @@ def has_devices() -> bool:
 
 
 def check_untouched(local_processes: int) -> None:
-    """Refuse to share devices among processes of which this one has them already.
-
-    Args:
-        local_processes: How many processes the host is to have.
-
-    Raises:
-        LaunchError: torch-xla has its devices in this process.
-    """
+    """Refuse to share devices among processes of which this one has them already."""
     if has_devices():
         raise LaunchError(
             f"XLA was already used in this process, so its devices could not be shared among {local_processes} ranks:"
@@ -106,14 +88,7 @@ def num_tpu_chips() -> int:
 
 
 def check_accelerator(is_tpu: bool) -> None:
-    """Refuse to train on the CPU where the Trainer was to train on TPUs.
-
-    Args:
-        is_tpu: Whether the Trainer's accelerator is Lightning's for TPUs.
-
-    Raises:
-        ConfigurationError: torch-xla has, or would choose, devices of the CPU.
-    """
+    """Refuse to train on the CPU where the Trainer was to train on TPUs."""
     if is_tpu and find_device_type() == "CPU":
         why = (
             "PJRT_DEVICE=CPU is set. Unset it"

@@ -14,11 +14,6 @@ __all__ = ["DtypeReport"]
 
 class DtypeReport:
     """Notes the dtypes of a first training step: inputs, what modules return, parameters, gradients, optimizer state.
-
-    Args:
-        module: Watched by forward hooks until :meth:`finish`.
-
-    Ranks: every process, alone; nothing is sent, and no tensor is computed for it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -39,14 +34,7 @@ class DtypeReport:
         self._found.setdefault(kind, set()).update(_floating(tensors))
 
     def finish(self, optimizer: Any) -> str:
-        """Return what was found, and watch no longer.
-
-        Args:
-            optimizer: It has made its first step.
-
-        Returns:
-            Such as ``inputs bfloat16; computed bfloat16; parameters bfloat16; ...``.
-        """
+        """Return what was found, and watch no longer."""
         parameters = list(self._module.parameters())
         self._note("parameters", parameters)
         self._note("gradients", (one.grad for one in parameters if one.grad is not None))

@@ -14,11 +14,6 @@ __all__ = ["become_xla_rank", "check_xla_untouched", "num_xla_ranks"]
 
 def check_xla_untouched() -> None:
     """Refuse to fork a process in which torch-xla has its devices already: a copy of it could not use them.
-
-    Raises:
-        LaunchError: The runtime of torch-xla has been initialised here.
-
-    Ranks: the process that starts the ranks; imports nothing.
     """
     if has_devices():
         raise LaunchError(
@@ -30,14 +25,7 @@ def check_xla_untouched() -> None:
 
 
 def num_xla_ranks() -> int | None:
-    """Return how many ranks torch-xla has devices for on this host, without initialising it.
-
-    Returns:
-        One per chip on a TPU host; 0 where XLA runs on the CPU and any number will do; ``None`` where nothing asks for
-        XLA: torch-xla is not installed, or neither is there a TPU nor is ``PJRT_DEVICE`` set.
-
-    Ranks: the process that starts the ranks; nothing is sent.
-    """
+    """Return how many ranks torch-xla has devices for on this host, without initialising it."""
     if importlib.util.find_spec("torch_xla") is None:
         return None
     given = os.environ.get("PJRT_DEVICE", "").upper()
@@ -52,15 +40,6 @@ def become_xla_rank(rank: int, world_size: int) -> None:
     """Set for torch-xla, before it is used here, which rank this process is.
 
     On a TPU host this gives the rank its own chip.
-
-    Args:
-        rank: Number of this rank on its host.
-        world_size: Number of ranks on the host.
-
-    Raises:
-        ConfigurationError: There are not as many ranks as chips.
-
-    Ranks: every rank that was forked, before its first tensor on a device.
     """
     chips = num_xla_ranks()
     if chips is None:

@@ -12,11 +12,6 @@ def own_memory(module: torch.nn.Module) -> None:
 
     The gradient of a sum is one number seen many times, and torch-xla does not show that by strides; autograd keeps
     it as it is, and clipping it in place would then change the one number many times.
-
-    Args:
-        module: Its parameters are on the device.
-
-    Ranks: every process alike; nothing is sent.
     """
     for parameter in module.parameters():
         if parameter.grad is not None and not parameter.grad.is_sparse:

@@ -23,12 +23,6 @@ class LazyRun:
     step rather than prepare the next one. Here that is read every ``log_every_n_steps`` steps, as for the loggers; in
     between the bar shows what was read last. Nor does the first step of a new epoch compile again because Lightning has
     reset what the last one logged.
-
-    Args:
-        trainer: The Trainer, whose strategy is being set up.
-        steps_made: Returns how many optimizer steps were made in this fit.
-
-    Ranks: every process, alike; nothing is sent.
     """
 
     def __init__(self, trainer: Any, steps_made: Callable[[], int]) -> None:

@@ -22,16 +22,7 @@ _AXIS = "data"
 
 
 class DeviceMesh:
-    """All devices, in a row.
-
-    Args:
-        runtime: torch-xla.
-
-    Attributes:
-        size: How many devices there are.
-
-    Ranks: every process, after it has chosen SPMD.
-    """
+    """All devices, in a row."""
 
     def __init__(self, runtime: XLARuntime) -> None:
         self._spmd = runtime.spmd()
@@ -43,14 +34,6 @@ class DeviceMesh:
 
         Where that is no multiple of the number of devices, the last ones have less to do; torch-xla keeps what they
         compute beyond it out of every result.
-
-        Args:
-            batch: Any structure; its tensors, of shape (samples, ...), are on the device.
-
-        Returns:
-            The same batch.
-
-        Ranks: every process alike; nothing is sent yet.
         """
         return apply_to_collection(batch, Tensor, self._divide_first)
 
@@ -63,16 +46,6 @@ class DeviceMesh:
         self, module: torch.nn.Module, *, min_size: int, patterns: Sequence[str]
     ) -> dict[str, int]:
         """Divide parameters among the devices, each along its longest dimension that can be divided evenly.
-
-        Args:
-            module: Its parameters are on the device.
-            min_size: Number of values from which a parameter is divided; smaller ones stay whole on each device.
-            patterns: Names of parameters, with ``*`` and ``?``, that are divided whatever their size.
-
-        Returns:
-            Along which dimension each one was divided, by its name.
-
-        Ranks: every process alike; nothing is sent yet.
         """
         divided = {}
         for name, parameter in module.named_parameters():
@@ -84,15 +57,7 @@ class DeviceMesh:
         return divided
 
     def divide_states(self, module: torch.nn.Module, optimizer: Any, divided: Mapping[str, int]) -> None:
-        """Divide what an optimizer has of its parameters as those are, after it was loaded.
-
-        Args:
-            module: Its parameters are on the device.
-            optimizer: Of these parameters.
-            divided: What :meth:`divide_parameters` has returned.
-
-        Ranks: every process alike; nothing is sent yet.
-        """
+        """Divide what an optimizer has of its parameters as those are, after it was loaded."""
         for name, parameter in module.named_parameters():
             for value in optimizer.state.get(parameter, {}).values():
                 if name in divided and isinstance(value, Tensor) and value.shape == parameter.shape:

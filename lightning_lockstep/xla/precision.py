@@ -33,13 +33,7 @@ _FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 class CastPrecision(HalfPrecision):
-    """16 bits by casting modules and inputs to bfloat16, all but the states of metrics.
-
-    Args:
-        downcast: Whether float64 becomes float32 rather than bfloat16, the second level.
-
-    Ranks: every process alike; nothing is sent.
-    """
+    """16 bits by casting modules and inputs to bfloat16, all but the states of metrics."""
 
     def __init__(self, *, downcast: bool = False) -> None:
         super().__init__("bf16-true")
@@ -75,18 +69,7 @@ class CastPrecision(HalfPrecision):
 
 
 def resolve_xla_precision(plugin: Precision, requested: str | None, *, downcast_bf16: bool) -> Precision:
-    """Return the plugin that does on XLA devices what was requested.
-
-    Args:
-        plugin: What Lightning has chosen, for another device.
-        requested: What the user requested, or ``None`` when a plugin or nothing was given.
-        downcast_bf16: Whether float64 is to become float32 where float32 becomes bfloat16.
-
-    Raises:
-        ConfigurationError: XLA devices do not support it, or ``downcast_bf16`` has nothing to do.
-
-    Ranks: every process alike, while the Trainer is under construction; nothing is sent.
-    """
+    """Return the plugin that does on XLA devices what was requested."""
     name = requested or str(plugin.precision)
     if name not in _SUPPORTED:
         raise ConfigurationError(

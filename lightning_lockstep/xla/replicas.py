@@ -23,14 +23,6 @@ def check_replicas(count: int) -> None:
     """Refuse several replicas where they cannot work.
 
     On the CPU each process has a client of its own, and an all-reduce waits for devices of the same client only.
-
-    Args:
-        count: How many there are to be.
-
-    Raises:
-        ConfigurationError: More than one, and the devices are virtual ones on the CPU.
-
-    Ranks: any rank, alone; asks for a TPU and starts nothing.
     """
     if count > 1 and find_device_type() == "CPU":
         raise ConfigurationError(
@@ -41,17 +33,7 @@ def check_replicas(count: int) -> None:
 
 
 class Replicas:
-    """This process's device among those of all ranks.
-
-    Args:
-        runtime: torch-xla, told which process this is.
-        communicator: Of the run.
-
-    Raises:
-        LaunchError: The ranks and torch-xla disagree about the devices; raised on every rank alike.
-
-    Ranks: all, together; one gather between hosts.
-    """
+    """This process's device among those of all ranks."""
 
     def __init__(self, runtime: XLARuntime, communicator: Communicator) -> None:
         self._runtime, self._communicator = runtime, communicator
@@ -70,12 +52,6 @@ class Replicas:
 
         A parameter that only some ranks have used counts as zero on the others; one that none has used stays without
         a gradient.
-
-        Args:
-            module: The same on every rank, its gradients in memory of their own.
-
-        Ranks: all, together; one all-reduce of a byte for each parameter between hosts, which also shows the guard
-            who did not arrive, and one of the gradients between devices.
         """
         parameters = [one for one in module.parameters() if one.requires_grad]
         if not parameters:
@@ -93,27 +69,11 @@ class Replicas:
             self.average(gradients)
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Average tensors over all ranks, in place.
-
-        Args:
-            tensors: On the device, of the same shapes and dtypes on every rank.
-
-        Ranks: all, together.
-        """
+        """Average tensors over all ranks, in place."""
         self._runtime.all_reduce(list(tensors), scale=1.0 / self._communicator.world_size)
 
     def gather(self, tensor: Tensor, *, gradients: bool = False) -> Tensor:
-        """Return the tensors of all ranks, one after another.
-
-        Args:
-            tensor: On the device, of the same shape on every rank.
-            gradients: Whether autograd goes back to every rank: each gets the sum of what the ranks made of its part.
-
-        Returns:
-            Shape (ranks, ...), in rank order.
-
-        Ranks: all, together; with ``gradients`` in backward again.
-        """
+        """Return the tensors of all ranks, one after another."""
         if gradients:
             return _Gather.apply(tensor, self)  # type: ignore[no-untyped-call, no-any-return]
         return self._gathered(tensor)
@@ -125,13 +85,7 @@ class Replicas:
         return found[torch.tensor(self._ordinals, device=found.device)]
 
     def part_of_this_rank(self, everyone: Tensor) -> Tensor:
-        """Return the sum over all ranks of what each has for this one.
-
-        Args:
-            everyone: Shape (ranks, ...).
-
-        Ranks: all, together.
-        """
+        """Return the sum over all ranks of what each has for this one."""
         summed = everyone.clone()
         self._runtime.all_reduce([summed])
         return summed[self._communicator.rank]

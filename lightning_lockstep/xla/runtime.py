@@ -25,19 +25,7 @@ __all__ = ["XLARuntime", "compilations_begun_and_done", "compilations_so_far"]
 
 
 class XLARuntime:
-    """What torch-xla offers here.
-
-    Args:
-        needed_for: What the user asked for, for the error.
-        num_devices: How many devices this process is to have; ``None`` takes what there is. torch-xla can be told on
-            the CPU, before it has its devices.
-
-    Raises:
-        MissingExtraError: torch-xla is not installed.
-        ConfigurationError: The environment says another number of devices.
-
-    Ranks: every process, alone, before it makes its first tensor on a device.
-    """
+    """What torch-xla offers here."""
 
     def __init__(self, needed_for: str, *, num_devices: int | None = None) -> None:
         check_torch_xla(needed_for)
@@ -70,18 +58,7 @@ class XLARuntime:
         return int(self.runtime.process_count())
 
     def be_process(self, local_rank: int, local_processes: int) -> None:
-        """Take one device of this host, with the other processes of it.
-
-        Args:
-            local_rank: Number of this process on this host, from 0.
-            local_processes: How many there are; one takes one device.
-
-        Raises:
-            ConfigurationError: This process has used all devices as one (SPMD), which torch-xla cannot undo.
-            LaunchError: torch-xla has its devices already, and they are not those of this process among so many.
-
-        Ranks: every process, before it makes its first tensor on a device.
-        """
+        """Take one device of this host, with the other processes of it."""
         if self.runtime.is_spmd():
             raise ConfigurationError(
                 "This process has trained on all XLA devices as one (SPMD) before, which torch-xla cannot undo:"
@@ -119,14 +96,7 @@ class XLARuntime:
         return torch.as_tensor(self._module("core.xla_model").all_gather(tensor, dim=0))
 
     def use_spmd(self) -> None:
-        """Let one process compute on all devices, as if they were one.
-
-        Raises:
-            ConfigurationError: There are other processes with devices beside this one, or torch-xla has another number
-                of devices than was asked for.
-
-        Ranks: every process, before it makes its first tensor on a device.
-        """
+        """Let one process compute on all devices, as if they were one."""
         if not self.runtime.is_spmd():
             self.runtime.use_spmd()
         if self.num_processes > 1:
@@ -148,11 +118,6 @@ class XLARuntime:
 
     def check_backward(self) -> None:
         """Check that autograd knows the devices: it counts devices once, at the first backward of the process.
-
-        Raises:
-            ConfigurationError: That was before torch-xla had its devices.
-
-        Ranks: every process, alone; nothing is computed.
         """
         try:
             torch.autograd.backward(torch.zeros(1, device=self.device(), requires_grad=True).sum())
@@ -166,10 +131,7 @@ class XLARuntime:
             ) from None
 
     def sync(self) -> None:
-        """Compile what was called and is pending, if it is new, and begin to run it.
-
-        Ranks: every process alike, at the same place of the program.
-        """
+        """Compile what was called and is pending, if it is new, and begin to run it."""
         self._sync()
 
     def seed(self) -> int:
@@ -177,17 +139,11 @@ class XLARuntime:
         return int(self._module("core.xla_model").get_rng_state())
 
     def set_seed(self, seed: int) -> None:
-        """Let the devices' random numbers go on from a state.
-
-        Args:
-            seed: What :meth:`seed` has returned.
-        """
+        """Let the devices' random numbers go on from a state."""
         self._module("core.xla_model").set_rng_state(seed)
 
     def seed_devices(self) -> None:
         """Let the devices draw random numbers that follow from the state of torch's generator, which stays as it is.
-
-        Ranks: every process, alone; nothing is sent.
         """
         state = hashlib.blake2b(bytes(torch.get_rng_state().tolist()), digest_size=8).digest()
         self.set_seed(int.from_bytes(state, "little") >> 1)

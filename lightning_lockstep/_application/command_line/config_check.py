@@ -36,13 +36,7 @@ JobCheck = Callable[[DictConfig, TargetChecks], list[Fault]]
 
 
 class Checked(NamedTuple):
-    """What the checks of a command line have found.
-
-    Attributes:
-        faults: What is wrong, each once, in the order of the command line.
-        quoted: Overrides that Hydra must be given in another form, by the form typed.
-        old_names: What to write instead of old names that are still read.
-    """
+    """What the checks of a command line have found."""
 
     faults: list[Fault]
     quoted: dict[str, str]
@@ -57,20 +51,7 @@ def preflight(
     *,
     alone: bool = True,
 ) -> Checked:
-    """Look for everything that is wrong with a command line.
-
-    Args:
-        arguments: The parsed flags of Hydra, with the overrides.
-        search_path: Where Hydra looks for configs.
-        config_name: The program's primary config, unless the flags name another.
-        check: The program's own checks of each job.
-        alone: Whether no other rank has been started yet.
-
-    Returns:
-        No fault when the run can begin.
-
-    Ranks: rank 0, before any other rank is started; nothing is communicated.
-    """
+    """Look for everything that is wrong with a command line."""
     setup_globals()
     overrides, faults = parse(arguments.overrides)
     if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():

@@ -11,12 +11,7 @@ from lightning_lockstep._console import say
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong.
-
-    Args:
-        text: What was given, what was expected, how to fix it; one sentence or two.
-        error: The exception behind it, shown only to those who ask for stack traces.
-    """
+    """One thing that is wrong."""
 
     text: str
     error: BaseException | None = field(default=None, compare=False)
@@ -25,14 +20,7 @@ class Fault:
 def show_faults(
     program: str, faults: Sequence[Fault], *, stack_traces: bool, outcome: str = "nothing was started"
 ) -> None:
-    """Print all faults as one message to standard error.
-
-    Args:
-        program: Name of the command, for the first line.
-        faults: What is wrong, at least one.
-        stack_traces: Print the exceptions behind the faults first.
-        outcome: What came of it.
-    """
+    """Print all faults as one message to standard error."""
     if stack_traces:
         for fault in faults:
             if fault.error is not None:

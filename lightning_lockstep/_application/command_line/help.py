@@ -23,17 +23,7 @@ _WIDEST = 120  # characters, on a terminal that is wider
 def help_text(
     program: str, search_path: ConfigSearchPath, config_name: str | None, overrides: list[str]
 ) -> str:
-    """Return what `--help` prints, in the form of the program's `hydra.help.template`.
-
-    Args:
-        program: Name of the command.
-        search_path: Where Hydra looks for configs.
-        config_name: The primary config.
-        overrides: Those of the command line: the keys and values shown are the ones they lead to.
-
-    Raises:
-        HydraException: The overrides do not lead to a configuration.
-    """
+    """Return what `--help` prints, in the form of the program's `hydra.help.template`."""
     setup_globals()
     loader = Loader(search_path, config_name, overrides)
     config = loader.compose(overrides)
@@ -54,12 +44,7 @@ def help_text(
 
 
 def comments(text: str, package: str = "") -> dict[str, str]:
-    """Return the comment at the end of the line of each key of a config file, by the whole key.
-
-    Args:
-        text: Of the file, YAML.
-        package: Key below which the file is put.
-    """
+    """Return the comment at the end of the line of each key of a config file, by the whole key."""
     lines = text.splitlines()
     return dict(_comments(yaml.compose(text, Loader=yaml.SafeLoader), lines, package))
 

@@ -26,15 +26,7 @@ _PLUGINS = dict.fromkeys(
 
 @dataclass
 class Composed:
-    """What the overrides of one job lead to.
-
-    Attributes:
-        faults: What is wrong with them.
-        config: The configuration of those that are right, with its `hydra` node, if there is any.
-        typed: The override as typed, by key.
-        guessed: Groups whose wrong choice was replaced by the nearest one; faults in its files are not
-            reported.
-    """
+    """What the overrides of one job lead to."""
 
     faults: list[Fault] = field(default_factory=list)
     config: DictConfig | None = None
@@ -64,11 +56,7 @@ def parse(lines: list[str]) -> tuple[list[Override], list[Fault]]:
 
 
 def variants(overrides: list[Override], *, multirun: bool) -> tuple[list[list[str]], list[Fault]]:
-    """Divide a sweep into jobs in which every swept value occurs once.
-
-    Returns:
-        The overrides of each job as lines, at least one job, and a fault for each sweep without `--multirun`.
-    """
+    """Divide a sweep into jobs in which every swept value occurs once."""
     faults = []
     values: list[list[str]] = []
     for override in overrides:
@@ -235,11 +223,7 @@ def _missing_key(loader: Loader, override: Override, config: DictConfig) -> str 
 
 
 def quote_numbers(loader: Loader, lines: list[str]) -> dict[str, str]:
-    """Find choices that Hydra would take for numbers: `precision=32` becomes `precision='32'`.
-
-    Returns:
-        The quoted override by the one typed.
-    """
+    """Find choices that Hydra would take for numbers: `precision=32` becomes `precision='32'`."""
     numbers = (re.fullmatch(r"(\+?)([\w/]+)=(\d+)", line) for line in lines)
     return {
         found[0]: f"{found[1]}{found[2]}='{found[3]}'"

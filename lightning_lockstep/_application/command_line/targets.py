@@ -34,12 +34,7 @@ _HARMLESS = ("lightning_lockstep.", "lightning.pytorch.", "pytorch_lightning.")
 
 
 class TargetChecks:
-    """Checks of the values of one composed job.
-
-    Args:
-        config: The frozen configuration of the job.
-        typed: The overrides as the user typed them, by key: a fault of that key is reported as typed.
-    """
+    """Checks of the values of one composed job."""
 
     def __init__(self, config: DictConfig, typed: dict[str, str]) -> None:
         self.config = config
@@ -74,12 +69,7 @@ class TargetChecks:
         return faults
 
     def constructor_faults(self, component: str, **given: Any) -> list[Fault]:
-        """What the constructor of `component` says about its settings, if it has no other effect.
-
-        Args:
-            component: Key of a node with a `_target_`.
-            given: Arguments in place of those in the configuration.
-        """
+        """What the constructor of `component` says about its settings, if it has no other effect."""
         node = OmegaConf.select(self.config, component, throw_on_missing=False)
         if not isinstance(node, DictConfig) or "_target_" not in node or self.missing_faults(component):
             return []

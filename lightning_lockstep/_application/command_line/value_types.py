@@ -21,9 +21,6 @@ def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -
 
     Judged are numbers, text, true and false, null and fixed choices, and unions of them; anything else
     passes.
-
-    Returns:
-        The expectation in words, or `None` when the value fits or cannot be judged.
     """
     if hint is None or hint is Any or (value is None and default is None):
         return None

@@ -19,12 +19,7 @@ __all__ = ["limited_memory"]
 
 @contextmanager
 def limited_memory(meter: MemoryMeter | None) -> Iterator[None]:
-    """Let allocations beyond the limit of ``meter`` fail while the body runs.
-
-    Args:
-        meter: Meter of this process; where its limit raises by itself, or for ``None``, nothing is
-            done.
-    """
+    """Let allocations beyond the limit of ``meter`` fail while the body runs."""
     if isinstance(meter, CPUMeter) and meter.judges and sys.platform == "linux":
         with _data_limit(meter):
             yield

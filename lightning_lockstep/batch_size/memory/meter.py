@@ -28,14 +28,7 @@ _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """Return a number of bytes.
-
-    Args:
-        text: A number of bytes, or text such as ``"4GiB"``, ``"500 MB"``.
-
-    Raises:
-        ConfigurationError: It is neither, or not above zero.
-    """
+    """Return a number of bytes."""
     if isinstance(text, (int, float)) and not isinstance(text, bool) and text > 0:
         return int(text)
     found = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]i?)?b?\s*", str(text).lower())
@@ -50,25 +43,14 @@ def parse_bytes(text: str | int | float) -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Peak and limit of one trial [bytes].
-
-    Attributes:
-        peak: Most that was in use at once; ``None`` where it was not above an earlier peak that hides it.
-        limit: Most that can be in use.
-    """
+    """Peak and limit of one trial [bytes]."""
 
     peak: float | None
     limit: float
 
 
 class MemoryMeter(ABC):
-    """Reads the memory of one process on one device.
-
-    Attributes:
-        source: Where the limit comes from, for people.
-        noise: Difference between two peaks below which it says nothing [bytes].
-        judges: Whether a peak above the limit means that a size does not fit, although nothing was raised.
-    """
+    """Reads the memory of one process on one device."""
 
     source: str = ""
     noise: float = 0.0
@@ -91,14 +73,7 @@ class MemoryMeter(ABC):
 def meter_for(
     device: torch.device, *, memory_limit: int | None = None, local_ranks: int = 1, owed: int = 0
 ) -> MemoryMeter | None:
-    """Return the meter of ``device``, or ``None`` where memory cannot be read.
-
-    Args:
-        device: Where the model is.
-        memory_limit: Most that this process may use [bytes]; ``None`` = what there is.
-        local_ranks: Ranks that share this host's memory.
-        owed: Memory on CPU that the run will take and a trial does not [bytes].
-    """
+    """Return the meter of ``device``, or ``None`` where memory cannot be read."""
     if device.type == "cuda":
         return CUDAMeter(device, memory_limit)
     if device.type == "cpu" and sys.platform == "linux":
@@ -107,12 +82,7 @@ def meter_for(
 
 
 class CUDAMeter(MemoryMeter):
-    """The caching allocator of one CUDA device.
-
-    Args:
-        device: The device.
-        memory_limit: Most that this process may use [bytes].
-    """
+    """The caching allocator of one CUDA device."""
 
     noise = 4 * 2**20  # blocks are rounded up to 2 MiB
 
@@ -147,12 +117,6 @@ class CPUMeter(MemoryMeter):
     What is read depends on what binds: the address space where ``RLIMIT_AS`` does, which raises by itself, else
     resident memory, which is what a process takes from its host or control group, and for which the kernel
     kills.
-
-    Args:
-        memory_limit: Most resident memory that this process may have [bytes]; ``None`` = the control
-            group's limit or the host's memory, divided by ``local_ranks``.
-        local_ranks: Ranks that share this host's memory.
-        owed: What the run will take and a trial does not [bytes]; counted as if it were in use.
     """
 
     noise = 24 * 2**20  # the allocator's caches come and go

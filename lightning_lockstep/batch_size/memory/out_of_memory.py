@@ -56,13 +56,7 @@ _NEARLY_FULL = 0.9
 
 
 def is_out_of_memory(error: BaseException, *, memory_is_short: Callable[[], bool] | None = None) -> bool:
-    """Return whether ``error`` says that memory ran out, on whatever device.
-
-    Args:
-        error: What was raised. An error that names an out-of-memory error as its cause counts as well.
-        memory_is_short: Decides about cuDNN's "not supported", which may or may not be memory; by default
-            whether this process has come to use 90 % of the current CUDA device.
-    """
+    """Return whether ``error`` says that memory ran out, on whatever device."""
     seen: BaseException | None = error
     while seen is not None:
         if _says_so(seen, memory_is_short or _cuda_is_nearly_full):
@@ -94,14 +88,7 @@ def _cuda_is_nearly_full() -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """How an attempt failed.
-
-    Attributes:
-        summary: The error's type and its first line.
-        out_of_memory: Whether memory ran out.
-        error: The error itself, where it was another one. An out-of-memory error is not kept, since its
-            traceback holds on to the tensors of the frames it passed through.
-    """
+    """How an attempt failed."""
 
     summary: str
     out_of_memory: bool
@@ -133,9 +120,6 @@ def release_memory(*, collect: bool = True) -> None:
     """Give memory that nothing uses back to the device, or on CPU to the operating system.
 
     Must not be called inside an ``except`` clause, whose error holds tensors.
-
-    Args:
-        collect: Also look for reference cycles, which can hold tensors after an error.
     """
     if collect:
         gc.collect()

@@ -18,17 +18,7 @@ __all__ = ["guard_fit", "refuse_engine", "unguard_fit"]
 
 
 def refuse_engine(trainer: Trainer, on_oom: str) -> None:
-    """Raise where an engine makes the steps, which cannot be run again in parts.
-
-    Args:
-        trainer: The Trainer.
-        on_oom: What was to become of a batch that does not fit.
-
-    Raises:
-        SearchRefusedError: An engine makes the steps.
-
-    Ranks: all, alike; nothing is sent.
-    """
+    """Raise where an engine makes the steps, which cannot be run again in parts."""
     if isinstance(trainer.strategy, HasEngineTrials):
         raise SearchRefusedError(
             f"on_oom={on_oom!r} is not possible with {type(trainer.strategy).__name__}: its engine reduces gradients"
@@ -45,20 +35,7 @@ def guard_fit(
     loss_reduction: Literal["mean", "sum"],
     on_count: Callable[[int, str], None],
 ) -> Recovery:
-    """Have the training steps of a fit survive running out of memory.
-
-    Args:
-        trainer: The Trainer, at the start of a fit.
-        module: Its module.
-        on_oom: What becomes of a batch that does not fit.
-        loss_reduction: How the training step's loss adds up over samples.
-        on_count: Called on rank 0 with (rank, text) for each batch split or skipped.
-
-    Raises:
-        BatchSizeError: The steps of this module or strategy cannot be run again.
-
-    Ranks: all, together.
-    """
+    """Have the training steps of a fit survive running out of memory."""
     reason = why_not_resumable(trainer.strategy.model)
     if not module.automatic_optimization:
         reason = "the module uses manual optimization, so this package does not control its optimizer steps"
@@ -78,10 +55,7 @@ def guard_fit(
 
 
 def unguard_fit(trainer: Trainer, recovery: Recovery) -> None:
-    """Let the loop take its steps without a guard again.
-
-    Ranks: every rank, for itself; nothing is sent.
-    """
+    """Let the loop take its steps without a guard again."""
     recovery.notices.close()
     loop = trainer.fit_loop.epoch_loop
     if isinstance(loop.automatic_optimization, GuardedOptimization):

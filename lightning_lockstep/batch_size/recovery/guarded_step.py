@@ -54,13 +54,7 @@ class StepRecovery(Protocol):
 
 
 class GuardedOptimization(_AutomaticOptimization):
-    """The loop's optimization, whose step survives running out of memory.
-
-    Args:
-        trainer: The Trainer.
-        replaced_loop: What it takes the place of; the progress counters are shared.
-        recovery: What to do.
-    """
+    """The loop's optimization, whose step survives running out of memory."""
 
     def __init__(self, trainer: Trainer, replaced_loop: Any, recovery: StepRecovery) -> None:
         super().__init__(trainer)
@@ -103,15 +97,7 @@ class GuardedClosure(_Closure):
             self._backward_fn = partial(_marked, self._backward_fn, self._marks, recovery)
 
     def part(self, batch: Any, factor: float) -> Any:
-        """Run forward and backward of a micro-batch of this step.
-
-        Args:
-            batch: The micro-batch.
-            factor: What its loss is multiplied by.
-
-        Returns:
-            Lightning's result of the closure.
-        """
+        """Run forward and backward of a micro-batch of this step."""
         first = next(iter(self.kwargs))
         step_fn = partial(_weighted, self._make_step_fn({**self.kwargs, first: batch}), factor)
         return _Closure(step_fn=step_fn, backward_fn=self._plain_backward_fn).closure()

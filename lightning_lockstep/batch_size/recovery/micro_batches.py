@@ -32,10 +32,6 @@ def split(batch: Any, parts: int) -> list[Any]:
 
     Tensors whose first dimension is the batch's are cut, and so are lists and tuples of that length that
     hold no tensors; everything else goes into each part. Nothing is copied.
-
-    Args:
-        batch: Tensors in lists, tuples, mappings or dataclasses.
-        parts: Number of micro-batches, at most the number of samples.
     """
     samples = samples_in(batch)
     bounds = [samples * part // parts for part in range(parts + 1)]
@@ -132,13 +128,7 @@ class LogRecord:
         self.parts[-1].append((name, detached, args, kwargs))
 
     def replay(self, log: Callable[..., None], weights: Sequence[float], *, skip: int) -> None:
-        """Log each value once, averaged over the micro-batches.
-
-        Args:
-            log: The real method.
-            weights: Share of each micro-batch; they add up to 1.
-            skip: Calls that the attempt on the whole batch had made already.
-        """
+        """Log each value once, averaged over the micro-batches."""
         for index, (name, _, args, kwargs) in enumerate(self.parts[0]):
             if index < skip:
                 continue

@@ -20,13 +20,7 @@ _NOTICE, _ACKNOWLEDGED, _COUNT = "batch_size/notice", "batch_size/acknowledged",
 
 @dataclass(frozen=True)
 class Notice:
-    """A decision that all ranks take at the end of the same optimizer step.
-
-    Attributes:
-        step: Number of the optimizer step, counted alike on every rank.
-        fatal: Whether the run ends; else the step is left out.
-        text: What happened, with the rank.
-    """
+    """A decision that all ranks take at the end of the same optimizer step."""
 
     step: int
     fatal: bool
@@ -34,14 +28,7 @@ class Notice:
 
 
 class Notices:
-    """Sends and receives notices.
-
-    Args:
-        communicator: Of all ranks; its side channel is opened here.
-        on_count: Called on rank 0 with (rank, text) when a rank split or skipped a batch.
-
-    Ranks: every rank, together (the side channel is opened).
-    """
+    """Sends and receives notices."""
 
     def __init__(self, communicator: Communicator, on_count: Callable[[int, str], None]) -> None:
         self._communicator = communicator
@@ -58,24 +45,11 @@ class Notices:
         ]
 
     def count(self, text: str) -> None:
-        """Let rank 0 know that this rank split or skipped a batch.
-
-        Ranks: any rank, alone; posted, not waited for.
-        """
+        """Let rank 0 know that this rank split or skipped a batch."""
         self._channel.post(_COUNT, text, to=0)
 
     def send(self, notice: Notice, timeout: float = 60.0) -> bool:
-        """Make every rank take the decision of ``notice``.
-
-        Args:
-            notice: The decision.
-            timeout: Longest wait for the others' acknowledgement [s].
-
-        Returns:
-            Whether every rank acknowledged it.
-
-        Ranks: the rank that ran out of memory, before it sends what it owes in this step.
-        """
+        """Make every rank take the decision of ``notice``."""
         self._keep(self._communicator.rank, notice)
         others = set(range(self._communicator.world_size)) - {self._communicator.rank}
         if not others:

@@ -35,21 +35,7 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """Runs a batch that did not fit again, or leaves it out.
-
-    Args:
-        trainer: The Trainer, in a fit.
-        module: Its module.
-        mode: ``split`` or ``skip``.
-        loss_reduction: How the training step's loss adds up over samples: ``mean`` or ``sum``.
-        communicator: Of all ranks.
-        on_count: Called on rank 0 with (rank, text) for each batch split or skipped.
-
-    Attributes:
-        recovered: Batches of this rank that were split or skipped.
-
-    Ranks: every rank, together.
-    """
+    """Runs a batch that did not fit again, or leaves it out."""
 
     def __init__(
         self,
@@ -72,10 +58,7 @@ class Recovery:
         self._last_logged: list[LogCall] | None = None
 
     def refresh(self) -> None:
-        """Look again which parameters are trained.
-
-        Ranks: every rank, alone; at the start of an epoch, since parameters may be frozen or unfrozen there.
-        """
+        """Look again which parameters are trained."""
         self.trainable = [p for p in self._module.parameters() if p.requires_grad]
 
     # -- around every step ------------------------------------------------------------------------------
@@ -85,9 +68,6 @@ class Recovery:
 
         A repetition must not log again, and a step left out still owes what it logs. Called around every step,
         so it is no context manager.
-
-        Returns:
-            What to call to undo it.
         """
         module, log, calls = self._module, self._module.log, call.logged
 
@@ -132,20 +112,7 @@ class Recovery:
     # -- when memory has run out ------------------------------------------------------------------------
 
     def recover(self, call: GuardedClosure, failure: str) -> Any:
-        """Run the batch again in micro-batches, or leave it out; then finish what is owed to the others.
-
-        Args:
-            call: The step that failed.
-            failure: How.
-
-        Returns:
-            What the step would have returned.
-
-        Raises:
-            BatchSizeError: Not even single samples fit. Every rank raises it.
-
-        Ranks: the rank that ran out of memory.
-        """
+        """Run the batch again in micro-batches, or leave it out; then finish what is owed to the others."""
         release_memory()
         batch = next(iter(call.kwargs.values()))
         began = call.marks is not None

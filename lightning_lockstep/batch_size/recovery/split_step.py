@@ -26,15 +26,7 @@ __all__ = ["SplitStep"]
 
 
 class SplitStep:
-    """Makes a training step on a batch in several parts, as one step on the whole would have been.
-
-    Args:
-        trainer: The Trainer, in a fit.
-        module: Its module.
-        loss_reduction: How the training step's loss adds up over samples: ``mean`` or ``sum``.
-
-    Ranks: any rank, alone; nothing is sent but what the step logs with ``sync_dist=True``, once.
-    """
+    """Makes a training step on a batch in several parts, as one step on the whole would have been."""
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, *, loss_reduction: Literal["mean", "sum"]
@@ -44,24 +36,7 @@ class SplitStep:
     def run(
         self, call: GuardedClosure, batch: Any, parts: int, missing: Sequence[nn.Parameter]
     ) -> tuple[Any, dict[nn.Parameter, Tensor | None]] | None:
-        """Run the batch in that many parts.
-
-        Args:
-            call: The step on the whole batch, which ran out of memory.
-            batch: The batch.
-            parts: Number of micro-batches, from 2 to the number of samples.
-            missing: Parameters whose gradients have not arrived yet.
-
-        Returns:
-            What the step on the whole batch would have returned, and the gradients that are missing; ``None``
-            when memory runs out again.
-
-        Raises:
-            Exception: What the step itself raises for another reason.
-            BatchSizeError: The step communicates, which one rank cannot do more often than the others.
-
-        Ranks: the rank that ran out of memory.
-        """
+        """Run the batch in that many parts."""
         samples = samples_in(batch)
         weights = [samples_in(part) / samples for part in split(batch, parts)]
         log, results = LogRecord(), list[Any]()

@@ -18,15 +18,6 @@ def prepared_where_loaded(prepare: Callable[[list[str]], None]) -> Iterator[None
 
     Left alone, DeepSpeed's optimizers compile their op when they are made: every rank of a node at the same time,
     without a message, and behind a lock that a killed build may have left.
-
-    Args:
-        prepare: Prepares ops, given by name; called once for each op, and not for those that ``prepare_ops`` does not
-            know.
-
-    Raises:
-        LaunchError: What ``prepare`` has raised, also where DeepSpeed has put an error of its own around it.
-
-    Ranks: all, together, with a body that loads the same ops in the same order on every rank.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 

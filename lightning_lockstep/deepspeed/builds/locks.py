@@ -34,17 +34,7 @@ _SEVERAL_HOSTS = re.compile("nfs|lustre|gpfs|beegfs|ceph|cifs|smb|fuse|9p|virtio
 
 @dataclass(frozen=True)
 class BuildLock:
-    """The lock of one build.
-
-    Attributes:
-        path: The file.
-        op: Extension that is built under it, such as ``cpu_adam``.
-        age: Since the file was made [s].
-        owner_pid: Process that holds it open or works in its folder; ``None`` if there is none on this host, or if
-            it belongs to another user.
-        is_stale: Whether its build is over: nobody works on it, though a build of another host or user would
-            not be seen, where there may be one, before two hours have passed.
-    """
+    """The lock of one build."""
 
     path: Path
     op: str
@@ -58,11 +48,7 @@ class BuildLock:
 
 
 def build_folder(op: str) -> Path:
-    """Return the folder in which torch builds an extension, made if it is not there.
-
-    Args:
-        op: Name of the extension.
-    """
+    """Return the folder in which torch builds an extension, made if it is not there."""
     from torch.utils import cpp_extension
 
     # Private, and the only place that knows how the folder depends on the versions of Python and CUDA.
@@ -70,14 +56,7 @@ def build_folder(op: str) -> Path:
 
 
 def find_build_locks(root: Path | None = None, *, ops: Collection[str] | None = None) -> list[BuildLock]:
-    """Return the locks of all builds, those at work and those that were left behind.
-
-    Args:
-        root: Folder of torch's extensions; by default ``TORCH_EXTENSIONS_DIR``, else torch's own.
-        ops: Extensions that matter; by default all.
-
-    Ranks: any rank, alone; looks at the open files of all processes here, if there is a lock at all.
-    """
+    """Return the locks of all builds, those at work and those that were left behind."""
     root = _root() if root is None else root
     # One folder for each op; below torch's own root one more level for the versions of Python and CUDA.
     found = [*root.glob(f"*/{_NAME}"), *root.glob(f"*/*/{_NAME}")]
@@ -92,18 +71,7 @@ def find_build_locks(root: Path | None = None, *, ops: Collection[str] | None = 
 def remove_stale_locks(
     consent: bool, root: Path | None = None, *, ops: Collection[str] | None = None
 ) -> list[BuildLock]:
-    """Remove the locks whose builds are over, and return them.
-
-    Args:
-        consent: Whether the user agrees.
-        root: Folder of torch's extensions, as in :func:`find_build_locks`.
-        ops: Extensions that matter; by default all.
-
-    Raises:
-        LaunchError: There are some, and no consent; the text names them and the command that removes them.
-
-    Ranks: one rank of a host.
-    """
+    """Remove the locks whose builds are over, and return them."""
     stale = [lock for lock in find_build_locks(root, ops=ops) if lock.is_stale]
     if stale and not consent:
         raise LaunchError(

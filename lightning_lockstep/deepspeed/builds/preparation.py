@@ -53,19 +53,6 @@ def prepare_ops(
     The ranks of a node share the folder (``TORCH_EXTENSIONS_DIR``, by default below the home directory), those of
     several nodes too where it is on a common file system; the lowest of them builds. It says so when it takes longer
     than some seconds, and the others wait.
-
-    Args:
-        names: Ops, keys of :data:`~lightning_lockstep.deepspeed.builds.tools.OPS`; the same on every rank.
-        communicator: Of the run.
-        remove_stale_locks: Whether locks that killed builds have left may be removed.
-        timeout: Longest wait of a rank for a build [s].
-
-    Raises:
-        ConfigurationError: DeepSpeed has no such op, or not for its accelerator.
-        LaunchError: A program or library that the build needs is missing, a build failed or its rank ended, a lock
-            is in the way; alike on every rank.
-
-    Ranks: all, together. One gather and one all-reduce; while a rank builds a message each 5 seconds, no collective.
     """
     builders = _builders_of(names)
     everyone = communicator.gather(_facts(builders, communicator))

@@ -30,11 +30,6 @@ OPS = {
 
 def missing_tools(ops: Sequence[str]) -> list[str]:
     """Return what is missing here for a build: one sentence each, which ends with the command that brings it.
-
-    Args:
-        ops: Ops that are to be built, such as ``cpu_adam``.
-
-    Ranks: any rank, alone; for ``async_io`` it compiles three lines.
     """
     compiler = _compiler()
     missing = [compiler, _ninja(), _headers()]

@@ -30,15 +30,7 @@ _NEXT_LINE = 15.0
 
 @dataclass(frozen=True)
 class Builder:
-    """A rank that builds, for those that share its folder.
-
-    Attributes:
-        rank: Its number.
-        host: Its host.
-        pid: Its process.
-        started: When that process started, which tells it from a later one of the same number [s since 1970].
-        for_ranks: The other ranks that wait for it.
-    """
+    """A rank that builds, for those that share its folder."""
 
     rank: int
     host: str
@@ -60,18 +52,7 @@ class Builder:
 
 
 class BuildProgress:
-    """Shows, while its body runs, that a building rank is alive: to the other ranks, and to the user.
-
-    Args:
-        builder: This rank.
-        communicator: Of the run.
-        topic: Of the messages of this build.
-
-    Attributes:
-        doing: What is being done now, for the user.
-
-    Ranks: those that build; one small message to every rank each 5 seconds, from a thread.
-    """
+    """Shows, while its body runs, that a building rank is alive: to the other ranks, and to the user."""
 
     def __init__(self, builder: Builder, communicator: Communicator, topic: str) -> None:
         self.doing = "prepares DeepSpeed's ops"
@@ -109,15 +90,7 @@ class BuildProgress:
 
 
 class BuildOutcomes:
-    """Collects how the builds of all building ranks ended.
-
-    Args:
-        builders: The ranks that build, by their numbers.
-        communicator: Of the run.
-        topic: Of the messages of this build.
-
-    Ranks: all.
-    """
+    """Collects how the builds of all building ranks ended."""
 
     def __init__(self, builders: Mapping[int, Builder], communicator: Communicator, topic: str) -> None:
         self._builders, self._communicator, self._topic = builders, communicator, topic
@@ -134,13 +107,7 @@ class BuildOutcomes:
         self._remove = communicator.side_channel.on(topic, self._take)
 
     def ended(self, fault: str) -> None:
-        """Tell all ranks how this rank's own build ended.
-
-        Args:
-            fault: Why it failed, empty if it did not.
-
-        Ranks: those that build, once.
-        """
+        """Tell all ranks how this rank's own build ended."""
         channel = self._communicator.side_channel
         with self._news:
             self._ended[self._communicator.rank] = fault
@@ -149,17 +116,7 @@ class BuildOutcomes:
             channel.flush()  # this rank is about to end
 
     def wait(self, timeout: float) -> None:
-        """Wait until every build has ended well.
-
-        Args:
-            timeout: Longest wait [s].
-
-        Raises:
-            LaunchError: A build failed, or its rank ended; at once, and with the same text on every rank. Or the
-                time is over.
-
-        Ranks: all, in any order.
-        """
+        """Wait until every build has ended well."""
         channel = self._communicator.side_channel
         with self._news:
             arrived = channel.wait_for(

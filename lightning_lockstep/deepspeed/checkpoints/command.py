@@ -26,16 +26,7 @@ _LAST = Path("checkpoints", "last.ckpt")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Consolidate a checkpoint as the command line says, and print what was written.
-
-    Args:
-        argv: Arguments; by default those of this process.
-
-    Returns:
-        The exit code: 0, or 2 where the checkpoint or the output cannot be used.
-
-    Ranks: one process, after the run.
-    """
+    """Consolidate a checkpoint as the command line says, and print what was written."""
     arguments = _parser().parse_args(argv)
     try:
         folders, output = _folders_and_output(arguments.paths, arguments.output)

@@ -50,21 +50,6 @@ def consolidated(folder: str | Path | Sequence[Path], *, tag: str | None = None)
     (``exclude_frozen_parameters``).
 
     Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory.
-
-    Args:
-        folder: Folder of the checkpoint, with the files of all ranks; of several nodes that wrote to disks of their
-            own, the folders of all.
-        tag: Which checkpoint, where the folder holds several.
-
-    Returns:
-        The dictionary. It refers to no file.
-
-    Raises:
-        ConfigurationError: The folder is no such checkpoint, files are missing or cannot be read or do not belong
-            together, or the model was split otherwise than by ZeRO.
-
-    Warns:
-        RuntimeWarning: Some entries are objects of classes, and had to be left out.
     """
     return _lightning_checkpoint(read_checkpoint(_paths(folder), tag), "float32", in_memory)
 
@@ -83,23 +68,6 @@ def consolidate(
 
     Memory: the weights once, if they take less than half of what is available; otherwise one part of a parameter
     at a time, and the disk of ``output`` needs space for the weights twice until the file is complete.
-
-    Args:
-        folder: Folder of the checkpoint, with the files of all ranks; of several nodes that wrote to disks of their
-            own, the folders of all.
-        output: File to write; its folder is made.
-        tag: Which checkpoint, where the folder holds several.
-        dtype: ``float32``: half-precision weights are written as float32, from the optimizer's float32 copies
-            where there are any; other dtypes stay. ``as_saved``: each tensor in the dtype that the model had.
-
-    Returns:
-        The file.
-
-    Raises:
-        ConfigurationError: As :func:`consolidated` does, or the file cannot be written.
-
-    Warns:
-        RuntimeWarning: Some entries are objects of classes, and had to be left out.
     """
     faults = Faults()
     faults.choice("dtype", dtype, _DTYPES)

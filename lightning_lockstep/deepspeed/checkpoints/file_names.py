@@ -29,42 +29,22 @@ _MOST_NAMED = 20  # missing files in one message
 
 
 def is_state_file(name: str) -> bool:
-    """Return whether a file of this name holds model or optimizer states.
-
-    Args:
-        name: Of the file.
-    """
+    """Return whether a file of this name holds model or optimizer states."""
     return any(pattern.fullmatch(name) for pattern in (_MODEL_FILE, _OPTIMIZER_FILE))
 
 
 def model_names(names: Iterable[str]) -> list[str]:
-    """Return the names among some that are of files of model states.
-
-    Args:
-        names: Of files.
-    """
+    """Return the names among some that are of files of model states."""
     return [match.string for match in _matches(names, _MODEL_FILE)]
 
 
 def has_experts(names: Iterable[str]) -> bool:
-    """Return whether files of these names are of a model with experts of DeepSpeed.
-
-    Args:
-        names: Of files.
-    """
+    """Return whether files of these names are of a model with experts of DeepSpeed."""
     return any("expert" in name or name.startswith("expp_rank_") for name in names)
 
 
 def check_kind(folder: Path, names: Collection[str]) -> None:
-    """Refuse a checkpoint that is split otherwise than over data-parallel ranks.
-
-    Args:
-        folder: Where it is.
-        names: Of its files and folders.
-
-    Raises:
-        ConfigurationError: It is of another kind.
-    """
+    """Refuse a checkpoint that is split otherwise than over data-parallel ranks."""
     matches = _matches(names, _MODEL_FILE) + _matches(names, _OPTIMIZER_FILE)
     kind = None
     if any(int(match["part"]) for match in matches):
@@ -85,16 +65,7 @@ def check_kind(folder: Path, names: Collection[str]) -> None:
 def expected_names(
     folder: Path, names: Collection[str], model_states: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Return the names of the files that the ranks have written, of model and of optimizer states.
-
-    Args:
-        folder: Where they are.
-        names: Of the files that are there.
-        model_states: What one file of model states holds.
-
-    Raises:
-        ConfigurationError: The model states are not DeepSpeed's, or there are files of several runs.
-    """
+    """Return the names of the files that the ranks have written, of model and of optimizer states."""
     ranks = model_states.get("dp_world_size")
     if (
         not is_whole(ranks)
@@ -115,17 +86,7 @@ def expected_names(
 def check_complete(
     folder: Path, names: Collection[str], model: Sequence[str], optimizer: Sequence[str]
 ) -> None:
-    """Refuse a checkpoint of which files are missing.
-
-    Args:
-        folder: Where it is.
-        names: Of the files that are there.
-        model: Of its files of model states.
-        optimizer: Of its files of optimizer states.
-
-    Raises:
-        ConfigurationError: Some are not there; the message names them.
-    """
+    """Refuse a checkpoint of which files are missing."""
     ranks = max(len(model), len(optimizer))
     missing = [name for name in (*model, *optimizer) if name not in names]
     if not missing:

@@ -26,13 +26,7 @@ _LIGHTNING_TAG = "checkpoint"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the ranks of one run have written at one time, memory-mapped.
-
-    Attributes:
-        folder: Where the files are: the folder of the tag, the first one of several.
-        model_states: Of each rank for stage 3, else of rank 0 alone.
-        optimizer_states: Of each rank, or of none where DeepSpeed keeps the optimizer with the model.
-    """
+    """What the ranks of one run have written at one time, memory-mapped."""
 
     folder: Path
     model_states: Sequence[dict[str, Any]]
@@ -40,11 +34,7 @@ class Checkpoint:
 
 
 def is_deepspeed_checkpoint(path: str | Path) -> bool:
-    """Return whether a path is a checkpoint folder that DeepSpeed has written; no file is read.
-
-    Args:
-        path: Anything.
-    """
+    """Return whether a path is a checkpoint folder that DeepSpeed has written; no file is read."""
     path = Path(path)
     try:
         return path.is_dir() and any(_holds_files(folder) for folder in (path, *_folders(path)))
@@ -53,16 +43,7 @@ def is_deepspeed_checkpoint(path: str | Path) -> bool:
 
 
 def read_checkpoint(folders: Path | Sequence[Path], tag: str | None = None) -> Checkpoint:
-    """Open all files of a checkpoint.
-
-    Args:
-        folders: The checkpoint folder, or the folder of one tag in it; of several nodes that wrote to disks of their
-            own, the folder of each.
-        tag: Which checkpoint of the folder; by default the one that its file ``latest`` names.
-
-    Raises:
-        ConfigurationError: It is none, files are missing or cannot be read, or it is of a kind that is not supported.
-    """
+    """Open all files of a checkpoint."""
     folder, files = files_of(folders, tag)
     check_kind(folder, files)
     first = _read_any(folder, files)
@@ -76,29 +57,13 @@ def read_checkpoint(folders: Path | Sequence[Path], tag: str | None = None) -> C
 
 
 def read_first(folders: Path | Sequence[Path], tag: str | None = None) -> dict[str, Any]:
-    """Open one file of model states, which says how many ranks have written the checkpoint.
-
-    Args:
-        folders: As for :func:`read_checkpoint`.
-        tag: As for :func:`read_checkpoint`.
-
-    Raises:
-        ConfigurationError: There is none, or it cannot be read.
-    """
+    """Open one file of model states, which says how many ranks have written the checkpoint."""
     folder, files = files_of(folders, tag)
     return _read_any(folder, files)
 
 
 def files_of(folders: Path | Sequence[Path], tag: str | None = None) -> tuple[Path, dict[str, Path]]:
-    """Return the folder that messages name, and where each file of a checkpoint is, by its name.
-
-    Args:
-        folders: As for :func:`read_checkpoint`.
-        tag: As for :func:`read_checkpoint`.
-
-    Raises:
-        ConfigurationError: A folder is no checkpoint, or two of them have different files of one name.
-    """
+    """Return the folder that messages name, and where each file of a checkpoint is, by its name."""
     given = [folders] if isinstance(folders, Path) else list(folders)
     found = [_tag_folder(folder, tag) for folder in given]
     files: dict[str, Path] = {}

@@ -19,20 +19,7 @@ __all__ = ["check_names", "load_by_module", "load_plain_weights", "whole_checkpo
 def whole_checkpoint(
     folder: str | Path, module: nn.Module, communicator: Communicator, *, divided: bool
 ) -> dict[str, Any]:
-    """Return a checkpoint folder with whole weights, to be loaded by any number of ranks.
-
-    Args:
-        folder: The folder.
-        module: That the weights are for.
-        communicator: Of all ranks.
-        divided: Whether the parameters are divided among the ranks (stage 3), so that rank 0's values go to all: of
-            those the others get the names alone.
-
-    Raises:
-        ConfigurationError: It cannot be read; on every rank alike.
-
-    Ranks: all, together; rank 0 reads the files and sends all but the parameters, or every rank reads them.
-    """
+    """Return a checkpoint folder with whole weights, to be loaded by any number of ranks."""
     reads = communicator.is_main or not divided
     found = agreed(communicator, lambda: consolidated(folder) if reads else {})
     if not divided:
@@ -47,19 +34,7 @@ def whole_checkpoint(
 def load_plain_weights(
     engine: Any, module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True
 ) -> None:
-    """Load whole weights into an engine's module, and into the float32 copies of its optimizer.
-
-    Args:
-        engine: DeepSpeed's engine.
-        module: The module of the engine.
-        state: Weights and buffers by name, of whole tensors; in stage 3 those of rank 0 count.
-        strict: Whether names must be the same on both sides.
-
-    Raises:
-        RuntimeError: Names or shapes differ, as ``load_state_dict`` says it.
-
-    Ranks: all, together; in stage 3 each module's parameters are gathered in turn.
-    """
+    """Load whole weights into an engine's module, and into the float32 copies of its optimizer."""
     if engine.zero_optimization_partition_weights():
         check_names(module, state, strict)
         load_by_module(module, state, divided=True)
@@ -72,16 +47,6 @@ def load_plain_weights(
 
 def load_by_module(module: nn.Module, state: Mapping[str, Any], *, divided: bool) -> None:
     """Load whole weights into a module, one of its modules at a time; only the values of that one are asked for.
-
-    Args:
-        module: The module.
-        state: Weights and buffers by name, of whole tensors; ``None`` for what this rank has no values of.
-        divided: Whether the parameters are divided among the ranks, so that those of rank 0 go to all.
-
-    Raises:
-        RuntimeError: Shapes differ.
-
-    Ranks: all, together, where they are divided: each module's parameters are gathered in turn; else any rank, alone.
     """
     prefixes = {f"{name}." if name else "": one for name, one in module.named_modules(remove_duplicate=False)}
     names: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
@@ -94,16 +59,7 @@ def load_by_module(module: nn.Module, state: Mapping[str, Any], *, divided: bool
 
 
 def check_names(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Raise if a module and some weights have different names.
-
-    Args:
-        module: The module.
-        state: The weights.
-        strict: Whether they must be the same.
-
-    Raises:
-        RuntimeError: They are not.
-    """
+    """Raise if a module and some weights have different names."""
     names = set(module.state_dict())
     missing, unexpected = sorted(names - set(state)), sorted(set(state) - names)
     if strict and (missing or unexpected):

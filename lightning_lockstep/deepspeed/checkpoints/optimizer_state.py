@@ -20,16 +20,7 @@ __all__ = ["OptimizerState", "read_optimizer_state"]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What the optimizers of all ranks keep, each value once.
-
-    Attributes:
-        masters: The float32 weights, by the names of the parameters.
-        moments: What is kept for each value, such as ``exp_avg``: by its key, by the names of the parameters.
-        shared: What is kept once, such as ``step``: of each group of parameters, by its key.
-        options: Of each group, such as ``lr``.
-        names: Of the parameters of each group.
-        flags: What DeepSpeed's own optimizer keeps: ``overflow``, and the attributes of its loss scaler.
-    """
+    """What the optimizers of all ranks keep, each value once."""
 
     masters: Mapping[str, Values]
     moments: Mapping[str, Mapping[str, Values]]
@@ -45,14 +36,7 @@ class OptimizerState:
 
 
 def read_optimizer_state(checkpoint: Checkpoint) -> OptimizerState:
-    """Return the state of the optimizer that a checkpoint of stage 1, 2 or 3 holds; nothing is copied.
-
-    Args:
-        checkpoint: All files.
-
-    Raises:
-        ConfigurationError: It holds none, or something that cannot be divided among other ranks.
-    """
+    """Return the state of the optimizer that a checkpoint of stage 1, 2 or 3 holds; nothing is copied."""
     if not checkpoint.optimizer_states:
         raise ConfigurationError(
             f"{checkpoint.folder}: was written in stage 0, where the state of the optimizer is not divided: expected"

@@ -32,16 +32,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def find_values(checkpoint: Checkpoint, dtype: Dtype) -> tuple[dict[str, Values], dict[str, str]]:
-    """Return where the values of each tensor are, and which names share those of another.
-
-    Args:
-        checkpoint: All files.
-        dtype: ``float32``: half-precision weights from the optimizer's float32 copies; ``as_saved``: as the model had
-            them.
-
-    Raises:
-        ConfigurationError: The files do not fit together, or hold no values of a parameter.
-    """
+    """Return where the values of each tensor are, and which names share those of another."""
     first = checkpoint.model_states[0]
     saved = {name: value for name, value in first["module"].items() if isinstance(value, Tensor)}
     states = [states["optimizer_state_dict"] for states in checkpoint.optimizer_states]
@@ -112,13 +103,6 @@ def _masters(
 
 def flat_values(checkpoint: Checkpoint, vectors: Sequence[Sequence[Tensor]]) -> dict[str, Values]:
     """Cut flat vectors of stages 1 and 2, of which each rank has a part, into the values of each parameter.
-
-    Args:
-        checkpoint: All files.
-        vectors: For each rank, one for each parameter group.
-
-    Raises:
-        ConfigurationError: There are fewer or more values than the parameters have.
     """
     found = {}
     groups = checkpoint.model_states[0]["param_shapes"]
@@ -139,13 +123,6 @@ def flat_values(checkpoint: Checkpoint, vectors: Sequence[Sequence[Tensor]]) -> 
 
 def divided_values(checkpoint: Checkpoint, vectors: Sequence[Sequence[Tensor]]) -> dict[str, Values]:
     """Cut vectors of stage 3, in which each rank has a part of each parameter, into the values of each parameter.
-
-    Args:
-        checkpoint: All files.
-        vectors: For each rank, those that follow each other.
-
-    Raises:
-        ConfigurationError: There are fewer or more values than the parameters have.
     """
     of_ranks = [[flat(vector) for vector in of_rank] for of_rank in vectors]
     groups = checkpoint.model_states[0]["param_shapes"]

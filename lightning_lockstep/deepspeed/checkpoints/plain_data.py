@@ -36,12 +36,7 @@ _UNREADABLE = (
 
 
 class Inert:
-    """An object of a class that is not plain data, as a file describes it; it runs nothing.
-
-    Attributes:
-        arguments: What the object was to be made with.
-        state: What was to be put into it, or ``None``.
-    """
+    """An object of a class that is not plain data, as a file describes it; it runs nothing."""
 
     origin = "?"
     arguments: tuple[Any, ...]
@@ -82,14 +77,7 @@ class _PlainPath:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return what ``torch.save`` has written into a file, tensors memory-mapped and other objects inert.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ConfigurationError: It cannot be read, or it names functions that run programs.
-    """
+    """Return what ``torch.save`` has written into a file, tensors memory-mapped and other objects inert."""
     try:
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         dangerous = sorted(name for name in foreign if name.partition(".")[0] in _RUNS_PROGRAMS)
@@ -114,9 +102,6 @@ def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     """Return the entries that are plain data, and the names of those that had to be left out.
 
     An entry is a value, or in a dictionary one of its values: half of a callback's state would be worse than none.
-
-    Args:
-        values: What has been read, with inert objects in it.
     """
     kept: dict[str, Any] = {}
     dropped = []
@@ -133,9 +118,6 @@ def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 def is_plain(value: object) -> bool:
     """Return whether a value is made of numbers, text, tensors and containers alone, and can be loaded anywhere.
-
-    Args:
-        value: Anything.
     """
     kind = type(value)
     if kind in _CONTAINERS:

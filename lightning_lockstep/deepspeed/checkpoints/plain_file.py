@@ -23,21 +23,12 @@ Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
 def in_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor in memory.
-
-    Args:
-        shape: Of the tensor.
-        dtype: Of the tensor.
-    """
+    """Return an empty tensor in memory."""
     return torch.empty(tuple(shape), dtype=dtype)
 
 
 class Storage:
     """Gives memory while there is enough, and afterwards files that are removed when nothing refers to them.
-
-    Args:
-        folder: Where the files are made, under no name that stays.
-        budget: How much memory it may give [bytes].
     """
 
     def __init__(self, folder: Path, budget: int) -> None:
@@ -68,15 +59,7 @@ def memory_budget() -> int:
 
 
 def save(content: dict[str, Any], file: IO[bytes]) -> None:
-    """Write a checkpoint as ``torch.save`` does, with the error of the system where the disk refuses.
-
-    Args:
-        content: The checkpoint.
-        file: Open for writing.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a checkpoint as ``torch.save`` does, with the error of the system where the disk refuses."""
     try:
         torch.save(content, file)
     except RuntimeError as error:
@@ -88,11 +71,7 @@ def save(content: dict[str, Any], file: IO[bytes]) -> None:
 
 @contextmanager
 def replacing(output: Path) -> Iterator[IO[bytes]]:
-    """Open a file beside ``output``, which takes its place when all is written.
-
-    Args:
-        output: The file to make.
-    """
+    """Open a file beside ``output``, which takes its place when all is written."""
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:

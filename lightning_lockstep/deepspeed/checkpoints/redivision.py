@@ -22,16 +22,7 @@ _MOST_NAMED = 5  # parameters in one message
 
 
 def check_same_training(engine: Any, state: OptimizerState, folder: object) -> None:
-    """Raise if a checkpoint is of another model or of another optimizer than an engine has.
-
-    Args:
-        engine: DeepSpeed's engine, in stage 1, 2 or 3.
-        state: Of the checkpoint.
-        folder: Of the checkpoint, for the message.
-
-    Raises:
-        ConfigurationError: It is; or the engine keeps its optimizer on NVMe.
-    """
+    """Raise if a checkpoint is of another model or of another optimizer than an engine has."""
     if engine.zero_nvme_offload_optimizer():
         raise ConfigurationError(
             f"{folder}: was written by another number of ranks or in another stage, and this run keeps the state of the"
@@ -45,13 +36,6 @@ def redivide(engine: Any, state: OptimizerState, rank: int) -> None:
     """Write this rank's part of the state of an optimizer into an engine.
 
     One parameter is in memory at a time; what is in files stays there.
-
-    Args:
-        engine: DeepSpeed's engine, in stage 1, 2 or 3, with the weights of the checkpoint.
-        state: Of the checkpoint, that :func:`check_same_training` has passed.
-        rank: Of this process.
-
-    Ranks: all; nothing is sent.
     """
     if getattr(engine.optimizer, "round_robin_gradients", False):
         _link_in_round_robin(engine.optimizer)

@@ -43,17 +43,6 @@ def writers_differ(folder: Path, communicator: Communicator, *, stage: int, half
     """Return whether a checkpoint folder was written by another number of ranks, or laid out in another way.
 
     DeepSpeed itself resumes it where it was not; then each rank reads its own files, and they are looked for here.
-
-    Args:
-        folder: The checkpoint folder.
-        communicator: Of all ranks.
-        stage: Of ZeRO, of this run.
-        half: ``bf16`` or ``fp16`` where this run trains in it.
-
-    Raises:
-        ConfigurationError: It cannot be read on some rank, or the files of some rank are missing; on all alike.
-
-    Ranks: all, together; two agreements.
     """
     first, of_experts = agreed(communicator, lambda: _read_first(folder, communicator.world_size))
     if of_experts:
@@ -81,23 +70,6 @@ def resume_redivided(
     """Load weights, the state of the optimizer and the counters into an engine, whoever has written them.
 
     Every rank reads of all files what it needs, one parameter at a time.
-
-    Args:
-        engine: DeepSpeed's engine, in stage 1, 2 or 3.
-        module: The module of the engine.
-        folder: The checkpoint folder, with the files of all ranks.
-        communicator: Of all ranks.
-        strict: Whether the names of the weights must be the same on both sides.
-        plain_only: Whether Lightning's entries that are no plain data are left out; otherwise they are unpickled, as
-            DeepSpeed does.
-
-    Returns:
-        What Lightning has put into the checkpoint.
-
-    Raises:
-        ConfigurationError: The checkpoint cannot be read, or is of another model or optimizer; on all ranks alike.
-
-    Ranks: all, together; one agreement, and the weights are broadcast in stage 3.
     """
 
     def read() -> tuple[Checkpoint, OptimizerState, _Weights]:

@@ -17,11 +17,7 @@ CONSOLIDATED = ".consolidated.ckpt"
 
 
 def consolidated_name(folder: Path) -> Path:
-    """Return the file beside a checkpoint folder that its weights go to.
-
-    Args:
-        folder: The folder, such as ``last.ckpt``.
-    """
+    """Return the file beside a checkpoint folder that its weights go to."""
     return folder.with_name(folder.name.removesuffix(".ckpt") + CONSOLIDATED)
 
 
@@ -39,18 +35,6 @@ def whole_folder(
     A run that is killed meanwhile leaves the folder that was there before. The nodes find out which of them share the
     folder before anything is written: whether it is still there afterwards, a network file system may answer from a
     cache.
-
-    Args:
-        target: The folder; an address such as ``s3://...`` is written to directly.
-        rank: Of this process.
-        is_first_of_node: Whether this is the first rank of its node, on which a folder may be of its own.
-        meet: Waits for all ranks.
-        gather: Returns the values of all ranks on all of them.
-
-    Raises:
-        OSError: A node cannot write there; on all ranks.
-
-    Ranks: all, together; three barriers and a gather.
     """
     if "://" in target:
         yield target

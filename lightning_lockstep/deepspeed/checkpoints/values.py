@@ -15,32 +15,18 @@ __all__ = ["Values", "count", "cut", "flat"]
 
 @dataclass(frozen=True)
 class Values:
-    """The values of a parameter, where they are.
-
-    Attributes:
-        shape: Of the whole tensor.
-        dtype: In which it is to be written.
-        parts: Of one dimension; one after the other they are the flat parameter.
-    """
+    """The values of a parameter, where they are."""
 
     shape: Sequence[int]
     dtype: torch.dtype
     parts: Sequence[Tensor]
 
     def of(self, dtype: torch.dtype) -> Values:
-        """Return the same values, to be written as ``dtype``.
-
-        Args:
-            dtype: Of the whole tensor.
-        """
+        """Return the same values, to be written as ``dtype``."""
         return replace(self, dtype=dtype)
 
     def copy_to(self, allocate: Allocate) -> Tensor:
-        """Return the whole tensor in memory of its own.
-
-        Args:
-            allocate: Gives the memory.
-        """
+        """Return the whole tensor in memory of its own."""
         whole = allocate(self.shape, self.dtype)
         vector, start = whole.view(-1), 0
         for part in self.parts:
@@ -50,31 +36,17 @@ class Values:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a tensor as a vector, without a copy where it is contiguous.
-
-    Args:
-        tensor: Any.
-    """
+    """Return a tensor as a vector, without a copy where it is contiguous."""
     return tensor.detach().reshape(-1)
 
 
 def count(parts: Sequence[Tensor]) -> int:
-    """Return how many values some tensors have together.
-
-    Args:
-        parts: The tensors.
-    """
+    """Return how many values some tensors have together."""
     return sum(part.numel() for part in parts)
 
 
 def cut(parts: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
-    """Return views of ``length`` elements from ``start`` on of vectors that follow each other.
-
-    Args:
-        parts: The vectors.
-        start: Index of the first element, counted over all of them.
-        length: Number of elements.
-    """
+    """Return views of ``length`` elements from ``start`` on of vectors that follow each other."""
     found = []
     for part in parts:
         piece = part[start : start + length] if length and start < part.numel() else part[:0]

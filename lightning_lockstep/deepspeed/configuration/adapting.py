@@ -14,16 +14,7 @@ __all__ = ["Limit", "refuse_or_adapt"]
 
 @dataclass(frozen=True)
 class Limit:
-    """A key of a config that asks for what DeepSpeed cannot do on a device.
-
-    Attributes:
-        path: Of the key, such as ``fp16.enabled``.
-        given: Its value.
-        why: Why DeepSpeed cannot do it here, as a clause.
-        instead: Value that does the same, or nearly; ``None`` where there is none.
-        advice: What a user can write, as sentences.
-        also: Other keys that the replacement sets, by path.
-    """
+    """A key of a config that asks for what DeepSpeed cannot do on a device."""
 
     path: str
     given: Any
@@ -36,18 +27,7 @@ class Limit:
 def refuse_or_adapt(
     config: Mapping[str, Any], limits: list[Limit], adapt: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config without what cannot be done, and a line of text for each replacement.
-
-    Args:
-        config: What ``with_named_options`` has returned.
-        limits: What :func:`limits` has found in it.
-        adapt: Whether to replace what can be replaced; otherwise everything is refused.
-
-    Raises:
-        ConfigurationError: One message with everything that is refused, and what would work.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
-    """
+    """Return the config without what cannot be done, and a line of text for each replacement."""
     refused = [limit for limit in limits if not adapt or limit.instead is None]
     if refused:
         raise ConfigurationError([_refusal(limit, adapt) for limit in refused])

@@ -13,14 +13,7 @@ __all__ = ["BatchSizes", "batch_sizes"]
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes of a batch; ``None`` for what is not known.
-
-    Attributes:
-        whole: Samples of all ranks, for one step of the optimizer.
-        micro: Samples of one rank, for one backward.
-        accumulation: Batches of one rank for one step of the optimizer.
-        ranks: Number of ranks.
-    """
+    """Sizes of a batch; ``None`` for what is not known."""
 
     whole: int | None
     micro: int | None
@@ -41,14 +34,7 @@ class BatchSizes:
 def batch_sizes(
     config: Mapping[str, Any], *, micro: int | None, accumulation: int | None, ranks: int | None
 ) -> BatchSizes:
-    """Return the sizes that a config says, and for the others those of the Trainer.
-
-    Args:
-        config: The config.
-        micro: Samples in a batch of one rank.
-        accumulation: Batches between two steps of the optimizer.
-        ranks: Number of ranks.
-    """
+    """Return the sizes that a config says, and for the others those of the Trainer."""
 
     def size(key: str, otherwise: int | None) -> int | None:
         written = config.get(key)

@@ -51,18 +51,6 @@ def completed(config: Mapping[str, Any], values: TrainerValues) -> dict[str, Any
     """Return a config that is complete: no ``"auto"``, and nothing left to defaults that differ from the Trainer's.
 
     Where the config says something, it stays. Keys that begin with an underscore, which are comments, are left out.
-
-    Args:
-        config: What ``with_named_options`` has returned.
-        values: What the Trainer says; ``check_against_trainer`` tells whether both agree.
-
-    Returns:
-        What DeepSpeed is given.
-
-    Raises:
-        ConfigurationError: One message with every ``"auto"`` that nothing here can fill.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
     """
     faults = Faults()
     full = _without_comments(modern_spelling(config))

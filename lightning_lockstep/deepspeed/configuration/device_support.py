@@ -40,17 +40,7 @@ def limits(
     can_build_ops: Callable[[str], bool] | None = None,
     client_optimizer: type | None = None,
 ) -> list[Limit]:
-    """Return what a config asks for that DeepSpeed cannot do here.
-
-    Args:
-        config: What ``with_named_options`` has returned.
-        device_type: ``cpu`` or ``cuda``.
-        can_build_ops: Tells whether an op of DeepSpeed, such as ``cpu_adam``, is built or can be built here; by
-            default :func:`can_build_op`.
-        client_optimizer: Class of the optimizer that ``configure_optimizers`` returns, where it is known.
-
-    Ranks: any rank, and the process that starts them; nothing is sent. Imports DeepSpeed where an op is needed.
-    """
+    """Return what a config asks for that DeepSpeed cannot do here."""
     asked = modern_spelling(config)
     can_build = can_build_ops or partial(can_build_op, device_type=device_type)
     found = [

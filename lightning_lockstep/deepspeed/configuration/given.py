@@ -43,12 +43,7 @@ def device_type_given() -> str | None:
 
 
 def check_devices(devices: Sequence[torch.device], faults: Faults) -> None:
-    """Note GPUs that DeepSpeed would take for others.
-
-    Args:
-        devices: Of the ranks of this node.
-        faults: Where to note them.
-    """
+    """Note GPUs that DeepSpeed would take for others."""
     indices = [device.index for device in devices if device.type == "cuda"]
     faults.check(
         indices == list(range(len(indices))),

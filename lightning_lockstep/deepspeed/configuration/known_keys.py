@@ -37,12 +37,6 @@ def check_keys(config: Mapping[str, Any], faults: Faults) -> None:
 
     Keys that begin with an underscore are comments. Parameters of optimizers and schedulers that are not DeepSpeed's
     own, and the other places where names are chosen freely, are not looked at.
-
-    Args:
-        config: What ``read_config`` has returned.
-        faults: Where to add them.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
     """
     _check_section(config, KNOWN, "", faults)
     _check_one_spelling(config, faults)
@@ -51,13 +45,7 @@ def check_keys(config: Mapping[str, Any], faults: Faults) -> None:
 
 
 def is_comment(key: object) -> bool:
-    """Return whether a key is there for readers only: it begins with an underscore.
-
-    Args:
-        key: Key of a config.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
-    """
+    """Return whether a key is there for readers only: it begins with an underscore."""
     return isinstance(key, str) and key.startswith("_")
 
 

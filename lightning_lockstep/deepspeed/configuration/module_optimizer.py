@@ -22,14 +22,7 @@ _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 @dataclass(frozen=True)
 class ModuleOptimizer:
-    """Optimizer and scheduler of a module, the first ones if there are several.
-
-    Attributes:
-        kind: Class of the optimizer; ``None`` where the module makes none.
-        defaults: Its options that DeepSpeed's optimizers have too.
-        groups: The same of each group of parameters.
-        scheduler: Class of the scheduler; ``None`` where the module makes none.
-    """
+    """Optimizer and scheduler of a module, the first ones if there are several."""
 
     kind: str | None = None
     defaults: Mapping[str, Any] | None = None
@@ -38,13 +31,7 @@ class ModuleOptimizer:
 
 
 def optimizer_of(module: Any) -> ModuleOptimizer:
-    """Return what a module makes, by its hook.
-
-    Args:
-        module: The LightningModule, with its layers.
-
-    Ranks: every rank; nothing is sent.
-    """
+    """Return what a module makes, by its hook."""
     parts = list(_parts(module.configure_optimizers()))
     optimizer = next((part for part in parts if hasattr(part, "param_groups")), None)
     scheduler = next((part for part in parts if not hasattr(part, "param_groups")), None)
@@ -60,13 +47,7 @@ def optimizer_of(module: Any) -> ModuleOptimizer:
 
 
 def check_module_optimizer(config: Mapping[str, Any], made: ModuleOptimizer, faults: Faults) -> None:
-    """Add a fault for what a module makes and the config says otherwise.
-
-    Args:
-        config: A complete config.
-        made: What the module makes.
-        faults: Where to add them.
-    """
+    """Add a fault for what a module makes and the config says otherwise."""
     own, scheduler = section(config, "optimizer"), section(config, "scheduler")
     if made.scheduler is not None and scheduler:
         faults.add(

@@ -24,23 +24,7 @@ def with_named_options(
     offload_param: str | None,
     nvme_path: str | Path | None,
 ) -> dict[str, Any]:
-    """Return a copy of a config that also says what the options of the strategy say.
-
-    Args:
-        config: What ``read_config`` has returned.
-        stage: Stage of ZeRO, 0 to 3; 2 if neither this nor the config says one.
-        offload_optimizer: Where the optimizer states are kept: ``none`` (the device), ``cpu`` or ``nvme``.
-        offload_param: Where the parameters are kept, with stage 3.
-        nvme_path: Folder on the NVMe drive, where a device is ``nvme``.
-
-    Returns:
-        The config, with ``zero_optimization.stage`` and without the spellings that DeepSpeed has deprecated.
-
-    Raises:
-        ConfigurationError: One message with every option that the config contradicts, and what ZeRO cannot do together.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
-    """
+    """Return a copy of a config that also says what the options of the strategy say."""
     faults = Faults()
     joined = modern_spelling(config)
     zero = _zero_section(joined, faults)

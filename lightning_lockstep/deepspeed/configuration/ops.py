@@ -18,13 +18,6 @@ _OFFLOADED = ("cpu", "nvme")
 
 def needed_ops(config: Mapping[str, Any], device_type: str, *, fits: bool = True) -> list[str]:
     """Return the ops of DeepSpeed that a config needs, such as ``cpu_adam``, without those it can do without.
-
-    Args:
-        config: What ``with_named_options`` has returned.
-        device_type: ``cpu`` or ``cuda``.
-        fits: Whether the optimizer is made; otherwise the run only evaluates.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
     """
     asked = modern_spelling(config)
     of_optimizer = op_of_optimizer(asked) if fits else None
@@ -40,17 +33,7 @@ def _quantizes(config: Mapping[str, Any]) -> bool:
 
 
 def can_build_op(op: str, device_type: str) -> bool:
-    """Return whether an op of DeepSpeed is installed, or can be compiled when it is first used.
-
-    Args:
-        op: Its name, such as ``cpu_adam``.
-        device_type: ``cpu`` or ``cuda``.
-
-    Raises:
-        MissingExtraError: DeepSpeed is not installed.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
-    """
+    """Return whether an op of DeepSpeed is installed, or can be compiled when it is first used."""
     import_deepspeed(device_type)
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import installed_ops
@@ -74,11 +57,7 @@ def _has_toolkit(device_type: str) -> bool:
 
 
 def op_of_optimizer(config: Mapping[str, Any]) -> str | None:
-    """Return the op without which the optimizer of a config cannot be made.
-
-    Args:
-        config: In today's spelling.
-    """
+    """Return the op without which the optimizer of a config cannot be made."""
     kind = str(section(config, "optimizer").get("type", "")).lower()
     is_torch = section(config, "optimizer", "params").get("torch_adam") is True
     if is_offloaded(config):
@@ -96,11 +75,7 @@ def op_of_optimizer(config: Mapping[str, Any]) -> str | None:
 
 
 def sections_on_nvme(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the sections of ZeRO whose device is NVMe.
-
-    Args:
-        config: In today's spelling.
-    """
+    """Return the names of the sections of ZeRO whose device is NVMe."""
     zero = section(config, "zero_optimization")
     return [
         name for name in ("offload_optimizer", "offload_param") if section(zero, name).get("device") == "nvme"
@@ -108,9 +83,5 @@ def sections_on_nvme(config: Mapping[str, Any]) -> list[str]:
 
 
 def is_offloaded(config: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer states of a config are kept off the device.
-
-    Args:
-        config: In today's spelling.
-    """
+    """Return whether the optimizer states of a config are kept off the device."""
     return section(config, "zero_optimization", "offload_optimizer").get("device") in _OFFLOADED

@@ -44,20 +44,7 @@ _OF_EVALUATION = (
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """Return a copy of a config that may be changed.
-
-    Args:
-        config: A mapping, one of OmegaConf included; the path of a JSON file, in which comments are right where the
-            package hjson is installed; or ``None`` for an empty config.
-
-    Returns:
-        Dictionaries and lists of its own, down to the last level.
-
-    Raises:
-        ConfigurationError: There is no such file, it is not JSON, it has a key twice, or the config is no mapping.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
-    """
+    """Return a copy of a config that may be changed."""
     if config is None:
         return {}
     content = _content_of(Path(config)) if isinstance(config, (str, Path)) else config
@@ -76,11 +63,6 @@ def modern_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
     ``zero_optimization: true`` is stage 1, ``cpu_offload`` and ``cpu_offload_param`` are the devices of
     ``offload_optimizer`` and ``offload_param``, ``bfloat16`` is ``bf16``. Where both names are given, it stays as it is
     if DeepSpeed refuses that, and otherwise the one that DeepSpeed uses is kept.
-
-    Args:
-        config: What :func:`read_config` has returned.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
     """
     modern = _copy_of(config)
     former = modern.pop("bfloat16", None)
@@ -104,11 +86,6 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A null says that nothing is given; DeepSpeed takes some of them so and fails over others, sections above all. The
     parameters of an optimizer or a scheduler stay, where a null may be a value.
-
-    Args:
-        config: What :func:`read_config` has returned.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
     """
     return {
         key: without_nulls(value) if isinstance(value, Mapping) and key != "params" else value
@@ -118,23 +95,12 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a config that counts where nothing is trained.
-
-    Args:
-        config: In today's spelling.
-    """
+    """Return the part of a config that counts where nothing is trained."""
     return {name: config[name] for name in _OF_EVALUATION if name in config}
 
 
 def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return a section of a config, or an empty one where there is none.
-
-    Args:
-        config: The config.
-        names: The way to the section, such as ``"zero_optimization", "offload_param"``.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
-    """
+    """Return a section of a config, or an empty one where there is none."""
     for name in names:
         inner = config.get(name)
         config = inner if isinstance(inner, Mapping) else {}
@@ -142,24 +108,12 @@ def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def is_given(value: object) -> bool:
-    """Return whether a config says something with this value: neither nothing nor ``"auto"``.
-
-    Args:
-        value: Value of a key, or ``None`` where the key is missing.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
-    """
+    """Return whether a config says something with this value: neither nothing nor ``"auto"``."""
     return value is not None and value != AUTO
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """Return the stage of ZeRO that DeepSpeed reads from a config; 0 where it says none.
-
-    Args:
-        config: The config.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
-    """
+    """Return the stage of ZeRO that DeepSpeed reads from a config; 0 where it says none."""
     zero = config.get("zero_optimization")
     stage = int(zero) if isinstance(zero, bool) else section(config, "zero_optimization").get("stage")
     return stage if is_whole(stage) else 0

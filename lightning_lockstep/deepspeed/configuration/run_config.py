@@ -31,19 +31,7 @@ __all__ = ["RunConfig"]
 
 
 class RunConfig:
-    """What the user has given, without what cannot be done here, and what follows from it for each run.
-
-    Args:
-        given: What ``with_named_options`` has returned.
-        adapt: Whether what cannot be done on the device is replaced by what can; otherwise it is refused.
-        say: Prints a line of text, once for all ranks.
-
-    Attributes:
-        given: The configuration, not completed.
-
-    Raises:
-        ConfigurationError: It has keys that DeepSpeed does not know.
-    """
+    """What the user has given, without what cannot be done here, and what follows from it for each run."""
 
     def __init__(self, given: Mapping[str, Any], *, adapt: bool, say: Callable[[str], None]) -> None:
         faults = Faults()
@@ -56,15 +44,6 @@ class RunConfig:
 
     def check_trainer(self, devices: Sequence[torch.device], device_type: str) -> None:
         """Hold the configuration against the Trainer under construction, and what DeepSpeed can do on its devices.
-
-        Args:
-            devices: Of the ranks of this node.
-            device_type: ``cpu`` or ``cuda``.
-
-        Raises:
-            ConfigurationError: They contradict each other, or something cannot be done and is not replaced.
-
-        Ranks: any rank, and the process that starts them; nothing is sent.
         """
         faults = Faults()
         values = values_given()
@@ -77,18 +56,7 @@ class RunConfig:
     def adapted(
         self, config: Mapping[str, Any], device_type: str, client_optimizer: type | None = None
     ) -> dict[str, Any]:
-        """Return a configuration without what cannot be done on a device; each replacement is said.
-
-        Args:
-            config: The configuration.
-            device_type: ``cpu`` or ``cuda``.
-            client_optimizer: Class of the module's optimizer, where that is known and used.
-
-        Raises:
-            ConfigurationError: Something cannot be done and is not replaced.
-
-        Ranks: any rank, and the process that starts them; nothing is sent.
-        """
+        """Return a configuration without what cannot be done on a device; each replacement is said."""
         found = limits(config, device_type, client_optimizer=client_optimizer)
         adapted, replaced = refuse_or_adapt(config, found, self._may_adapt)
         for line in replaced:
@@ -99,17 +67,6 @@ class RunConfig:
         """Return the complete configuration of a fit that begins.
 
         The accumulation of the configuration becomes the Trainer's, which counts the steps by it.
-
-        Args:
-            trainer: The Trainer; the layers of its module are made.
-            precision: Of the run.
-            world_size: Number of ranks.
-
-        Raises:
-            ConfigurationError: The configuration contradicts the Trainer, the loader or the module, or leaves open
-                what nothing here knows.
-
-        Ranks: all, together.
         """
         values = run_values(
             trainer,
@@ -143,12 +100,6 @@ class RunConfig:
 
     def of_evaluation(self, precision: str) -> dict[str, Any]:
         """Return the complete configuration where nothing is trained, or where the model is still to be made.
-
-        Args:
-            precision: Of the run.
-
-        Raises:
-            ConfigurationError: The configuration contradicts the precision.
         """
         needed, values = for_evaluation(modern_spelling(self.given)), TrainerValues(precision=precision)
         faults = Faults()

@@ -17,15 +17,6 @@ def run_values(
     """Return the values of a Trainer whose fit begins, but for those that depend on the accumulation.
 
     The loader is asked only where the configuration needs it, since that calls the user's hooks.
-
-    Args:
-        trainer: The Trainer.
-        config: DeepSpeed's configuration as the user gave it.
-        precision: Of the run.
-        world_size: Number of ranks.
-        accumulation: What the Trainer says of it.
-
-    Ranks: every rank; nothing is sent.
     """
     algorithm = trainer.gradient_clip_algorithm
     return TrainerValues(
@@ -41,11 +32,6 @@ def run_values(
 
 def total_steps(trainer: Any) -> int | None:
     """Return the optimizer steps of a fit, with the accumulation that the Trainer has; ``None`` where nobody knows.
-
-    Args:
-        trainer: The Trainer.
-
-    Ranks: all, together, where the loaders are not made yet.
     """
     steps = trainer.estimated_stepping_batches
     return int(steps) if steps != float("inf") and steps > 0 else None

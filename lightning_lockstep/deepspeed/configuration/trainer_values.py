@@ -40,19 +40,6 @@ class TrainerValues:
     """What the Trainer, the model and the loader say that a config of DeepSpeed says too.
 
     ``None`` is a value that is not known, or that the user has not given.
-
-    Args:
-        precision: Lightning's name of it, such as ``bf16-mixed``.
-        accumulate_grad_batches: Batches between two steps of the optimizer.
-        gradient_clip_val: Largest norm of the gradients; 0 for no clipping.
-        gradient_clip_algorithm: ``norm`` or ``value``.
-        batch_size: Samples in a batch of one rank.
-        world_size: Number of ranks.
-        total_steps: Steps of the optimizer in the whole run.
-        optimizer_defaults: Settings of the optimizer that ``configure_optimizers`` returns, such as ``lr``.
-        hidden_size: Width of the model, by which Transformers chooses the buckets of ZeRO.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
     """
 
     precision: str | None = None
@@ -68,11 +55,6 @@ class TrainerValues:
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
     """Return the precision that a config asks for: ``16-mixed`` or ``bf16-mixed``; ``None`` for neither or both.
-
-    Args:
-        config: What ``read_config`` has returned.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
     """
     modern = modern_spelling(config)
     on = [name for name in PRECISION_OF if section(modern, name).get("enabled") is True]
@@ -80,12 +62,7 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
 
 
 def batch_of(config: Mapping[str, Any], values: TrainerValues) -> BatchSizes:
-    """Return the sizes of a batch that a config says, and for the others those of the Trainer.
-
-    Args:
-        config: The config.
-        values: What the Trainer says.
-    """
+    """Return the sizes of a batch that a config says, and for the others those of the Trainer."""
     return batch_sizes(
         config, micro=values.batch_size, accumulation=values.accumulate_grad_batches, ranks=values.world_size
     )
@@ -95,13 +72,6 @@ def check_against_trainer(config: Mapping[str, Any], values: TrainerValues, faul
     """Add a fault for each thing that the config and the Trainer say differently, with both values.
 
     ``"auto"`` agrees with everything.
-
-    Args:
-        config: What ``with_named_options`` has returned.
-        values: What the Trainer says.
-        faults: Where to add them.
-
-    Ranks: any rank, and the process that starts them; nothing is sent.
     """
     config = modern_spelling(config)
     _check_precision(config, values.precision, faults)

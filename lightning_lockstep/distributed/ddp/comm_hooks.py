@@ -17,13 +17,7 @@ def compression_hook(
 ) -> tuple[Callable[..., Any] | None, object | None]:
     """Return (hook, state) for a gradient compression hook given by name or as a function.
 
-    Args:
-        hook: ``fp16_compress``, ``bf16_compress``, ``power_sgd``, a function, or ``None``.
-        state: State for a function; ``power_sgd`` makes its own when there is none.
-
     Source: https://pytorch.org/docs/stable/ddp_comm_hooks.html
-
-    Ranks: every rank, alike; nothing is sent.
     """
     if hook == "fp16_compress":
         return default_hooks.fp16_compress_hook, state

@@ -49,12 +49,7 @@ def why_not_resumable(model: object) -> str:
 
 
 class GradientMarks:
-    """Tells which parameters have got their gradient in a backward that ended early.
-
-    Args:
-        parameters: Parameters that require a gradient, as they are right before the backward. Each costs about
-            0.1 microseconds.
-    """
+    """Tells which parameters have got their gradient in a backward that ended early."""
 
     __slots__ = ("_before",)
 
@@ -81,18 +76,6 @@ def deliver_gradients(
 
     Hooks of the parameters see each gradient once, it is added to ``.grad``, and DDP reduces it and finishes its
     step.
-
-    Args:
-        ddp: The wrapper, whose forward of this step was called; ``None`` without one.
-        gradients: Gradient of each parameter that DDP still waits for; ``None`` where there is none. The
-            dictionary is emptied, so that no gradient has to be copied.
-        backward_began: Whether its backward has begun.
-
-    Raises:
-        RuntimeError: The reducer cannot go on.
-
-    Ranks: the rank whose backward ended early; the others are in theirs. The all-reduces are exactly those
-        that this rank still owes.
     """
     reduces = ddp is not None and ddp.require_backward_grad_sync
     parameters = list(gradients)

@@ -13,12 +13,6 @@ class Attempts:
     """Counts the failures that this rank has got over.
 
     A rank that had not raised when another one did, and caught it, counts on once it is in the same fit.
-
-    Attributes:
-        number: Of the current attempt, from 0; the same on all ranks in the same attempt.
-        begun: How many fits this rank has begun.
-
-    Ranks: one object on every rank; nothing is sent.
     """
 
     def __init__(self) -> None:
@@ -27,11 +21,7 @@ class Attempts:
         self._ahead: dict[int, int] = {}  # first fit of another rank's attempt -> number of the attempt
 
     def begin(self, *, after_failure: bool) -> None:
-        """Count a fit that this rank begins.
-
-        Args:
-            after_failure: Whether it has raised since it began the last one.
-        """
+        """Count a fit that this rank begins."""
         self._catch_up()
         if after_failure:
             self._over = self.number

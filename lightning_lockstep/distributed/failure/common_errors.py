@@ -29,20 +29,7 @@ class _Raised(NamedTuple):
 
 
 class CommonErrors:
-    """What this rank and the others have said of errors that all of them should raise.
-
-    Args:
-        channel: The side channel of the run.
-        attempts: Counts the failures that this rank has got over.
-        patience: Returns how long the others may take to raise the same [s].
-        posted: Called with the number of a rank that has raised such an error, and that of its attempt.
-        alone: Called with the record of an error that this rank has not raised meanwhile.
-
-    Attributes:
-        raised_here: Whether this rank has raised one.
-
-    Ranks: one object on every rank.
-    """
+    """What this rank and the others have said of errors that all of them should raise."""
 
     def __init__(
         self,
@@ -61,10 +48,7 @@ class CommonErrors:
         self.remove = channel.on(_COMMON, self._take)
 
     def post(self, record: FailureRecord) -> None:
-        """Let the others know that this rank raises such an error.
-
-        Ranks: a rank that raises one; sends a message.
-        """
+        """Let the others know that this rank raises such an error."""
         self.raised_here = True
         self._channel.post(_COMMON, [self._attempts.number, record.to_json()])
 

@@ -40,19 +40,13 @@ _folder: Path | None = None
 
 
 def keep_notes_in(folder: Path) -> None:
-    """Leave the notes of this process in ``folder``; by default that of the environment variable, if any.
-
-    Ranks: every rank that a launcher of ours has started without that variable.
-    """
+    """Leave the notes of this process in ``folder``; by default that of the environment variable, if any."""
     global _folder
     _folder = folder
 
 
 def note_failure(record: FailureRecord) -> None:
-    """Note which rank failed first; also for ``torchrun``, so that its closing summary has the traceback.
-
-    Ranks: every rank that ends because of it, since torchrun's agent sums up whichever it sees end first.
-    """
+    """Note which rank failed first; also for ``torchrun``, so that its closing summary has the traceback."""
     _write("failed", record.to_json())
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -66,10 +60,7 @@ def note_failure(record: FailureRecord) -> None:
 
 
 def forget_failure() -> None:
-    """Take the note of a failure back: the program has caught it.
-
-    Ranks: every rank that goes on.
-    """
+    """Take the note of a failure back: the program has caught it."""
     folder, of_torchrun = _notes_folder(), os.environ.get("TORCHELASTIC_ERROR_FILE")
     paths = [Path(of_torchrun)] if of_torchrun else []
     paths += [folder / f"{os.getpid()}.failed"] if folder else []
@@ -79,18 +70,12 @@ def forget_failure() -> None:
 
 
 def note_agreed_exit(preempted: Preempted) -> None:
-    """Note that all ranks have left together on purpose.
-
-    Ranks: every rank.
-    """
+    """Note that all ranks have left together on purpose."""
     _write("agreed", json.dumps([preempted.reason, preempted.code, preempted.checkpoint]))
 
 
 def note_orderly_end() -> None:
-    """Leave a note at this process's exit if that is in good order.
-
-    Ranks: every rank, for itself, once.
-    """
+    """Leave a note at this process's exit if that is in good order."""
 
     def note() -> None:
         if not leaving() and not ends_with_error():
@@ -100,30 +85,21 @@ def note_orderly_end() -> None:
 
 
 def first_failure(folder: Path) -> FailureRecord | None:
-    """Return what the ranks noted of the one that failed first, or ``None``.
-
-    Ranks: the process that started them.
-    """
+    """Return what the ranks noted of the one that failed first, or ``None``."""
     for note in sorted(folder.glob("*.failed")):
         return FailureRecord.from_json(note.read_text(encoding="utf-8"))
     return None
 
 
 def agreed_exit(folder: Path) -> Preempted | None:
-    """Return the exit on which all ranks agreed, or ``None``.
-
-    Ranks: the process that started them.
-    """
+    """Return the exit on which all ranks agreed, or ``None``."""
     for note in sorted(folder.glob("*.agreed")):
         return Preempted(*json.loads(note.read_text(encoding="utf-8")))
     return None
 
 
 def orderly_ends(folder: Path) -> int:
-    """Return how many ranks of this host have ended in good order.
-
-    Ranks: the process that started them.
-    """
+    """Return how many ranks of this host have ended in good order."""
     return len(list(folder.glob("*.ended")))
 
 

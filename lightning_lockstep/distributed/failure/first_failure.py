@@ -26,20 +26,7 @@ _ARMED = "failure/armed"
 
 
 class FirstFailure:
-    """The first failure of the current attempt, as far as this rank knows of it.
-
-    Args:
-        channel: The side channel of the run.
-        grace_period: Returns the time from the message of a failure until a process is ended by force [s].
-        found: Called with the record of another rank's failure, once per attempt, off the main thread as a rule.
-
-    Attributes:
-        record: Its record, or ``None``.
-        raised_here: Whether this rank has raised in the current attempt; the owner sets it.
-        common: Errors that all ranks raise alike.
-
-    Ranks: one object on every rank. Nothing is sent until a rank fails.
-    """
+    """The first failure of the current attempt, as far as this rank knows of it."""
 
     def __init__(
         self,
@@ -75,13 +62,7 @@ class FirstFailure:
         return self._confirmed.is_set()
 
     def begin(self) -> bool:
-        """Begin a fit: what this rank raised before was caught by the program.
-
-        Returns:
-            Whether this rank had raised.
-
-        Ranks: every rank; sends a message only if this rank had raised.
-        """
+        """Begin a fit: what this rank raised before was caught by the program."""
         with self._lock:
             raised, self.raised_here = self.raised_here, False
             self._attempts.begin(after_failure=raised)
@@ -99,13 +80,7 @@ class FirstFailure:
         return raised
 
     def announce(self, record: FailureRecord) -> FailureRecord:
-        """Claim that ``record`` is the first failure; if it is, send it to every rank.
-
-        Returns:
-            The record of the first failure.
-
-        Ranks: any rank, alone; one round trip to rank 0.
-        """
+        """Claim that ``record`` is the first failure; if it is, send it to every rank."""
         attempt = self._attempts.number
         claimed = self._channel.claim(f"{_FIRST}/{attempt}", record.to_json())
         first = FailureRecord.from_json(claimed)
@@ -120,14 +95,7 @@ class FirstFailure:
         return first
 
     def take(self, record: FailureRecord, attempt: int | None = None) -> None:
-        """Remember the first failure, and pass on that of another rank.
-
-        Args:
-            record: Its record.
-            attempt: Number of the attempt that it ended; by default the current one.
-
-        Ranks: any rank, on any thread; rank 0 sends a confirmation.
-        """
+        """Remember the first failure, and pass on that of another rank."""
         with self._lock:
             current = self._attempts.number
             attempt = current if attempt is None else attempt

@@ -20,16 +20,6 @@ class LostPeers:
 
     Whoever started a rank knows its signal or exit code, and gets a moment to send it. Of rank 0 that is often
     nobody of ours.
-
-    Args:
-        channel: The side channel of the run.
-        patience: Returns how long a better report may take at most [s]; no longer than :data:`BETTER_REPORT`.
-        then: Called with each record, in a thread of its own, which may wait.
-
-    Attributes:
-        any: Whether a rank is known to be gone.
-
-    Ranks: one object on every rank; every rank watches rank 0, and rank 0 all others.
     """
 
     def __init__(

@@ -70,9 +70,6 @@ def at_process_end(function: Callable[[], None]) -> None:
 
     A process that :mod:`multiprocessing` started leaves without what :mod:`atexit` holds, up to Python 3.12,
     but not without its own finalizers.
-
-    Args:
-        function: Called once or twice; the second time it must find nothing to do.
     """
     at_exit(function)
     if multiprocessing.parent_process() is not None:
@@ -83,15 +80,7 @@ _flushers: list[Callable[[], None]] = []
 
 
 def on_flush(flusher: Callable[[], None]) -> Callable[[], None]:
-    """Have ``flusher`` called before this process ends by force, which nothing at exit survives.
-
-    Args:
-        flusher: Writes out what is held back (ordered log lines, unsent messages); called on any thread, more
-            than once, and must not wait for another rank longer than a second.
-
-    Returns:
-        A function that takes it off the list again.
-    """
+    """Have ``flusher`` called before this process ends by force, which nothing at exit survives."""
     _flushers.append(flusher)
 
     def remove() -> None:
@@ -145,14 +134,7 @@ def _drop_if_unread(stream: TextIO) -> None:
 
 
 def end_now(exit_code: int, message: str = "") -> NoReturn:
-    """End this process by force.
-
-    Args:
-        exit_code: Its exit code.
-        message: Printed last, to standard error.
-
-    Ranks: any rank, alone, on any thread; waits for nobody, and a few seconds at most for a stream that nobody reads.
-    """
+    """End this process by force."""
     last = threading.Thread(target=_print_last, args=(message,), name="lockstep-last", daemon=True)
     try:
         last.start()
@@ -203,11 +185,7 @@ _LAST_WRITES = 10.0
 
 
 def end_after_exit_functions(exit_code: int) -> NoReturn:
-    """End this process after what is registered for its exit (log handlers, experiment trackers) has run.
-
-    Args:
-        exit_code: Its exit code, which Python's own exit would not keep.
-    """
+    """End this process after what is registered for its exit (log handlers, experiment trackers) has run."""
     flush_everything()
     atexit._run_exitfuncs()
     flush_everything()
@@ -237,14 +215,7 @@ def ends_with_error() -> bool:
 
 
 def leave_without_waiting(exit_code: int, message: str = "", *, unless_caught: bool = False) -> None:
-    """Have this process, once Python begins to exit, end without the destructors that wait for dead peers.
-
-    Args:
-        exit_code: Its exit code.
-        message: Printed to standard error before what is registered for the exit runs.
-        unless_caught: Do so only if an exception that nobody caught ends it; a program that has caught the failure
-            ends as it would have without, with an exit code of its own.
-    """
+    """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
     global _leaving, _leaving_code
     if _leaving is not None:
         return
@@ -275,10 +246,7 @@ _returned = False
 
 
 def return_failure() -> None:
-    """Do not end this process by force any more: it has returned the failure to the process it works for.
-
-    Ranks: a rank whose process a launcher of sweeps has made and keeps for further jobs; nothing is sent.
-    """
+    """Do not end this process by force any more: it has returned the failure to the process it works for."""
     global _returned
     _returned = True
 
@@ -303,11 +271,7 @@ def writing_report() -> Iterator[None]:
 
 
 def wait_for_reports(timeout: float) -> None:
-    """Wait until nothing writes a report in this process.
-
-    Args:
-        timeout: Longest wait [s].
-    """
+    """Wait until nothing writes a report in this process."""
     deadline = time.monotonic() + timeout
     while _writing and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -317,10 +281,7 @@ _expected_exit: int | None = None
 
 
 def expect_exit(exit_code: int) -> None:
-    """Note that all ranks have agreed to end with this exit code, so that it is no failure.
-
-    Ranks: every rank, alike, at the point where all leave.
-    """
+    """Note that all ranks have agreed to end with this exit code, so that it is no failure."""
     global _expected_exit
     _expected_exit = exit_code
 

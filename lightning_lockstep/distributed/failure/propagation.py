@@ -317,8 +317,5 @@ class FailurePropagation:
 
 
 def propagation_on(channel: SideChannel) -> FailurePropagation:
-    """Return the failure propagation of a side channel; the same one for as long as the channel lives.
-
-    Ranks: every rank, for itself; nothing is sent.
-    """
+    """Return the failure propagation of a side channel; the same one for as long as the channel lives."""
     return channel.own(FailurePropagation)

@@ -168,14 +168,7 @@ def _hint(record: FailureRecord) -> str:
 def describe_error(
     error: BaseException, rank: int, world_size: int, where: Callable[[], Mapping[str, Any]]
 ) -> FailureRecord:
-    """Return the record of an exception that was raised in this process.
-
-    Args:
-        error: The exception.
-        rank: This rank.
-        world_size: Number of ranks in the run.
-        where: Returns what this rank is doing.
-    """
+    """Return the record of an exception that was raised in this process."""
     kind: Kind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
     code = 130 if kind == "interrupt" else 1
     if isinstance(error, SystemExit):
@@ -213,11 +206,7 @@ def is_alike(error: BaseException, record: FailureRecord) -> bool:
 
 
 def describe_exit(returncode: int) -> tuple[Kind, str, int]:
-    """Return (kind, summary, exit code for the job) for the return code of a process.
-
-    Args:
-        returncode: As :class:`subprocess.Popen` gives it: negative for a signal.
-    """
+    """Return (kind, summary, exit code for the job) for the return code of a process."""
     if returncode < 0:
         return "signal", exit_in_words(returncode), 128 - returncode
     return "exit", exit_in_words(returncode), returncode

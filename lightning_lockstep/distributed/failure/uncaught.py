@@ -66,10 +66,6 @@ def show_plainly(error: RankFailedError, exit_code: int | None = None) -> None:
     """Have Python print the report alone when ``error`` ends this process, without this rank's own stack.
 
     Torch's hook would put this rank's number in front of every line of the other one's traceback.
-
-    Args:
-        error: The error.
-        exit_code: Exit code of this process if nobody catches ``error``; by default Python's, 1.
     """
     _print_instead(error, f"\nlightning-lockstep: {error}\n", exit_code)
 
@@ -87,11 +83,7 @@ def print_last(error: BaseException, headline: str) -> None:
 
 
 def error_to_bytes(error: BaseException) -> bytes:
-    """Return ``error`` for another process that this one works for, which then prints what this one would.
-
-    Args:
-        error: Where it cannot be pickled, a ``RuntimeError`` takes its place.
-    """
+    """Return ``error`` for another process that this one works for, which then prints what this one would."""
     text, exit_code = getattr(error, "__lockstep_text__", (_usual_text(error), None))
     try:
         sent = pickle.dumps((error, text, exit_code))
@@ -125,12 +117,6 @@ def end_within(
     """If nobody catches ``error``, end this process by force a while after Python has printed it.
 
     A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it for ever.
-
-    Args:
-        error: The error; another one that is raised while it is handled counts, too.
-        seconds: How long the process may take to end by itself [s].
-        exit_code: Its exit code then.
-        on_force: Called before it is ended by force.
     """
     global _on_force
     _on_force = on_force  # not kept by the error, which may be pickled
@@ -163,12 +149,7 @@ def _count_down(seconds: float, exit_code: int) -> None:
 
 
 def on_uncaught(function: Callable[[], None]) -> None:
-    """Have ``function`` called after Python has printed an exception that nobody caught.
-
-    Args:
-        function: Called once or twice; not for an exception whose printing :func:`keep_quiet` or
-            :func:`show_plainly` has replaced.
-    """
+    """Have ``function`` called after Python has printed an exception that nobody caught."""
     _after_uncaught.append(function)
     _install_hook()
 

@@ -36,18 +36,7 @@ _EXPLAIN_FOR = 15.0
 
 
 class CollectiveGuard:
-    """Watches the collectives of this rank, and brings errors of the watch to the main thread.
-
-    Args:
-        channel: The side channel of the run.
-        propagation: What becomes of errors on this rank.
-        settings: What the user has set.
-
-    Attributes:
-        folder: Returns the folder for the report; ``None`` writes none.
-
-    Ranks: one object on every rank.
-    """
+    """Watches the collectives of this rank, and brings errors of the watch to the main thread."""
 
     def __init__(
         self, channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
@@ -76,10 +65,7 @@ class CollectiveGuard:
         return self.watch.error
 
     def start(self) -> None:
-        """Begin to watch, and to verify if that is wanted.
-
-        Ranks: all, between the same two collectives, from the threads that train; nothing is sent.
-        """
+        """Begin to watch, and to verify if that is wanted."""
         self._messages.start()
         self.follow()
         self.watch.start()
@@ -87,18 +73,12 @@ class CollectiveGuard:
         before_terminate(self._before_terminate)
 
     def follow(self) -> None:
-        """Take the calling thread for the one that trains, which is watched and gets the errors.
-
-        Ranks: all, each from the thread that trains; nothing is sent.
-        """
+        """Take the calling thread for the one that trains, which is watched and gets the errors."""
         self._errors.install()
         self.watch.follow(threading.current_thread())
 
     def stop(self) -> None:
-        """Stop watching and verifying.
-
-        Ranks: all, between the same two collectives; nothing is sent.
-        """
+        """Stop watching and verifying."""
         self._messages.stop()
         self.watch.stop()
         self._errors.remove()
@@ -108,12 +88,6 @@ class CollectiveGuard:
 
     def explain(self, error: BaseException) -> BaseException | None:
         """Return the error that all ranks raise in place of one that was raised here, if there is a reason.
-
-        Args:
-            error: What was raised here.
-
-        Ranks: the rank on which it was raised, from its main thread; where a collective has failed, the others are
-            asked, for a few seconds at most.
         """
         self._errors.take()
         if self.error is None and is_broken_collective(error) and not isinstance(error, LockstepError):
@@ -190,18 +164,7 @@ class _GuardOfChannel:
 def guard_on(
     channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
 ) -> CollectiveGuard | None:
-    """Return the guard of a run, at work; ``None`` where it is off.
-
-    Args:
-        channel: The side channel of the run.
-        propagation: What becomes of errors on this rank.
-        settings: What the user has set; another guard of this channel is stopped if its settings were others.
-
-    Raises:
-        ConfigurationError: Another rank was given another guard.
-
-    Ranks: every rank, alike, from the thread that trains; one round trip to rank 0.
-    """
+    """Return the guard of a run, at work; ``None`` where it is off."""
     kept = channel.own(_GuardOfChannel)
     kept.check_alike(settings)
     if kept.guard is not None and kept.guard.settings == settings:

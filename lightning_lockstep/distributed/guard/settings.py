@@ -12,17 +12,7 @@ __all__ = ["GuardSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """Settings of the guard of a run.
-
-    Attributes:
-        guard: ``watch``: find out why a collective does not complete; ``verify``: also compare what the ranks call
-            before each one; ``off``: neither.
-        stall_timeout: How long a collective may take before the ranks compare where they are [s].
-        guard_history: How many of the last calls of each rank a report lists.
-
-    Raises:
-        ConfigurationError: One message with every value that cannot be used.
-    """
+    """Settings of the guard of a run."""
 
     guard: Literal["off", "watch", "verify"] = "watch"
     stall_timeout: float = 60.0

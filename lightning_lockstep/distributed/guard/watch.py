@@ -64,26 +64,7 @@ _STOPPED = 2.0
 
 
 class CollectiveWatch:
-    """Watches the collectives of this rank.
-
-    Args:
-        channel: The side channel of the run.
-        recorders: Know which collectives this rank has called.
-        settings: Settings.
-        messages: Returns the sends and receives of this rank that are not known to be complete.
-        conclude: Called once, on the guard's thread, with the error that all ranks are to raise, before the waits of
-            this rank are ended.
-        report: Called on the one rank that has asked the others, with an error and what each rank has said.
-        is_rank: Returns whether a child process of this one is a rank of the run.
-        has_failed: Returns whether a rank is known to have failed, which then explains what it no longer does.
-        has_raised: Returns whether a rank has said that it raises an error, which may be one of all ranks.
-        store_port: Port of the store at which the ranks have met.
-
-    Attributes:
-        error: The error that all ranks raise, once there is one.
-
-    Ranks: one object on every rank. Nothing is sent until a collective has not completed for half the stall timeout.
-    """
+    """Watches the collectives of this rank."""
 
     def __init__(
         self,
@@ -136,11 +117,7 @@ class CollectiveWatch:
         self._thread.start()
 
     def follow(self, thread: threading.Thread) -> None:
-        """Say which thread trains; by default it is the one that has made this object.
-
-        Args:
-            thread: That thread.
-        """
+        """Say which thread trains; by default it is the one that has made this object."""
         self._trains = thread
         self._to_do.put(lambda: self._activity.follow(thread))
 
@@ -165,14 +142,6 @@ class CollectiveWatch:
         unless: Callable[[], bool] = lambda: False,
     ) -> CollectiveError | None:
         """Return the error that all ranks raise because the backend has raised an error here, if there is a reason.
-
-        Args:
-            raised: What it has raised.
-            timeout: Longest wait for the other ranks [s].
-            at: Where; by default where the main thread is.
-            unless: Returns whether the reason is known otherwise, which ends the wait.
-
-        Ranks: any rank whose collective has failed, from its main thread; waits for what the others say.
         """
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             return self.error
@@ -188,11 +157,7 @@ class CollectiveWatch:
         return self.error
 
     def state(self, sites: bool = False) -> RankState:
-        """Return where this rank is.
-
-        Args:
-            sites: Whether to say in any case where each collective was called, which takes seconds at first.
-        """
+        """Return where this rank is."""
         self._activity.look(closely=self._prepares, held_up=self._holds_up())
         place = self._raised_at or position(self._trains)
         awaited = [one.call for one in self._messages()] if place.function == WAIT else []

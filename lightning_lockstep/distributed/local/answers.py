@@ -21,25 +21,12 @@ _OBJECT_FUNCTIONS = {"broadcast_object_list", "scatter_object_list"}
 
 
 class UnansweredCollectiveError(CollectiveError):
-    """A step that runs on one rank alone called for data that only another rank has.
-
-    Ranks: raised on the rank that runs the step.
-    """
+    """A step that runs on one rank alone called for data that only another rank has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCall:
-    """One call of a collective.
-
-    Attributes:
-        operation: Its name in ``torch.distributed.ProcessGroup``.
-        rank: This rank, in the group.
-        size: Number of ranks of the group.
-        tensors: What it is given, what it writes to first: tensors, lists of them or lists of those.
-        reduction: A ``ReduceOp`` or what the dispatcher makes of it; ``None`` where it does not reduce.
-        root: The one rank, in the group, that sends or receives, if there is one.
-        splits: Rows for and of each rank; empty or ``None`` for equal ones.
-    """
+    """One call of a collective."""
 
     operation: str
     rank: int

@@ -39,11 +39,7 @@ _OTHER_METHODS = {
 
 @dataclass
 class LocalAnswers:
-    """What :func:`local_collectives` answered.
-
-    Attributes:
-        count: Number of collectives so far.
-    """
+    """What :func:`local_collectives` answered."""
 
     count: int = 0
 
@@ -55,10 +51,6 @@ def local_collectives() -> Iterator[LocalAnswers]:
     A gather gives copies of this rank's tensor, a sum gives it times the number of ranks. A broadcast leaves the tensor
     of a receiving rank as it is; what another rank would scatter is zeros. This holds for the whole process, other
     threads included.
-
-    Raises:
-        UnansweredCollectiveError: In the body, by a send or receive, a broadcast or scatter of objects from another
-            rank, and a gather or exchange whose sizes differ between the ranks.
     """
     answers = LocalAnswers()
     with ExitStack() as stack:

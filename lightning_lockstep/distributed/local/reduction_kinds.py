@@ -45,12 +45,7 @@ _noted = threading.local()
 
 
 def reduction_kind(given: Any) -> str:
-    """Return how a collective reduces, such as ``sum``.
-
-    Args:
-        given: A ``ReduceOp``, its kind, or what the dispatcher hands to a kernel: with torch 2.9 while
-            :func:`noting_reductions` is entered.
-    """
+    """Return how a collective reduces, such as ``sum``."""
     if isinstance(given, _READABLE):
         return _name(given)
     if _can_be_read():

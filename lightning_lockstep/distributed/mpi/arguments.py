@@ -23,11 +23,7 @@ def as_list(tensors: Any) -> list[Tensor]:
 
 
 def one(given: Any, of: type = Tensor) -> Any:
-    """Return the one tensor, or the one list of tensors, that was given.
-
-    Raises:
-        ValueError: There is none, or more than one, or MPI cannot use it.
-    """
+    """Return the one tensor, or the one list of tensors, that was given."""
     if isinstance(given, Tensor) and of is Tensor:
         return dense([given])[0]
     if not isinstance(given, (list, tuple)) or len(given) != 1:
@@ -42,11 +38,7 @@ def one(given: Any, of: type = Tensor) -> Any:
 
 
 def dense(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors as a list if MPI can use each.
-
-    Raises:
-        ValueError: There is none, or one is sparse or on another device, or they are on several.
-    """
+    """Return the tensors as a list if MPI can use each."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise ValueError(
@@ -76,18 +68,7 @@ def reduction(options: Any) -> str:
 
 
 def same(name: str, parts: Sequence[Tensor], tensor: Tensor, *, count: int, own: int | None = None) -> None:
-    """Check a list with one tensor per rank.
-
-    Args:
-        name: What to call the operation.
-        parts: The list.
-        tensor: The other tensor of the operation.
-        count: Number of ranks.
-        own: Which of the list ``tensor`` belongs to; ``None`` when to every one.
-
-    Raises:
-        ValueError: There are too few or too many, or they don't fit.
-    """
+    """Check a list with one tensor per rank."""
     if len(parts) != count:
         raise ValueError(
             f"{name} was given a list of {len(parts)} tensors: expected {count}, one for each rank."
@@ -105,11 +86,7 @@ def same(name: str, parts: Sequence[Tensor], tensor: Tensor, *, count: int, own:
 
 
 def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> None:
-    """Check that ``whole`` is as large as ``size`` times ``part``.
-
-    Raises:
-        ValueError: It is not, or it is of another dtype or device.
-    """
+    """Check that ``whole`` is as large as ``size`` times ``part``."""
     if whole.numel() != part.numel() * size or whole.dtype != part.dtype or whole.device != part.device:
         raise ValueError(
             f"{name} was given {whole.dtype} of shape {tuple(whole.shape)} on {whole.device} for the whole"
@@ -120,9 +97,6 @@ def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> None:
 
 def parts_by_sizes(name: str, whole: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:
     """Return the part of each rank: ``sizes[i]`` rows for rank ``i``, or equal ones when no sizes are given.
-
-    Raises:
-        ValueError: The sizes don't fit.
     """
     dense([whole])
     rows = whole.shape[0] if whole.dim() else 0

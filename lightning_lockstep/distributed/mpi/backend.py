@@ -49,10 +49,7 @@ _defaults = MPIBackendOptions()
 
 
 def default_options(options: MPIBackendOptions) -> None:
-    """Set the options of groups that are made without any, sub-groups included.
-
-    Ranks: all, alike.
-    """
+    """Set the options of groups that are made without any, sub-groups included."""
     global _defaults
     _defaults = options
 
@@ -95,18 +92,6 @@ def mpi_ranks(
 
     Groups without a common member may have one name, and so share a store, where each is made by its own members
     alone, as ``new_subgroups(group=...)`` does. So the store keeps them by the ranks of the default group.
-
-    Args:
-        runtime: MPI of this process.
-        store: Store of the group.
-        rank: This rank, in the group.
-        ranks: The group's ranks, by their numbers in the default group.
-        timeout: Longest wait for the others.
-
-    Raises:
-        LaunchError: The ranks do not belong to one MPI job.
-
-    Ranks: all of the group; each waits for the entries of the others in the store.
     """
     store.set(f"mpi/{ranks[rank]}", f"{runtime.rank} {runtime.size} {runtime.library}")
     keys = [f"mpi/{other}" for other in ranks]

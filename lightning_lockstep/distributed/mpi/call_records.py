@@ -29,11 +29,7 @@ class _Record(NamedTuple):
 
 
 class CallRecords:
-    """Remembers the last collectives of a group; a :class:`CallRecorder` that keeps no tensor alive.
-
-    Args:
-        group: Name of the group in reports.
-    """
+    """Remembers the last collectives of a group; a :class:`CallRecorder` that keeps no tensor alive."""
 
     def __init__(self, group: str) -> None:
         self._group = group

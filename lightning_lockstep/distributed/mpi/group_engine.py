@@ -35,15 +35,7 @@ Make = Callable[[list[Tensor]], Body]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """Settings of one group.
-
-    Attributes:
-        name: Its name in messages.
-        ranks: Its ranks, by their numbers in the default group.
-        timeout: Longest wait for other ranks [s].
-        check: Whether ranks are compared before each operation.
-        cuda_aware: Whether MPI takes CUDA memory.
-    """
+    """Settings of one group."""
 
     name: str
     ranks: Sequence[int]
@@ -53,21 +45,7 @@ class GroupSettings:
 
 
 class Call(NamedTuple):
-    """One collective as the caller meant it.
-
-    Attributes:
-        operation: Its name in torch.distributed.
-        tensors: All tensors that MPI is given, of one dtype; those before ``reads`` are only read.
-        reads: How many are only read.
-        shown: Tensors whose shapes a message shows, of the same dtype.
-        result: What its future gives.
-        nbytes: Size of its largest MPI collective, the same on every rank; 0 when it is made of messages.
-        reduce_op: How it reduces, if it does.
-        root: The one rank, in the group, that sends or receives, if there is one.
-        compared: Tensors whose shapes must be equal on all ranks; by default those that are shown.
-        pairwise: Whether what each rank sends must be as large as what the receiver expects.
-        note: What a message shows instead of the shapes, compared too: what is wrong with the arguments, say.
-    """
+    """One collective as the caller meant it."""
 
     operation: str
     tensors: Sequence[Tensor]
@@ -89,14 +67,7 @@ class Call(NamedTuple):
 
 
 class GroupEngine:
-    """Runs the operations of one group, compared between the ranks or not.
-
-    Args:
-        store: Store of the group, in which each rank that has timed out makes a note.
-        runtime: MPI of this process.
-        comm: Communicator of the group's collectives.
-        settings: Settings of the group.
-    """
+    """Runs the operations of one group, compared between the ranks or not."""
 
     def __init__(self, store: Any, runtime: MPIRuntime, comm: Any, settings: GroupSettings) -> None:
         self.runtime, self.comm, self.settings = runtime, comm, settings
@@ -110,16 +81,7 @@ class GroupEngine:
         self._lock = threading.Lock()
 
     def run(self, call: Call, make: Make, options: Any, *, small: bool = False) -> Any:
-        """Run a collective and return its handle.
-
-        Args:
-            call: What the caller meant.
-            make: Makes the operation from the tensors that MPI may use.
-            options: Torch's options: timeout, and whether the caller will wait at once.
-            small: Whether it is worth the caller's own time where the caller waits anyway.
-
-        Ranks: all of the group.
-        """
+        """Run a collective and return its handle."""
         if self.broken is not None:
             raise self._unusable()
         timeout = _seconds(options) or self.timeout
@@ -165,10 +127,7 @@ class GroupEngine:
         return AllWork(works)
 
     def message(self, title: str, tensor: Tensor, make: Make, *, written: bool) -> MPIWork:
-        """Start to send or receive and return its handle.
-
-        Ranks: this one; the peer does its part when it likes.
-        """
+        """Start to send or receive and return its handle."""
         if self.broken is not None:
             raise self._unusable()
         inner, finish = staged([tensor], [written], make, cuda_aware=self.settings.cuda_aware)
@@ -186,10 +145,7 @@ class GroupEngine:
         return work
 
     def refuse(self, operation: str, error: Exception) -> Exception:
-        """Return the error for arguments that cannot be used, once the other ranks know of it.
-
-        Ranks: all of the group; those whose arguments are right raise too.
-        """
+        """Return the error for arguments that cannot be used, once the other ranks know of it."""
         if self.check is not None and self.broken is None:
             call = Call(operation, [], 0, [], [], note=f"{type(error).__name__}: {error}")
             self.run(call, lambda _: iter(()), None).wait()  # type: ignore[arg-type,return-value]
@@ -200,10 +156,7 @@ class GroupEngine:
         self.broken = self.broken or dist.DistBackendError("the group was aborted")
 
     def free(self, communicators: Sequence[Any]) -> None:
-        """Give communicators back to MPI, unless something went wrong on them.
-
-        Ranks: every rank of the group.
-        """
+        """Give communicators back to MPI, unless something went wrong on them."""
         if self.broken is None and not self.runtime.MPI.Is_finalized():
             self.broken = dist.DistBackendError("the group was destroyed")
             for comm in communicators:
@@ -293,11 +246,7 @@ Prepared = tuple[Call, Make, Any, bool]
 
 
 class GroupPart:
-    """What the parts of the process group share.
-
-    Attributes:
-        engine: Runs the operations.
-    """
+    """What the parts of the process group share."""
 
     engine: GroupEngine
     _comm: Any
@@ -309,9 +258,6 @@ def collective(operation: str) -> Callable[[Callable[..., Prepared]], Callable[.
     """Make a collective of a method that looks at its arguments and returns what to do.
 
     What the method raises over its arguments is raised on every rank.
-
-    Args:
-        operation: Name of the collective in torch.distributed.
     """
 
     def decorate(prepare: Callable[..., Prepared]) -> Callable[..., Any]:

@@ -43,13 +43,7 @@ __all__ = [
 
 
 class Limits:
-    """Sizes at which a transfer is cut; tests lower them to walk the same paths with small tensors.
-
-    Attributes:
-        piece: Bytes of one piece of a reduction by MPI.
-        count: Elements of one MPI call.
-        polled: Bytes up to which a collective is never a blocking one.
-    """
+    """Sizes at which a transfer is cut; tests lower them to walk the same paths with small tensors."""
 
     piece = 8 * 2**20
     count = 2**30
@@ -93,15 +87,7 @@ _TAG = 7  # of the messages inside gather, scatter and all-to-all; their group i
 
 
 def check_reduction(tensor: Tensor, op: str) -> None:
-    """Raise if MPI cannot reduce this.
-
-    Args:
-        tensor: What is to be reduced.
-        op: Name of the reduction.
-
-    Raises:
-        ValueError: There is no such reduction for this dtype.
-    """
+    """Raise if MPI cannot reduce this."""
     if op not in _OPERATIONS:
         raise ValueError(f"The backend 'mpi4py' has no {op}: expected one of {', '.join(_OPERATIONS)}.")
     dtype = tensor.dtype
@@ -115,30 +101,18 @@ def check_reduction(tensor: Tensor, op: str) -> None:
 
 
 class Collective(NamedTuple):
-    """One MPI collective, not yet started.
-
-    Attributes:
-        comm: Communicator.
-        name: Name of the blocking method of mpi4py.
-        arguments: Its arguments.
-    """
+    """One MPI collective, not yet started."""
 
     comm: Any
     name: str
     arguments: tuple[Any, ...]
 
     def block(self) -> None:
-        """Carry it out.
-
-        Ranks: all of the communicator, each by this method; waits for all.
-        """
+        """Carry it out."""
         getattr(self.comm, self.name)(*self.arguments)
 
     def start(self) -> Any:
-        """Start it and return the request.
-
-        Ranks: all of the communicator, each by this method.
-        """
+        """Start it and return the request."""
         return getattr(self.comm, "I" + self.name.lower())(*self.arguments)
 
 

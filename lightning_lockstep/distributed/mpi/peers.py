@@ -20,15 +20,7 @@ _IN_FLIGHT = 5.0
 
 
 class Peers:
-    """The ranks of one group, as one of them knows them.
-
-    Args:
-        store: Store of the group, in which each rank that has timed out makes a note.
-        runtime: MPI of this process.
-        comm: Communicator of the group.
-        group: Name of the group in messages.
-        ranks: Its ranks, by their numbers in the default group.
-    """
+    """The ranks of one group, as one of them knows them."""
 
     def __init__(
         self, store: Any, runtime: MPIRuntime, comm: Any, *, group: str, ranks: Sequence[int]
@@ -43,15 +35,7 @@ class Peers:
         return bool(exited) and any(self._runtime.exited_for(rank) > _IN_FLIGHT for rank in self._in_world)
 
     def error(self, title: str, number: int | None, seconds: float) -> CollectiveStallError:
-        """Return the error for an operation in which not all ranks take part.
-
-        Args:
-            title: What the operation is called.
-            number: Which collective of the group it is; ``None`` for a message between two ranks.
-            seconds: How long this rank has waited.
-
-        Ranks: any rank; over the store of the group it learns who else has timed out, for half a second.
-        """
+        """Return the error for an operation in which not all ranks take part."""
         exited = [i for i, rank in enumerate(self._in_world) if rank in self._runtime.exited]
         if exited:
             return CollectiveStallError(

@@ -30,12 +30,7 @@ _FIRST_TAG, _TAGS = 1000, 30_000  # MPI guarantees tags up to 32767
 
 
 class Messages:
-    """Sends and receives within one group.
-
-    Args:
-        headers: Communicator for the headers.
-        data: Communicator for what follows them.
-    """
+    """Sends and receives within one group."""
 
     def __init__(self, headers: Any, data: Any) -> None:
         self.headers, self._data = headers, data
@@ -50,11 +45,7 @@ class Messages:
         yield requests
 
     def receive(self, tensor: Tensor, source: int | None, tag: int, found: Any) -> Body:
-        """Receive a tensor from rank ``source`` or, when that is ``None``, from any rank.
-
-        Raises:
-            CollectiveMismatchError: The message has another dtype or size; it has been received all the same.
-        """
+        """Receive a tensor from rank ``source`` or, when that is ``None``, from any rank."""
         header = numpy.zeros(3, numpy.int64)
         status = MPI.Status()
         request = self.headers.Irecv(

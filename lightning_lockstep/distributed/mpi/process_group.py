@@ -24,17 +24,7 @@ __all__ = ["MPIProcessGroup"]
 
 
 class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
-    """A group of ranks as an MPI communicator.
-
-    Args:
-        store: Store of the group.
-        rank: This rank, in the group.
-        size: Number of ranks of the group.
-        runtime: MPI of this process.
-        collectives: Communicator for collectives.
-        messages: Communicator for sends and receives.
-        settings: Settings of the group.
-    """
+    """A group of ranks as an MPI communicator."""
 
     def __init__(
         self,
@@ -88,27 +78,18 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
     # -- messages --------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
-        """Send a tensor to a rank.
-
-        Ranks: this one, and ``to`` with :meth:`recv`.
-        """
+        """Send a tensor to a rank."""
         tensor = one(tensors)
         return self.engine.message(
             f"send to {to}", tensor, lambda t: self._messages.send(t[0], to, tag), written=False
         )
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
-        """Receive a tensor from a rank.
-
-        Ranks: this one, and ``source`` with :meth:`send`.
-        """
+        """Receive a tensor from a rank."""
         return self._receive(one(tensors), source, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive a tensor from whichever rank sends one first.
-
-        Ranks: this one, and any other with :meth:`send`.
-        """
+        """Receive a tensor from whichever rank sends one first."""
         return self._receive(one(tensors), None, tag)
 
     def _receive(self, tensor: Tensor, source: int | None, tag: int) -> Any:
@@ -156,10 +137,7 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long an operation waits for other ranks.
-
-        Ranks: all of the group, alike.
-        """
+        """Set how long an operation waits for other ranks."""
         self.engine.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -169,8 +147,5 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
         self.engine.abort()
 
     def shutdown(self) -> None:
-        """Give the communicators back.
-
-        Ranks: every rank of the group; waits for nobody.
-        """
+        """Give the communicators back."""
         self.engine.free([self._messages.headers, self._comm])

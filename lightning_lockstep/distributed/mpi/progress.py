@@ -37,33 +37,19 @@ _abandoned: list[Any] = []
 
 
 def set_interruption(question: Callable[[], BaseException | None] | None) -> None:
-    """Let every wait for another rank ask now and then whether to give up.
-
-    Args:
-        question: Returns the error to end the wait with, or ``None``; asked every 20 ms.
-
-    Ranks: any rank, alone; a strategy does it at start-up.
-    """
+    """Let every wait for another rank ask now and then whether to give up."""
     global _interruption
     _interruption = question
 
 
 def set_listener(listener: Callable[[], None] | None) -> None:
-    """Let every wait for another rank also call this, every 20 ms; it may use MPI. ``None`` ends that.
-
-    Ranks: any rank, alone; the runtime does it at start-up.
-    """
+    """Let every wait for another rank also call this, every 20 ms; it may use MPI. ``None`` ends that."""
     global _listener
     _listener = listener
 
 
 class Pause:
-    """What a waiting thread does between two tests: spin at first, then give the core away, then sleep.
-
-    Args:
-        limit: Moment at which waiting ends [s, of time.monotonic].
-        spins: Tests before the core is given away; few where a backward pass may want it.
-    """
+    """What a waiting thread does between two tests: spin at first, then give the core away, then sleep."""
 
     __slots__ = ("_asked", "_since", "_spins", "_tests", "limit")
 
@@ -72,11 +58,7 @@ class Pause:
         self._spins = spins
 
     def __call__(self) -> bool:
-        """Pause; return ``False`` once the limit is reached.
-
-        Raises:
-            BaseException: What the function of :func:`set_interruption` returned.
-        """
+        """Pause; return ``False`` once the limit is reached."""
         self._tests += 1
         if self._tests < self._spins:
             return True
@@ -103,15 +85,7 @@ class Pause:
 
 
 class Task:
-    """One operation on its way.
-
-    Args:
-        body: The generator.
-        timeout: Longest wait for the other ranks [s].
-        timed_out: Makes the error for when they don't arrive, from the seconds waited.
-        lane: Tasks of one lane run one after another; ``None`` beside all others.
-        cannot_complete: Returns whether waiting is of no use, since a rank that it needs has exited.
-    """
+    """One operation on its way."""
 
     __slots__ = (
         *("_body", "_cannot_complete", "_requests", "done", "error", "lane", "limit", "moved", "on_done"),
@@ -173,13 +147,7 @@ class Task:
 
 
 def run_here(task: Task, timeout: float) -> None:
-    """Step a task in the calling thread until it is over.
-
-    Raises:
-        BaseException: What the operation ended with.
-
-    Ranks: as the operation.
-    """
+    """Step a task in the calling thread until it is over."""
     pause = Pause(task.limit, spins=400)
     while not task.step():
         if task.moved:
@@ -201,17 +169,11 @@ class ProgressThread:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Hand over a task.
-
-        Ranks: any rank; returns at once.
-        """
+        """Hand over a task."""
         self._inbox.put(task)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function`` in this thread and return what it returns.
-
-        Ranks: as ``function``.
-        """
+        """Call ``function`` in this thread and return what it returns."""
         if threading.current_thread() is self._thread:
             return function(*args)
         box: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()

@@ -35,22 +35,14 @@ Describe = Callable[[], CollectiveCall]
 
 
 def may_all_block(comm: Any, *, busy: bool) -> Generator[list[Any], None, bool]:
-    """Wait until all ranks have arrived, and return whether none of them is busy.
-
-    Ranks: all of the communicator; one all-reduce of 8 bytes.
-    """
+    """Wait until all ranks have arrived, and return whether none of them is busy."""
     memory = array.array("q", [busy])
     yield [comm.Iallreduce(MPI.IN_PLACE, [memory, 1, MPI.INT64_T], MPI.MAX)]
     return not memory[0]
 
 
 class RankCheck:
-    """Compares the operations of one group.
-
-    Args:
-        comm: Communicator of the group, used by one operation at a time.
-        ranks: Global ranks of the group, in its order.
-    """
+    """Compares the operations of one group."""
 
     def __init__(self, comm: Any, ranks: Sequence[int]) -> None:
         self._comm, self._ranks = comm, ranks
@@ -61,21 +53,7 @@ class RankCheck:
     def agree(
         self, signature: Hashable, describe: Describe, *, busy: bool
     ) -> Generator[list[Any], None, bool]:
-        """Wait until all ranks have arrived, and raise on all of them if they call different things.
-
-        Args:
-            signature: What must be equal on all ranks.
-            describe: Returns what this rank calls; needed on a mismatch only.
-            busy: Whether this rank must not block in MPI for this operation.
-
-        Returns:
-            Whether all ranks may block.
-
-        Raises:
-            CollectiveMismatchError: On every rank alike.
-
-        Ranks: all of the group; one all-reduce of 24 bytes.
-        """
+        """Wait until all ranks have arrived, and raise on all of them if they call different things."""
         value = self._fingerprints.get(signature)
         if value is None:
             if len(self._fingerprints) > 10_000:
@@ -89,18 +67,7 @@ class RankCheck:
         return not memory[2]
 
     def agree_on_sizes(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], describe: Describe) -> Body:
-        """Compare what each rank sends with what the others expect from it.
-
-        Args:
-            inputs: What this rank sends to each rank.
-            outputs: Where it wants the part of each rank.
-            describe: Returns what this rank calls; needed on a mismatch only.
-
-        Raises:
-            CollectiveMismatchError: On every rank alike.
-
-        Ranks: all of the group; an all-to-all of 8 bytes per rank, and an all-reduce of 8 bytes.
-        """
+        """Compare what each rank sends with what the others expect from it."""
         sent = numpy.array([tensor.numel() for tensor in inputs], numpy.int64)
         coming = numpy.zeros_like(sent)
         yield [self._comm.Ialltoall([sent, 1, MPI.INT64_T], [coming, 1, MPI.INT64_T])]

@@ -33,8 +33,6 @@ class Reductions(GroupPart):
     @collective("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = None) -> Prepared:
         """Reduce a tensor in place on every rank; of sparse tensors the sum, with any number of entries per rank.
-
-        Ranks: all of the group.
         """
         comm, op, tensors = self._comm, reduction(opts), as_list(tensors)
         if [tensor.layout for tensor in tensors] == [torch.sparse_coo]:
@@ -48,10 +46,7 @@ class Reductions(GroupPart):
 
     @collective("all_reduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Prepared:
-        """Reduce several tensors in place on every rank.
-
-        Ranks: all of the group.
-        """
+        """Reduce several tensors in place on every rank."""
         tensors, op = dense(as_list(tensors)), reduction(opts)
         for tensor in tensors:
             operations.check_reduction(tensor, op)
@@ -65,10 +60,7 @@ class Reductions(GroupPart):
 
     @collective("reduce")
     def reduce(self, tensors: Any, opts: Any = None) -> Prepared:
-        """Reduce a tensor in place on the root.
-
-        Ranks: all of the group.
-        """
+        """Reduce a tensor in place on the root."""
         tensor, op, root = one(tensors), reduction(opts), opts.rootRank
         operations.check_reduction(tensor, op)
         call = Call("reduce", [tensor], 0, [tensor], [tensor], tensor.nbytes, op, root)
@@ -76,10 +68,7 @@ class Reductions(GroupPart):
 
     @collective("reduce_scatter")
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
-        """Reduce a list of tensors of all ranks, one to each rank.
-
-        Ranks: all of the group, with lists of the same shapes.
-        """
+        """Reduce a list of tensors of all ranks, one to each rank."""
         target, sources, op = one(outputs), dense(one(inputs, of=list)), reduction(opts)
         operations.check_reduction(target, op)
         same("reduce_scatter", sources, target, count=self._size, own=self._rank)
@@ -90,18 +79,12 @@ class Reductions(GroupPart):
 
     @collective("reduce_scatter_tensor")
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Prepared:
-        """Reduce a tensor of all ranks and give each rank its part.
-
-        Ranks: all of the group.
-        """
+        """Reduce a tensor of all ranks and give each rank its part."""
         return self._scattered([output], [source], opts, "reduce_scatter_tensor")
 
     @collective("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
-        """Reduce several tensors of all ranks and give each rank its parts.
-
-        Ranks: all of the group.
-        """
+        """Reduce several tensors of all ranks and give each rank its parts."""
         return self._scattered(outputs, inputs, opts, "reduce_scatter_tensor_coalesced")
 
     def _scattered(self, outputs: Any, inputs: Any, opts: Any, name: str) -> Prepared:

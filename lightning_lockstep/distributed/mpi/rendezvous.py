@@ -29,16 +29,7 @@ _REACH = 3.0  # longest wait for an address to answer [s]
 
 @dataclass(frozen=True)
 class MPIRendezvous:
-    """Where the ranks meet.
-
-    Attributes:
-        address: Address of rank 0 that every rank reaches.
-        port: Port on it.
-        hosts: Host name of each rank.
-        sharing: How many ranks of this node run on the same cores as this one, itself included; ``None`` where
-            that is not known.
-        place: Index of this rank among those.
-    """
+    """Where the ranks meet."""
 
     address: str
     port: int
@@ -49,17 +40,7 @@ class MPIRendezvous:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """What one rank sends of itself to the others when they meet.
-
-    Attributes:
-        rank: Its rank, from environment variables.
-        mpi_rank: Its rank in ``COMM_WORLD``.
-        size: Number of ranks, from environment variables.
-        local_rank: Its rank on its node.
-        local_size: Number of ranks on its node.
-        host: Host name.
-        cores: Cores it may use.
-    """
+    """What one rank sends of itself to the others when they meet."""
 
     rank: int
     mpi_rank: int
@@ -76,20 +57,7 @@ _agreed: MPIRendezvous | None = None
 def agree_on_rendezvous(
     *, rank: int, size: int, local_rank: int, local_size: int, started_by: str
 ) -> MPIRendezvous:
-    """Return where the ranks of this MPI job meet.
-
-    Args:
-        rank: This rank.
-        size: Number of ranks.
-        local_rank: Rank on its node.
-        local_size: Number of ranks on its node.
-        started_by: What started them, for messages.
-
-    Raises:
-        LaunchError: The environment variables and MPI disagree, or no address of rank 0 can be reached.
-
-    Ranks: all, together, the first time; afterwards nothing is sent.
-    """
+    """Return where the ranks of this MPI job meet."""
     global _agreed
     if _agreed is None:
         given = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
@@ -105,11 +73,7 @@ def agree_on_rendezvous(
 
 
 def identity_fault(everyone: Sequence[RankIdentity]) -> str | None:
-    """Return what is wrong with the ranks of the job, with a table, or ``None``.
-
-    Args:
-        everyone: The identity of each rank, by its rank in ``COMM_WORLD``.
-    """
+    """Return what is wrong with the ranks of the job, with a table, or ``None``."""
     counts = Counter(one.host for one in everyone)
     if any(one.rank != one.mpi_rank or one.size != len(everyone) for one in everyone):
         what = "The environment variables and MPI disagree about the ranks."

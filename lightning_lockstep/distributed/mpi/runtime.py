@@ -32,18 +32,7 @@ _lock = threading.Lock()
 
 
 class MPIRuntime:
-    """MPI as this process has it.
-
-    Attributes:
-        MPI: The module ``mpi4py.MPI``.
-        thread: The progress thread.
-        anywhere: Whether any thread may call MPI.
-        rank: Number of this process in ``COMM_WORLD``.
-        size: Number of processes in ``COMM_WORLD``.
-        library: One line that names the MPI library.
-        failed: Exit code with which the job shall end by ``MPI_Abort``, or ``None``.
-        exited: Ranks in ``COMM_WORLD`` that have exited while others have not, and since when.
-    """
+    """MPI as this process has it."""
 
     def __init__(self) -> None:
         self.thread = ProgressThread()
@@ -76,20 +65,11 @@ class MPIRuntime:
         set_listener(self._receive_exits)
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call ``function`` where MPI may be called.
-
-        Ranks: as ``function``.
-        """
+        """Call ``function`` where MPI may be called."""
         return function(*args) if self.anywhere else self.thread.call(function, *args)
 
     def may_block(self, owner: object) -> bool:
-        """Return whether an operation may block in MPI: one at a time may, whatever its group.
-
-        Args:
-            owner: The operation. If it may, nobody else may until :meth:`blocks_no_more`.
-
-        Ranks: any rank, alone; called in the progress thread.
-        """
+        """Return whether an operation may block in MPI: one at a time may, whatever its group."""
         self._blocking = self._blocking or owner
         return self._blocking is owner
 
@@ -99,10 +79,7 @@ class MPIRuntime:
             self._blocking = None
 
     def end(self) -> None:
-        """Finalise MPI, or abort the job if this process has failed.
-
-        Ranks: every rank at its own end; finalisation waits for the others, an abort ends them.
-        """
+        """Finalise MPI, or abort the job if this process has failed."""
         if self.failed is not None:
             flush_everything()
             # MPI asks this host's daemon to end the job, and waits for ever if that is frozen or has just died.
@@ -159,17 +136,7 @@ _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", 
 
 
 def start_runtime() -> MPIRuntime:
-    """Return MPI as this process has it, brought up when first asked for.
-
-    Returns:
-        The one runtime of this process.
-
-    Raises:
-        MissingExtraError: mpi4py is not installed.
-        LaunchError: It is, but no MPI library can be loaded, or not at a thread level that can be used.
-
-    Ranks: all, together, the first time (``MPI_Init``); then free.
-    """
+    """Return MPI as this process has it, brought up when first asked for."""
     global _runtime
     with _lock:
         if _runtime is None:
@@ -180,13 +147,7 @@ def start_runtime() -> MPIRuntime:
 
 
 def abort_when_leaving(delay: float) -> None:
-    """Set how long a rank waits, after a failure, before it ends the whole MPI job by ``MPI_Abort``.
-
-    Args:
-        delay: Time that the rank which prints the report gets to do so [s]; 0 on that rank.
-
-    Ranks: every rank, for itself, at start-up.
-    """
+    """Set how long a rank waits, after a failure, before it ends the whole MPI job by ``MPI_Abort``."""
     global _delay
     _delay = delay
 

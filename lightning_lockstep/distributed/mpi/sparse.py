@@ -30,15 +30,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def check_sparse(tensor: Tensor, op: str) -> None:
-    """Raise if a sparse tensor cannot be reduced.
-
-    Args:
-        tensor: What is to be reduced.
-        op: Name of the reduction.
-
-    Raises:
-        ValueError: It is not a sum, the tensor is not on the CPU, or torch cannot add its dtype.
-    """
+    """Raise if a sparse tensor cannot be reduced."""
     if op != "sum":
         raise ValueError(
             f"all_reduce was given {op} for a sparse tensor: expected sum. Call to_dense() first for"

@@ -28,17 +28,7 @@ def staged(
     *,
     cuda_aware: bool,
 ) -> tuple[Body, Callable[[], None] | None]:
-    """Return the operation with copies before and after it, and what a waiter must do at the end.
-
-    Args:
-        tensors: All tensors of the operation.
-        written: For each whether the operation writes it.
-        make: Makes the operation from the tensors that MPI may use.
-        cuda_aware: Whether MPI takes CUDA memory.
-
-    Returns:
-        The operation, and a function that makes the caller's CUDA stream wait for the result, if need be.
-    """
+    """Return the operation with copies before and after it, and what a waiter must do at the end."""
     cuda = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if cuda is not None:
         return _on_cuda(cuda, tensors, written, make, cuda_aware)

@@ -30,20 +30,14 @@ class Transfers(GroupPart):
 
     @collective("broadcast")
     def broadcast(self, tensors: Any, opts: Any = None) -> Prepared:
-        """Copy the root's tensor to every rank.
-
-        Ranks: all of the group.
-        """
+        """Copy the root's tensor to every rank."""
         tensor, root = one(tensors), getattr(opts, "rootRank", 0)
         call = Call("broadcast", [tensor], 0, [tensor], [tensor], tensor.nbytes, root=root)
         return call, lambda t: operations.broadcast(self._comm, t[0], root), opts, is_small(tensor)
 
     @collective("all_gather")
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
-        """Gather the tensor of every rank into a list, on every rank; the shapes of ranks may differ.
-
-        Ranks: all of the group, with lists of the same shapes.
-        """
+        """Gather the tensor of every rank into a list, on every rank; the shapes of ranks may differ."""
         source, places = one(inputs), dense(one(outputs, of=list))
         same("all_gather", places, source, count=self._size, own=self._rank)
         shown = [source] if all(place.shape == source.shape for place in places) else places
@@ -54,18 +48,12 @@ class Transfers(GroupPart):
 
     @collective("all_gather_into_tensor")
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Prepared:
-        """Gather the tensor of every rank into one, on every rank.
-
-        Ranks: all of the group.
-        """
+        """Gather the tensor of every rank into one, on every rank."""
         return self._gathered([output], [source], opts, "all_gather_into_tensor")
 
     @collective("all_gather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
-        """Gather several tensors of every rank, each into one, on every rank.
-
-        Ranks: all of the group.
-        """
+        """Gather several tensors of every rank, each into one, on every rank."""
         return self._gathered(outputs, inputs, opts, "all_gather_into_tensor_coalesced")
 
     def _gathered(self, outputs: Any, inputs: Any, opts: Any, name: str) -> Prepared:
@@ -85,8 +73,6 @@ class Transfers(GroupPart):
     @collective("all_gather_coalesced")
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
         """Gather several tensors of every rank into lists, on every rank: ``outputs[rank][tensor]``, as gloo does.
-
-        Ranks: all of the group.
         """
         inputs = dense(inputs)
         by_rank = [dense(places) for places in outputs]
@@ -112,10 +98,7 @@ class Transfers(GroupPart):
 
     @collective("gather")
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
-        """Gather the tensor of every rank into a list on the root.
-
-        Ranks: all of the group.
-        """
+        """Gather the tensor of every rank into a list on the root."""
         source, root = one(inputs), opts.rootRank
         places = dense(one(outputs, of=list)) if root == self._rank else []
         if root == self._rank:
@@ -125,10 +108,7 @@ class Transfers(GroupPart):
 
     @collective("scatter")
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
-        """Give each rank one tensor of the root's list.
-
-        Ranks: all of the group.
-        """
+        """Give each rank one tensor of the root's list."""
         target, root = one(outputs), opts.rootRank
         sources = dense(one(inputs, of=list)) if root == self._rank else []
         if root == self._rank:
@@ -145,10 +125,7 @@ class Transfers(GroupPart):
         input_sizes: Any = None,
         opts: Any = None,
     ) -> Prepared:
-        """Send a part of a tensor to each rank and put theirs together.
-
-        Ranks: all of the group; what ``i`` sends to ``j`` must be as large as ``j`` expects from ``i``.
-        """
+        """Send a part of a tensor to each rank and put theirs together."""
         size = self._size
         places = parts_by_sizes("all_to_all_single", output, output_sizes or [], size)
         sources = parts_by_sizes("all_to_all_single", source, input_sizes or [], size)
@@ -156,10 +133,7 @@ class Transfers(GroupPart):
 
     @collective("all_to_all")
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
-        """Send a tensor to each rank and receive one from each.
-
-        Ranks: all of the group; what ``i`` sends to ``j`` must be as large as ``j`` expects from ``i``.
-        """
+        """Send a tensor to each rank and receive one from each."""
         places, sources = dense(as_list(outputs)), dense(as_list(inputs))
         if len(places) != self._size or len(sources) != self._size:
             raise ValueError(
@@ -178,9 +152,6 @@ class Transfers(GroupPart):
 
     @collective("barrier")
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Prepared:
-        """Wait until every rank has arrived.
-
-        Ranks: all of the group.
-        """
+        """Wait until every rank has arrived."""
         call = Call("barrier", [], 0, [], [])
         return call, lambda _: operations.barrier(self._comm), opts, True

@@ -18,14 +18,7 @@ __all__ = ["AllWork", "FinishedWork", "MPIWork"]
 
 
 class MPIWork(dist._Work):
-    """The handle of an operation that the progress thread carries out.
-
-    Args:
-        task: The operation.
-        tensors: What its future gives.
-        timeout: Longest wait [s] where the caller gives none.
-        finish: Called by the thread that waits once the operation is over (CUDA streams).
-    """
+    """The handle of an operation that the progress thread carries out."""
 
     def __init__(
         self, task: Task, tensors: list[Tensor], timeout: float, finish: Callable[[], None] | None = None
@@ -49,21 +42,7 @@ class MPIWork(dist._Work):
             trigger.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation is over.
-
-        Args:
-            timeout: Longest wait; by default the operation's own.
-
-        Returns:
-            ``True``.
-
-        Raises:
-            CollectiveStallError: A rank did not arrive in time.
-            CollectiveMismatchError: The ranks called different operations.
-            torch.distributed.DistBackendError: MPI reported an error.
-
-        Ranks: as the operation; the wait is this rank's own.
-        """
+        """Wait until the operation is over."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         given = seconds > 0
         if not self._gate.acquire(timeout=seconds if given else self._timeout + _EXTRA):
@@ -161,11 +140,7 @@ class FinishedWork(dist._Work):
 
 
 class AllWork(dist._Work):
-    """The handle of several operations.
-
-    Args:
-        works: Their handles.
-    """
+    """The handle of several operations."""
 
     def __init__(self, works: list[MPIWork]) -> None:
         super().__init__()

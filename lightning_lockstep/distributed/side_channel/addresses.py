@@ -16,12 +16,6 @@ class Addresses:
 
     Rank 0 learns the address of each rank that connects to it, answers who asks for one, and passes all of them on
     once it knows all. From then on nobody needs rank 0 to reach another rank.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        send: Sends frames to a rank.
-        reached: Called with (rank, address) when a peer's address is new.
     """
 
     def __init__(

@@ -26,11 +26,6 @@ class ClockOffset:
 
     The answer that was fastest there and back counts. Its error is at most half of that round trip, so a difference
     below that is taken for none: on one host the clocks are the same.
-
-    Args:
-        channel: The side channel of the run.
-
-    Ranks: one object on every rank; rank 0 answers.
     """
 
     def __init__(self, channel: SideChannel) -> None:
@@ -52,13 +47,7 @@ class ClockOffset:
         return best.offset if abs(best.offset) > best.round_trip / 2 else 0.0
 
     def measure(self, pings: int = 4) -> None:
-        """Ask rank 0 for its time, one question after the other, and return at once.
-
-        Args:
-            pings: How many questions.
-
-        Ranks: any rank, alone; a message to rank 0 and one back for each question. Rank 0 asks nobody.
-        """
+        """Ask rank 0 for its time, one question after the other, and return at once."""
         if self._channel.rank != 0:
             idle, self._to_send = self._to_send <= 0, pings
             if idle:

@@ -43,10 +43,6 @@ class ChannelKeys(NamedTuple):
     """Key pair of the sockets that take connections, the same on every rank of a job.
 
     Nobody but the ranks has either half: a stranger that lacks the public one cannot even begin a handshake.
-
-    Attributes:
-        public: Public half, as ZeroMQ takes it.
-        secret: Secret half.
     """
 
     public: bytes
@@ -71,8 +67,6 @@ def known_job_token() -> str | None:
 
 def token_for_children() -> dict[str, str]:
     """Return the variable that gives this job's token to ranks that this process starts; made on the first call.
-
-    Ranks: the process that starts all the ranks of a job, before it does.
     """
     global _made
     _made = known_job_token() or new_job_token()
@@ -98,14 +92,7 @@ def signed(content: bytes) -> bytes:
 
 
 def verified(data: bytes) -> bytes:
-    """Return what another rank of this job has passed through :func:`signed`.
-
-    Args:
-        data: As it came.
-
-    Raises:
-        LaunchError: It does not carry the signature of this job.
-    """
+    """Return what another rank of this job has passed through :func:`signed`."""
     content = data[_SIGNATURE:]
     if not hmac.compare_digest(signed(content), data):
         raise LaunchError(

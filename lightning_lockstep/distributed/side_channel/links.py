@@ -39,19 +39,7 @@ _LINGER = 1000
 
 
 class Links:
-    """Connections to peers, made when first used. Belongs to the thread that makes it.
-
-    Args:
-        context: ZeroMQ's.
-        rank: This rank.
-        address: Where it listens, for the peers.
-        keys: Keys of this job.
-        heartbeat: Interval and timeout of heartbeats [s].
-        monitors: Gets (rank, address, socket) of each connection by which a peer is watched.
-
-    Attributes:
-        used: Peers that were sent something.
-    """
+    """Connections to peers, made when first used. Belongs to the thread that makes it."""
 
     def __init__(
         self,

@@ -48,22 +48,13 @@ _open: tuple[RankGroup, SideChannel] | None = None
 
 
 def known_rank() -> tuple[int, int] | None:
-    """Return (rank, world size) of the group that exists now, or ``None`` without one.
-
-    Ranks: any rank, alone; nothing is sent and nothing is made.
-    """
+    """Return (rank, world size) of the group that exists now, or ``None`` without one."""
     group = current_group()
     return None if group is None else (group.rank, group.world_size)
 
 
 def side_channel_if_open(*, open_if_easy: bool = False) -> SideChannel | None:
-    """Return the side channel of the current group if there is one, without waiting for a rank.
-
-    Args:
-        open_if_easy: Open it where that needs nobody: on rank 0, and on a rank that finds the address.
-
-    Ranks: any rank, alone; with ``open_if_easy`` a round trip to the store, and a few milliseconds once.
-    """
+    """Return the side channel of the current group if there is one, without waiting for a rank."""
     group = current_group()
     if group is None:
         return None
@@ -81,17 +72,7 @@ def open_side_channel(
     timeout: float | None = None,
     broadcast: Callable[[Any], Any] | None = None,
 ) -> SideChannel:
-    """Return the side channel of the current group, opened on the first call.
-
-    Args:
-        timeout: Longest wait for rank 0 to set the address [s]; by default that of the group.
-        broadcast: Gives rank 0's object to all, for groups without a store.
-
-    Raises:
-        LaunchError: Rank 0 did not open it in time, or cannot be reached.
-
-    Ranks: any rank; rank 0 waits for nobody, the others until rank 0 has called it too.
-    """
+    """Return the side channel of the current group, opened on the first call."""
     global _open
     group = current_group()
     if group is None:
@@ -113,10 +94,7 @@ def open_side_channel(
 
 
 def close_side_channel(timeout: float = 2.0) -> None:
-    """Close the side channel that is open, if any; see :meth:`SideChannel.close`.
-
-    Ranks: every rank, at its own end.
-    """
+    """Close the side channel that is open, if any; see :meth:`SideChannel.close`."""
     global _open
     if _open is not None:
         _open[1].close(timeout)

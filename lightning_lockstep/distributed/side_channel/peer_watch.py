@@ -37,13 +37,7 @@ class _Suspect:
 
 
 class PeerWatch:
-    """Watches the peers that a rank is connected to; all its methods belong to one thread.
-
-    Args:
-        silence_limit: Returns how long a peer that is frozen or unreachable may stay so [s].
-        on_gone: Called once with (rank, reason) when a peer's process has ended without closing its channel.
-        on_silent: Called once with (rank, seconds, reason) when a peer has been frozen or unreachable too long.
-    """
+    """Watches the peers that a rank is connected to; all its methods belong to one thread."""
 
     def __init__(
         self,

@@ -22,24 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Listens on a port of its own, and watches the connections to peers.
-
-    Args:
-        context: ZeroMQ's.
-        rank: This rank.
-        world_size: Number of ranks.
-        host: Address of this host at which it listens.
-        known_as: How the others find that address.
-        keys: Keys of this job.
-        take: Called with (sender, kind, content) for every message; raises ``ValueError`` or ``TypeError`` for one
-            that makes no sense.
-        connected: Called with a rank whenever the connection to it stands.
-        watch: Learns of connections that end.
-
-    Attributes:
-        address: Where it listens, for the peers.
-        monitors: Takes (rank, address, monitor socket) of a connection that is to be watched.
-    """
+    """Listens on a port of its own, and watches the connections to peers."""
 
     def __init__(
         self,
@@ -79,11 +62,7 @@ class Receiver:
         self._thread.start()
 
     def join(self, timeout: float) -> None:
-        """Wait until the sending thread has ended it.
-
-        Args:
-            timeout: Longest wait [s].
-        """
+        """Wait until the sending thread has ended it."""
         self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -142,9 +121,6 @@ def sender_of(identity: Any) -> bytes:
 
     Once it has connected again, ZeroMQ names its former connection by a number of its own that begins with a zero byte;
     what has come by that connection is read all the same.
-
-    Args:
-        identity: The first frame of a message.
     """
     name: bytes = identity.bytes
     return str(identity.get("Identity")).encode() if name.startswith(b"\0") else name

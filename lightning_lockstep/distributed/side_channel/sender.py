@@ -39,13 +39,7 @@ class Reached(NamedTuple):
 
 @dataclass
 class Flush:
-    """Asks every peer that was sent something to confirm it.
-
-    Attributes:
-        number: Its number.
-        missing: Peers that have not confirmed yet; known once they are asked.
-        done: Set once all have.
-    """
+    """Asks every peer that was sent something to confirm it."""
 
     number: int
     missing: set[int] | None = None
@@ -60,17 +54,7 @@ class Flush:
 
 
 class Sender:
-    """Takes what was posted, turns it into JSON and hands it to ZeroMQ, all on a thread of its own.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        links: Makes the connections, on that thread.
-        gone: Returns the peers that have closed their channel or are lost.
-
-    Attributes:
-        put: Takes a :class:`Post`, :class:`Frames`, :class:`Reached` or :class:`Flush`, and returns at once.
-    """
+    """Takes what was posted, turns it into JSON and hands it to ZeroMQ, all on a thread of its own."""
 
     def __init__(
         self, rank: int, world_size: int, *, links: Callable[[], Links], gone: Callable[[], set[int]]
@@ -87,11 +71,7 @@ class Sender:
         return self._thread.is_alive()
 
     def end(self, timeout: float) -> None:
-        """Send what is left, close the connections and end the receiving thread.
-
-        Args:
-            timeout: Longest wait [s].
-        """
+        """Send what is left, close the connections and end the receiving thread."""
         self._outbox.put(None)
         self._thread.join(timeout)
 

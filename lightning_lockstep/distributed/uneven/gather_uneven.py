@@ -82,9 +82,6 @@ def gather_uneven(tensor: Any, *, group: dist.ProcessGroup | None = None) -> lis
 @contextmanager
 def gathered_entries() -> Iterator[list[Tensor]]:
     """Keep an entry of each gather with gradients in the body, for a rank that must take part in their backward.
-
-    Yields:
-        The entries so far.
     """
     entries: list[Tensor] = []
     _asked.append(entries)
@@ -202,10 +199,7 @@ class _Plan:
         )
 
     def gather(self, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the tensors of rank 0, then those of rank 1, and so on, each with memory of its own.
-
-        Ranks: all of the group; one all-gather.
-        """
+        """Return the tensors of rank 0, then those of rank 1, and so on, each with memory of its own."""
         longest = max(layout.nbytes for layout in self.layouts)
         row = torch.zeros(longest, dtype=torch.uint8, device=self.carrier)
         self.layouts[dist.get_rank(self.group)].pack(own, row)
@@ -217,13 +211,7 @@ class _Plan:
         )
 
     def summed(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the sum over the ranks of the gradients of each of this rank's tensors.
-
-        Args:
-            gradients: Of what :meth:`gather` has returned.
-
-        Ranks: all of the group; one all-to-all.
-        """
+        """Return the sum over the ranks of the gradients of each of this rank's tensors."""
         lengths = [layout.nbytes for layout in self.gradients]
         rows = torch.zeros(sum(lengths), dtype=torch.uint8, device=self.carrier)
         count = len(self.differentiable)

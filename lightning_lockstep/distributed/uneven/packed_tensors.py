@@ -25,12 +25,7 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_g
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors lie in a row of bytes.
-
-    Attributes:
-        dtypes: Dtype of each tensor.
-        shapes: Shape of each tensor.
-    """
+    """Where tensors lie in a row of bytes."""
 
     dtypes: Sequence[torch.dtype]
     shapes: Sequence[tuple[int, ...]]
@@ -41,25 +36,13 @@ class Layout:
         return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes())
 
     def pack(self, tensors: Sequence[Tensor | None], row: Tensor) -> None:
-        """Copy tensors into a row; ``None`` leaves its place as it is.
-
-        Args:
-            tensors: One for each place, on any device and however strided.
-            row: Bytes, ``(nbytes,)`` or longer.
-        """
+        """Copy tensors into a row; ``None`` leaves its place as it is."""
         for tensor, place in zip(tensors, self.unpack(row), strict=True):
             if tensor is not None:
                 place.copy_(tensor)
 
     def unpack(self, rows: Tensor) -> list[Tensor]:
-        """Return each tensor as a view of the rows.
-
-        Args:
-            rows: Bytes, ``(nbytes,)`` or longer, or several such rows as ``(n, nbytes)``.
-
-        Returns:
-            Tensors of ``(*shape,)``, or of ``(n, *shape)``.
-        """
+        """Return each tensor as a view of the rows."""
         return list(self._views(rows))
 
     def _views(self, rows: Tensor) -> Iterator[Tensor]:
@@ -78,10 +61,6 @@ class Layout:
 
 def carrying_device(group: dist.ProcessGroup, tensors: Sequence[Tensor] = ()) -> torch.device:
     """Return the device on which a group carries tensors: that of one of them if it can, else the CPU if it can.
-
-    Args:
-        group: The process group.
-        tensors: What is to be sent, of the same kinds of device on every rank.
     """
     carried = [entry.partition(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
     for tensor in tensors:
@@ -93,14 +72,7 @@ def carrying_device(group: dist.ProcessGroup, tensors: Sequence[Tensor] = ()) ->
 
 
 def all_gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, ``(group size, n)``.
-
-    Args:
-        row: Bytes, ``(n,)``; as many on every rank.
-        group: The process group.
-
-    Ranks: all of the group; one all-gather, none where ``n`` is 0.
-    """
+    """Return the rows of all ranks, ``(group size, n)``."""
     size = dist.get_world_size(group)
     rows = row.new_empty(size * len(row))
     if len(row):
@@ -109,18 +81,7 @@ def all_gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send each rank a row of its own length, and return what each rank has sent to this one.
-
-    Args:
-        rows: The rows one after another, rank 0's first: bytes, ``(sum of the lengths,)``.
-        lengths: Length of each rank's row, the same on every rank.
-        group: The process group.
-
-    Returns:
-        Bytes, ``(group size, length of this rank)``.
-
-    Ranks: all of the group; one all-to-all, none where every row is empty.
-    """
+    """Send each rank a row of its own length, and return what each rank has sent to this one."""
     size, own = dist.get_world_size(group), lengths[dist.get_rank(group)]
     received = rows.new_empty(size * own)
     if any(lengths):

@@ -22,14 +22,7 @@ _SHOWN_PLACES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The arguments of one rank.
-
-    Attributes:
-        call: Dtypes, shapes and call site; its note is what is wrong with the arguments, if anything is.
-        places: Where each tensor stands in the containers, such as ``['logits'][0]``.
-        requires_grad: Whether each tensor requires a gradient.
-        grad_enabled: Whether autograd records.
-    """
+    """The arguments of one rank."""
 
     call: CollectiveCall
     places: tuple[str, ...]
@@ -54,14 +47,7 @@ class Arguments:
 
 
 def compared_arguments(own: Arguments, group: dist.ProcessGroup) -> list[Arguments]:
-    """Return the arguments of every rank of the group, once they fit together.
-
-    Raises:
-        CollectiveMismatchError: They do not; on every rank alike.
-        ConfigurationError: Those of every rank are wrong in themselves.
-
-    Ranks: all of the group; one all-gather of 1 KiB per rank, a second where a rank has more to say.
-    """
+    """Return the arguments of every rank of the group, once they fit together."""
     everyone = [Arguments.decoded(data) for data in _gathered(own.encoded(), group)]
     if all(arguments.call.note for arguments in everyone):
         raise ConfigurationError(own.call.note)

@@ -32,12 +32,7 @@ _DRIVER_OF_DNF = "dnf module install nvidia-driver:latest-dkms"
     timeout=60.0,
 )
 def check_cuda(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at driver, torch, toolkits, compiler and architectures.
-
-    Args:
-        machine: To look at.
-        options: ``strategy`` says whether a run compiles anything.
-    """
+    """Look at driver, torch, toolkits, compiler and architectures."""
     torch, found = torch_build(machine), driver(machine)
     gpus = find_gpus(machine) if not found.error else []
     yield from _driver(machine, found, gpus)

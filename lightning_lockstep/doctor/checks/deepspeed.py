@@ -54,12 +54,7 @@ _PREBUILT = {"cpu_adam": "DS_BUILD_CPU_ADAM", "async_io": "DS_BUILD_AIO", "fused
     timeout=60.0,
 )
 def check_deepspeed(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at DeepSpeed and at what its builds need.
-
-    Args:
-        machine: To look at.
-        options: ``model_parameters`` adds an estimate of memory on ``gpus``.
-    """
+    """Look at DeepSpeed and at what its builds need."""
     if options.model_parameters is not None:
         yield _memory(machine, options.model_parameters, options.gpus)
     version = machine.python.packages.get("deepspeed")

@@ -41,12 +41,7 @@ _BOUND_BY_SLURM = (
     timeout=60.0,
 )
 def check_devices(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Compare the GPUs of this host.
-
-    Args:
-        machine: To look at.
-        options: Not needed.
-    """
+    """Compare the GPUs of this host."""
     gpus = find_gpus(machine)
     if not gpus:
         yield not_applicable("GPUs", "nvidia-smi is not found, or lists none.")

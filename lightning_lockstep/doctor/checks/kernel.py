@@ -48,12 +48,7 @@ _UPGRADES = {
     through shared memory many times; if they finish, the version is the only reason for a warning.""",
 )
 def check_kernel(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at the kernel's release, and test an old one.
-
-    Args:
-        machine: To look at.
-        options: Not needed.
-    """
+    """Look at the kernel's release, and test an old one."""
     text = (machine.read_text("/proc/sys/kernel/osrelease") or "").strip()
     version = release(text)
     if not text:

@@ -43,12 +43,7 @@ _VERSION = 20.0  # longest wait for `mpirun --version` [s]
     timeout=150.0,
 )
 def mpi(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at mpirun, mpi4py and the hosts.
-
-    Args:
-        machine: The machine to look at.
-        options: ``hosts``, ``hostfile`` and ``ssh_args`` count.
-    """
+    """Look at mpirun, mpi4py and the hosts."""
     found = _mpiruns(machine)
     has_mpi4py = "mpi4py" in machine.python.packages
     if not found and not has_mpi4py:

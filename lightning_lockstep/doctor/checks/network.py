@@ -31,13 +31,7 @@ and the interface.
     timeout=600.0,
 )
 def network(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Test the network between ranks.
-
-    Args:
-        machine: This machine.
-        options: ``nproc`` ranks are started here, or on each of ``hosts``. Ranks of torchrun, mpirun and srun do not
-            come here: see :mod:`lightning_lockstep.doctor.several_hosts.as_ranks`.
-    """
+    """Test the network between ranks."""
     if machine.is_imitated:
         yield not_applicable("ranks", "no process can be started on an imitated machine")
         return

@@ -32,12 +32,7 @@ _FEW_FILES, _ENOUGH_FILES = 1024, 4096
     each.""",
 )
 def check_packages(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at installed versions and at limits.
-
-    Args:
-        machine: To look at.
-        options: Not needed.
-    """
+    """Look at installed versions and at limits."""
     packages = machine.python.packages
     yield _python(machine.python.version)
     yield from _torch(packages)

@@ -37,12 +37,7 @@ _QUIET = 120.0  # a folder that was written to since may be that of a run at wor
 
 @check(name="run", summary="run folders: what happened, and what to do next", why=_WHY, timeout=30.0)
 def run(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Read run folders.
-
-    Args:
-        machine: The machine to look at.
-        options: ``folders`` counts.
-    """
+    """Read run folders."""
     if not options.folders:
         yield not_applicable(
             "run folder", "none was given, as in: lockstep-doctor run outputs/train/2025-01-31_12-00-00"

@@ -44,12 +44,7 @@ _TYPES = {"Open MPI": ("pmix",), "MPICH": _PMI2, "Intel MPI": _PMI2, "MVAPICH": 
     timeout=90.0,
 )
 def slurm(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at the job, or at the cluster from a login node.
-
-    Args:
-        machine: The machine to look at.
-        options: Not looked at.
-    """
+    """Look at the job, or at the cluster from a login node."""
     environ = machine.environment
     job = environ.get("SLURM_JOB_ID")
     if job is None and machine.which("srun") is None:

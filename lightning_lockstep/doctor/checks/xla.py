@@ -48,12 +48,7 @@ _TPUS = {
     timeout=60.0,
 )
 def check_xla(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
-    """Look at torch-xla and its variables.
-
-    Args:
-        machine: To look at.
-        options: Not needed.
-    """
+    """Look at torch-xla and its variables."""
     yield from _variables(machine)
     packages = machine.python.packages
     xla, torch = packages.get("torch-xla"), packages.get("torch")

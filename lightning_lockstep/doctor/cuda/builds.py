@@ -25,13 +25,7 @@ __all__ = ["check_host_compiler", "check_toolkits"]
 
 
 def check_toolkits(machine: Machine, torch: TorchBuild, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Look at the toolkits of the system, and at the one that builds find.
-
-    Args:
-        machine: To look at.
-        torch: The installed one.
-        gpus: Of this host.
-    """
+    """Look at the toolkits of the system, and at the one that builds find."""
     toolkits, used = find_toolkits(machine), toolkit_in_use(machine)
     listed = "; ".join(f"{toolkit}{' <- found first' if toolkit == used else ''}" for toolkit in toolkits)
     if toolkits:
@@ -121,11 +115,7 @@ def _matching_lines(
 
 
 def check_host_compiler(machine: Machine) -> Iterator[Finding]:
-    """Look at the compiler that nvcc calls.
-
-    Args:
-        machine: To look at.
-    """
+    """Look at the compiler that nvcc calls."""
     toolkit = toolkit_in_use(machine)
     newest = newest_gcc(toolkit.version) if toolkit else None
     if toolkit is None or newest is None:

@@ -31,13 +31,7 @@ _NEWEST_GCC = {
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler.
-
-    Attributes:
-        path: Of its program.
-        version: Such as ``13.3.0``; empty if it reports none.
-        is_gcc: Whether it is gcc.
-    """
+    """A compiler."""
 
     path: str
     version: str
@@ -52,11 +46,6 @@ class Compiler:
 
 def host_compiler(machine: Machine, toolkit: Toolkit, *, with_cc: bool = True) -> Compiler | None:
     """Return the compiler that nvcc of a toolkit calls in builds of torch extensions, ``None`` if there is none.
-
-    Args:
-        machine: To look at.
-        toolkit: Of the nvcc.
-        with_cc: Whether ``CC`` counts, which torch gives to nvcc before all else.
     """
     beside = f"{toolkit.root}/bin/gcc"
     cc = _words(machine.environment.get("CC", ""))[:1] if with_cc else []
@@ -67,24 +56,14 @@ def host_compiler(machine: Machine, toolkit: Toolkit, *, with_cc: bool = True) -
 
 
 def newest_gcc(cuda: str) -> int | None:
-    """Return the newest major version of gcc that a CUDA accepts, ``None`` if that is not known.
-
-    Args:
-        cuda: Its version.
-    """
+    """Return the newest major version of gcc that a CUDA accepts, ``None`` if that is not known."""
     wanted = release(cuda)[:2]
     known = [bound for bound in _NEWEST_GCC if bound <= wanted]
     return _NEWEST_GCC[max(known)] if known else None
 
 
 def link_lines(machine: Machine, toolkit: Toolkit, newest: int) -> tuple[str, ...]:
-    """Return the lines that give a toolkit an older gcc, which may have to be installed first.
-
-    Args:
-        machine: Of the toolkit.
-        toolkit: Which needs it.
-        newest: Newest major version of gcc that it accepts.
-    """
+    """Return the lines that give a toolkit an older gcc, which may have to be installed first."""
     older = _installed_gcc(machine, newest)
     lines = [] if older else [_install(machine, newest)]
     gcc = older or _path_after_install(machine, newest)

@@ -17,11 +17,7 @@ _CUDA = re.compile(r"cuda", re.IGNORECASE)
 
 
 def check_variables(machine: Machine) -> Iterator[Finding]:
-    """Look at the folders of CUDA that the variables name.
-
-    Args:
-        machine: To look at.
-    """
+    """Look at the folders of CUDA that the variables name."""
     yield from _home(machine)
     named = False
     for name in _NAMES:
@@ -39,11 +35,7 @@ def check_variables(machine: Machine) -> Iterator[Finding]:
 
 
 def broken_homes(machine: Machine) -> dict[str, str]:
-    """Return the variables that say where CUDA is, and name a folder without its compiler.
-
-    Args:
-        machine: To look at.
-    """
+    """Return the variables that say where CUDA is, and name a folder without its compiler."""
     given = {name: machine.environment.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")}
     return {name: home for name, home in given.items() if home and not machine.exists(f"{home}/bin/nvcc")}
 

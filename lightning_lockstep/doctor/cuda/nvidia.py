@@ -35,15 +35,7 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver of this host.
-
-    Attributes:
-        program: nvidia-smi, as it was found; ``None`` if it was not.
-        version: Such as ``570.86.15``, empty if unknown.
-        cuda: Newest CUDA that it can run, such as ``12.8``, empty if unknown.
-        error: The error of nvidia-smi if it cannot reach the driver.
-        has_hardware: Whether an NVIDIA GPU is plugged in, whether or not there is a driver.
-    """
+    """The driver of this host."""
 
     program: str | None
     version: str = ""
@@ -54,18 +46,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of this host.
-
-    Attributes:
-        index: Its number.
-        name: Its model.
-        memory: In all [MiB]; 0 if unknown.
-        capability: Compute capability, such as ``(8, 6)``; empty if unknown.
-        clock: Highest clock [MHz]; 0 if unknown.
-        link: Generation and lanes of PCIe that it could have, such as ``4x16``; empty if unknown.
-        lanes: Lanes of PCIe that it has now; 0 if unknown.
-        bus_id: Its address, such as ``00000000:3b:00.0``.
-    """
+    """One GPU of this host."""
 
     index: int
     name: str
@@ -78,11 +59,7 @@ class Gpu:
 
 
 def driver(machine: Machine) -> Driver:
-    """Return what is known of the driver.
-
-    Args:
-        machine: To look at.
-    """
+    """Return what is known of the driver."""
     program = next((path for name in _PROGRAMS if (path := machine.which(name))), None)
     has_hardware = _has_hardware(machine)
     if program is None:
@@ -99,11 +76,7 @@ def driver(machine: Machine) -> Driver:
 
 
 def find_gpus(machine: Machine) -> list[Gpu]:
-    """Return the GPUs that nvidia-smi lists, none if it cannot.
-
-    Args:
-        machine: To look at.
-    """
+    """Return the GPUs that nvidia-smi lists, none if it cannot."""
     program = next((path for name in _PROGRAMS if (path := machine.which(name))), None)
     if program is None:
         return []
@@ -116,10 +89,6 @@ def find_gpus(machine: Machine) -> list[Gpu]:
 
 def with_capabilities(gpus: Sequence[Gpu], probed: Probed) -> list[Gpu]:
     """Return GPUs with the compute capabilities that torch knows, where nvidia-smi is too old to list them.
-
-    Args:
-        gpus: Of nvidia-smi.
-        probed: What the probe ``torch_devices`` has printed.
     """
     devices = probed.facts.get("devices")
     known = [_capability_of(device) for device in devices] if isinstance(devices, list) else []
@@ -138,11 +107,7 @@ def _capability_of(device: object) -> tuple[int, ...]:
 
 
 def architectures(found: Sequence[Gpu]) -> str:
-    """Return ``TORCH_CUDA_ARCH_LIST`` for some GPUs, such as ``8.6;9.0``; empty if none is known.
-
-    Args:
-        found: The GPUs, of one kind or of several.
-    """
+    """Return ``TORCH_CUDA_ARCH_LIST`` for some GPUs, such as ``8.6;9.0``; empty if none is known."""
     kinds = sorted({gpu.capability for gpu in found if len(gpu.capability) == 2})
     return ";".join(f"{major}.{minor}" for major, minor in kinds)
 

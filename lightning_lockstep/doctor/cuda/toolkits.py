@@ -48,13 +48,7 @@ _LIBRARY_FOLDERS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-li
 
 @dataclass(frozen=True)
 class Toolkit:
-    """One toolkit.
-
-    Attributes:
-        root: Its folder, with links followed.
-        version: Such as ``12.8.1``; empty if its compiler reports none.
-        libraries: Its folder of libraries that holds ``libcudart.so``; ``None`` if none does.
-    """
+    """One toolkit."""
 
     root: str
     version: str
@@ -71,11 +65,7 @@ class Toolkit:
 
 
 def find_toolkits(machine: Machine) -> list[Toolkit]:
-    """Return all toolkits that have a compiler, the newest first.
-
-    Args:
-        machine: To look at.
-    """
+    """Return all toolkits that have a compiler, the newest first."""
     roots = [path for place in _PLACES for path in machine.glob(place)]
     roots += [machine.environment.get(name, "") for name in _VARIABLES]
     in_use = toolkit_in_use(machine)
@@ -88,9 +78,6 @@ def find_toolkits(machine: Machine) -> list[Toolkit]:
 
 def toolkit_in_use(machine: Machine) -> Toolkit | None:
     """Return the toolkit that builds find, as torch looks for it: ``CUDA_HOME``, ``PATH``, then ``/usr/local/cuda``.
-
-    Args:
-        machine: To look at.
     """
     home = machine.environment.get("CUDA_HOME") or machine.environment.get("CUDA_PATH")
     if not home and (found := toolkit_on_path(machine)) is not None:
@@ -100,32 +87,19 @@ def toolkit_in_use(machine: Machine) -> Toolkit | None:
 
 
 def first_compiling(capability: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first CUDA whose nvcc compiles for a compute capability; empty where that is not known.
-
-    Args:
-        capability: Such as ``(12, 0)``.
-    """
+    """Return the first CUDA whose nvcc compiles for a compute capability; empty where that is not known."""
     return _COMPILED_FROM.get((capability[0], capability[1]), ()) if len(capability) == 2 else ()
 
 
 def compiles_for(cuda: str, capability: tuple[int, ...]) -> bool:
-    """Return whether the nvcc of a CUDA compiles for a compute capability, as far as that is known.
-
-    Args:
-        cuda: Its version.
-        capability: Such as ``(12, 0)``.
-    """
+    """Return whether the nvcc of a CUDA compiles for a compute capability, as far as that is known."""
     version = release(cuda)
     oldest = next((oldest for major, oldest in _OLDEST_OF.items() if version >= (major,)), ())
     return not version or not capability or (oldest <= capability and first_compiling(capability) <= version)
 
 
 def toolkit_on_path(machine: Machine) -> Toolkit | None:
-    """Return the toolkit whose compiler ``PATH`` finds.
-
-    Args:
-        machine: To look at.
-    """
+    """Return the toolkit whose compiler ``PATH`` finds."""
     program = machine.which("nvcc")
     if program is None:
         return None
@@ -138,12 +112,7 @@ def toolkit_on_path(machine: Machine) -> Toolkit | None:
 
 
 def library_folders(machine: Machine, root: str) -> str | None:
-    """Return the folder of a toolkit that holds ``libcudart.so``.
-
-    Args:
-        machine: To look at.
-        root: Of the toolkit.
-    """
+    """Return the folder of a toolkit that holds ``libcudart.so``."""
     folders = [f"{root}/{name}" for name in _LIBRARY_FOLDERS]
     if root == "/usr":
         folders += ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu"]
@@ -151,12 +120,7 @@ def library_folders(machine: Machine, root: str) -> str | None:
 
 
 def exports(root: str, libraries: str | None = None) -> tuple[str, str]:
-    """Return the lines that put a toolkit in front of all others.
-
-    Args:
-        root: Of the toolkit, such as ``/usr/local/cuda-12.8``.
-        libraries: Its folder of libraries; by default ``lib64`` in it.
-    """
+    """Return the lines that put a toolkit in front of all others."""
     libraries = libraries or f"{root}/lib64"
     return (
         f"export PATH={root}/bin:$PATH",
@@ -165,12 +129,7 @@ def exports(root: str, libraries: str | None = None) -> tuple[str, str]:
 
 
 def install_line(version: str, machine: Machine) -> str:
-    """Return the command that installs a toolkit.
-
-    Args:
-        version: Of CUDA.
-        machine: On which it is to be installed.
-    """
+    """Return the command that installs a toolkit."""
     package = f"cuda-toolkit-{short(version).replace('.', '-')}"
     return system_install(machine, package, package)
 

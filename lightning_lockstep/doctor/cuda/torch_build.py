@@ -12,14 +12,7 @@ __all__ = ["TorchBuild", "torch_build"]
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """The installed torch.
-
-    Attributes:
-        version: Empty where it is not installed.
-        cuda: CUDA that it was built with, such as ``12.8``; empty without.
-        is_rocm: Whether it was built for AMD's GPUs.
-        is_known: Whether its files name what it was built for.
-    """
+    """The installed torch."""
 
     version: str
     cuda: str = ""
@@ -28,11 +21,7 @@ class TorchBuild:
 
 
 def torch_build(machine: Machine) -> TorchBuild:
-    """Return what is known of torch from its files.
-
-    Args:
-        machine: To look at.
-    """
+    """Return what is known of torch from its files."""
     installed = machine.python.packages.get("torch", "")
     text = machine.read_text(f"{machine.python.folder_of('torch')}/torch/version.py") or ""
     version = _assigned(text, "__version__") or installed

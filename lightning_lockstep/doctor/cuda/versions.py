@@ -12,9 +12,6 @@ _MOST_DIGITS = 9
 
 def release(version: str | None) -> tuple[int, ...]:
     """Return the numbers at the beginning of a version, such as ``(2, 9, 0)`` of ``2.9.0+cu128``; empty if none.
-
-    Args:
-        version: In any spelling; ``None`` for an unknown one.
     """
     match = re.match(r"\s*[vV]?(\d+(?:\.\d+)*)", version or "", re.ASCII)
     if match is None:
@@ -24,19 +21,10 @@ def release(version: str | None) -> tuple[int, ...]:
 
 
 def major(version: str | None) -> int:
-    """Return the first number of a version, 0 if there is none.
-
-    Args:
-        version: In any spelling.
-    """
+    """Return the first number of a version, 0 if there is none."""
     return next(iter(release(version)), 0)
 
 
 def short(version: str | None, parts: int = 2) -> str:
-    """Return the first numbers of a version, such as ``2.9`` of ``2.9.0+cu128``; empty if there are none.
-
-    Args:
-        version: In any spelling.
-        parts: How many numbers.
-    """
+    """Return the first numbers of a version, such as ``2.9`` of ``2.9.0+cu128``; empty if there are none."""
     return ".".join(map(str, release(version)[:parts]))

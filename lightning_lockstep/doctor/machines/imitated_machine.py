@@ -36,12 +36,6 @@ _KEYS = {
 
 class ImitatedMachine:
     """A machine that answers from a record; see :class:`lightning_lockstep.doctor.machines.machine.Machine`.
-
-    Args:
-        record: ``environment``, ``files`` (text by path), ``links`` (target by path), ``commands`` (what a command line
-            prints: a text, or ``output``, ``error`` and ``exit``), ``packages`` (version by name), ``probes`` (facts by
-            name, or ``error``), ``python``, ``limits``, ``host``. All may be missing.
-        root: Folder below which files are looked for too.
     """
 
     is_imitated = True
@@ -64,12 +58,7 @@ class ImitatedMachine:
         self.limits = _limits(_mapping(record, "limits"))
 
     def run(self, command: Sequence[str], timeout: float = 10.0) -> Completed:
-        """Return what is recorded for a command line, of the program that ``PATH`` finds.
-
-        Args:
-            command: Program and arguments.
-            timeout: Not needed.
-        """
+        """Return what is recorded for a command line, of the program that ``PATH`` finds."""
         path = self.which(command[0])
         if path is None:
             return Completed(NOT_FOUND, "", f"{command[0]}: not found")
@@ -86,11 +75,7 @@ class ImitatedMachine:
         return Completed(1, "", f"{command[0]}: nothing is recorded for {shlex.join(command)}")
 
     def which(self, program: str) -> str | None:
-        """Return the path under which the recorded ``PATH`` finds a program.
-
-        Args:
-            program: Its name, or a path.
-        """
+        """Return the path under which the recorded ``PATH`` finds a program."""
         if "/" in program:
             return program if self.exists(program) else None
         folders = self.environment.get("PATH", "").split(":")
@@ -98,12 +83,7 @@ class ImitatedMachine:
         return next((path for path in paths if self.exists(path)), None)
 
     def read_text(self, path: str, *, whole: bool = False) -> str | None:
-        """Return what a recorded file holds.
-
-        Args:
-            path: Absolute.
-            whole: Not needed.
-        """
+        """Return what a recorded file holds."""
         real = self.real_path(path)
         if real in self._files:
             return self._files[real]
@@ -114,11 +94,7 @@ class ImitatedMachine:
             return None
 
     def exists(self, path: str) -> bool:
-        """Return whether a file or folder is recorded.
-
-        Args:
-            path: Absolute.
-        """
+        """Return whether a file or folder is recorded."""
         real = self.real_path(path)
         if real in self._files or any(name.startswith(f"{real}/") for name in [*self._files, *self._links]):
             return True
@@ -126,19 +102,11 @@ class ImitatedMachine:
         return below is not None and below.exists()
 
     def glob(self, pattern: str) -> list[str]:
-        """Return the recorded paths that match a pattern.
-
-        Args:
-            pattern: Absolute.
-        """
+        """Return the recorded paths that match a pattern."""
         return sorted({path for path in self._paths() if _matches(path, pattern)})
 
     def real_path(self, path: str) -> str:
-        """Return a path with the recorded links followed.
-
-        Args:
-            path: Absolute.
-        """
+        """Return a path with the recorded links followed."""
         path = posixpath.normpath(path)
         for _ in range(_MOST_LINKS):
             link = next((link for link in self._links if path == link or path.startswith(f"{link}/")), None)
@@ -149,13 +117,7 @@ class ImitatedMachine:
         return path
 
     def probe(self, name: str, *arguments: str, timeout: float = 60.0) -> Probed:
-        """Return what is recorded for a probe.
-
-        Args:
-            name: Of its module.
-            arguments: Not needed.
-            timeout: Not needed.
-        """
+        """Return what is recorded for a probe."""
         made = self._probes.get(name)
         if not isinstance(made, Mapping):
             return Probed(error=str(made) if made else "nothing is recorded for it")
@@ -176,29 +138,14 @@ class ImitatedMachine:
 
 
 def read_machine(path: Path) -> ImitatedMachine:
-    """Return the machine that a record describes.
-
-    Args:
-        path: The record, a YAML or JSON file; or a folder with the files of the machine, in which the record is
-            ``machine.yaml`` and may be missing.
-
-    Raises:
-        ConfigurationError: It cannot be read, or is no record.
-    """
+    """Return the machine that a record describes."""
     root = path if path.is_dir() else None
     file = next((path / name for name in _RECORDS if (path / name).exists()), None) if root else path
     return ImitatedMachine({} if file is None else _read_record(file), root)
 
 
 def check_record(path: Path) -> None:
-    """Check that a record can be read, before checks begin to.
-
-    Args:
-        path: As :func:`read_machine` takes it.
-
-    Raises:
-        ConfigurationError: It cannot be read, or is no record. Each check reads it, so that a pipe is none.
-    """
+    """Check that a record can be read, before checks begin to."""
     if not (path.is_file() or path.is_dir()):
         raise ConfigurationError(f"--sysroot {path}: expected a file or a folder.")
     read_machine(path)

@@ -14,10 +14,6 @@ __all__ = ["Completed", "Limits", "Machine", "Probed", "Python"]
 @dataclass(frozen=True)
 class Probed:
     """What a probe has printed. A probe is a process of its own that may import torch, DeepSpeed or mpi4py.
-
-    Attributes:
-        facts: Empty where the probe failed.
-        error: Why it failed, in one line; empty where it did not.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -26,16 +22,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class Python:
-    """The Python that runs the doctor, and would run the training.
-
-    Attributes:
-        executable: Its path.
-        version: Such as ``3.11.7``.
-        include: Folder of its headers.
-        site_packages: Folder where packages are installed.
-        packages: Version of each installed distribution, by its name in lower case with ``-`` between words.
-        folders: Folder in which each of them was found; by default ``site_packages``.
-    """
+    """The Python that runs the doctor, and would run the training."""
 
     executable: str
     version: str
@@ -45,28 +32,13 @@ class Python:
     folders: Mapping[str, str] = field(default_factory=dict)
 
     def folder_of(self, package: str) -> str:
-        """Return the folder in which a distribution was found.
-
-        Args:
-            package: Its name.
-        """
+        """Return the folder in which a distribution was found."""
         return self.folders.get(package, self.site_packages)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What processes here may use.
-
-    Attributes:
-        cores: CPU cores that this process may use.
-        host_cores: All cores of the host.
-        memory: Most memory that processes here can have [bytes].
-        memory_limited_by: What sets that, in words.
-        host_memory: All memory of the host [bytes].
-        open_files: Most files that a process may have open; ``None`` for no limit.
-        shared_memory: Size of ``/dev/shm`` [bytes]; ``None`` where there is none.
-        locked_memory: Most memory that a process may lock [bytes]; ``None`` for no limit.
-    """
+    """What processes here may use."""
 
     cores: int
     host_cores: int

@@ -8,20 +8,10 @@ __all__ = ["has_dnf", "system_install"]
 
 
 def has_dnf(machine: Machine) -> bool:
-    """Return whether a system has packages of Red Hat's kind, rather than Debian's.
-
-    Args:
-        machine: To look at.
-    """
+    """Return whether a system has packages of Red Hat's kind, rather than Debian's."""
     return machine.which("apt-get") is None and machine.which("dnf") is not None
 
 
 def system_install(machine: Machine, debian: str, red_hat: str) -> str:
-    """Return the line that installs packages.
-
-    Args:
-        machine: On which they are to be installed.
-        debian: Their names there.
-        red_hat: Their names there.
-    """
+    """Return the line that installs packages."""
     return f"sudo dnf install {red_hat}" if has_dnf(machine) else f"sudo apt-get install {debian}"

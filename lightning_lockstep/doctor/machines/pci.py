@@ -8,12 +8,7 @@ __all__ = ["pci_devices"]
 
 
 def pci_devices(machine: Machine, vendor: str) -> list[str]:
-    """Return the folders in which the kernel describes the devices of a vendor.
-
-    Args:
-        machine: To look at.
-        vendor: Its number, such as ``0x10de``.
-    """
+    """Return the folders in which the kernel describes the devices of a vendor."""
     files = machine.glob("/sys/bus/pci/devices/*/vendor")
     return [
         path.removesuffix("/vendor") for path in files if (machine.read_text(path) or "").strip() == vendor

@@ -16,10 +16,6 @@ _RULE = " -*="
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a text that is neither blank nor a rule, the empty string if there is none.
-
-    Args:
-        text: Such as the output of a program; a traceback ends with its error.
-    """
+    """Return the last line of a text that is neither blank nor a rule, the empty string if there is none."""
     lines = [line.strip() for line in text.splitlines() if line.strip(_RULE)]
     return lines[-1] if lines else ""

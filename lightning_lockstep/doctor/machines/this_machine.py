@@ -69,29 +69,15 @@ class ThisMachine:
         )
 
     def run(self, command: Sequence[str], timeout: float = 10.0) -> Completed:
-        """Run a program; its messages are in English.
-
-        Args:
-            command: Program and arguments.
-            timeout: Longest time [s].
-        """
+        """Run a program; its messages are in English."""
         return run_program(command, timeout, {**os.environ, "LC_ALL": "C"})
 
     def which(self, program: str) -> str | None:
-        """Return the path under which ``PATH`` finds a program.
-
-        Args:
-            program: Its name, or a path.
-        """
+        """Return the path under which ``PATH`` finds a program."""
         return shutil.which(program)
 
     def read_text(self, path: str, *, whole: bool = False) -> str | None:
-        """Return what a file holds.
-
-        Args:
-            path: Absolute.
-            whole: Read it to its end.
-        """
+        """Return what a file holds."""
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
                 return file.read(-1 if whole else _MOST)
@@ -99,40 +85,22 @@ class ThisMachine:
             return None
 
     def exists(self, path: str) -> bool:
-        """Return whether there is such a file or folder.
-
-        Args:
-            path: Absolute.
-        """
+        """Return whether there is such a file or folder."""
         try:
             return Path(path).exists()
         except (OSError, ValueError):
             return False
 
     def glob(self, pattern: str) -> list[str]:
-        """Return the paths that match a pattern.
-
-        Args:
-            pattern: Absolute.
-        """
+        """Return the paths that match a pattern."""
         return sorted(str(path) for path in Path("/").glob(pattern.lstrip("/")))
 
     def real_path(self, path: str) -> str:
-        """Return a path with all links followed.
-
-        Args:
-            path: Absolute.
-        """
+        """Return a path with all links followed."""
         return os.path.realpath(path)
 
     def probe(self, name: str, *arguments: str, timeout: float = 60.0) -> Probed:
-        """Run a probe; the last line of its output is a JSON object.
-
-        Args:
-            name: Of its module.
-            arguments: Of its command line.
-            timeout: Longest time [s].
-        """
+        """Run a probe; the last line of its output is a JSON object."""
         command = [sys.executable, "-m", f"lightning_lockstep.doctor.probes.{name}", *arguments]
         done = run_program(command, timeout, {**os.environ, "PYTHONUNBUFFERED": "1"})
         if done.timed_out:

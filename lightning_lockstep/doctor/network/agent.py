@@ -31,14 +31,7 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_P2P_DISABLE")
 
 
 class Agent:
-    """The agent of one rank.
-
-    Args:
-        rank: Its rank.
-        started: Process of MPI that has been started already, to find the coordinator.
-        checks: What to run when the coordinator asks for the checks of this host; it cannot say which, or with what
-            options.
-    """
+    """The agent of one rank."""
 
     def __init__(self, rank: int, started: RankProcess | None = None, checks: Checks | None = None) -> None:
         self.rank = rank
@@ -48,11 +41,7 @@ class Agent:
         self._listener: socket.socket | None = None
 
     def serve(self, link: Link) -> None:
-        """Do what is asked until there is no more.
-
-        Args:
-            link: To the coordinator.
-        """
+        """Do what is asked until there is no more."""
         actions: dict[str, Callable[..., Any]] = {
             "facts": host_facts,
             "checks": self._checks,

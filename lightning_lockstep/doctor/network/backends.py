@@ -19,15 +19,7 @@ _EARLIER = 3.0
 
 @dataclass(frozen=True)
 class StepFault:
-    """The error of one rank in the step that failed.
-
-    Attributes:
-        rank: Its rank.
-        kind: ``ended`` (its process died), ``silent`` (its host does not answer), ``error``, or ``late``.
-        error: Its message.
-        debug: What NCCL has written.
-        printed: What its process has written to standard error.
-    """
+    """The error of one rank in the step that failed."""
 
     rank: int
     kind: str
@@ -38,14 +30,7 @@ class StepFault:
 
 @dataclass(frozen=True)
 class BackendResult:
-    """How the test of a backend went.
-
-    Attributes:
-        backend: Its name.
-        step: The step that failed; empty where none did.
-        faults: Of the ranks that failed in it.
-        answers: Of each step, by rank.
-    """
+    """How the test of a backend went."""
 
     backend: str
     step: str = ""
@@ -67,12 +52,7 @@ class BackendResult:
         return ()
 
     def value(self, step: str, name: str) -> dict[int, Any]:
-        """Return one value of the answers to a step, by rank.
-
-        Args:
-            step: Of the test.
-            name: Of the value.
-        """
+        """Return one value of the answers to a step, by rank."""
         return {rank: answer.get(name) for rank, answer in self.answers.get(step, {}).items()}
 
 
@@ -84,15 +64,7 @@ def try_backend(
     environ: Callable[[int], Mapping[str, str]] = lambda rank: {},
     patience: float = 1.0,
 ) -> BackendResult:
-    """Take the steps of a backend on all ranks, up to the first that fails.
-
-    Args:
-        group: The agents.
-        backend: ``gloo``, ``nccl`` or ``mpi4py``; what follows a ``+`` distinguishes two tests of one backend.
-        address: Of rank 0, as the others reach it.
-        environ: Variables for the process of each rank.
-        patience: Factor for all deadlines.
-    """
+    """Take the steps of a backend on all ranks, up to the first that fails."""
     answers: dict[str, Mapping[int, Mapping[str, Any]]] = {}
     is_mpi = backend.startswith("mpi4py")
 

@@ -20,35 +20,21 @@ _ALL_PAIRS = 16  # hosts up to which every pair is tried; beyond, each tries the
 
 @dataclass(frozen=True)
 class Connections:
-    """What the hosts of a group have seen of each other.
-
-    Attributes:
-        reached: By (from, to): the address at which ``to`` was reached, and from which interface.
-        failed: By (from, to): what was tried and failed.
-        resolved: By host: the addresses that each host name resolves to there.
-    """
+    """What the hosts of a group have seen of each other."""
 
     reached: Mapping[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     failed: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
     resolved: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
 
     def address_of_first(self, group: AgentGroup) -> str | None:
-        """Return the address at which all hosts reach that of rank 0, or ``None``.
-
-        Args:
-            group: The agents.
-        """
+        """Return the address at which all hosts reach that of rank 0, or ``None``."""
         first = group.host(0)
         others = [host for host in group.hosts if host != first]
         found = [self.reached.get((host, first), ("", ""))[0] for host in others]
         return found[0] if found and found[0] and len(set(found)) == 1 else None
 
     def own_interfaces(self, group: AgentGroup) -> dict[str, str]:
-        """Return the interface of each host at which the others reach it; empty if one has none.
-
-        Args:
-            group: The agents.
-        """
+        """Return the interface of each host at which the others reach it; empty if one has none."""
         found: dict[str, str] = {}
         for host, ranks in group.hosts.items():
             addresses = {address for (_, to), (address, _) in self.reached.items() if to == host}
@@ -58,23 +44,14 @@ class Connections:
         return found if found.keys() == group.hosts.keys() else {}
 
     def exports(self, group: AgentGroup, variable: str) -> list[str]:
-        """Return the lines that give each host its interface.
-
-        Args:
-            group: The agents.
-            variable: Such as ``GLOO_SOCKET_IFNAME``.
-        """
+        """Return the lines that give each host its interface."""
         own = self.own_interfaces(group)
         if len(set(own.values())) == 1:
             return [f"export {variable}={next(iter(own.values()))}"]
         return [f"export {variable}={name}  # on {host}" for host, name in own.items()]
 
     def findings(self, group: AgentGroup) -> Iterator[Finding]:
-        """Yield what is wrong with names, addresses and connections.
-
-        Args:
-            group: The agents.
-        """
+        """Yield what is wrong with names, addresses and connections."""
         yield from self._pairs(group)
         yield from self._names(group)
         yield from self._what_gloo_chooses(group)
@@ -167,12 +144,7 @@ def _of_other_networks(facts: Mapping[str, Any], own: str) -> list[str]:
 
 
 def try_connections(group: AgentGroup, patience: float = 1.0) -> Connections:
-    """Have the first rank of each host connect to the other hosts.
-
-    Args:
-        group: The agents.
-        patience: Factor for all deadlines.
-    """
+    """Have the first rank of each host connect to the other hosts."""
     first = {host: ranks[0] for host, ranks in group.hosts.items()}
     hosts, agents = list(first), list(first.values())
     names_of_hosts = sorted({group.facts[rank]["name"] for rank in agents})

@@ -17,13 +17,7 @@ _SMALL_SHARED_MEMORY = 2**28  # per rank of a host, below which NCCL or loaders 
 
 
 def examine(group: AgentGroup, *, mpi: bool, patience: float = 1.0) -> Iterator[Finding]:
-    """Yield what each stage finds, in the order in which ranks would meet the fault.
-
-    Args:
-        group: The agents.
-        mpi: Whether the ranks are those of an MPI job, so that MPI can be tested on them.
-        patience: Factor for all deadlines.
-    """
+    """Yield what each stage finds, in the order in which ranks would meet the fault."""
     yield from reported_ranks(group)
     if len(group.ranks) < 2:
         return
@@ -43,11 +37,7 @@ def examine(group: AgentGroup, *, mpi: bool, patience: float = 1.0) -> Iterator[
 
 
 def reported_ranks(group: AgentGroup) -> Iterator[Finding]:
-    """Yield which ranks have reported, and which have not.
-
-    Args:
-        group: The agents.
-    """
+    """Yield which ranks have reported, and which have not."""
     places = "; ".join(f"{host}: {ranks_in_words(ranks)}" for host, ranks in group.hosts.items())
     if not group.missing:
         yield ok("ranks", f"all {group.size} reported ({places})")
@@ -145,10 +135,6 @@ def devices_of_hosts(hosts: Mapping[str, Sequence[int]], started: BackendResult)
     """Return how many devices the ranks of each host take, by their numbers on it.
 
     Under ``srun --gpus-per-task=1`` each rank sees one device, and each another one.
-
-    Args:
-        hosts: The ranks of each.
-        started: With the devices that each rank sees.
     """
     counts, uuids = started.value("start", "devices"), started.value("start", "uuids")
     found: dict[str, int] = {}

@@ -36,22 +36,14 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def addresses_of_name(name: str) -> list[str]:
-    """Return the addresses that a host name resolves to on this host; none where it cannot be resolved.
-
-    Args:
-        name: Host name.
-    """
+    """Return the addresses that a host name resolves to on this host; none where it cannot be resolved."""
     with suppress(UnicodeError):  # such as a label of more than 63 characters
         return addresses_of(name)
     return []
 
 
 def interface_towards(address: str) -> tuple[str, str]:
-    """Return the interface from which this host reaches another, and its own address there.
-
-    Args:
-        address: Address of the other.
-    """
+    """Return the interface from which this host reaches another, and its own address there."""
     own = address_towards(address)
     if ip_address(own).is_loopback and not ip_address(address).is_loopback:
         return "", ""  # there is no route

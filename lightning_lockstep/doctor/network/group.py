@@ -17,18 +17,7 @@ _END = 10.0  # longest wait for an agent of this process to end [s]
 
 
 class AgentGroup:
-    """The agents of the ranks.
-
-    Args:
-        links: The connection to each agent, by rank.
-        size: Number of ranks that there should be.
-        missing: Why a rank has no agent, by rank, as far as known.
-        threads: In which agents of this process serve.
-
-    Attributes:
-        facts: The facts about its host that each rank has reported.
-        fixes: Lines to paste for a rank that has not.
-    """
+    """The agents of the ranks."""
 
     def __init__(
         self,
@@ -57,11 +46,7 @@ class AgentGroup:
         return found
 
     def host(self, rank: int) -> str:
-        """Return the host of a rank.
-
-        Args:
-            rank: Its rank.
-        """
+        """Return the host of a rank."""
         return str(self.facts.get(rank, {}).get("host", "?"))
 
     def give_hosts_unique_names(self) -> None:
@@ -75,11 +60,7 @@ class AgentGroup:
             facts["host"] = f"{name} ({address})" if len(machines[name]) > 1 else name
 
     def local_rank(self, rank: int) -> int:
-        """Return a rank's place among those of its host.
-
-        Args:
-            rank: Its rank.
-        """
+        """Return a rank's place among those of its host."""
         return self.hosts[self.host(rank)].index(rank)
 
     def ask(
@@ -89,17 +70,7 @@ class AgentGroup:
         given: Mapping[str, Any] | Callable[[int], Mapping[str, Any]],
         ranks: list[int] | None = None,
     ) -> dict[int, dict[str, Any]]:
-        """Have agents do something; return the answer of each.
-
-        Args:
-            do: What.
-            within: Longest time that it may take there [s].
-            given: What it needs; the same for all, or by rank.
-            ranks: Those to ask; by default all.
-
-        Returns:
-            Answers by rank. That of an agent that has ended or does not answer has ``ok`` false and ``silent`` true.
-        """
+        """Have agents do something; return the answer of each."""
         asked = self.ranks if ranks is None else ranks
         self._number += 1
         answers: dict[int, dict[str, Any]] = {}

@@ -33,16 +33,7 @@ _FIRST_PORT, _PORTS, _TRIES = 20_000, 11_000, 4
 
 @dataclass(frozen=True)
 class JoinedRank:
-    """A rank that another program has started.
-
-    Attributes:
-        started_by: Name of that program.
-        rank: Its rank.
-        size: Number of ranks.
-        local_rank: Its rank on its host.
-        address: Where rank 0 is, by the environment variables; ``None`` where they do not say.
-        by_mpi: Whether it is a rank of an MPI job.
-    """
+    """A rank that another program has started."""
 
     started_by: str
     rank: int
@@ -74,11 +65,7 @@ def _address_of(node: str) -> str:
 
 
 def joined_rank(environ: Mapping[str, str] | None = None) -> JoinedRank | None:
-    """Return the rank that this process is, or ``None`` where it was started alone.
-
-    Args:
-        environ: Environment variables; by default those of this process.
-    """
+    """Return the rank that this process is, or ``None`` where it was started alone."""
     environ = os.environ if environ is None else environ
     given = environ.get("MASTER_ADDR")
     if "TORCHELASTIC_RUN_ID" in environ:

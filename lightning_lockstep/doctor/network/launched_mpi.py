@@ -29,12 +29,7 @@ _LAST_STEP = "speed"
 
 
 def mpi_here(machine: Machine, count: int) -> Finding:
-    """Return how a test with ranks of mpirun on this host went.
-
-    Args:
-        machine: This machine.
-        count: Number of ranks.
-    """
+    """Return how a test with ranks of mpirun on this host went."""
     settings = MPIRunSettings()
     if "mpi4py" not in machine.python.packages:
         return not_applicable("mpi4py", "it is not installed; strategy=mpi needs it")

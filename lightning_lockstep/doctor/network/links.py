@@ -66,14 +66,7 @@ class _Signer:
 
 
 class Link:
-    """One end of a connection; a thread of its own reads, so that no wait is without a limit.
-
-    Args:
-        reader: Where lines come from.
-        writer: Where lines go.
-        close: Ends the connection.
-        signer: Signs each line; ``None`` where nobody else has the two ends, as with pipes.
-    """
+    """One end of a connection; a thread of its own reads, so that no wait is without a limit."""
 
     def __init__(
         self,
@@ -89,12 +82,7 @@ class Link:
 
     @classmethod
     def of_socket(cls, connection: socket.socket, signer: _Signer | None = None) -> Link:
-        """Return the link over a connected socket.
-
-        Args:
-            connection: The socket; closed with the link.
-            signer: Signs each line.
-        """
+        """Return the link over a connected socket."""
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -102,11 +90,7 @@ class Link:
         return cls(reader, writer, lambda: _shut(connection), signer)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message.
-
-        Raises:
-            ClosedError: The other end has closed the connection.
-        """
+        """Send a message."""
         line = json.dumps(message).encode()
         try:
             self._writer.write((self._signer.signed(line) if self._signer else line) + b"\n")
@@ -115,14 +99,7 @@ class Link:
             raise ClosedError(str(error)) from error
 
     def receive(self, timeout: float) -> dict[str, Any] | None:
-        """Return the next message, or ``None`` when the time is over.
-
-        Args:
-            timeout: Longest wait [s].
-
-        Raises:
-            ClosedError: The other end has closed the connection.
-        """
+        """Return the next message, or ``None`` when the time is over."""
         try:
             message = self._received.get(timeout=max(timeout, 0.001))
         except queue.Empty:
@@ -160,15 +137,7 @@ def _shut(connection: socket.socket) -> None:
 
 
 def listen_at(address: str, ports: list[int]) -> socket.socket:
-    """Return a socket that listens at the first free port.
-
-    Args:
-        address: Address of this host, or ``0.0.0.0``.
-        ports: The ports to try; 0 for any.
-
-    Raises:
-        OSError: All of them are taken.
-    """
+    """Return a socket that listens at the first free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in ports:
         with suppress(OSError):
@@ -177,14 +146,7 @@ def listen_at(address: str, ports: list[int]) -> socket.socket:
 
 
 def accept_ranks(server: socket.socket, token: str, expected: set[int], timeout: float) -> dict[int, Link]:
-    """Return the link of every rank that has come in time.
-
-    Args:
-        server: Listens.
-        token: Secret that only the ranks of this job know.
-        expected: The ranks to wait for.
-        timeout: Longest wait [s].
-    """
+    """Return the link of every rank that has come in time."""
     found: dict[int, Link] = {}
     deadline = time.monotonic() + timeout
     while expected - set(found) and (left := deadline - time.monotonic()) > 0:
@@ -206,12 +168,6 @@ def connect(
     addresses: list[tuple[str, int]], token: str, rank: int, timeout: float
 ) -> tuple[Link | None, str]:
     """Return the link to the coordinator, tried at each address until the time is over, or why there is none.
-
-    Args:
-        addresses: Where it may listen.
-        token: Secret that only the ranks of this job know.
-        rank: This rank.
-        timeout: Longest time [s].
     """
     deadline = time.monotonic() + timeout
     faults: dict[str, str] = {}

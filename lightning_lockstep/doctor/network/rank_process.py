@@ -25,13 +25,7 @@ _WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(
 
 
 class RankProcess:
-    """A probe that answers to steps.
-
-    Args:
-        program: File of the probe.
-        arguments: Of its command line.
-        environ: Variables beside those of this process.
-    """
+    """A probe that answers to steps."""
 
     def __init__(self, program: str, arguments: list[str], environ: Mapping[str, str]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when a step fails
@@ -51,16 +45,7 @@ class RankProcess:
         threading.Thread(target=self._read, name="doctor-rank", daemon=True).start()
 
     def step(self, name: str, within: float, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Have it take a step; return its answer, or how it did not answer.
-
-        Args:
-            name: Of the step.
-            within: Longest time [s].
-            given: What the step needs.
-
-        Returns:
-            With ``ok``; where that is false also ``error``, and ``late`` (no answer in time) or ``ended`` (exit code).
-        """
+        """Have it take a step; return its answer, or how it did not answer."""
         began = time.monotonic()
         assert self._process.stdin is not None
         with suppress(OSError):
@@ -92,11 +77,7 @@ class RankProcess:
                     stream.close()
 
     def leave(self, patience: float) -> None:
-        """Let it end by itself, as ranks of MPI must; end it when the time is over.
-
-        Args:
-            patience: Longest wait [s].
-        """
+        """Let it end by itself, as ranks of MPI must; end it when the time is over."""
         with suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()

@@ -36,11 +36,7 @@ class RendezvousError(Exception):
 
 
 def agents_here(count: int) -> AgentGroup:
-    """Start agents on this host, and return them.
-
-    Args:
-        count: Number of ranks.
-    """
+    """Start agents on this host, and return them."""
     links: dict[int, Link] = {}
     threads = []
     for rank in range(count):
@@ -64,13 +60,7 @@ def _serve(agent: Agent, link: Link) -> None:
 
 
 def agents_by_ssh(hosts: Sequence[str], per_host: int, ssh_args: Sequence[str] = ()) -> AgentGroup:
-    """Start agents on other hosts by ssh, and return those that answer.
-
-    Args:
-        hosts: Their names.
-        per_host: Number of ranks on each.
-        ssh_args: Arguments for ssh.
-    """
+    """Start agents on other hosts by ssh, and return those that answer."""
     processes: dict[int, subprocess.Popen[bytes]] = {}
     group = AgentGroup({}, len(hosts) * per_host, {})
     commands = [
@@ -118,15 +108,7 @@ def _why(report: HostReport) -> str:
 
 
 def gather_ranks(me: JoinedRank, checks: Checks) -> AgentGroup:
-    """Return the agents of all ranks of a job, this one's among them.
-
-    Args:
-        me: Rank 0.
-        checks: Of its host.
-
-    Raises:
-        RendezvousError: There is no port to listen at, or MPI does not work.
-    """
+    """Return the agents of all ranks of a job, this one's among them."""
     started = None
     if me.address is None:
         started = _start_mpi(me)
@@ -153,12 +135,7 @@ def gather_ranks(me: JoinedRank, checks: Checks) -> AgentGroup:
 
 
 def join(me: JoinedRank, checks: Checks) -> str:
-    """Be the agent of a rank other than 0; return why that was not possible, or nothing.
-
-    Args:
-        me: This rank.
-        checks: Of its host, by this rank's own command line.
-    """
+    """Be the agent of a rank other than 0; return why that was not possible, or nothing."""
     started = None
     if me.address is None:
         try:

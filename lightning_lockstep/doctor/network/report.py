@@ -30,12 +30,7 @@ _STEPS = {
 
 
 def backend_finding(group: AgentGroup, result: BackendResult) -> Finding:
-    """Return the finding of a backend test.
-
-    Args:
-        group: The agents.
-        result: Of the test.
-    """
+    """Return the finding of a backend test."""
     if not result.passed:
         return _failure(group, result)
     latency = max(result.value("speed", "latency").values())
@@ -109,18 +104,10 @@ def _fix(result: BackendResult, blamed: Sequence[StepFault]) -> list[str]:
 
 
 def rate(size: float) -> str:
-    """Return a transfer rate such as ``3.2 GB/s``.
-
-    Args:
-        size: Per second [bytes].
-    """
+    """Return a transfer rate such as ``3.2 GB/s``."""
     return f"{size / 1e9:.1f} GB/s" if size >= 1e9 else f"{size / 1e6:.0f} MB/s"
 
 
 def first_part(library: str) -> str:
-    """Return name and version of an MPI library, without where and when it was built.
-
-    Args:
-        library: Its version string.
-    """
+    """Return name and version of an MPI library, without where and when it was built."""
     return library.partition(",")[0].partition("\t")[0].strip()

@@ -24,23 +24,12 @@ _CHECKS = 180.0  # longest time for the other checks of a host [s]
 
 
 def checks_of_host(names: Sequence[str], options: CheckOptions) -> Checks:
-    """Return the checks that the first rank of a host runs there; the ranks test the network together.
-
-    Args:
-        names: Of the checks that its command line asks for.
-        options: What its command line asks.
-    """
+    """Return the checks that the first rank of a host runs there; the ranks test the network together."""
     return Checks([name for name in names if name != _NETWORK], options)
 
 
 class ChecksOfRanks:
-    """The checks of one call, on the hosts of a job; used as :class:`.check_runner.Checks` by rank 0.
-
-    Args:
-        names: Of the checks.
-        options: What the user has asked.
-        me: Rank 0.
-    """
+    """The checks of one call, on the hosts of a job; used as :class:`.check_runner.Checks` by rank 0."""
 
     def __init__(self, names: Sequence[str], options: CheckOptions, me: JoinedRank) -> None:
         self.names = tuple(names)
@@ -52,11 +41,7 @@ class ChecksOfRanks:
         return {f"{self._me.size} ranks of {self._me.started_by}": time.monotonic() - self._began}
 
     def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
-        """Have one rank of each host run the checks, then test the network between all.
-
-        Args:
-            tick: Called between the checks.
-        """
+        """Have one rank of each host run the checks, then test the network between all."""
         try:
             group = gather_ranks(self._me, self._of_host)
         except RendezvousError as error:

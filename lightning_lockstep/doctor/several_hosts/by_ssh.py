@@ -28,13 +28,7 @@ _BEGINS = "LOCKSTEP-DOCTOR"  # printed before the answer; a shell there may have
 
 
 class ChecksOnHosts:
-    """The checks of one call, on several hosts; used as :class:`.check_runner.Checks`.
-
-    Args:
-        names: Of the checks.
-        options: What the user has asked.
-        hosts: The hosts.
-    """
+    """The checks of one call, on several hosts; used as :class:`.check_runner.Checks`."""
 
     def __init__(self, names: Sequence[str], options: CheckOptions, hosts: Sequence[Host]) -> None:
         self.names = tuple(names)
@@ -49,11 +43,7 @@ class ChecksOnHosts:
         return {**there, **self._here.running()}
 
     def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
-        """Run the checks and yield a result for each.
-
-        Args:
-            tick: Called several times a second while nothing has ended.
-        """
+        """Run the checks and yield a result for each."""
         if self._there:
             yield from self._on_hosts(tick)
         yield from self._here.results(tick)

@@ -12,14 +12,7 @@ __all__ = ["hosts_of"]
 
 
 def hosts_of(options: CheckOptions) -> list[Host]:
-    """Return the hosts that a user has named; none for this host alone.
-
-    Args:
-        options: What the user has asked.
-
-    Raises:
-        ConfigurationError: There is no such file, or something else where a host's name should be.
-    """
+    """Return the hosts that a user has named; none for this host alone."""
     wrong = [name for name in options.hosts if not is_host_name(name)]
     if wrong:
         raise ConfigurationError(

@@ -13,11 +13,7 @@ _DIFFERS = "   <- differs"
 
 
 def merged(by_host: Mapping[str, Sequence[CheckResult]]) -> list[CheckResult]:
-    """Return one result for each check, with rows that name the hosts.
-
-    Args:
-        by_host: The results of each host.
-    """
+    """Return one result for each check, with rows that name the hosts."""
     names = dict.fromkeys(result.check for results in by_host.values() for result in results)
     return [_merged_check(name, by_host) for name in names]
 

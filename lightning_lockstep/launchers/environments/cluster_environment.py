@@ -84,16 +84,7 @@ def requeue_signal(environment: ClusterEnvironment) -> Signals | None:
 
 
 def check_has_device(environment: ClusterEnvironment, num_devices: int, num_nodes: int) -> None:
-    """Raise if more ranks were started on this node than the Trainer has devices for.
-
-    Args:
-        environment: Who this rank is.
-        num_devices: Number of devices of a node, as the Trainer expects them.
-        num_nodes: Number of nodes.
-
-    Raises:
-        LaunchError: This rank would have no device.
-    """
+    """Raise if more ranks were started on this node than the Trainer has devices for."""
     if not environment.creates_processes_externally or environment.local_rank() < num_devices:
         return
     environment.validate_settings(num_devices=num_devices, num_nodes=num_nodes)

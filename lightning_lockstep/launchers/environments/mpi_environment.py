@@ -19,11 +19,6 @@ class MPIEnvironment(ClusterEnvironment):
 
     The rendezvous is agreed on over MPI itself when first asked for, so no port is fixed and several jobs on a
     host do not collide.
-
-    Args:
-        rank: The rank that this process is; by default found in the environment variables.
-
-    Ranks: every rank of the job makes one.
     """
 
     def __init__(self, rank: MPIRank | None = None) -> None:
@@ -42,10 +37,7 @@ class MPIEnvironment(ClusterEnvironment):
 
     @property
     def rendezvous(self) -> MPIRendezvous:
-        """Where the ranks meet.
-
-        Ranks: the first access must happen on every rank alike; it starts MPI where mpi4py is installed.
-        """
+        """Where the ranks meet."""
         return agree_on_rendezvous(**asdict(self.mpi_rank))
 
     @property
@@ -86,11 +78,7 @@ class MPIEnvironment(ClusterEnvironment):
         return self.mpi_rank.rank // max(self.mpi_rank.local_size, 1)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise if the Trainer expects other ranks than there are.
-
-        Raises:
-            LaunchError: With a table of what each expects.
-        """
+        """Raise if the Trainer expects other ranks than there are."""
         rank = self.mpi_rank
         if num_devices * num_nodes == rank.size and num_devices == rank.local_size:
             return

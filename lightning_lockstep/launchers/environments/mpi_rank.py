@@ -32,15 +32,7 @@ SRUN = "srun"
 
 @dataclass(frozen=True)
 class MPIRank:
-    """The rank that this process is, by the environment variables of the program that started it.
-
-    Attributes:
-        started_by: Name of that program.
-        rank: Its rank.
-        size: Number of ranks.
-        local_rank: Its rank on its node.
-        local_size: Number of ranks on its node.
-    """
+    """The rank that this process is, by the environment variables of the program that started it."""
 
     started_by: str
     rank: int
@@ -50,13 +42,7 @@ class MPIRank:
 
 
 def find_mpi_rank(environ: Mapping[str, str] | None = None) -> MPIRank | None:
-    """Return the rank that this process is in an MPI job, or ``None`` when it is not part of one.
-
-    Args:
-        environ: Environment variables; by default those of this process.
-
-    Ranks: any rank, alone; nothing is sent and MPI is not started.
-    """
+    """Return the rank that this process is in an MPI job, or ``None`` when it is not part of one."""
     environ = os.environ if environ is None else environ
     return _open_mpi(environ) or _mvapich(environ) or _slurm(environ) or _hydra(environ)
 

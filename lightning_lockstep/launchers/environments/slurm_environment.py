@@ -45,13 +45,6 @@ def check_srun_is_used(num_nodes: int, environ: Mapping[str, str] | None = None)
     """Raise if ranks on other nodes would be waited for in a batch script that does not start them.
 
     Where none are waited for, a line says that the job's other nodes are not used.
-
-    Args:
-        num_nodes: Number of nodes that the Trainer expects.
-        environ: Environment variables; by default those of this process.
-
-    Raises:
-        LaunchError: This program runs once, on the first node of its job.
     """
     environ = os.environ if environ is None else environ
     in_script = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
@@ -79,13 +72,6 @@ class SlurmStepEnvironment(SLURMEnvironment):
 
     Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT`` where those are set; else at the step's first node, and at a
     port of the step: one that Slurm has reserved (``srun --resv-ports``), or one computed from job and step.
-
-    Args:
-        step: The step; by default found in the environment variables.
-        auto_requeue: Whether the job is requeued on ``requeue_signal``.
-        requeue_signal: By default ``SIGUSR1``.
-
-    Ranks: every rank of the step makes one.
     """
 
     def __init__(
@@ -117,11 +103,7 @@ class SlurmStepEnvironment(SLURMEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Address of rank 0.
-
-        Raises:
-            LaunchError: Its name cannot be resolved here.
-        """
+        """Address of rank 0."""
         given = os.environ.get("MASTER_ADDR")
         if given:
             return _checked(given)
@@ -163,11 +145,7 @@ class SlurmStepEnvironment(SLURMEnvironment):
         return self.slurm_step.node
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise if the Trainer expects other ranks than srun has started.
-
-        Raises:
-            LaunchError: With a table of what each expects, and the flags to change.
-        """
+        """Raise if the Trainer expects other ranks than srun has started."""
         step = self.slurm_step
         counts, nodes = set(step.tasks_per_node), len(step.tasks_per_node)
         if counts == {num_devices} and nodes == num_nodes:

@@ -23,20 +23,7 @@ _ASK_SLURM = 10.0  # how long Slurm may take to give a node's address [s]
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """The rank that this process is in a step of a Slurm job, by the variables that srun has set.
-
-    Attributes:
-        job: Number of the job.
-        step: Number of the step in it.
-        restarts: How often the job was requeued.
-        rank: Of this task.
-        size: Number of tasks.
-        local_rank: Of this task on its node.
-        node: Number of this node among those of the step.
-        tasks_per_node: Number of tasks on each node.
-        nodes: Names of the nodes, as Slurm abbreviates them.
-        cluster: Name of the Slurm cluster; two on one host number their jobs alike.
-    """
+    """The rank that this process is in a step of a Slurm job, by the variables that srun has set."""
 
     job: str
     step: str
@@ -62,11 +49,7 @@ class SlurmStep:
 
 
 def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | None:
-    """Return which task of a Slurm step this process is, or ``None`` where srun has not started it.
-
-    Args:
-        environ: Environment variables; by default those of this process.
-    """
+    """Return which task of a Slurm step this process is, or ``None`` where srun has not started it."""
     environ = os.environ if environ is None else environ
     size, rank = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_PROCID", "")
     # A batch script has the rank of a task, too, but not those of a step.
@@ -91,11 +74,7 @@ def _number(text: str) -> int:
 
 
 def counts_in(listed: str) -> tuple[int, ...]:
-    """Return the numbers in a list such as ``2(x3),1``.
-
-    Args:
-        listed: As ``SLURM_TASKS_PER_NODE`` has it.
-    """
+    """Return the numbers in a list such as ``2(x3),1``."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
         counts += [int(count)] * int(times or 1)
@@ -103,25 +82,14 @@ def counts_in(listed: str) -> tuple[int, ...]:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first of several nodes.
-
-    Args:
-        nodes: Their names as Slurm abbreviates them: ``node[5-9,12]``, ``node1,node2`` or ``node1 node2``.
-    """
+    """Return the first of several nodes."""
     first = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes)
     return first.split(" ")[0].split(",")[0]
 
 
 @functools.cache
 def address_of_node(name: str) -> str:
-    """Return the name of a node if it can be resolved, else the address that Slurm knows it by.
-
-    Args:
-        name: Name of the node, as Slurm has it.
-
-    Raises:
-        LaunchError: Neither can be resolved here.
-    """
+    """Return the name of a node if it can be resolved, else the address that Slurm knows it by."""
     for address in (name, _address_by_slurm(name)):
         if address:
             with suppress(OSError):

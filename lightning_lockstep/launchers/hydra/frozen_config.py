@@ -69,22 +69,12 @@ def _found_under_its_name(kind: type) -> bool:
 
 
 def config_to_bytes(config: DictConfig | None) -> bytes:
-    """Return a configuration, or none, as bytes with the signature of this job.
-
-    Ranks: rank 0, for all.
-    """
+    """Return a configuration, or none, as bytes with the signature of this job."""
     return signed(pickled(config))
 
 
 def config_from_bytes(data: bytes) -> DictConfig | None:
-    """Return what :func:`config_to_bytes` was given.
-
-    Raises:
-        LaunchError: It does not come from a rank of this job.
-        pickle.UnpicklingError: It holds something that is no configuration.
-
-    Ranks: every rank but rank 0.
-    """
+    """Return what :func:`config_to_bytes` was given."""
     config: DictConfig | None = _ConfigUnpickler(io.BytesIO(verified(data))).load()
     return config
 

@@ -22,14 +22,6 @@ _JOB = ("hydra.core.utils", "run_job")
 
 def program_arguments(started_in: str) -> tuple[list[str], str | None]:
     """Return what follows the interpreter on the command line, and the folder in which it means this program.
-
-    Args:
-        started_in: Folder in which the program was started.
-
-    Raises:
-        LaunchError: The program was not started from a file or a module, so it cannot be started again.
-
-    Ranks: the rank that starts the others; nothing is communicated.
     """
     function = _function_sent_here()
     if function is not None:

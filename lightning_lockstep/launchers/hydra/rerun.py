@@ -34,11 +34,7 @@ _written: tuple[DictConfig, str, int] | None = None
 
 
 def current_hydra_config() -> DictConfig | None:
-    """Return the complete configuration of the Hydra job that is running: the program's and Hydra's own.
-
-    Returns:
-        The configuration with its `hydra` node, or `None` outside of a Hydra job. Never imports Hydra.
-    """
+    """Return the complete configuration of the Hydra job that is running: the program's and Hydra's own."""
     module = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
         return None
@@ -52,11 +48,6 @@ def freeze(config: DictConfig) -> DictConfig:
 
     Types of structured configs are kept. A value that must still be given (`???`) stays so, and an
     interpolation that cannot be resolved stays as it is: only a program that reads it has a problem.
-
-    Args:
-        config: Any configuration; not changed.
-
-    Ranks: rank 0 only, for all; nothing is communicated.
     """
     # The copy takes the resolver cache along, so `${now:...}` keeps a value it has already had.
     frozen = copy.deepcopy(config)
@@ -98,11 +89,7 @@ def _put_value(container: Any, key: Any) -> None:
 
 
 def for_other_ranks(frozen: DictConfig) -> DictConfig:
-    """Return a copy for the ranks beside rank 0: the same values, but nothing in it writes a file.
-
-    Args:
-        frozen: A frozen configuration with its `hydra` node.
-    """
+    """Return a copy for the ranks beside rank 0: the same values, but nothing in it writes a file."""
     from omegaconf import flag_override
 
     config = copy.deepcopy(frozen)
@@ -144,17 +131,7 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 
 def hydra_child_command() -> tuple[list[str], str | None] | None:
-    """Return the command that starts another rank of the Hydra job that is running.
-
-    Returns:
-        The command and the folder to start it in; `None` outside of a Hydra job. The configuration travels
-        in a file that only processes of this user can read, and which is gone when this process is.
-
-    Raises:
-        LaunchError: The program was not started from a file or a module, so it cannot be started again.
-
-    Ranks: the rank that starts the others; nothing is communicated.
-    """
+    """Return the command that starts another rank of the Hydra job that is running."""
     config = current_hydra_config()
     if config is None:
         return None

@@ -32,9 +32,6 @@ def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]
 
     There are none without a scheduler. The most specific name comes first. torchrun may run in a job of
     Slurm: after a requeue it starts to count again, and with ``--standalone`` it has another run id.
-
-    Args:
-        environ: Environment variables; by default those of this process.
     """
     environ = os.environ if environ is None else environ
     names, restarts = [], _number(environ.get("TORCHELASTIC_RESTART_COUNT"))
@@ -64,14 +61,6 @@ def run_folder(wanted: str) -> str:
     """Return the folder of this run: the one of its former attempt, or a new one called ``wanted``.
 
     Where that is taken, ``wanted-1``, ``wanted-2`` and so on are tried. The folder is made, so no other run gets it.
-
-    Args:
-        wanted: Path of the folder.
-
-    Raises:
-        ConfigurationError: No folder can be made there.
-
-    Ranks: rank 0, for all.
     """
     if _only_looking.get():
         return _claimed.get(wanted, wanted)
@@ -85,9 +74,6 @@ def new_version(folder: str) -> str:
     """Return a name for what this attempt of a run logs below ``folder``: empty if nothing is there yet.
 
     Lightning's CSV logger deletes the rows that an earlier attempt has written to the same file.
-
-    Args:
-        folder: Folder of the logger.
     """
     if not Path(folder, "metrics.csv").exists():
         return ""

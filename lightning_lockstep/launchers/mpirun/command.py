@@ -33,11 +33,7 @@ _PASSED_ON = (
 
 @dataclass(frozen=True, kw_only=True)
 class MPIRunSettings:
-    """How to start ranks; see :class:`LockstepMPIStrategy` for the meaning.
-
-    Raises:
-        ConfigurationError: The hostfile does not exist or cannot be read.
-    """
+    """How to start ranks; see :class:`LockstepMPIStrategy` for the meaning."""
 
     hostfile: str | Path | None = None
     mpirun: str | None = None
@@ -55,13 +51,7 @@ class MPIRunSettings:
 
 @dataclass(frozen=True)
 class MPIRun:
-    """An mpirun.
-
-    Attributes:
-        path: Of the command.
-        kind: ``open_mpi`` or ``hydra`` (MPICH, Intel MPI, MVAPICH).
-        version: First line of what it prints about itself.
-    """
+    """An mpirun."""
 
     path: str
     kind: str
@@ -74,13 +64,7 @@ class MPIRun:
 
 
 def find_mpirun(settings: MPIRunSettings) -> MPIRun | None:
-    """Return the mpirun to use: the given one, the one beside this Python, or the first in ``PATH``.
-
-    Raises:
-        LaunchError: The given one cannot be run.
-
-    Ranks: the process that starts the ranks; runs the command once.
-    """
+    """Return the mpirun to use: the given one, the one beside this Python, or the first in ``PATH``."""
     beside = Path(sys.prefix, "bin", "mpirun")
     path = settings.mpirun or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if path is None:
@@ -93,12 +77,7 @@ def find_mpirun(settings: MPIRunSettings) -> MPIRun | None:
 
 
 def mpirun_of(path: str, output: str) -> MPIRun:
-    """Return an mpirun by what it prints about itself.
-
-    Args:
-        path: Of the command.
-        output: Of ``mpirun --version``.
-    """
+    """Return an mpirun by what it prints about itself."""
     kind = "open_mpi" if re.search(r"Open MPI|OpenRTE|PRRTE", output) else "hydra"
     return MPIRun(path, kind, next((line for line in output.splitlines() if line.strip()), ""))
 
@@ -111,15 +90,7 @@ def mpirun_command(
     num_nodes: int,
     variables: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command that starts the ranks, up to the program.
-
-    Args:
-        mpirun: The mpirun.
-        settings: What the user has set; without a hostfile all ranks run on this host.
-        num_processes: Number of ranks per node.
-        num_nodes: Number of nodes.
-        variables: Names of environment variables that ranks on other hosts get beside the usual ones.
-    """
+    """Return the command that starts the ranks, up to the program."""
     size = str(num_processes * num_nodes)
     if mpirun.kind == "hydra":
         command = [mpirun.path, "-l", "-n", size, "-ppn", str(num_processes)]
@@ -142,13 +113,7 @@ def mpirun_command(
 
 
 def hostname_command(mpirun: MPIRun, hosts: Sequence[str], ssh_args: Sequence[str]) -> list[str]:
-    """Return the command that prints the name of every host from there.
-
-    Args:
-        mpirun: The mpirun.
-        hosts: Names of the hosts.
-        ssh_args: Arguments for ssh.
-    """
+    """Return the command that prints the name of every host from there."""
     names, count = ",".join(hosts), str(len(hosts))
     if mpirun.kind == "hydra":
         return [mpirun.path, "-hosts", names, "-ppn", "1", "-n", count, "hostname"]

@@ -31,16 +31,7 @@ os.execv(sys.argv[1], [*sys.argv[1:], {_OPTION!r}, "/dev/fd/%d" % file.fileno()]
 
 
 def config_for_all_hosts(program: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return (command, environment variables) with which a rank gets its configuration on any host.
-
-    Args:
-        program: The command that starts a rank on this host; its last argument may be the file of a configuration.
-
-    Raises:
-        LaunchError: The configuration is too large.
-
-    Ranks: the process that starts the ranks.
-    """
+    """Return (command, environment variables) with which a rank gets its configuration on any host."""
     if _OPTION not in program:
         return program, {}
     at = program.index(_OPTION)

@@ -18,26 +18,14 @@ _NAME = re.compile(r"[\w\[][\w.:@%\[\]-]*")
 
 @dataclass(frozen=True)
 class Host:
-    """A line of a hostfile.
-
-    Attributes:
-        name: Host name or address.
-        slots: How many ranks it takes; ``None`` when the file does not say.
-    """
+    """A line of a hostfile."""
 
     name: str
     slots: int | None = None
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Return the hosts of a hostfile of Open MPI (``node1 slots=4``) or MPICH (``node1:4``).
-
-    Args:
-        path: Of the file.
-
-    Raises:
-        LaunchError: It cannot be read as text.
-    """
+    """Return the hosts of a hostfile of Open MPI (``node1 slots=4``) or MPICH (``node1:4``)."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -63,24 +51,12 @@ def _name_and_count(word: str) -> tuple[str, str]:
 
 
 def is_host_name(name: str) -> bool:
-    """Return whether something can be the name or address of a host.
-
-    Args:
-        name: Such as ``node1``.
-    """
+    """Return whether something can be the name or address of a host."""
     return _NAME.fullmatch(name) is not None
 
 
 def checked_hosts(hosts: Sequence[Host], given: str) -> list[Host]:
-    """Return the hosts, if each has the name of one.
-
-    Args:
-        hosts: As they were read.
-        given: Where they come from, for messages.
-
-    Raises:
-        LaunchError: There is something else where a host's name should be.
-    """
+    """Return the hosts, if each has the name of one."""
     if wrong := [host.name for host in hosts if not is_host_name(host.name)]:
         raise LaunchError(
             f"{given} has lines that do not begin with the name or address of a host:"

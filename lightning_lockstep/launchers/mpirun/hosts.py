@@ -58,16 +58,7 @@ _PACKAGES = ("torch", "lightning", "pytorch-lightning", "mpi4py")
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a check of one host has found.
-
-    Attributes:
-        host: Its name.
-        ssh: ``ok``, ``local``, or the error of ssh.
-        python: Version of Python there, or what went wrong.
-        packages: Versions of the packages that must agree.
-        daemon: Path of the daemon of mpirun that a shell finds there which is not interactive; empty for none.
-        cores: Number of cores there.
-    """
+    """What a check of one host has found."""
 
     host: str
     ssh: str
@@ -78,17 +69,7 @@ class HostReport:
 
 
 def hosts_for(settings: MPIRunSettings, *, num_processes: int, num_nodes: int) -> list[Host]:
-    """Return the hosts to start ranks on; none without a hostfile, for this host alone.
-
-    Args:
-        settings: What the user has set.
-        num_processes: Number of ranks per node.
-        num_nodes: Number of nodes.
-
-    Raises:
-        LaunchError: There are fewer hosts or slots than the Trainer wants, or something else where a host's name
-            should be.
-    """
+    """Return the hosts to start ranks on; none without a hostfile, for this host alone."""
     if settings.hostfile is None:
         if num_nodes > 1:
             raise LaunchError(
@@ -110,18 +91,7 @@ def hosts_for(settings: MPIRunSettings, *, num_processes: int, num_nodes: int) -
 
 
 def check_hosts(hosts: Sequence[Host], mpirun: MPIRun, settings: MPIRunSettings) -> None:
-    """Make sure that ranks can be started on all hosts.
-
-    Args:
-        hosts: The hosts.
-        mpirun: The mpirun that will start them.
-        settings: What the user has set.
-
-    Raises:
-        LaunchError: With a table of what is wrong where, and what to do.
-
-    Ranks: the process that starts the ranks; takes about as long as the slowest host, at most 46 s.
-    """
+    """Make sure that ranks can be started on all hosts."""
     with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
         reports = list(pool.map(lambda host: ask_host(host.name, settings.ssh_args), hosts))
     fault = hosts_fault(reports, this_host()) or mpirun_fault(hosts, mpirun, settings)
@@ -130,12 +100,7 @@ def check_hosts(hosts: Sequence[Host], mpirun: MPIRun, settings: MPIRunSettings)
 
 
 def hosts_fault(reports: Sequence[HostReport], here: HostReport) -> str | None:
-    """Return a table of the hosts with what to do about each, or ``None`` when all are ready.
-
-    Args:
-        reports: One for each host.
-        here: The same of this process.
-    """
+    """Return a table of the hosts with what to do about each, or ``None`` when all are ready."""
     advice = [host_advice(report, here) for report in reports]
     if not any(advice):
         return None
@@ -149,12 +114,7 @@ def hosts_fault(reports: Sequence[HostReport], here: HostReport) -> str | None:
 
 
 def host_advice(report: HostReport, here: HostReport) -> str:
-    """Return what to do about a host, or nothing where it is ready.
-
-    Args:
-        report: Of that host.
-        here: The same of this process.
-    """
+    """Return what to do about a host, or nothing where it is ready."""
     if report.ssh not in ("ok", "local"):
         return ssh_advice(report)
     if report.packages is None:
@@ -171,11 +131,7 @@ def host_advice(report: HostReport, here: HostReport) -> str:
 
 
 def ssh_advice(report: HostReport) -> str:
-    """Return why ssh does not get to a host, and what to do about it.
-
-    Args:
-        report: Of that host.
-    """
+    """Return why ssh does not get to a host, and what to do about it."""
     error = report.ssh.lower()
     if "resolve" in error or "name or service" in error:
         return "its name does not resolve: correct the hostfile, or add the host to DNS or /etc/hosts"
@@ -189,11 +145,7 @@ def ssh_advice(report: HostReport) -> str:
 
 
 def host_fix(report: HostReport) -> list[str]:
-    """Return the lines to paste for a host that is not ready.
-
-    Args:
-        report: Of that host.
-    """
+    """Return the lines to paste for a host that is not ready."""
     error = report.ssh.lower()
     if "no module named" in error:
         error = "ok"
@@ -241,14 +193,7 @@ def _version(package: str) -> str | None:
 
 
 def ask_host(host: str, ssh_args: Sequence[str]) -> HostReport:
-    """Ask a host by ssh.
-
-    Args:
-        host: Its name.
-        ssh_args: Arguments for ssh.
-
-    Ranks: any process, alone; takes at most 46 s.
-    """
+    """Ask a host by ssh."""
     if is_this_host(host):
         return replace(this_host(), host=host)
     # `python -c` finds what lies in its folder; the program does so only when it is run with `python -m`.
@@ -277,15 +222,7 @@ def ask_host(host: str, ssh_args: Sequence[str]) -> HostReport:
 
 
 def mpirun_fault(hosts: Sequence[Host], mpirun: MPIRun, settings: MPIRunSettings) -> str | None:
-    """Let mpirun print the name of every host from there; return what is wrong, or ``None``.
-
-    Args:
-        hosts: The hosts.
-        mpirun: The mpirun.
-        settings: What the user has set.
-
-    Ranks: any process, alone; takes at most 40 s.
-    """
+    """Let mpirun print the name of every host from there; return what is wrong, or ``None``."""
     command = hostname_command(mpirun, [host.name for host in hosts], settings.ssh_args)
     answer = run_program(command, _MPIRUN, mpirun_environ(settings))
     if answer.timed_out:

@@ -51,22 +51,12 @@ continue from the last checkpoint.
 
 
 def ran_under_mpirun() -> bool:
-    """Return whether the ranks of this Hydra job have run, and ended, under an mpirun of ours.
-
-    Ranks: any process, alone.
-    """
+    """Return whether the ranks of this Hydra job have run, and ended, under an mpirun of ours."""
     return MPIRunLauncher._done is not None and MPIRunLauncher._done == current_job()
 
 
 class MPIRunLauncher(_SubprocessScriptLauncher):
-    """Runs this program under mpirun and waits for it.
-
-    Args:
-        settings: What the user has set.
-        mpirun: The mpirun.
-        num_processes: Number of ranks per node.
-        num_nodes: Number of nodes.
-    """
+    """Runs this program under mpirun and waits for it."""
 
     _done: object = None
 
@@ -81,11 +71,6 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
 
         In a Hydra job it returns, so that a sweep goes on; further calls of a Trainer in that job do nothing,
         since the ranks have made them already.
-
-        Raises:
-            LaunchError: The hosts are not ready.
-
-        Ranks: the parent process, which is no rank.
         """
         job = current_job()
         if job is not None and MPIRunLauncher._done == job:

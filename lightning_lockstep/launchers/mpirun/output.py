@@ -39,9 +39,6 @@ class OutputRelay:
 
     It goes on reading when it can no longer write, so that the ranks go on too; that is said once, on the last of the
     streams.
-
-    Args:
-        streams: Pairs of a stream of mpirun and where its lines go: standard output, standard error.
     """
 
     def __init__(self, *streams: tuple[IO[bytes], TextIO | None]) -> None:
@@ -100,11 +97,7 @@ class OutputRelay:
 
 
 class _Remarks:
-    """Leaves mpirun's remarks out; holds back one line at most, which may be the first of one.
-
-    Attributes:
-        held: Mark and text of that line.
-    """
+    """Leaves mpirun's remarks out; holds back one line at most, which may be the first of one."""
 
     def __init__(self) -> None:
         self.held: tuple[str, str] | None = None

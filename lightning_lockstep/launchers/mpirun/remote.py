@@ -22,9 +22,6 @@ ANSWER = 40
 
 def is_this_host(name: str) -> bool:
     """Return whether a host of a hostfile is the one on which this process runs, to which no ssh is needed.
-
-    Args:
-        name: Its name or address.
     """
     own = socket.gethostname()
     if name in ("localhost", own, own.partition(".")[0]):
@@ -36,14 +33,7 @@ def is_this_host(name: str) -> bool:
 def python_on(
     host: str, arguments: Sequence[str], ssh_args: Sequence[str] = (), *, first: str = ""
 ) -> list[str]:
-    """Return the command that runs this Python on a host, which may be this one.
-
-    Args:
-        host: Its name.
-        arguments: Of Python.
-        ssh_args: Arguments for ssh.
-        first: A word that is printed before Python begins, and after all that the shell of that host prints by itself.
-    """
+    """Return the command that runs this Python on a host, which may be this one."""
     if is_this_host(host):
         return [sys.executable, *arguments]
     line = remote_python(arguments)
@@ -51,22 +41,13 @@ def python_on(
 
 
 def ssh_command(host: str, remote: str, ssh_args: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs a line of shell on a host.
-
-    Args:
-        host: Its name.
-        remote: The line.
-        ssh_args: Arguments for ssh.
-    """
+    """Return the command that runs a line of shell on a host."""
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
     return ["ssh", *options, *ssh_args, "--", host, remote]
 
 
 def remote_python(arguments: Sequence[str]) -> str:
     """Return the line of shell that runs this Python there, in the folder and with the search path of here.
-
-    Args:
-        arguments: Of Python.
     """
     path = os.environ.get("PYTHONPATH", "")
     python = f"PYTHONPATH={shlex.quote(path)} {shlex.quote(sys.executable)} {shlex.join(arguments)}"

@@ -19,16 +19,7 @@ _LOOK_EVERY = 0.5  # [s]
 
 
 class Sink:
-    """Writes past Python's buffer, whose lock a blocked write would hold when this process exits.
-
-    Args:
-        target: The stream; ``None`` where this process has none.
-        name: Its name in messages.
-        on_fault: Called with a message, once, when it can no longer be written to.
-
-    Attributes:
-        moved: When something was last written, by the monotonic clock [s].
-    """
+    """Writes past Python's buffer, whose lock a blocked write would hold when this process exits."""
 
     def __init__(self, target: TextIO | None, name: str, on_fault: Callable[[str], None]) -> None:
         self._target, self._name, self._on_fault = target, name, on_fault

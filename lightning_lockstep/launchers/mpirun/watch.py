@@ -28,16 +28,7 @@ _LEFT = 5.0  # how long ranks may outlive their mpirun [s]
 
 
 class MPIRunWatch:
-    """Waits for an mpirun.
-
-    Args:
-        ranks: Number of ranks on this host.
-        patience: How long mpirun may take after the last of them, unless all of them exited normally [s].
-
-    Attributes:
-        ended_folder: Each rank of this host that exits normally leaves a note there.
-        overdue: Whether mpirun had to be killed.
-    """
+    """Waits for an mpirun."""
 
     def __init__(self, ranks: int, patience: float) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-mpirun-")
@@ -53,12 +44,6 @@ class MPIRunWatch:
         """Wait for mpirun to end; return its exit code.
 
         Signals are passed on. Ctrl-C goes to mpirun, which ends the ranks; a second one kills it.
-
-        Args:
-            process: The mpirun, in a session of its own: what is sent to this process group does not reach it.
-            on_end: Called when the ranks are told to end.
-
-        Ranks: the parent process, which is no rank.
         """
 
         def send(number: int) -> None:
@@ -109,11 +94,7 @@ class MPIRunWatch:
 
 
 def ranks_under(pid: int) -> list[psutil.Process]:
-    """Return the ranks that mpirun has on this host, without what they have started themselves.
-
-    Args:
-        pid: Process id of mpirun.
-    """
+    """Return the ranks that mpirun has on this host, without what they have started themselves."""
     try:
         return _ranks_below(psutil.Process(pid))
     except psutil.NoSuchProcess:
@@ -134,10 +115,6 @@ def send_to_ranks(mpirun: subprocess.Popen[bytes], number: int) -> None:
 
     mpirun itself passes SIGUSR1 and SIGUSR2 on to the ranks of all hosts, but ends them a second after one that asks to
     end. So that goes to the ranks of this host, and to mpirun only if it has none here.
-
-    Args:
-        mpirun: The mpirun that has started them.
-        number: The signal.
     """
     ranks = ranks_under(mpirun.pid) if number in ASKS_TO_END else []
     for rank in ranks:
@@ -148,11 +125,7 @@ def send_to_ranks(mpirun: subprocess.Popen[bytes], number: int) -> None:
 
 
 def end_with_children(pid: int) -> None:
-    """Kill mpirun and what it has started on this host.
-
-    Args:
-        pid: Process id of mpirun.
-    """
+    """Kill mpirun and what it has started on this host."""
     with suppress(psutil.NoSuchProcess):
         mpirun = psutil.Process(pid)
         for process in (mpirun, *mpirun.children(recursive=True)):

@@ -30,13 +30,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def check_kernel() -> None:
-    """Refuse to fork a kernel whose copies could not work.
-
-    Raises:
-        LaunchError: This process is a rank itself, has used CUDA, or is connected with other ranks.
-
-    Ranks: the kernel, which is no rank; nothing is sent.
-    """
+    """Refuse to fork a kernel whose copies could not work."""
     if notebook_rank() is not None:
         raise LaunchError(
             "Ranks were to be started inside a rank that a notebook has started: expected a call in a cell. Inside a"
@@ -57,10 +51,7 @@ def check_kernel() -> None:
 
 
 def prepare_fork() -> None:
-    """Stop what would not survive the fork and can be started again on both sides.
-
-    Ranks: the kernel, right before the fork.
-    """
+    """Stop what would not survive the fork and can be started again on both sides."""
     if process_group_exists():  # of one rank: this kernel, from an earlier Trainer
         shut_down(destroy_process_group=True)
         gc.collect()

@@ -16,14 +16,7 @@ _VICTIM = "500"
 
 
 def begin_rank(rank: int, folder: Path) -> None:
-    """Leave to the kernel what is the kernel's: its signals, its connection with the notebook, its life.
-
-    Args:
-        rank: Number of this rank.
-        folder: Where it writes what the cell is to show.
-
-    Ranks: every rank, once, right after the fork.
-    """
+    """Leave to the kernel what is the kernel's: its signals, its connection with the notebook, its life."""
     signal.set_wakeup_fd(-1)  # what signals write there goes to the kernel's event loop
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -35,10 +35,7 @@ _SHORT = 0.02  # share of the memory below which what is left is too little for 
 
 
 class MemoryWatch:
-    """Tells whether the memory of this host ran out while the ranks were running.
-
-    Ranks: the kernel.
-    """
+    """Tells whether the memory of this host ran out while the ranks were running."""
 
     def __init__(self) -> None:
         self._kills = _system.kills_for_memory()
@@ -50,11 +47,7 @@ class MemoryWatch:
         self._least = min(self._least, _system.memory_left())
 
     def explains(self, returncode: int) -> bool:
-        """Return whether a rank that ended with this code was killed because memory ran out.
-
-        Args:
-            returncode: As :class:`subprocess.Popen` gives it.
-        """
+        """Return whether a rank that ended with this code was killed because memory ran out."""
         if -returncode not in _FOR_MEMORY:
             return False
         kills = _system.kills_for_memory()
@@ -72,16 +65,7 @@ class _Raised:
 
 
 def note_raised(folder: Path, error: BaseException, *, rank: int, world_size: int) -> None:
-    """Note the error with which this rank ends.
-
-    Args:
-        folder: Of the launch.
-        error: What its function has raised.
-        rank: Its number.
-        world_size: Number of ranks.
-
-    Ranks: the rank that ends.
-    """
+    """Note the error with which this rank ends."""
     record = describe_error(error, rank, world_size, dict)
     if write_whole(folder / f"{rank}.error", error_to_bytes(error)) is None:
         write_whole(folder / f"{rank}.raised", json.dumps([time.time(), record.to_json()]))
@@ -94,14 +78,6 @@ def error_of_ranks(
 
     An error that every rank has raised alike is that error. For any other the first rank that failed is named, with
     its own traceback.
-
-    Args:
-        folder: Of the launch.
-        ended: Those that failed, together with the first one.
-        world_size: Number of ranks.
-        memory: Watched since before the launch.
-
-    Ranks: the kernel, once all have ended.
     """
     raised = _raised(folder)
     killed = [end for end in ended if end.returncode < 0]
@@ -129,10 +105,7 @@ def _is_consequence(record: FailureRecord) -> bool:
 
 @contextmanager
 def plainly_in_cell() -> Iterator[None]:
-    """Have IPython show errors of this package, and an interrupt, without the frames of the launch.
-
-    Ranks: the kernel.
-    """
+    """Have IPython show errors of this package, and an interrupt, without the frames of the launch."""
     __tracebackhide__ = True
     try:
         yield
@@ -146,10 +119,6 @@ def plainly_in_cell() -> Iterator[None]:
 
 def show_in_cell(error: BaseException, text: str) -> BaseException:
     """Have IPython show ``text`` for ``error`` when nobody catches it, instead of the frames of the launch.
-
-    Args:
-        error: What the kernel raises.
-        text: What the cell shows.
     """
     error._render_traceback_ = partial(str.splitlines, text)  # type: ignore[attr-defined]
     return error
@@ -171,15 +140,7 @@ def _raised(folder: Path) -> list[_Raised]:
 
 
 def record_of_end(end: BadEnd, world_size: int, memory: MemoryWatch) -> FailureRecord:
-    """Return the record of a rank that ended without reporting an error, out of memory or not.
-
-    Args:
-        end: How it ended.
-        world_size: Number of ranks.
-        memory: Watched since before the launch.
-
-    Ranks: the process that started it.
-    """
+    """Return the record of a rank that ended without reporting an error, out of memory or not."""
     kind, summary, code = describe_exit(end.returncode)
     if memory.explains(end.returncode):
         summary = OUT_OF_MEMORY

@@ -22,13 +22,7 @@ _SENT = ("display_data", "update_display_data", "clear_output", "comm_open", "co
 
 
 def divert_messages(path: Path) -> None:
-    """Have what this process displays go into a file; without an IPython kernel nothing is done.
-
-    Args:
-        path: The file.
-
-    Ranks: every rank, once, right after the fork.
-    """
+    """Have what this process displays go into a file; without an IPython kernel nothing is done."""
     kernel = _kernel()
     if kernel is None:
         return
@@ -64,13 +58,7 @@ def _refuse_input(prompt: object = "") -> str:
 
 
 class MessageReader:
-    """Reads the messages of one rank.
-
-    Args:
-        file: Where they are; closed with :meth:`close`.
-
-    Ranks: the kernel.
-    """
+    """Reads the messages of one rank."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._begun = file, b""
@@ -87,13 +75,7 @@ class MessageReader:
 
 
 def forward_message(message: dict[str, Any]) -> None:
-    """Send a message of a rank as one of this kernel.
-
-    Args:
-        message: As :class:`MessageReader` yields it.
-
-    Ranks: the kernel.
-    """
+    """Send a message of a rank as one of this kernel."""
     kernel = _kernel()
     if kernel is None:
         return

@@ -52,20 +52,6 @@ def run_in_ranks(
     before: Sequence[Callable[[int, int], None]] = (),
 ) -> Any:
     """Run ``function(*args)`` in every rank, show in the cell what they print, and return what rank 0 returned.
-
-    Args:
-        function: What every rank runs.
-        args: What it is given; not copied, but shared with this process until a rank writes into it.
-        world_size: Number of ranks.
-        grace_period: How long the other ranks may take to end when one has failed [s].
-        before: Called in every rank with its number and the number of ranks, before ``function``.
-
-    Raises:
-        LaunchError: The ranks cannot be started from this process.
-        RankFailedError: A rank failed; the text ends with the first one's traceback.
-        KeyboardInterrupt: This process was interrupted; all ranks have ended.
-
-    Ranks: the process that starts them, which is no rank.
     """
     check_kernel()
     stay()  # an earlier launch may have failed, and the program continued

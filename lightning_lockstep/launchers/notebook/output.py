@@ -30,15 +30,7 @@ _LINE_START = re.compile(r"(?:^|(?<=[\n\r]))(?=[^\n\r])")
 
 
 class RankOutput:
-    """Shows in the cell what the ranks write.
-
-    Args:
-        folder: Where they write it.
-        world_size: Number of ranks.
-        has_ended: Returns whether a rank has ended.
-
-    Ranks: the kernel, which is no rank.
-    """
+    """Shows in the cell what the ranks write."""
 
     def __init__(self, folder: Path, world_size: int, *, has_ended: Callable[[int], bool]) -> None:
         self._ranks = [_OutputOfRank(folder, rank) for rank in range(world_size)]
@@ -121,14 +113,7 @@ class _OutputOfRank:
 
 
 def write_into(folder: Path, rank: int) -> None:
-    """Have all that this process writes go into the files of its rank, what compiled code prints included.
-
-    Args:
-        folder: Where they are.
-        rank: Its number.
-
-    Ranks: every rank, once, right after the fork.
-    """
+    """Have all that this process writes go into the files of its rank, what compiled code prints included."""
     for descriptor, name in enumerate(_STREAMS, 1):
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_APPEND)
         with suppress(OSError):

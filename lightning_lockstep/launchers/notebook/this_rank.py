@@ -8,13 +8,7 @@ _rank: int | None = None
 
 
 def become_rank(rank: int) -> None:
-    """Note that this process is a rank that a notebook has started.
-
-    Args:
-        rank: Its number.
-
-    Ranks: every rank of a notebook, once, right after the fork.
-    """
+    """Note that this process is a rank that a notebook has started."""
     global _rank
     _rank = rank
 

@@ -25,13 +25,7 @@ _SMALL, _TOGETHER = 16_384, 24_576
 
 
 class _Extremes:
-    """Lowest and highest value of each tensor of a step, for tensors of one dtype.
-
-    Args:
-        dtype: Their dtype.
-        device: Their device.
-        allow_inf: Whether infinities are allowed.
-    """
+    """Lowest and highest value of each tensor of a step, for tensors of one dtype."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, allow_inf: bool) -> None:
         self.dtype, self.device, self.allow_inf = dtype, device, allow_inf
@@ -126,13 +120,6 @@ class ActivationWatch(ModuleHooks):
 
     Without history, small outputs that are part of the graph are checked together. All others, and with
     history every one, get an ``aminmax`` into a slot of a buffer on the device.
-
-    Args:
-        root: The LightningModule.
-        device: The device of its activations.
-        allow_inf: Names of values that may be infinite.
-        modules: Names of the modules to watch; ``None`` for all.
-        keep_history: Whether to keep the magnitudes of the last 100 steps, for the picture.
     """
 
     def __init__(

@@ -27,17 +27,6 @@ class StepDetection:
     """Detects overflows from its construction until :meth:`remove`.
 
     A class that inherits wraps the training step with :meth:`_begin_step` once all it needs is there.
-
-    Args:
-        trainer: The Trainer.
-        module: Its LightningModule.
-        settings: The detector's options.
-        counters: Counters to update.
-
-    Raises:
-        ConfigurationError: ``mode="hooks"``, and the model or part of it is compiled.
-
-    Ranks: one on every rank. Each method is called at the same point of the same step on all of them.
     """
 
     _watch: ModuleHooks | None

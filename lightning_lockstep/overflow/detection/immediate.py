@@ -71,11 +71,7 @@ class Detection(StepDetection):
             loss.register_hook(functools.partial(spread_bad_values, flags))  # type: ignore[no-untyped-call]
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Check, and act on a hit before the weights change.
-
-        Ranks: all alike. Nothing is sent without a hit, but for 4 bytes on several ranks with ``gradients=False``, or
-            where an engine divides the gradients.
-        """
+        """Check, and act on a hit before the weights change."""
         record = self.record
         if record is None or self._trace.active:
             return
@@ -99,11 +95,7 @@ class Detection(StepDetection):
         self._suspect = None
 
     def batch_end(self) -> None:
-        """Let go of the batch, unless it made the gradients bad that are being accumulated.
-
-        Raises:
-            LockstepError: This was the batch of ``abort_after_batch_num``.
-        """
+        """Let go of the batch, unless it made the gradients bad that are being accumulated."""
         record, self.record = self.record, None
         if record is None:
             return

@@ -143,13 +143,7 @@ class LateDetection(StepDetection):
         self._noted.append(_Noted(record, optimizer, key, *names))
 
     def batch_end(self) -> None:
-        """Read the answer for the last steps, every so many of them.
-
-        Raises:
-            LockstepError: This was the batch of ``abort_after_batch_num``.
-
-        Ranks: all alike; nothing is sent without a hit.
-        """
+        """Read the answer for the last steps, every so many of them."""
         record, self.record = self.record, None
         if record is None:
             return
@@ -168,13 +162,7 @@ class LateDetection(StepDetection):
         self.read()
 
     def read(self) -> None:
-        """Read the answer for all steps noted since the last read, and act on a hit.
-
-        Raises:
-            OverflowDetectedError: ``action="raise"``, and one of them was bad.
-
-        Ranks: all alike, after the same step; nothing is sent without a hit.
-        """
+        """Read the answer for all steps noted since the last read, and act on a hit."""
         if not self._noted:
             return
         common, here = self._first_bad.read()

@@ -16,13 +16,7 @@ __all__ = ["LateActivationWatch"]
 
 
 class LateActivationWatch(ModuleHooks):
-    """Forward hooks that add a flag per output to the step; nothing is read.
-
-    Args:
-        root: The LightningModule.
-        allow_inf: Names of values that may be infinite.
-        modules: Names of the modules to watch; ``None`` for all.
-    """
+    """Forward hooks that add a flag per output to the step; nothing is read."""
 
     def __init__(
         self, root: nn.Module, *, allow_inf: NamePatterns, modules: NamePatterns | None = None

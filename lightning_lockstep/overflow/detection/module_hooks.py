@@ -15,13 +15,6 @@ __all__ = ["ModuleHooks"]
 
 class ModuleHooks(ABC):
     """Puts a hook on each module; a class that inherits calls this constructor last, since it asks for the hooks.
-
-    Args:
-        root: The LightningModule.
-        modules: Names of the modules to watch; ``None`` for all.
-
-    Attributes:
-        active: Whether outputs are looked at now.
     """
 
     def __init__(self, root: nn.Module, modules: NamePatterns | None) -> None:

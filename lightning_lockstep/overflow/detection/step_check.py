@@ -23,13 +23,7 @@ __all__ = ["PendingCheck", "StepCheck", "spread_bad_values"]
 
 @dataclass(frozen=True)
 class PendingCheck:
-    """A check that was started before an optimizer step, and whose answer may still be on its way.
-
-    Attributes:
-        record: The step under way at the start of the check.
-        suspect: An earlier micro-batch whose gradients were bad.
-        gradients: Whether any gradient is bad; ``None`` where gradients are not checked.
-    """
+    """A check that was started before an optimizer step, and whose answer may still be on its way."""
 
     record: StepRecord
     suspect: StepRecord | None
@@ -41,12 +35,6 @@ class StepCheck:
 
     A check is started before an optimizer step and finished when its answer is needed: at once, or, where a
     device would have to be waited for, before the next optimizer step.
-
-    Args:
-        settings: The detector's options.
-        communicator: Of the run.
-        engine: The engine that keeps the gradients, a part of them on each rank; ``None`` where they are whole.
-        finishes_late: Whether gradients may have changed by the time a check is finished.
     """
 
     def __init__(
@@ -66,23 +54,11 @@ class StepCheck:
         self._finished = 0
 
     def start(self, optimizer: Optimizer, record: StepRecord, suspect: StepRecord | None) -> PendingCheck:
-        """Start a check before an optimizer step; nothing is waited for.
-
-        Args:
-            optimizer: The one about to step.
-            record: The step under way.
-            suspect: An earlier micro-batch whose gradients were bad.
-        """
+        """Start a check before an optimizer step; nothing is waited for."""
         return PendingCheck(record, suspect, self._gradients(optimizer) if self._settings.gradients else None)
 
     def finish(self, pending: PendingCheck) -> tuple[bool, StepRecord | None]:
-        """Finish a check; on a GPU this waits for the answer.
-
-        Returns:
-            Whether every rank knows of something bad, and the step to replay if this rank knows it.
-
-        Ranks: all alike. Nothing is sent, but for 4 bytes on several ranks with ``gradients=False`` or an engine.
-        """
+        """Finish a check; on a GPU this waits for the answer."""
         # A mean over ranks carries a nan of any of them into the gradients of all, unless each holds but a part.
         here = None if pending.gradients is None else pending.gradients.result()
         steps = [step for step in (pending.suspect, pending.record) if step is not None]
@@ -94,25 +70,13 @@ class StepCheck:
         return here, origin
 
     def on_any_rank(self, here: bool) -> bool:
-        """Return whether this is so on any rank.
-
-        Args:
-            here: Whether it is so on this one.
-
-        Ranks: all; an all-reduce of 4 bytes.
-        """
+        """Return whether this is so on any rank."""
         if self._communicator.world_size == 1:
             return here
         return bool(self._communicator.all_reduce(torch.tensor(int(here), dtype=torch.int32), "max"))
 
     def micro_batch_is_bad(self, parameters: Sequence[Tensor], record: StepRecord) -> bool:
         """Return whether the gradients or the loss are bad after a micro-batch that no optimizer step follows.
-
-        Args:
-            parameters: The model's.
-            record: The step.
-
-        Ranks: any rank, alone; with an engine all, and 4 bytes are sent, since a bad gradient may lie on another rank.
         """
         if self._engine is not None:
             bad = self._settings.gradients and self._of_engine(self._of_micro_batches).result()
@@ -172,10 +136,6 @@ def spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:
 
     This way a loss that is bad on one rank, or an activation that the loss does not depend on, is in the reduced
     gradients of every rank. A finite flag leaves each bit as it was.
-
-    Args:
-        flags: One-element tensors.
-        gradient: Of the loss.
     """
     for flag in flags:
         gradient = gradient * (1 + (0 * flag).sum().to(gradient.dtype))

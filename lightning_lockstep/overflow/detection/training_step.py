@@ -17,15 +17,7 @@ __all__ = ["wrap_training_step"]
 def wrap_training_step(
     module: LightningModule, begin: Callable[[Any, Any, Any], AbstractContextManager[Any]]
 ) -> Callable[[], None]:
-    """Have ``begin`` called at the start of each ``training_step``, below DDP and inside autocast.
-
-    Args:
-        module: The LightningModule.
-        begin: Is given the step, its arguments and its keyword arguments; the step runs in the context it gives.
-
-    Returns:
-        A function that takes it away.
-    """
+    """Have ``begin`` called at the start of each ``training_step``, below DDP and inside autocast."""
     original = module.training_step
 
     @functools.wraps(original)

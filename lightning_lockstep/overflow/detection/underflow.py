@@ -25,12 +25,7 @@ _UPDATE_ADVICE = (
 
 
 class UnderflowCheck:
-    """Warns when a large share of the gradients or of an Adam update is flushed to zero.
-
-    Args:
-        settings: The detector's options.
-        module: The LightningModule.
-    """
+    """Warns when a large share of the gradients or of an Adam update is flushed to zero."""
 
     def __init__(self, settings: OverflowSettings, module: nn.Module) -> None:
         self._threshold = settings.underflow_threshold
@@ -40,14 +35,7 @@ class UnderflowCheck:
         self._warned: set[str] = set()
 
     def __call__(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Check every so many optimizer steps, and give each kind of warning once.
-
-        Args:
-            trainer: The Trainer.
-            optimizer: The one about to step.
-
-        Ranks: rank 0 only, since reduced gradients are the same on every rank; nothing is sent.
-        """
+        """Check every so many optimizer steps, and give each kind of warning once."""
         self._steps += 1
         if self._threshold is None or self._steps % self._every:
             return
@@ -77,12 +65,7 @@ class UnderflowCheck:
 
 @dataclass(frozen=True)
 class Share:
-    """How many of some values are lost.
-
-    Attributes:
-        lost: Number lost.
-        counted: Number of all; never 0.
-    """
+    """How many of some values are lost."""
 
     lost: int
     counted: int
@@ -98,9 +81,6 @@ def gradient_underflow(named: Iterable[tuple[str, Tensor]]) -> dict[str, Share]:
 
     Whole rows of zeros (rows of an embedding that the batch did not use, units that are switched off) are
     zero for another reason and do not count.
-
-    Args:
-        named: Names and gradients.
     """
     shares = {}
     for name, gradient in named:
@@ -121,10 +101,6 @@ def adam_update_underflow(optimizer: Optimizer, names: Mapping[Tensor, str]) -> 
 
     Only float16 and bfloat16 weights are checked: an update smaller than half the distance to the next
     number of that format changes nothing.
-
-    Args:
-        optimizer: An Adam-like optimizer (its state has ``exp_avg`` and ``exp_avg_sq``); others give nothing.
-        names: Name of each parameter.
     """
     shares = {}
     for group in optimizer.param_groups:

@@ -44,15 +44,7 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Finds the origin of one hit on one rank.
-
-    Args:
-        trainer: The Trainer.
-        module: Its LightningModule.
-        settings: The detector's options.
-        communicator: Of the run.
-        all_arrive: Returns whether all ranks call it before long, without a collective.
-    """
+    """Finds the origin of one hit on one rank."""
 
     trainer: Trainer
     module: LightningModule
@@ -66,16 +58,6 @@ class Diagnosis:
         Collectives of the step are answered on this rank. Where that shows no bad value on any rank, and all of
         them are here, they replay it once more with real collectives. Where the parameters are divided among the
         ranks, they replay it together in the first place.
-
-        Args:
-            record: The step.
-            all_ranks: Whether every rank runs its diagnosis now.
-
-        Raises:
-            Exception: Ranks have replayed together, and this error of the step has made one leave the others.
-
-        Ranks: with ``all_ranks`` all of them, one all-reduce of 12 bytes, and what the step sends where it is
-            replayed once more; otherwise this rank, alone.
         """
         report = self._report(record)
         strategy = self.trainer.strategy

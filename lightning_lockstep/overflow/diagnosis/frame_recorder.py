@@ -29,16 +29,7 @@ __all__ = ["FrameRecorder"]
 
 
 class FrameRecorder:
-    """Records frames by hooks on every module, within :meth:`recording`.
-
-    Args:
-        root: The LightningModule.
-        max_frames: Frames kept up to the first bad one; ``None`` keeps all and does not stop at it.
-        allow_inf: Names of values that may be infinite.
-        modules: Names of the modules to record; ``None`` for all.
-        gradients: Whether to record the gradients too.
-        divided: Whether parameters are gathered for each module, and let go by a hook of the strategy after it.
-    """
+    """Records frames by hooks on every module, within :meth:`recording`."""
 
     def __init__(
         self,

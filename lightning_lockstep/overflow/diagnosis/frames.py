@@ -14,14 +14,7 @@ _INDENT = " " * 17
 
 @dataclass(frozen=True)
 class Value:
-    """One line of a frame.
-
-    Attributes:
-        label: ``weight``, ``input[0]``, ``output['logits']`` ...
-        statistics: Its statistics; ``None`` for what is not a tensor or holds no values.
-        kind: What is printed in place of statistics.
-        allowed: Whether it may hold infinities.
-    """
+    """One line of a frame."""
 
     label: str
     statistics: TensorStatistics | None = None
@@ -46,13 +39,7 @@ class Value:
 
 @dataclass
 class Frame:
-    """One call of one module.
-
-    Attributes:
-        module: Its name below the LightningModule.
-        type: Its class.
-        values: Weights, inputs and outputs, or gradients.
-    """
+    """One call of one module."""
 
     module: str
     type: str
@@ -70,19 +57,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Producer:
-    """What produced the first bad value.
-
-    Attributes:
-        kind: ``module`` (good inputs, bad output); ``code`` (made in this module's own ``forward``, just before
-            it called ``before``); ``weight`` (the weight was bad already); ``batch`` (it came with the data);
-            ``spot`` (found by ``detect_overflow``); ``backward`` (its backward was given good gradients).
-        module: Name of the module; empty for the LightningModule itself.
-        type: Class of the module.
-        labels: The bad values.
-        remarks: Remarks on the statistics of the first of them.
-        before: For ``code``: the module called next.
-        low_precision: Whether it computed in float16 or bfloat16.
-    """
+    """What produced the first bad value."""
 
     kind: Literal["module", "code", "weight", "batch", "spot", "backward"]
     module: str

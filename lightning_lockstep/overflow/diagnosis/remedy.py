@@ -19,13 +19,7 @@ _ROUNDS = 16
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to do about it.
-
-    Attributes:
-        modules: Modules that have to run in float32; empty when that does not help.
-        tried: Whether the batch was replayed with them in float32 and passed.
-        text: The advice.
-    """
+    """What to do about it."""
 
     modules: tuple[str, ...] = ()
     tried: bool = False
@@ -58,14 +52,6 @@ def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None])
     Begins with the module that produced the first bad value. Where its output is too large for the dtype that it
     goes back to, the module around it is tried; where another module fails next, that one is added. Each attempt
     is one replay; there are 16 at most.
-
-    Args:
-        root: The LightningModule.
-        first: What produced the first bad value.
-        run: Replays the batch and returns what produces the first bad value now, ``None`` if nothing does.
-
-    Returns:
-        The remedy, or ``None`` when float32 does not help.
     """
     by_name = {name: module for module, name in module_names(root).items()}
     chosen: list[str] = []
@@ -99,11 +85,7 @@ def _shorter(
 
 
 def advice(producer: Producer) -> str:
-    """Return advice as text, for when float32 modules cannot or do not help.
-
-    Args:
-        producer: What produced the first bad value.
-    """
+    """Return advice as text, for when float32 modules cannot or do not help."""
     if producer.kind == "batch":
         return "The batch itself holds nan or inf. Check the samples named above, and the code that prepares them."
     if producer.kind == "weight":

@@ -29,26 +29,7 @@ __all__ = ["Replayed", "StepRecord", "replay"]
 
 @dataclass
 class StepRecord:
-    """What it takes to replay one ``training_step``.
-
-    Attributes:
-        function: The ``training_step`` itself.
-        args: What it was called with.
-        kwargs: What it was called with.
-        random: Random state at its start.
-        buffers: Buffers at its start.
-        batch_number: Number of the batch, from 0, over all epochs.
-        batch_idx: Number of the batch in its epoch.
-        loss: The loss that came out, detached and as it went into the backward; ``None`` before that.
-        optimizer_steps: Optimizer steps begun inside it so far (manual optimization).
-        activation_flag: Zero, or nan if an activation was bad; on the device. ``None`` where none was checked.
-        stepped: Whether an optimizer was about to step.
-        skipped: Whether such a step was skipped.
-        notes: Notes for the report.
-        place: Epoch and optimizer step of the run at its start; ``None`` where the report is of the step under way.
-        device_seed: State of random numbers that a strategy keeps for its devices; ``None`` where it keeps none.
-        bad_gradients: Names of the gradients that were found bad, where they are others by now.
-    """
+    """What it takes to replay one ``training_step``."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -70,12 +51,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Replayed:
-    """How a replay ended.
-
-    Attributes:
-        loss: The loss as it goes into the backward, detached; ``None`` if there was none.
-        answered: Collectives of the step that were answered on this rank alone.
-    """
+    """How a replay ended."""
 
     loss: Tensor | None
     answered: int
@@ -95,21 +71,6 @@ def replay(
     Gradients, buffers, random states, plain attributes of modules (metric states among them) and
     ``requires_grad`` flags are put back. DDP is bypassed, so nothing is reduced; nothing is logged; no optimizer
     steps. Costs one forward and one backward with hooks, and a second set of gradients while it runs.
-
-    Args:
-        trainer: The Trainer of the run.
-        module: Its LightningModule, not wrapped.
-        record: The step.
-        recorder: Records the frames.
-        answer_collectives: Whether collectives of the step are answered on this rank. Otherwise they are real,
-            and every rank must replay its step now.
-        by_call: Whether the step runs inside a call of the module, where hooks of a strategy fire that gather
-            parameters.
-
-    Raises:
-        UnansweredCollectiveError: The step needs what only another rank has.
-
-    Ranks: nothing is sent while collectives are answered; otherwise what the step itself sends.
     """
     losses: list[Tensor] = []
     step = partial(_called_by, module, record.function) if by_call else record.function

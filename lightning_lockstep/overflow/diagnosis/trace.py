@@ -17,13 +17,7 @@ __all__ = ["BatchTrace"]
 
 
 class BatchTrace:
-    """Records every frame of chosen batches, in the training step itself.
-
-    Args:
-        settings: The detector's options.
-
-    Ranks: every rank traces the same batches; after each, all send their frames to rank 0, which waits.
-    """
+    """Records every frame of chosen batches, in the training step itself."""
 
     def __init__(self, settings: OverflowSettings) -> None:
         self._settings = settings

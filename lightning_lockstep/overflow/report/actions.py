@@ -27,14 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Counters:
-    """What was counted so far; the same on every rank but for the reports.
-
-    Attributes:
-        skipped_steps: Optimizer steps skipped.
-        scaler_skips: Ordinary skips of an fp16 loss scaler.
-        bad_in_a_row: Optimizer steps with a hit since the last one without.
-        reports: This rank's reports.
-    """
+    """What was counted so far; the same on every rank but for the reports."""
 
     skipped_steps: int = 0
     scaler_skips: int = 0
@@ -44,18 +37,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Response:
-    """Acts on hits.
-
-    Args:
-        trainer: The Trainer.
-        module: Its LightningModule.
-        settings: The detector's options.
-        communicator: Of the run.
-        publisher: Publishes the ranks' reports.
-        watch: The watch of all activations, if there is one.
-        counters: Counters to update.
-        engine: The engine that keeps the gradients and makes the steps, if there is one.
-    """
+    """Acts on hits."""
 
     trainer: Trainer
     module: LightningModule
@@ -67,17 +49,7 @@ class Response:
     engine: EngineGradients | None = None
 
     def to_common_hit(self, optimizer: Optimizer, record: StepRecord) -> None:
-        """Act on a hit that every rank knows of.
-
-        Args:
-            optimizer: The one about to step.
-            record: The step to replay.
-
-        Raises:
-            OverflowDetectedError: ``action="raise"``, or too many steps were skipped.
-
-        Ranks: all, at the same optimizer step; findings go over the side channel.
-        """
+        """Act on a hit that every rank knows of."""
         why = self._why_alarm(record)
         if why is None:
             self.counters.scaler_skips += 1
@@ -96,13 +68,7 @@ class Response:
             _log.warning("nan or inf in %d optimizer steps in a row; see the report above", in_a_row)
 
     def to_single_rank_hit(self, record: StepRecord) -> None:
-        """Report what only this rank knows of, while the others go on.
-
-        Args:
-            record: The step to replay.
-
-        Ranks: any rank, alone; one message to rank 0, and nobody waits.
-        """
+        """Report what only this rank knows of, while the others go on."""
         if self.publisher.may_publish_single():
             self.publisher.publish_single(self._diagnose(record, all_ranks=False))
 

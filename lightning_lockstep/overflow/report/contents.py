@@ -27,14 +27,7 @@ _WITHOUT_PRODUCER = {
 
 @dataclass(frozen=True)
 class Occasion:
-    """Where in the run a bad value was found.
-
-    Attributes:
-        epoch: Epoch, from 0.
-        step: Optimizer step (``trainer.global_step``), from 0.
-        batch_number: Batch over all epochs, from 0.
-        batch_idx: Batch of the epoch, from 0.
-    """
+    """Where in the run a bad value was found."""
 
     epoch: int
     step: int
@@ -47,24 +40,7 @@ class Occasion:
 
 @dataclass
 class RankReport:
-    """What one rank found.
-
-    Attributes:
-        rank: Its number.
-        host: Its host.
-        occasion: Where in the run.
-        loss: The loss as it went into the backward; ``None`` if there was none.
-        frames: Forward frames up to the first bad one.
-        backward_frames: Frames of the backward, where the first bad value is a gradient.
-        producer: What produced the first bad value in the forward.
-        backward_producer: What produced the first bad gradient from good ones.
-        propagators: Modules that passed it on.
-        gradients: One line for each bad gradient, as reduced over all ranks.
-        optimizer: One line for each bad entry of an optimizer's state.
-        remedy: What to do.
-        notes: Further remarks.
-        clean: Whether replaying the batch on this rank gave no bad value; ``None`` where it was not replayed.
-    """
+    """What one rank found."""
 
     rank: int
     host: str
@@ -141,13 +117,7 @@ class RankReport:
 
 
 def combined_head(occasion: Occasion, heads: Mapping[int, str], why: str) -> str:
-    """Return the text of the error, the same on every rank.
-
-    Args:
-        occasion: Where in the run.
-        heads: The head of each rank's report.
-        why: Why it is an overflow.
-    """
+    """Return the text of the error, the same on every rank."""
     lines = [f"Detected inf/nan during batch_number={occasion.batch_number} ({occasion}): {why}."]
     return "\n".join([*lines, *(heads[rank] for rank in sorted(heads))])
 
@@ -159,14 +129,7 @@ def combined_text(occasion: Occasion, texts: Mapping[int, str], why: str) -> str
 
 
 def write(folder: Path, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Write a report as text and as JSON; where that is not possible, say so.
-
-    Args:
-        folder: Made if it does not exist.
-        stem: File name without its ending.
-        text: The report as printed.
-        reports: Each rank's report, as :meth:`RankReport.as_json` gives it.
-    """
+    """Write a report as text and as JSON; where that is not possible, say so."""
     write_report(folder / f"{stem}.txt", text)
     write_report(folder / f"{stem}.json", json.dumps({"ranks": list(reports)}, indent=1))
 

@@ -20,13 +20,6 @@ _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "t
 
 def draw(reports: Sequence[Mapping[str, Any]], history: Mapping[int, Mapping[str, float]]) -> bytes:
     """Return a PNG of the modules' largest outputs, and of those of the steps before where they were recorded.
-
-    Args:
-        reports: Each rank's report as JSON, one at least; that of the first rank with a producer is drawn.
-        history: By step, the largest output magnitude of each module; may be empty (``mode="replay"``).
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

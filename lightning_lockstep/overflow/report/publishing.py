@@ -40,15 +40,7 @@ _runs = 0
 
 
 class ReportPublisher:
-    """Collects reports, prints them once in rank order and writes them to files.
-
-    Args:
-        communicator: Of the run.
-        folder: Where reports are written.
-        settings: The detector's options.
-
-    Ranks: one on every rank. Rank 0 prints and writes.
-    """
+    """Collects reports, prints them once in rank order and writes them to files."""
 
     def __init__(self, communicator: Communicator, folder: Path, settings: OverflowSettings) -> None:
         global _runs
@@ -69,21 +61,12 @@ class ReportPublisher:
             self._remove()
 
     def collect(self, entry: Mapping[str, Any], *, to: int | None = None) -> Gathered:
-        """Send this rank's entry and return those of the ranks that sent theirs in time.
-
-        Args:
-            entry: Anything that JSON can hold.
-            to: The one rank that receives them and waits; the others get back their own alone.
-
-        Ranks: all, at the same step; a message per rank over the side channel.
-        """
+        """Send this rank's entry and return those of the ranks that sent theirs in time."""
         self._collections += 1
         return self._gather.collect(self._collections, dict(entry), to=to)
 
     def all_arrive(self) -> bool:
         """Return whether all ranks get here within half a minute; one that does not may wait in a collective.
-
-        Ranks: all, after the same attempt; two messages per rank over the side channel.
         """
         for _ in range(2):  # a late rank finds the messages of others that have left since; not a second time
             self._collections += 1
@@ -93,18 +76,7 @@ class ReportPublisher:
 
     @writing_report()
     def publish(self, report: RankReport, why: str, watch: ActivationWatch | None) -> str:
-        """Print and write the reports of all ranks, after a hit that all of them know of.
-
-        Args:
-            report: This rank's.
-            why: Why it is an overflow; the same on every rank.
-            watch: For the picture: the magnitudes of the steps before.
-
-        Returns:
-            The text of the error, the same on every rank.
-
-        Ranks: all, at the same step; two messages per rank over the side channel.
-        """
+        """Print and write the reports of all ranks, after a hit that all of them know of."""
         gathered = self.collect(
             {"head": report.head(), "origin": report.is_origin, "occasion": asdict(report.occasion)}
         )
@@ -136,10 +108,7 @@ class ReportPublisher:
         return self._single_reports <= _SINGLE_RANK_REPORTS
 
     def publish_single(self, report: RankReport) -> None:
-        """Have rank 0 print and write the report of this rank, which no other rank knows of.
-
-        Ranks: any rank, alone; one message to rank 0, and nobody waits.
-        """
+        """Have rank 0 print and write the report of this rank, which no other rank knows of."""
         why = "seen on this rank only; it does not reach the gradients"
         body = {
             "text": combined_text(report.occasion, {report.rank: report.text()}, why),
@@ -149,10 +118,7 @@ class ReportPublisher:
         self.communicator.side_channel.post(_SINGLE, body, to=0)
 
     def publish_trace(self, batch_number: int, text: str) -> None:
-        """Print and write the traced frames of all ranks, in rank order.
-
-        Ranks: all, after the same batch; one message per rank to rank 0, which waits.
-        """
+        """Print and write the traced frames of all ranks, in rank order."""
         entries = self.collect({"text": text}, to=0).entries
         if self.communicator.is_main:
             whole = "\n".join(entry["text"] for entry in entries.values())

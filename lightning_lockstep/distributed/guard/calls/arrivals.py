@@ -13,22 +13,14 @@ __all__ = ["ArrivalReader"]
 
 
 class ArrivalReader:
-    """Reads the collectives that this rank calls from now on: those of gloo, nccl and ``mpi4py``.
-
-    Attributes:
-        seconds: How long the last :meth:`read` took [s].
-    """
+    """Reads the collectives that this rank calls from now on: those of gloo, nccl and ``mpi4py``."""
 
     def __init__(self) -> None:
         self._recorder, self._groups = FlightRecorder(), GroupRecorders()
         self.seconds = 0.0
 
     def read(self, since: float) -> Sequence[Arrival]:
-        """Return the last calls of all groups that exist, oldest first.
-
-        Args:
-            since: Earlier ones are left out [s since 1970, by this host's clock].
-        """
+        """Return the last calls of all groups that exist, oldest first."""
         began = time.perf_counter()
         found = [*self._recorder.arrivals(since)]
         found += self._groups.arrivals(since)

@@ -36,21 +36,7 @@ ALL_TO_ALL = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """One collective as one rank called it.
-
-    Attributes:
-        operation: Its name in torch.distributed, such as ``all_reduce``.
-        group: Name of the process group.
-        number: Which collective of the group it is on this rank, from 1; 0 where nobody counts.
-        dtypes: Dtypes of its tensors, such as ``("float32",)``.
-        shapes: Shapes of its tensors.
-        reduce_op: How it reduces, such as ``sum``; ``None`` where it does not.
-        root: The rank that sends to all or receives from all, or the peer of a send or receive; ``None`` where there
-            is none.
-        site: Where it was called from, such as ``train.py:88 in training_step``.
-        note: What the report shows instead of the shapes, such as what is wrong with the arguments.
-        uneven: Whether its shapes may differ between ranks, but for their numbers of dimensions.
-    """
+    """One collective as one rank called it."""
 
     operation: str
     group: str
@@ -69,11 +55,7 @@ class CollectiveCall:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> CollectiveCall:
-        """Return the call that :meth:`to_data` has described, also after a way through JSON.
-
-        Args:
-            data: The description; fields that are not known are left out.
-        """
+        """Return the call that :meth:`to_data` has described, also after a way through JSON."""
         known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
         known["dtypes"] = tuple(known.get("dtypes", ()))
         known["shapes"] = tuple(tuple(shape) for shape in known.get("shapes", ()))
@@ -96,13 +78,7 @@ class CollectiveCall:
 
 
 def call_title(operation: str, reduce_op: str | None, root: int | None) -> str:
-    """Return how messages name a call, such as ``broadcast from 1``.
-
-    Args:
-        operation: Its name.
-        reduce_op: How it reduces, if it does.
-        root: The one rank that sends or receives, if there is one.
-    """
+    """Return how messages name a call, such as ``broadcast from 1``."""
     way = "to" if operation in ("reduce", "gather", "send") else "from"
     return (
         operation + (f"({reduce_op})" if reduce_op else "") + (f" {way} {root}" if root is not None else "")
@@ -113,9 +89,6 @@ def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
     """Return the text of a :class:`CollectiveMismatchError`: a table of the ranks, and what to do.
 
     Rows that are not as most are marked.
-
-    Args:
-        calls: What each rank called, by rank.
     """
     columns = {rank: call.columns() for rank, call in calls.items()}
     keys = {rank: call.compared() for rank, call in calls.items()}
@@ -177,11 +150,7 @@ def _in_short(texts: Sequence[str]) -> str:
 
 
 def fingerprint(signature: Hashable) -> int:
-    """Return a whole number below 2^63 that stands for what must be equal on all ranks.
-
-    Args:
-        signature: Anything whose ``repr`` is the same in every process.
-    """
+    """Return a whole number below 2^63 that stands for what must be equal on all ranks."""
     digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -190,9 +159,6 @@ def compares_calls(group: object) -> bool:
     """Return whether a process group compares the calls of its ranks itself, so that nobody else needs to.
 
     A backend says so by an attribute ``compares_calls`` of its process groups.
-
-    Args:
-        group: The process group.
     """
     return bool(getattr(group, "compares_calls", False))
 

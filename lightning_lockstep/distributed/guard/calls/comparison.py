@@ -18,8 +18,6 @@ def as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, Collective
 
     The main thread of a rank that has gone on tells no reduction and no root any more; and in a scatter none but the
     root records tensors. Roots that differ between those who tell them stay.
-
-    Ranks: the rank that has asked, alone; nothing is sent.
     """
     no_reduction = {call.operation for call in calls.values() if call.reduce_op is None}
     no_root = {call.operation for call in calls.values() if call.root is None}
@@ -42,14 +40,7 @@ def as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, Collective
 
 
 def comparison_key(call: CollectiveCall, *, exactly: bool) -> tuple[str, ...]:
-    """Return what must be equal on all ranks of a call.
-
-    Args:
-        call: The call.
-        exactly: Whether it is open on some rank; of a complete one, less must be equal.
-
-    Ranks: the rank that has asked, alone; nothing is sent.
-    """
+    """Return what must be equal on all ranks of a call."""
     own_shapes = call.operation in _OWN_SHAPES
     if exactly:
         columns = call.compared()
@@ -66,10 +57,7 @@ def _count(shape: Iterable[int]) -> int:
 
 
 def odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
-    """Return the ranks that did not call what most of them did.
-
-    Ranks: the rank that has asked, alone; nothing is sent.
-    """
+    """Return the ranks that did not call what most of them did."""
     keys = {rank: (*call.compared(), call.group, call.number) for rank, call in calls.items()}
     compared = list(keys.values())
     usual = max(compared, key=compared.count)

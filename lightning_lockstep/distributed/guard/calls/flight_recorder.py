@@ -52,8 +52,6 @@ def size_flight_recorder() -> None:
     """Let torch's flight recorder begin, with a ring of a few hundred calls unless the user has set its size.
 
     Torch reads the size once, when it first needs the recorder.
-
-    Ranks: any rank, alone, before its first process group; nothing is sent.
     """
     if _SIZE in os.environ:
         return
@@ -113,12 +111,7 @@ class FlightRecorder:
         return found
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
-        """See :meth:`CallRecorder.calls`.
-
-        Args:
-            sites: Whether to say where each was called from; the first time in a process that takes seconds, since
-                torch imports its compiler for it.
-        """
+        """See :meth:`CallRecorder.calls`."""
         titles = group_titles()
         return [
             RecordedCall(
@@ -134,9 +127,6 @@ class FlightRecorder:
         """Return when this rank has called its last collectives, without what else is known of them, oldest first.
 
         Takes 5 to 7 ms for 512 calls, half as long as :meth:`calls`, in which no other thread of Python runs.
-
-        Args:
-            since: Earlier calls are left out [s since 1970, by this host's clock].
         """
         titles = group_titles()
         return [

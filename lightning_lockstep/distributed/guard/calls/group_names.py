@@ -15,12 +15,7 @@ WORLD = "world"
 
 
 def group_title(name: str, ranks: Sequence[int]) -> str:
-    """Return what a group is called in reports, such as ``1 (ranks 0, 2)``.
-
-    Args:
-        name: Its name in torch, which is the same on all of its ranks.
-        ranks: Its ranks, by their numbers in the default group.
-    """
+    """Return what a group is called in reports, such as ``1 (ranks 0, 2)``."""
     return f"{name} (ranks {', '.join(map(str, ranks))})"
 
 

@@ -12,13 +12,7 @@ __all__ = ["Arrival", "CallRecorder", "Outstanding", "RecordedCall"]
 
 
 class Arrival(NamedTuple):
-    """When this rank has called a collective.
-
-    Attributes:
-        group: Name of its process group, as :attr:`CollectiveCall.group` has it.
-        number: Which collective of the group it is, from 1; the same on every rank of the group.
-        time: When [s since 1970, by this host's clock].
-    """
+    """When this rank has called a collective."""
 
     group: str
     number: int
@@ -26,12 +20,7 @@ class Arrival(NamedTuple):
 
 
 class Outstanding(NamedTuple):
-    """A collective that this rank has called and that is not complete.
-
-    Attributes:
-        group: Name of its process group, as :attr:`CollectiveCall.group` has it.
-        number: Which collective of the group it is, from 1.
-    """
+    """A collective that this rank has called and that is not complete."""
 
     group: str
     number: int
@@ -39,13 +28,7 @@ class Outstanding(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """One collective that this rank has called.
-
-    Attributes:
-        call: What was called.
-        started: When [s since 1970, by this host's clock].
-        done: Whether it is complete.
-    """
+    """One collective that this rank has called."""
 
     call: CollectiveCall
     started: float
@@ -75,17 +58,9 @@ class CallRecorder(Protocol):
         ...
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
-        """Return the last calls of all groups, oldest first.
-
-        Args:
-            sites: Whether to say where each was called from, where that takes time.
-        """
+        """Return the last calls of all groups, oldest first."""
         ...
 
     def arrivals(self, since: float) -> Sequence[Arrival]:
-        """Return when this rank has called its last collectives, oldest first.
-
-        Args:
-            since: Earlier ones are left out [s since 1970, by this host's clock].
-        """
+        """Return when this rank has called its last collectives, oldest first."""
         ...

@@ -30,11 +30,7 @@ Connection = tuple[str, str]
 
 
 def connections(pid: int | None = None) -> dict[Connection, int]:
-    """Return the TCP connections of a process of this host with their file descriptors.
-
-    Args:
-        pid: The process; by default this one.
-    """
+    """Return the TCP connections of a process of this host with their file descriptors."""
     with suppress(psutil.Error):
         return {
             (_text(one.laddr), _text(one.raddr)): one.fd
@@ -46,9 +42,6 @@ def connections(pid: int | None = None) -> dict[Connection, int]:
 
 def transferred(without_ports: Collection[int] = ()) -> dict[str, int]:
     """Return how many bytes each TCP connection of this process has sent and received, where Linux says so.
-
-    Args:
-        without_ports: Connections with one of these ports at either end are left out.
     """
     found = {}
     with suppress(OSError):
@@ -67,18 +60,7 @@ def transferred(without_ports: Collection[int] = ()) -> dict[str, int]:
 def end_connections(
     ends: Collection[Connection], *, hosts: Iterable[str] = (), kept_ports: Collection[int] = ()
 ) -> int:
-    """Shut down connections of this process.
-
-    Args:
-        ends: Which.
-        hosts: Names of hosts, connections with which are shut down too.
-        kept_ports: Connections with such a host that have one of these ports at either end are left.
-
-    Returns:
-        How many were shut down.
-
-    Ranks: any rank, alone; its peers see the connections end.
-    """
+    """Shut down connections of this process."""
     addresses, count = set(_addresses(hosts)), 0
     for end, number in connections().items():
         of_such_a_host = end[1].rpartition(":")[0] in addresses and not ports_of(end) & set(kept_ports)
@@ -101,10 +83,7 @@ def _addresses(hosts: Iterable[str]) -> Iterator[str]:
 
 
 def abort_devices() -> None:
-    """Abort what nccl does in any process group, which ends every wait for it.
-
-    Ranks: any rank, alone; the group cannot be used any more.
-    """
+    """Abort what nccl does in any process group, which ends every wait for it."""
     if not process_group_exists():
         return
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -21,14 +21,7 @@ _kept: list[object] = []  # what C++ holds a pointer to must live
 
 
 def before_terminate(function: Callable[[], None] | None) -> bool:
-    """Have ``function`` called, in whichever thread that is, before C++ aborts this process over an error.
-
-    Args:
-        function: It may wait, and may end the process; ``None`` calls nothing any more.
-
-    Returns:
-        Whether that is possible here.
-    """
+    """Have ``function`` called, in whichever thread that is, before C++ aborts this process over an error."""
     global _function
     _function = function
     return bool(_kept) or (function is not None and _install())

@@ -46,14 +46,7 @@ _PASSES_WITHIN = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a rank gets.
-
-    Attributes:
-        verdict: Why the collective does not complete; ``None`` where that is not known.
-        ends: Connections of this rank with others, to be ended so that no wait is left.
-        hosts: Hosts of the ranks that have not answered, whose connections nobody knows.
-        kept_ports: Ports of connections with these hosts that stay: those of side channels and of the store.
-    """
+    """What a rank gets."""
 
     verdict: Verdict | None
     ends: tuple[Connection, ...] = ()
@@ -75,22 +68,7 @@ class _Collection:
 
 
 class Inquiries:
-    """Asks where the ranks are, and answers for this one; its :meth:`work` runs on one thread of its own.
-
-    Args:
-        channel: The side channel of the run.
-        state: Returns where this rank is; if asked to, with the places in the program from which each of its
-            collectives was called, which takes seconds.
-        silence: Returns what is known of a rank that does not answer.
-        decided: Called on the collecting rank with an error, before any rank hears of it.
-        conclude: Called on every rank with an answer that is an error, and on the asking one with any other.
-        report: Called on the collecting rank, with an error or a remark and what each rank has said.
-        stall_timeout: How long a collective may take that all ranks have called [s].
-        history: How many of the last calls of each rank a report lists.
-        run_soon: Runs a function on the guard's thread.
-
-    Ranks: one object on every rank. Nothing is sent until a rank asks; then three messages a rank.
-    """
+    """Asks where the ranks are, and answers for this one; its :meth:`work` runs on one thread of its own."""
 
     def __init__(
         self,
@@ -130,17 +108,11 @@ class Inquiries:
         ]
 
     def ask(self, question: Question) -> None:
-        """Ask why a collective does not complete.
-
-        Ranks: any rank, on the guard's thread; one message.
-        """
+        """Ask why a collective does not complete."""
         self._ask(question, 0)
 
     def work(self) -> None:
-        """Go on with what has waited long enough; to be called now and then on the guard's thread.
-
-        Ranks: any rank; sends a message to the next rank where one has not taken a question.
-        """
+        """Go on with what has waited long enough; to be called now and then on the guard's thread."""
         now = time.monotonic()
         if self._asked is not None and now > self._asked[2] and self._takes_no_question(*self._asked[1:]):
             self._ask(self._asked[0], self._asked[1] + 1)

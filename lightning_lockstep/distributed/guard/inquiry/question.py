@@ -11,14 +11,7 @@ __all__ = ["Question"]
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Why a rank asks where the others are.
-
-    Attributes:
-        rank: The rank that asks.
-        outstanding: The collective that it waits in; ``None`` for a send or receive.
-        seconds: How long it has waited.
-        raised: What the backend has raised, if it has.
-    """
+    """Why a rank asks where the others are."""
 
     rank: int
     outstanding: Outstanding | None

@@ -21,25 +21,7 @@ _PLAIN = ("rank", "host", "pid", "seconds_since_call", "moves", "transfers", "ra
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """Where one rank is.
-
-    Attributes:
-        rank: Its number.
-        host: Name of its host.
-        pid: Its process there.
-        groups: Ranks of each process group that it belongs to, by the group's name.
-        outstanding: The oldest incomplete collective of each group that has one.
-        calls: The last calls of all groups, oldest first.
-        seconds_since_call: How long ago the last of them was called [s], by this host's clock; ``None`` if there is
-            none.
-        position: Where its main thread is.
-        awaited: Sends and receives of which its main thread waits for one, by a handle; their roots are the peers.
-        moves: Whether its program computes, reads or writes, rather than waits or sleeps.
-        transfers: Whether bytes move on its TCP connections.
-        raised: Whether its last collective has raised an error, at ``position``.
-        connections: Its TCP connections.
-        ports: Ports at one end of connections that are not the backend's.
-    """
+    """Where one rank is."""
 
     rank: int
     host: str = ""

@@ -21,18 +21,7 @@ _APART = 0.2
 
 
 class Silence(NamedTuple):
-    """What is known of a rank that does not answer.
-
-    Attributes:
-        reason: Why it does not.
-        host: Name of its host; empty where that is not known.
-        has_ended: Whether its process is known to have ended.
-        has_left: Whether its program has come to its end, without an error.
-        is_stopped: Whether its process is known to be stopped.
-        is_moving: Whether its process is known to run, though no thread of Python's can answer: as while a call of C
-            computes and keeps the lock of the interpreter.
-        connections: Its TCP connections, as far as this rank can see them.
-    """
+    """What is known of a rank that does not answer."""
 
     reason: str
     host: str = ""
@@ -44,11 +33,7 @@ class Silence(NamedTuple):
 
 
 class SilentRanks:
-    """Looks at ranks that do not answer: more closely at those on this host.
-
-    Args:
-        channel: The side channel of the run.
-    """
+    """Looks at ranks that do not answer: more closely at those on this host."""
 
     def __init__(self, channel: SideChannel) -> None:
         self._channel = channel
@@ -56,12 +41,6 @@ class SilentRanks:
 
     def look(self, rank: int, *, has_failed: bool) -> Silence:
         """Return what this rank knows of one that does not answer; to be called now and then as long as it does not.
-
-        Args:
-            rank: The one that does not answer.
-            has_failed: Whether it, or another rank, is known to have failed, if it has left.
-
-        Ranks: any rank, alone, from one thread; nothing is sent.
         """
         host, pid = self._channel.process_of(rank)
         if self._channel.has_closed(rank):

@@ -19,14 +19,7 @@ _CAUSE = "<- never came"
 
 
 class StallReport:
-    """The texts for one question.
-
-    Args:
-        question: Who waits, and for what.
-        states: What each rank has said of itself, by rank.
-        silent: Why a rank that has not answered is silent, by rank.
-        waiting: Who waits for whom.
-    """
+    """The texts for one question."""
 
     def __init__(
         self,
@@ -38,11 +31,7 @@ class StallReport:
         self._question, self._states, self._silent, self._waiting = question, states, silent, waiting
 
     def slow(self, late: Sequence[int]) -> str:
-        """Return the remark that ranks are late and at work.
-
-        Args:
-            late: These ranks.
-        """
+        """Return the remark that ranks are late and at work."""
         asker = self._states[self._question.rank]
         where = "; ".join(self._work(rank) for rank in late)
         return (
@@ -60,11 +49,7 @@ class StallReport:
         )
 
     def never_came(self, causes: Sequence[int]) -> str:
-        """Return the report of ranks that did not come to a collective and do not move.
-
-        Args:
-            causes: These ranks.
-        """
+        """Return the report of ranks that did not come to a collective and do not move."""
         waited = f"{ranks_in_words(self._waiting.waiting())} waited {self._question.seconds:.0f} s"
         if self._question.raised:
             reason = first_line(self._question.raised)
@@ -81,11 +66,7 @@ class StallReport:
         return f"{text}\n\n{remedy}"
 
     def does_not_complete(self, ranks: Sequence[int]) -> str:
-        """Return the report of a collective that its ranks have called alike.
-
-        Args:
-            ranks: Its ranks.
-        """
+        """Return the report of a collective that its ranks have called alike."""
         return (
             f"{self._what()} does not complete though {ranks_in_words(ranks)} have called it alike,"
             f" {self._question.seconds:.0f} s ago\n\n{self._table(())}\n\n"
@@ -94,11 +75,7 @@ class StallReport:
         )
 
     def current(self, rank: int) -> CollectiveCall:
-        """Return the call in which a rank waits.
-
-        Args:
-            rank: One that waits.
-        """
+        """Return the call in which a rank waits."""
         state = self._states[rank]
         if not state.outstanding:
             return state.message()
@@ -145,12 +122,7 @@ class StallReport:
 
 
 def histories(states: Mapping[int, RankState], history: int) -> str:
-    """Return a table of the last calls of each rank.
-
-    Args:
-        states: What each rank has said of itself, by rank.
-        history: How many calls of each.
-    """
+    """Return a table of the last calls of each rank."""
     rows = [
         (
             rank,

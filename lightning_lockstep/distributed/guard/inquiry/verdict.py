@@ -24,17 +24,7 @@ Kind = Literal["mismatch", "stall", "slow"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a question.
-
-    Attributes:
-        kind: ``mismatch``: ranks called different things; ``stall``: a rank did not come and does not move;
-            ``slow``: it has not come yet, and moves, or data still does: a remark, no error.
-        text: The report, the same for every rank.
-        ranks: The ranks that are the cause; empty where all are.
-        lacks_sites: Whether it does not say of each rank where that has called what it has called.
-        may_pass: Whether it rests on where the ranks were when each of them said so, a moment apart: it holds once it
-            is found twice.
-    """
+    """What became of a question."""
 
     kind: Kind
     text: str
@@ -43,11 +33,7 @@ class Verdict:
     may_pass: bool = False
 
     def error(self) -> CollectiveError:
-        """Return the error that every rank raises.
-
-        Raises:
-            ValueError: It is a remark.
-        """
+        """Return the error that every rank raises."""
         if self.kind == "slow":
             raise ValueError("a slow rank is no error")
         return (
@@ -66,17 +52,6 @@ def judge(
     history: int = 0,
 ) -> Verdict | None:
     """Return why a collective does not complete, or ``None`` where the records say nothing, or it has completed.
-
-    Args:
-        question: Who waits, and for what.
-        states: What each rank has said of itself, by rank.
-        silent: Why a rank that has not answered is silent, by rank.
-        left: Those of the silent ranks whose program has come to its end, which breaks connections with others.
-        running: Those of the silent ranks whose processes are known to run.
-        stall_timeout: How long a collective may take that all ranks have called [s].
-        history: How many of the last calls of each rank the report lists.
-
-    Ranks: the rank that has asked, alone; nothing is sent.
     """
     case = _Case(question, states, silent, left, running, stall_timeout)
     verdict = case.verdict()
@@ -158,10 +133,6 @@ class _Case:
         """Return the first collective that its ranks called differently.
 
         It is of a group in which the asker waits, or one of those that it waits for.
-
-        Args:
-            asker: The rank that asks.
-            with_own_shapes: Whether shapes count that ranks may choose, as in an all-to-all of parts that differ.
         """
         reached = [self.states[rank] for rank in self.waiting.reached_from(asker.rank) if rank in self.states]
         groups = [one.group for state in (asker, *reached) for one in state.outstanding]

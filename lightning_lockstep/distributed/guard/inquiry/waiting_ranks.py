@@ -11,13 +11,7 @@ __all__ = ["WaitingRanks"]
 
 
 class WaitingRanks:
-    """Who waits for whom.
-
-    Args:
-        states: What each rank has said of itself, by rank.
-        silent: Why a rank that has not answered is silent, by rank.
-        running: Those of the silent ranks whose processes are known to run.
-    """
+    """Who waits for whom."""
 
     def __init__(
         self, states: Mapping[int, RankState], silent: Mapping[int, str], running: Collection[int] = ()

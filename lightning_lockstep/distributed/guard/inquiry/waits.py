@@ -10,11 +10,7 @@ __all__ = ["Waits"]
 
 
 class Waits:
-    """The waits of this rank; ``None`` stands for a send or receive.
-
-    Args:
-        timeout: After how long a wait is asked about, and after how long again [s].
-    """
+    """The waits of this rank; ``None`` stands for a send or receive."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -27,13 +23,7 @@ class Waits:
         now: float,
         ages: Callable[[], Mapping[Outstanding | None, float]],
     ) -> None:
-        """Take note of what is incomplete now.
-
-        Args:
-            outstanding: What this rank waits in.
-            now: The time [s].
-            ages: Returns how long ago each was called [s]; asked only where one is new.
-        """
+        """Take note of what is incomplete now."""
         known = ages() if any(one not in self._since for one in outstanding) else {}
         self._since = {one: self._since.get(one, now - known.get(one, 0.0)) for one in outstanding}
         self._next_question = {one: at for one, at in self._next_question.items() if one in self._since}

@@ -50,11 +50,6 @@ class Activity:
 
     What it waits for may be done by another of its threads, by child processes, or by the system in one long call. A
     thread that sleeps, or polls something now and then, does not move; neither do the threads of this package count.
-
-    Args:
-        window: How far back it looks [s].
-        is_rank: Returns whether a child process is a rank of the run, which moves for itself.
-        ports: Ports of this process at one end of connections whose bytes do not count.
     """
 
     def __init__(self, window: float, is_rank: Callable[[int], bool], *, ports: Collection[int] = ()) -> None:
@@ -66,23 +61,13 @@ class Activity:
         self._cpu, self._held_up = 0.0, 0.0
 
     def follow(self, thread: threading.Thread) -> None:
-        """Say which thread trains; by default it is the one that has made this object.
-
-        Args:
-            thread: That thread.
-        """
+        """Say which thread trains; by default it is the one that has made this object."""
         if thread is not self._thread:
             self._thread, self._own = thread, _Threads()
             self.forget()
 
     def look(self, *, closely: bool, held_up: bool = False) -> None:
-        """Take a sample; to be called a few times in each window, from one thread.
-
-        Args:
-            closely: Whether to look at other threads, child processes and connections too, which takes milliseconds.
-            held_up: Whether the thread that trains waits for a thread of this package, so that the time since the last
-                sample counts as if it had moved.
-        """
+        """Take a sample; to be called a few times in each window, from one thread."""
         now = time.monotonic()
         if held_up and self._samples:
             self._held_up += now - self._samples[-1].time
@@ -155,13 +140,7 @@ class Activity:
 
 
 class _Threads:
-    """What threads have done since the first look at them.
-
-    Attributes:
-        seconds: Their CPU time [s].
-        bytes: What they have read and written.
-        waited: How long they have waited in calls that go on [s].
-    """
+    """What threads have done since the first look at them."""
 
     def __init__(self) -> None:
         self.seconds, self.bytes, self.waited = _Growth(), _Growth(), 0.0

@@ -37,16 +37,7 @@ _C10D = "torch.distributed.distributed_c10d"
 
 
 class Position(NamedTuple):
-    """Where a thread is.
-
-    Attributes:
-        site: Nearest place in the user's own program.
-        stack: All places, innermost first.
-        function: Function of ``torch.distributed`` that it is in, such as ``broadcast``; ``wait`` where it waits by a
-            handle, such as that of an ``irecv``; empty where it is in none.
-        arguments: What that function was called with, as far as a report shows it: ``op``, ``src``, ``dst``.
-        group: What reports call the process group that it was called with; empty where that is not known.
-    """
+    """Where a thread is."""
 
     site: str
     stack: tuple[str, ...]
@@ -56,13 +47,7 @@ class Position(NamedTuple):
 
 
 def position(thread: threading.Thread) -> Position:
-    """Return where a thread is now.
-
-    Args:
-        thread: The one that trains.
-
-    Ranks: any rank, alone, from any thread; nothing is sent.
-    """
+    """Return where a thread is now."""
     return _position([(one, one.f_lineno) for one in _frames(_frame_of(thread))])
 
 
@@ -137,11 +122,6 @@ def _group(frame: FrameType) -> str:
 
 def waits_for_import(thread: threading.Thread) -> bool:
     """Return whether a thread is in Python's import system, perhaps because another thread imports the same.
-
-    Args:
-        thread: The one that trains.
-
-    Ranks: any rank, alone, from any thread; nothing is sent.
     """
     frame = _frame_of(thread)
     return frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap"
@@ -152,9 +132,6 @@ class MainThreadErrors:
 
     In a call of C it gets the error when that call returns. So it does in all that waits, if it is not the main thread:
     Python runs handlers of signals in that one alone.
-
-    Args:
-        is_critical: Returns whether the error must not be raised at a frame, since that deals with errors itself.
     """
 
     def __init__(self, is_critical: Callable[[FrameType], bool]) -> None:
@@ -167,8 +144,6 @@ class MainThreadErrors:
 
     def install(self) -> None:
         """Take the calling thread for the one that trains, and begin to handle the signal by which it is woken.
-
-        Ranks: any rank, alone, from the thread that trains.
         """
         self._thread = threading.current_thread()
         if self._thread is threading.main_thread() and not self._by_signal:
@@ -176,19 +151,13 @@ class MainThreadErrors:
             self._by_signal = True
 
     def remove(self) -> None:
-        """Give the signal back.
-
-        Ranks: any rank, alone, from its main thread.
-        """
+        """Give the signal back."""
         if self._by_signal and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._before)
             self._by_signal = False
 
     def raise_soon(self, error: BaseException) -> None:
-        """Raise ``error`` in the thread that trains.
-
-        Ranks: any rank, alone, from any other thread; returns at once.
-        """
+        """Raise ``error`` in the thread that trains."""
         self._pending = error
         ident = ctypes.c_ulong(self._thread.ident or 0)
         if self._by_signal and self._thread is threading.main_thread():

@@ -27,14 +27,7 @@ _READS, _WRITES = _CALLS.get(platform.machine(), (set[int](), set[int]()))
 
 
 class ThreadLook(NamedTuple):
-    """What a thread has done so far, and what it is in the middle of.
-
-    Attributes:
-        seconds: CPU time [s].
-        bytes: What its calls that have returned have read and written.
-        waits_for: ``file`` where it waits in a call on a file, or for a disk; ``pipe`` where it writes into a pipe.
-        wakes: How often it has been woken; known where it writes into a pipe.
-    """
+    """What a thread has done so far, and what it is in the middle of."""
 
     seconds: float
     bytes: float
@@ -43,9 +36,6 @@ class ThreadLook(NamedTuple):
 
     def goes_on_from(self, earlier: ThreadLook) -> bool:
         """Return whether the one call that it waits in goes on: whoever reads a pipe wakes the writer each time.
-
-        Args:
-            earlier: A former look at this thread.
         """
         if self.waits_for != earlier.waits_for:
             return False
@@ -54,9 +44,6 @@ class ThreadLook(NamedTuple):
 
 def look_at(thread: int) -> ThreadLook | None:
     """Return what a thread does, ``None`` where it has ended, works for this package, or the system does not say.
-
-    Args:
-        thread: Its number in the system.
     """
     try:
         name, _, rest = _read(thread, "stat").partition("(")[2].rpartition(")")
@@ -70,11 +57,7 @@ def look_at(thread: int) -> ThreadLook | None:
 
 
 def other_threads(than: int | None) -> Iterator[tuple[int, ThreadLook]]:
-    """Return the threads of this process but one and those that work for this package, with their numbers.
-
-    Args:
-        than: The number of the one.
-    """
+    """Return the threads of this process but one and those that work for this package, with their numbers."""
     ours = {one.native_id for one in threading.enumerate() if one.name.startswith(_OURS)}
     with suppress(OSError):
         for folder in Path("/proc/self/task").iterdir():

@@ -21,13 +21,7 @@ __all__ = ["Description", "GroupIdentity", "description", "signature", "uncompar
 
 
 class GroupIdentity(NamedTuple):
-    """A process group as reports name it.
-
-    Attributes:
-        title: Its name.
-        ranks: Its ranks, by their numbers in the default group, in its order.
-        rank: This rank, in the group.
-    """
+    """A process group as reports name it."""
 
     title: str
     ranks: Sequence[int]
@@ -35,13 +29,7 @@ class GroupIdentity(NamedTuple):
 
 
 class Description(NamedTuple):
-    """One collective as this rank calls it.
-
-    Attributes:
-        call: What is compared, without number and call site.
-        sent: Elements for each rank, where what a rank sends must be as much as the receiver expects.
-        expected: Elements from each rank.
-    """
+    """One collective as this rank calls it."""
 
     call: CollectiveCall
     sent: tuple[int, ...] = ()
@@ -57,12 +45,7 @@ def signature(call: DispatchedCall) -> Hashable:
 
 
 def description(call: DispatchedCall, group: GroupIdentity) -> Description:
-    """Return what must be equal on all ranks, and what must fit pairwise.
-
-    Args:
-        call: The call.
-        group: The process group.
-    """
+    """Return what must be equal on all ranks, and what must fit pairwise."""
     name, size = call.operator.name, len(group.ranks)
     sent: tuple[int, ...] = ()
     expected: tuple[int, ...] = ()
@@ -84,12 +67,7 @@ def description(call: DispatchedCall, group: GroupIdentity) -> Description:
 
 
 def uncompared(call: DispatchedCall, group: GroupIdentity) -> CollectiveCall:
-    """Return the description of an operation that is recorded only, such as a send.
-
-    Args:
-        call: The call.
-        group: The process group.
-    """
+    """Return the description of an operation that is recorded only, such as a send."""
     tensors = call.flat_tensors() if call.operator.name in POINT_TO_POINT else []
     peer = call.group_peer
     return CollectiveCall(

@@ -20,15 +20,7 @@ _OPEN_MESSAGES = 64
 
 
 class Entry:
-    """One call.
-
-    Args:
-        call: What was called; number and call site are added when it is read.
-        number: Which collective of the group it is, from 1; 0 for what is not counted.
-
-    Attributes:
-        done: Whether it is complete.
-    """
+    """One call."""
 
     __slots__ = ("_call", "_number", "_site", "_started", "_work", "done")
 
@@ -53,11 +45,7 @@ class Entry:
         return RecordedCall(call=self.described, started=self._started, done=self.done)
 
     def started(self, work: Any) -> None:
-        """Note that the backend has it.
-
-        Args:
-            work: Its work handle; ``None`` where there is nothing to wait for.
-        """
+        """Note that the backend has it."""
         if work is None or work.is_completed() or (self._number and not _tells_completion(work)):
             self.done = True
         else:
@@ -87,9 +75,6 @@ class CallHistory:
 
     A work handle, which holds the tensors of its operation, is kept until the operation is complete and the history is
     next written or read.
-
-    Args:
-        length: How many calls per group.
     """
 
     def __init__(self, length: int) -> None:
@@ -146,16 +131,7 @@ class CallHistory:
 
 
 class GroupHistory:
-    """The last calls of one group, and how many collectives it has called.
-
-    Args:
-        history: Those of all groups.
-        length: How many are kept.
-
-    Attributes:
-        entries: The calls.
-        count: Collectives so far.
-    """
+    """The last calls of one group, and how many collectives it has called."""
 
     def __init__(self, history: CallHistory, length: int) -> None:
         self._history = history

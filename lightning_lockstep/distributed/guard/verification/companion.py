@@ -27,19 +27,7 @@ _ARRIVED = "arrived"
 
 
 class Companion:
-    """Compares numbers and exchanges texts between the ranks of a group; used by one thread at a time.
-
-    Args:
-        store: Store of the group.
-        rank: This rank, in the group.
-        size: Number of ranks of the group.
-        timeout: Longest wait for the other ranks, here and in each comparison [s].
-
-    Raises:
-        dist.DistStoreError: Not all ranks have arrived in time.
-
-    Ranks: all of the group; waits for all of them. Each adds 1 to a number in the store.
-    """
+    """Compares numbers and exchanges texts between the ranks of a group; used by one thread at a time."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float) -> None:
         # A connection of its own, so that nobody else has to wait for the store meanwhile.
@@ -59,14 +47,7 @@ class Companion:
         self._sockets = self._host_sockets(rank)
 
     def all_equal(self, number: int, *, timeout: float | None = None) -> bool:
-        """Return whether all ranks have the same number.
-
-        Args:
-            number: A whole number of at most 63 bits.
-            timeout: Longest wait for the others [s]; by default that of the companion.
-
-        Ranks: all of the group; a message to its first rank and one back, or one all-reduce of 16 bytes.
-        """
+        """Return whether all ranks have the same number."""
         if self._sockets is not None:
             return self._sockets.all_equal(number, timeout=self._timeout if timeout is None else timeout)
         memory = self._memory
@@ -75,14 +56,7 @@ class Companion:
         return memory[0] == -memory[1]
 
     def sum_is_zero(self, number: int, *, timeout: float | None = None) -> bool:
-        """Return whether the numbers of all ranks add up to 0.
-
-        Args:
-            number: A whole number; the sum must have at most 63 bits.
-            timeout: As for :meth:`all_equal`.
-
-        Ranks: as for :meth:`all_equal`.
-        """
+        """Return whether the numbers of all ranks add up to 0."""
         if self._sockets is not None:
             return self._sockets.sum_is_zero(number, timeout=self._timeout if timeout is None else timeout)
         self._memory[0] = number
@@ -90,10 +64,7 @@ class Companion:
         return self._memory[0] == 0
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Return the data of every rank, in the order of the group.
-
-        Ranks: all of the group; one all-gather of 8 bytes, one of the longest data.
-        """
+        """Return the data of every rank, in the order of the group."""
         lengths = [int(row.item()) for row in self._gather(torch.tensor([len(data)]))]
         framed = torch.frombuffer(bytearray(data.ljust(max(*lengths, 1), b"\0")), dtype=torch.uint8)
         rows = self._gather(framed)

@@ -34,14 +34,6 @@ _KEY = "BackendSelect"  # the last one before those of the backends
 
 class DispatchedCall:
     """One operation as torch's dispatcher was given it; what costs time is worked out when it is asked for.
-
-    Args:
-        operator: Which operator it is.
-        args: Its arguments, boxed.
-
-    Attributes:
-        operator: Which operator it is.
-        group: The process group.
     """
 
     __slots__ = ("_args", "group", "operator")
@@ -124,10 +116,6 @@ class Hook:
 
     It is silent while collectives are answered on this rank alone (``local_collectives``). Several hooks may be there
     at once. Put in place and remove them while no operation is being called.
-
-    Args:
-        observer: Called with each operation before it runs, in the thread that calls it.
-        operators: Which operators; all of them by default.
     """
 
     def __init__(self, observer: Observer, *, operators: Iterable[str] = tuple(OPERATIONS)) -> None:

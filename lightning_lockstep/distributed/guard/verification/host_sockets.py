@@ -35,18 +35,7 @@ def host_identity() -> str:
 
 
 class HostSockets:
-    """The sockets of one rank; used by one thread at a time.
-
-    Args:
-        rank: This rank, in the group.
-        size: Number of ranks of the group.
-        tell: Gives the path of the first rank, in bytes, to all others, and returns it; called by all.
-
-    Raises:
-        OSError: The ranks could not connect.
-
-    Ranks: all of the group, together.
-    """
+    """The sockets of one rank; used by one thread at a time."""
 
     def __init__(self, rank: int, size: int, tell: Callable[[bytes], bytes]) -> None:
         self._rank, self._timeout = rank, 0.0
@@ -61,33 +50,11 @@ class HostSockets:
         _all.add(self)
 
     def all_equal(self, number: int, *, timeout: float) -> bool:
-        """Return whether all ranks have the same number.
-
-        Args:
-            number: A whole number of at most 63 bits.
-            timeout: Longest wait for another rank [s].
-
-        Raises:
-            ConnectionError: Another rank has ended.
-            dist.DistNetworkError: One has not come in time.
-
-        Ranks: all of the group; 8 bytes to the first, one byte back.
-        """
+        """Return whether all ranks have the same number."""
         return self._agreed(number, timeout, lambda numbers: all(one == number for one in numbers))
 
     def sum_is_zero(self, number: int, *, timeout: float) -> bool:
-        """Return whether the numbers of all ranks add up to 0.
-
-        Args:
-            number: A whole number of at most 63 bits.
-            timeout: As for :meth:`all_equal`.
-
-        Raises:
-            ConnectionError: Another rank has ended.
-            dist.DistNetworkError: One has not come in time.
-
-        Ranks: all of the group; 8 bytes to the first, one byte back.
-        """
+        """Return whether the numbers of all ranks add up to 0."""
         return self._agreed(number, timeout, lambda numbers: number + sum(numbers) == 0)
 
     def end(self) -> None:
@@ -128,10 +95,7 @@ class HostSockets:
 
 
 def end_host_sockets() -> None:
-    """End all waits at sockets of this process.
-
-    Ranks: any rank, alone; its peers see that the connections have ended.
-    """
+    """End all waits at sockets of this process."""
     for one in list(_all):
         one.end()
 

@@ -57,9 +57,6 @@ class CallVerifier:
     Each collective waits until all ranks of its group have called it, asynchronous ones too. So ranks that call
     asynchronous collectives of several groups in different orders, or that are to send or receive between two
     collectives that others have called already, wait for each other until the group's timeout.
-
-    Args:
-        history: How many calls per group are kept.
     """
 
     def __init__(self, *, history: int = 64) -> None:
@@ -74,19 +71,13 @@ class CallVerifier:
         self._said: set[str] = set()
 
     def start(self) -> None:
-        """Compare from now on; a second call is harmless.
-
-        Ranks: all, between the same two collectives: a rank that compares waits for one that does not.
-        """
+        """Compare from now on; a second call is harmless."""
         if self._hook is None:
             self._hook = Hook(self._before)
             self._look_for_unseen_groups()
 
     def stop(self) -> None:
-        """Compare no more, and close the connections that were made for it; a second call is harmless.
-
-        Ranks: all, between the same two collectives, once none is outstanding; nothing is sent.
-        """
+        """Compare no more, and close the connections that were made for it; a second call is harmless."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -173,14 +164,7 @@ class _Known(NamedTuple):
 
 
 class _GroupVerifier:
-    """Compares the calls of one group.
-
-    Args:
-        identity: The group.
-        store: Its store.
-        timeout: Its timeout [s].
-        history: Where its calls are kept.
-    """
+    """Compares the calls of one group."""
 
     def __init__(
         self, identity: GroupIdentity, store: dist.Store, timeout: float, history: CallHistory
@@ -193,13 +177,7 @@ class _GroupVerifier:
         self._lock = threading.RLock()
 
     def called(self, call: DispatchedCall) -> Finish:
-        """Compare a call; return what to call once the backend has it.
-
-        Raises:
-            CollectiveMismatchError: On every rank alike.
-
-        Ranks: all of the group; see :meth:`Companion.all_equal`; one all-reduce more for an all-to-all.
-        """
+        """Compare a call; return what to call once the backend has it."""
         if call.operator.name in _RECORDED_ONLY:
             return self._calls.uncounted(uncompared(call, self._identity)).started
         self._lock.acquire()
