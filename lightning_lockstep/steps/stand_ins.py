@@ -22,8 +22,8 @@ def stand_in_parameters(root: nn.Module) -> Iterator[None]:
     places = [
         (module, name, parameter)
         for module in root.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
+        # Of the base class: a class of its own may rename them, or take no such arguments.
+        for name, parameter in nn.Module.named_parameters(module, recurse=False, remove_duplicate=False)
     ]
     stand_ins = {id(parameter): _sharing(parameter) for _, _, parameter in places}
     try:

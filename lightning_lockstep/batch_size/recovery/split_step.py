@@ -88,9 +88,9 @@ class SplitStep:
         stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         places: list[tuple[nn.Module, str, nn.Parameter]] = []
         for part in self._module.modules():
-            places += [
-                (part, name, p) for name, p in part._parameters.items() if p is not None and p.requires_grad
-            ]
+            # Of the base class: a class of its own may rename them, or take no such arguments.
+            own = nn.Module.named_parameters(part, recurse=False, remove_duplicate=False)
+            places += [(part, name, p) for name, p in own if p.requires_grad]
         for part, name, parameter in places:
             if parameter not in stand_ins:
                 stand_ins[parameter] = nn.Parameter(parameter.detach(), requires_grad=parameter in wanted)

@@ -59,7 +59,7 @@ def register_mpi_backend() -> None:
 
     Ranks: any rank, alone; mpi4py is not imported.
     """
-    if NAME.upper() not in dist.Backend._plugins:
+    if not dist.is_backend_available(NAME):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 

@@ -17,7 +17,7 @@ from lightning_lockstep.distributed.mpi.progress import Task
 __all__ = ["AllWork", "FinishedWork", "MPIWork"]
 
 
-class MPIWork(dist._Work):
+class MPIWork(dist.Work):
     """The handle of an operation that the progress thread carries out."""
 
     def __init__(
@@ -105,7 +105,7 @@ class MPIWork(dist._Work):
 _EXTRA = 5.0
 
 
-class FinishedWork(dist._Work):
+class FinishedWork(dist.Work):
     """The handle of an operation that was over when the call returned."""
 
     def __init__(self, tensors: list[Tensor] | None = None) -> None:
@@ -139,7 +139,7 @@ class FinishedWork(dist._Work):
         return future
 
 
-class AllWork(dist._Work):
+class AllWork(dist.Work):
     """The handle of several operations."""
 
     def __init__(self, works: list[MPIWork]) -> None:
