@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from lightning_lockstep._doors.torch_internals import forget_iterator
 from lightning_lockstep._lightning import CombinedLoader, LightningModule, Trainer
 from lightning_lockstep._lightning.internals import data_source, divides_data, drop_loaders, loaders_in_use
 from lightning_lockstep.batch_size.attributes import SizeAttributes
@@ -144,7 +145,7 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     # The class forbids to change these after its constructor, which a subclass may have changed.
     vars(made)["batch_sampler"] = BatchSampler(loader.sampler, size, loader.drop_last)
     vars(made)["batch_size"] = size
-    vars(made)["_iterator"] = None
+    forget_iterator(made)
     return made
 
 

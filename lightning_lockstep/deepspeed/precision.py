@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep._console import say
+from lightning_lockstep._doors.torch_internals import cpu_computes_in_float16
 from lightning_lockstep._lightning import DeepSpeedPrecision, Precision
 from lightning_lockstep.deepspeed.configuration.reading import section, stage_of
 from lightning_lockstep.deepspeed.configuration.trainer_values import PRECISIONS, precision_of
@@ -81,10 +82,7 @@ def _tell_boundary(engine: Any, steps: bool) -> None:
 
 def cpu_has_float16() -> bool:
     """Return whether DeepSpeed trains in float16 on this CPU; it asks torch's oneDNN for it."""
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    except (AttributeError, RuntimeError):
-        return False
+    return cpu_computes_in_float16()
 
 
 def supported_precisions(device_type: str) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lightning_lockstep._doors.torch_internals import ALL_GATHER_BASE, REDUCE_SCATTER_BASE, schema_of
+
 __all__ = ["OPERATIONS", "Operator", "answered_locally", "operator_named", "while_answered_locally"]
 
 #: What torch.distributed calls the operation of each operator.
@@ -21,12 +23,12 @@ OPERATIONS = {
     "broadcast_": "broadcast",
     "allgather_": "all_gather",
     "allgather_coalesced_": "all_gather_coalesced",
-    "_allgather_base_": "all_gather_into_tensor",
+    ALL_GATHER_BASE: "all_gather_into_tensor",
     "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
     "gather_": "gather",
     "scatter_": "scatter",
     "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    REDUCE_SCATTER_BASE: "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all_single",
@@ -62,14 +64,15 @@ class Operator:
 def operator_named(name: str) -> Operator:
     """Return an operator."""
     overload = getattr(torch.ops.c10d, name).default
-    positions = {argument.name: i for i, argument in enumerate(overload._schema.arguments)}
+    schema = schema_of(overload)
+    positions = {argument.name: i for i, argument in enumerate(schema.arguments)}
     return Operator(
         name=name,
         operation=OPERATIONS[name],
         overload=overload,
         positions=positions,
         tensors=positions["process_group"],
-        returned=len(overload._schema.returns),
+        returned=len(schema.returns),
     )
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
 from lightning_lockstep._console import say
+from lightning_lockstep._doors.torch_internals import default_store
 from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.interfaces import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
@@ -89,7 +90,8 @@ def use_group(group: RankGroup | None) -> None:
 def _store() -> Store | None:
     # The store of the default group has no public accessor in torch 2.9 to 2.13.
     with suppress(RuntimeError, ValueError, AttributeError, AssertionError):
-        return dist.distributed_c10d._get_default_store()
+        store: Store = default_store()
+        return store
     return None
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_lockstep._doors.torch_internals import tree_flatten, tree_map
 from lightning_lockstep.numerics.statistics import LOW_PRECISION
 
 __all__ = ["run_in_fp32", "runs_in_fp32", "undo_run_in_fp32"]

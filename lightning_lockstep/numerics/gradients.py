@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_lockstep._doors.torch_internals import non_finite_check
 from lightning_lockstep.numerics.statistics import has_bad_values
 
 __all__ = ["GradientCheck", "PendingFlag", "flat_flags", "fused_flags"]
@@ -156,7 +157,7 @@ def fused_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
         device = group[0].device
         if device not in found:
             found[device] = torch.zeros(1, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found[device], _one_on(device))
+        non_finite_check()(group, found[device], _one_on(device))
     return list(found.values())
 
 

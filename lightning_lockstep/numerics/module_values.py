@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_lockstep._doors.torch_internals import WRAPPED_MODULES
+
 __all__ = ["NamePatterns", "call_values", "module_name", "module_names", "output_values", "parent_name"]
 
 # Containers nested deeper are not looked into, which also ends cycles.
@@ -50,7 +52,7 @@ def module_names(root: nn.Module) -> dict[nn.Module, str]:
 
 def module_name(name: str) -> str:
     """Return a module's name without the wrappers that ``torch.compile`` and checkpointing put in."""
-    return ".".join(p for p in name.split(".") if p not in ("_orig_mod", "_checkpoint_wrapped_module"))
+    return ".".join(p for p in name.split(".") if p not in WRAPPED_MODULES)
 
 
 def parent_name(name: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_lockstep._doors.torch_internals import stored_values
+
 __all__ = ["LOW_PRECISION", "TensorStatistics", "has_bad_values", "plain_values", "tensor_statistics"]
 
 #: The formats whose range or precision a training step can exceed in the ordinary course.
@@ -84,7 +86,7 @@ def plain_values(value: object) -> Tensor | None:
         if tensor.is_quantized:
             tensor = tensor.dequantize()
         if tensor.layout is torch.sparse_coo:
-            tensor = tensor._values()
+            tensor = stored_values(tensor)
         elif tensor.layout is not torch.strided:
             tensor = tensor.values()
         if tensor.numel() == 0:

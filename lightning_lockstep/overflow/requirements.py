@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from lightning_lockstep._doors import torch_internals
 from lightning_lockstep._lightning import Trainer
 from lightning_lockstep._lightning.internals import averages_models, is_compiled
 from lightning_lockstep.errors import ConfigurationError
@@ -53,7 +54,7 @@ def refuse_compiled(root: nn.Module) -> None:
     compiled = [
         name or type(root).__name__
         for name, module in root.named_modules()
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        if torch_internals.is_compiled(module)
     ]
     if is_compiled(root):
         compiled.insert(0, type(root).__name__)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from lightning_lockstep._doors.torch_internals import compilation_records
 from lightning_lockstep.xla.runtime import compilations_so_far
 
 __all__ = ["Compilation", "CompilationSource", "DynamoCompilations", "XLACompilations", "sources_for"]
@@ -52,8 +52,7 @@ class DynamoCompilations:
 
     @staticmethod
     def _records() -> list[Any]:
-        utils = sys.modules.get("torch._dynamo.utils")
-        return [] if utils is None else list(utils.get_compilation_metrics())
+        return compilation_records()
 
 
 def _joined(named: Any | None, parts: Sequence[Any]) -> Compilation:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightning_lockstep._doors.torch_internals import forget_iterator
 from lightning_lockstep.batch_size.loaders import with_batch_size
 
 __all__ = ["evaluation_loader", "fault_of_dropping", "loader_that_drops", "size_of"]
@@ -50,7 +51,7 @@ def loader_that_drops(loader: DataLoader[Any]) -> DataLoader[Any]:
     # The class forbids to change these after its constructor, which a subclass may have changed.
     vars(made)["batch_sampler"] = BatchSampler(sampler.sampler, sampler.batch_size, drop_last=True)
     vars(made)["drop_last"] = True
-    vars(made)["_iterator"] = None
+    forget_iterator(made)
     return made
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_lockstep._doors.torch_internals import BUFFERS, MODULES, PARAMETERS
+
 __all__ = ["ModuleAttributes"]
 
 
@@ -19,7 +21,7 @@ class ModuleAttributes:
     """
 
     # Parameters are never exchanged, buffers' values are a matter of their own, and the rest is Lightning's.
-    _OTHERS = frozenset({"_parameters", "_modules", "_trainer", "_fabric", "trainer"})
+    _OTHERS = frozenset({PARAMETERS, MODULES, "_trainer", "_fabric", "trainer"})
 
     def __init__(self, module: nn.Module) -> None:
         # An engine that divides them keeps them in containers too, and they may be whole or in parts by then.
@@ -30,7 +32,7 @@ class ModuleAttributes:
         ]
 
     def _kept_value(self, name: str, value: Any) -> Callable[[], Any]:
-        if name == "_buffers":
+        if name == BUFFERS:
             return partial(_refill, value, dict(value), {})
         return _kept(value, set(self._parameters))
 

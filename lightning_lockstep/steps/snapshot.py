@@ -20,6 +20,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_lockstep._doors.torch_internals import (
+    buffer_places,
+    buffers_at,
+    copy_each,
+    put_buffer,
+    version_getter,
+)
 from lightning_lockstep._lightning.internals import untoggled_flags
 from lightning_lockstep.steps.module_attributes import ModuleAttributes
 from lightning_lockstep.steps.random_state import RandomState
@@ -134,7 +141,7 @@ class BufferCopies:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = [(m, name) for m in module.modules() for name in m._buffers]
+        self._places = buffer_places(module)
         self._owners: list[tuple[nn.Module, str]] = []
         self._originals: list[Tensor] = []
         self._copies: list[Tensor] = []
@@ -145,27 +152,29 @@ class BufferCopies:
         """Make the copies equal to the buffers as they are now."""
         if not self._places:
             return
-        now = [b for m, name in self._places if (b := m._buffers.get(name)) is not None and not b.is_meta]
+        version, at_places = version_getter(), buffers_at(self._places)
+        now = [b for b in at_places if b is not None and not b.is_meta]
         if len(now) != len(self._originals) or any(
             a is not b for a, b in zip(now, self._originals, strict=True)
         ):
             held = {id(buffer) for buffer in now}
-            self._owners = [(m, name) for m, name in self._places if id(m._buffers.get(name)) in held]
+            self._owners = [place for place, b in zip(self._places, at_places, strict=True) if id(b) in held]
             self._originals = now
             self._copies = [b.detach().clone() for b in now]
         else:
-            stale = [i for i, b in enumerate(now) if b.numel() <= _SMALL or b._version != self._versions[i]]
+            stale = [i for i, b in enumerate(now) if b.numel() <= _SMALL or version(b) != self._versions[i]]
             if stale:
                 with torch.no_grad():
-                    torch._foreach_copy_([self._copies[i] for i in stale], [now[i] for i in stale])
-        self._versions = [b._version for b in now]
+                    copy_each([self._copies[i] for i in stale], [now[i] for i in stale])
+        self._versions = [version(b) for b in now]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each buffer that may have changed since the last refresh, and its copy."""
+        version_now = version_getter()
         return [
             (buffer, copied)
             for buffer, copied, version in zip(self._originals, self._copies, self._versions, strict=True)
-            if buffer.numel() <= _SMALL or buffer._version != version
+            if buffer.numel() <= _SMALL or version_now(buffer) != version
         ]
 
     def restore(self) -> None:
@@ -175,7 +184,7 @@ class BufferCopies:
                 self._owners, self._originals, self._copies, strict=True
             ):
                 buffer.copy_(values)
-                module._buffers[name] = buffer
+                put_buffer(module, name, buffer)
 
 
 class OptimizerState:

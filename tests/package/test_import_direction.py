@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "_registry": {"_lightning", "_program"},
     "errors": set(),
     "_lightning": set(),
-    "_doors": {"errors"},
+    "_doors": {"errors", "_lightning"},  # prints its list
     "_environment": {"errors"},
     "_settings": {"errors"},
     "_system": {"errors"},
@@ -279,22 +279,23 @@ def test_a_planted_upward_import_is_found(tmp_path: Path) -> None:
 PROBES = PACKAGE / "doctor" / "probes"
 
 
-def used_outside(door: str, roots: set[str]) -> str:
-    """Where modules below ``roots`` are imported by another room than the one that may, a line each.
+def used_outside(door: str, roots: set[str], also: str = "") -> str:
+    """Where modules below ``roots`` are imported by another room than those that may, a line each.
 
     The doctor's probes may: they are no part of what trains.
     """
     return "\n".join(
         f"{path.relative_to(PACKAGE)}:{line} uses {name}"
         for path in sources()
-        if room_of(path) != door and PROBES not in path.parents
+        if room_of(path) not in (door, also) and PROBES not in path.parents
         for line, name in imports_in(path)
         if within(name, roots)
     )
 
 
 def test_only_distributed_talks_between_ranks() -> None:
-    assert used_outside("distributed", BETWEEN_RANKS) == ""
+    # The door to torch looks names up there, and sends nothing.
+    assert used_outside("distributed", BETWEEN_RANKS, also="_doors") == ""
     assert used_outside("nowhere", BETWEEN_RANKS), "what is looked for is found where it is allowed"
 
 

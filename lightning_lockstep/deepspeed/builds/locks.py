@@ -49,10 +49,9 @@ class BuildLock:
 
 def build_folder(op: str) -> Path:
     """Return the folder in which torch builds an extension, made if it is not there."""
-    from torch.utils import cpp_extension
+    from lightning_lockstep._doors.torch_internals import extension_folder
 
-    # Private, and the only place that knows how the folder depends on the versions of Python and CUDA.
-    return Path(cpp_extension._get_build_directory(op, verbose=False))
+    return Path(extension_folder(op))
 
 
 def find_build_locks(root: Path | None = None, *, ops: Collection[str] | None = None) -> list[BuildLock]:

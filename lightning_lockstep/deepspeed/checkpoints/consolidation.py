@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_lockstep._doors.torch_internals import set_versions_of_modules, versions_of_modules
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint, read_checkpoint
 from lightning_lockstep.deepspeed.checkpoints.partitions import Dtype, find_values
@@ -131,7 +132,7 @@ def _state_dict(
             dropped.append(f"{name} (the run did not save its values)")
         else:
             dropped.append(name)
-    metadata = getattr(module, "_metadata", None)
+    metadata = versions_of_modules(module)
     if metadata is not None and is_plain(metadata):
-        weights._metadata = metadata  # type: ignore[attr-defined]  # versions of modules, for load_state_dict
+        set_versions_of_modules(weights, metadata)
     return weights, dropped

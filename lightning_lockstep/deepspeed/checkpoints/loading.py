@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_lockstep._doors.torch_internals import load_own_values
 from lightning_lockstep.deepspeed.agreement import agreed
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidated
 from lightning_lockstep.distributed import Communicator
@@ -87,7 +88,7 @@ def _prefix_of(name: str, prefixes: Collection[str]) -> str:
 
 def _load_one(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
     errors: list[str] = []
-    module._load_from_state_dict(state, prefix, {}, False, [], [], errors)
+    load_own_values(module, prefix, state, errors)
     if errors:
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join(errors)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_lockstep._doors.torch_internals import storage_identity
 from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint
 from lightning_lockstep.deepspeed.checkpoints.unnamed_copies import unnamed_copies
 from lightning_lockstep.deepspeed.checkpoints.values import Values, count, cut, flat
@@ -78,7 +79,7 @@ def _aliases(
     # twice. What was one tensor when it was saved is one again in a mapped file, also the empty one of stage 3.
     same: dict[object, list[str]] = {}
     for name, tensor in saved.items():
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+        place = (storage_identity(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
         same.setdefault(place, []).append(name)
     for names in same.values():
         known = [name for name in names if name in values and name not in aliases]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lockstep._doors.torch_internals import check_reduced, version_getter
+
 __all__ = ["GradientMarks", "ddp_of", "deliver_gradients", "untouched_buckets", "why_not_resumable"]
 
 
@@ -55,14 +57,16 @@ class GradientMarks:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         # A gradient is either new, or accumulated in place, which raises its version.
-        self._before = [(g, -1 if g is None else g._version) for g in [p.grad for p in parameters]]
+        version = version_getter()
+        self._before = [(g, -1 if g is None else version(g)) for g in [p.grad for p in parameters]]
 
     def missing(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of the same ``parameters`` whose gradient has not arrived."""
+        version_now = version_getter()
         return [
             parameter
             for parameter, (grad, version) in zip(parameters, self._before, strict=True)
-            if parameter.grad is grad and (grad is None or grad._version == version)
+            if parameter.grad is grad and (grad is None or version_now(grad) == version)
         ]
 
 
@@ -92,7 +96,7 @@ def deliver_gradients(
         ddp.reducer.prepare_for_backward([arrival] if ddp.find_unused_parameters else [])
     arrival.backward()  # type: ignore[no-untyped-call]
     if ddp is not None and reduces:
-        ddp.reducer._check_reducer_finalized()
+        check_reduced(ddp)
 
 
 class _Arrival(torch.autograd.Function):

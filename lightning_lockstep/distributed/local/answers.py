@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lockstep._doors.torch_internals import ALL_GATHER_BASE, REDUCE_SCATTER_BASE
 from lightning_lockstep.distributed.local.reduction_kinds import reduction_kind
 from lightning_lockstep.errors import CollectiveError
 
@@ -128,12 +129,12 @@ ANSWERS: dict[str, Callable[[LocalCall], None]] = {
     "broadcast_": _broadcast,
     "allgather_": _all_gather,
     "allgather_coalesced_": _all_gather,
-    "_allgather_base_": _all_gather_single,
+    ALL_GATHER_BASE: _all_gather_single,
     "allgather_into_tensor_coalesced_": _all_gather_single,
     "gather_": _gather,
     "scatter_": _scatter,
     "reduce_scatter_": _reduce_scatter,
-    "_reduce_scatter_base_": _reduce_scatter_single,
+    REDUCE_SCATTER_BASE: _reduce_scatter_single,
     "reduce_scatter_tensor_coalesced_": _reduce_scatter_single,
     "alltoall_": _all_to_all,
     "alltoall_base_": _all_to_all_single,

@@ -16,6 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_lockstep._doors.torch_internals import (
+    FUNCTIONAL_NAMESPACE,
+    FUNCTIONAL_REDUCTIONS,
+    REDUCE_SCATTER_METHOD,
+    custom_class_schemas,
+    destroy_library,
+    functional_operator,
+    keys_after,
+    schema_of,
+)
+
 __all__ = ["noting_reductions", "reduction_kind"]
 
 _Kind: Any = dist.ReduceOp.RedOpType
@@ -26,15 +37,7 @@ _METHODS = (
     "allreduce_coalesced",
     "reduce",
     "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-)
-_FUNCTIONAL = (
-    "all_reduce",
-    "all_reduce_",
-    "all_reduce_coalesced",
-    "all_reduce_coalesced_",
-    "reduce_scatter_tensor",
+    REDUCE_SCATTER_METHOD,
     "reduce_scatter_tensor_coalesced",
 )
 _KEY = "BackendSelect"  # the last one before those of the backends
@@ -76,8 +79,7 @@ def noting_reductions() -> Iterator[None]:
 
 @functools.cache
 def _can_be_read() -> bool:
-    schemas = torch._C._jit_get_custom_class_schemas()  # type: ignore[attr-defined]
-    return any(schema.name == "op" and "c10d.ReduceOp" in str(schema) for schema in schemas)
+    return any(schema.name == "op" and "c10d.ReduceOp" in str(schema) for schema in custom_class_schemas())
 
 
 def _count(change: int) -> None:
@@ -89,9 +91,9 @@ def _count(change: int) -> None:
                 method = getattr(dist.ProcessGroup, name)
                 _places.callback(setattr, dist.ProcessGroup, name, method)
                 setattr(dist.ProcessGroup, name, _noting_method(method))
-            library = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
-            _places.callback(library._destroy)
-            for name in _FUNCTIONAL:
+            library = torch.library.Library(FUNCTIONAL_NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
+            _places.callback(destroy_library, library)
+            for name in FUNCTIONAL_REDUCTIONS:
                 library.impl(name, _noting_kernel(name), _KEY, with_keyset=True)  # type: ignore[no-untyped-call]
         elif not _open:
             _places.close()
@@ -107,9 +109,9 @@ def _noting_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noting_kernel(name: str) -> Callable[..., Any]:
-    overload = getattr(torch.ops._c10d_functional, name).default
-    position = [argument.name for argument in overload._schema.arguments].index("reduce_op")
-    after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+    overload = functional_operator(name)
+    position = [argument.name for argument in schema_of(overload).arguments].index("reduce_op")
+    after = keys_after(_KEY)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         with _note(args[position]):

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
+from lightning_lockstep._doors.torch_internals import tree_flatten_with_names, tree_unflatten
 from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall, call_site
 from lightning_lockstep.distributed.process_group import current_group, process_group_exists
 from lightning_lockstep.distributed.uneven.packed_tensors import (
@@ -98,13 +98,13 @@ class _Given:
     tensors: list[Tensor]
     places: tuple[str, ...]
     order: list[int]  # the position of each in the containers
-    spec: TreeSpec
+    spec: Any  # how to put them back into the containers
     fault: str
 
     @classmethod
     def of(cls, value: Any) -> _Given:
-        entries, spec = tree_flatten_with_path(value)
-        places = [keystr(path) for path, _ in entries]
+        entries, spec = tree_flatten_with_names(value)
+        places = [place for place, _ in entries]
         # Dicts may differ in order.
         order = sorted(range(len(places)), key=lambda i: (len(places[i]), places[i]))
         leaves = [entries[i][1] for i in order]

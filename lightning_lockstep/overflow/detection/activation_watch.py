@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_lockstep._doors.torch_internals import version_getter
 from lightning_lockstep.numerics.gradients import flat_flags, fused_flags
 from lightning_lockstep.numerics.module_values import NamePatterns, output_values
 from lightning_lockstep.numerics.statistics import has_bad_values
@@ -76,14 +77,14 @@ class _SmallOutputs:
         self._flags += _flags_of([tensor])
         if self.first_step:
             self.tensors.append(tensor)
-            self._versions.append((key, tensor._version))
+            self._versions.append((key, version_getter()(tensor)))
 
     def check(self) -> None:
         """Check all that wait."""
         if self.tensors:
             self._flags += _flags_of(self.tensors)
             for tensor, (key, version) in zip(self.tensors, self._versions, strict=False):
-                if tensor._version != version:
+                if version_getter()(tensor) != version:
                     self.at_once.add(key)
             self.tensors.clear()
             self._versions.clear()
@@ -137,6 +138,7 @@ class ActivationWatch(ModuleHooks):
         self._extremes: dict[tuple[torch.dtype, bool], _Extremes] = {}
         self._unusual: list[tuple[str, str]] = []
         self._waiting = _SmallOutputs()
+        self._version_of = version_getter()
         # A tensor that modules pass on unchanged (dropout of 0, an outer module) is checked once.
         self._checked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         super().__init__(root, modules)
@@ -232,7 +234,7 @@ class ActivationWatch(ModuleHooks):
 
     def _store_once(self, key: tuple[str, str], tensor: Tensor) -> None:
         known = self._checked.get(id(tensor))
-        version = -1 if tensor.is_inference() else tensor._version
+        version = -1 if tensor.is_inference() else self._version_of(tensor)
         if known is None or known[0]() is not tensor or known[1] != version:
             self._checked[id(tensor)] = (weakref.ref(tensor), version)
             self._store(key, tensor)

@@ -6,7 +6,6 @@ it holds what the model was given. It keeps references and a few small copies, n
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_lockstep._doors.torch_internals import may_be_compiled
 from lightning_lockstep._lightning import LightningModule, Trainer
 from lightning_lockstep.overflow.diagnosis.frame_recorder import FrameRecorder
 from lightning_lockstep.steps.capabilities import RunsLater
@@ -133,4 +133,4 @@ def _called_by(module: LightningModule, function: Callable[..., Any], *args: Any
 
 def _uncompiled() -> Any:
     """Run what ``torch.compile`` compiled as plain Python, where hooks fire."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if may_be_compiled() else nullcontext()

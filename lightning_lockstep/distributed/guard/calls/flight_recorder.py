@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
-
+from lightning_lockstep._doors.torch_internals import flight_recorders
 from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall, is_library_file, site_text
 from lightning_lockstep.distributed.guard.calls.group_names import group_titles
 from lightning_lockstep.distributed.guard.calls.recorded import Arrival, Outstanding, RecordedCall
@@ -28,9 +27,6 @@ _SIZE = "TORCH_FR_BUFFER_SIZE"
 
 #: A process group: the ring that has its calls, and torch's number of it there.
 _Group: TypeAlias = tuple[str, str]
-
-# Torch keeps one ring for process groups of the CPU and, in a build with CUDA, another for nccl.
-_DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 
 # Torch's names of dtypes in C++.
 _DTYPES = {
@@ -178,7 +174,6 @@ def _site(frames: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _dumps(**options: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name in _DUMPS:
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        if dump is not None:
-            yield name, pickle.loads(dump(**options))
+    # Torch keeps one ring for process groups of the CPU and, in a build with CUDA, another for nccl.
+    for name, dump in flight_recorders():
+        yield name, pickle.loads(dump(**options))

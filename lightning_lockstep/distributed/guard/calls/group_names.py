@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from lightning_lockstep._doors.torch_internals import ranks_of_groups
 from lightning_lockstep.distributed.process_group import process_group_exists
 
 __all__ = ["WORLD", "group_title", "group_titles"]
@@ -25,8 +26,7 @@ def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
         return {}
     world = dist.group.WORLD
     titles: dict[str, tuple[str, tuple[int, ...]]] = {}
-    # A copy: the main thread may be making a group. Torch also has an entry for those that this rank is not in.
-    for group, ranks_of in list(dist.distributed_c10d._world.pg_group_ranks.items()):
+    for group, ranks_of in ranks_of_groups().items():
         if not isinstance(group, dist.ProcessGroup):
             continue
         ranks = tuple(sorted(ranks_of, key=ranks_of.__getitem__))

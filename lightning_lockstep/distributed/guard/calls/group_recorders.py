@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
+from lightning_lockstep._doors.torch_internals import stores_of_groups
 from lightning_lockstep.distributed.guard.calls.recorded import (
     Arrival,
     CallRecorder,
@@ -43,5 +42,4 @@ class GroupRecorders:
 def _group_recorders() -> list[CallRecorder]:
     if not process_group_exists():
         return []
-    groups = list(dist.distributed_c10d._world.pg_map)
-    return [group.call_recorder for group in groups if hasattr(group, "call_recorder")]
+    return [group.call_recorder for group in stores_of_groups() if hasattr(group, "call_recorder")]

@@ -18,6 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from lightning_lockstep._doors.torch_internals import backend_of, stores_of_groups
 from lightning_lockstep.distributed.process_group import process_group_exists
 
 __all__ = ["Connection", "abort_devices", "connections", "end_connections", "ports_of", "transferred"]
@@ -86,11 +87,10 @@ def abort_devices() -> None:
     """Abort what nccl does in any process group, which ends every wait for it."""
     if not process_group_exists():
         return
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in stores_of_groups():
         if type(group) is dist.ProcessGroup:
             with suppress(RuntimeError):
-                backend: Any = group._get_backend(torch.device("cuda"))
-                backend.abort()
+                backend_of(group, torch.device("cuda")).abort()
 
 
 def _text(address: Any) -> str:

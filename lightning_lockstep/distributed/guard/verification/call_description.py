@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_lockstep._doors.torch_internals import ALL_GATHER_BASE, REDUCE_SCATTER_BASE
 from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall
 from lightning_lockstep.distributed.guard.verification.dispatch_hook import POINT_TO_POINT, DispatchedCall
 
@@ -154,12 +155,12 @@ def _nothing(given: _Given, group: GroupIdentity) -> list[Tensor]:
 _SHOWN: dict[str, Callable[[_Given, GroupIdentity], list[Tensor]]] = {
     "allgather_": _listed_outputs,
     "allgather_coalesced_": lambda given, group: list(given[1]),
-    "_allgather_base_": _whole_output,
+    ALL_GATHER_BASE: _whole_output,
     "allgather_into_tensor_coalesced_": _whole_output,
     "gather_": _gathered,
     "scatter_": _scattered,
     "reduce_scatter_": _listed_inputs,
-    "_reduce_scatter_base_": _whole_input,
+    REDUCE_SCATTER_BASE: _whole_input,
     "reduce_scatter_tensor_coalesced_": _whole_input,
     "alltoall_": _first_of_each,
     "alltoall_base_": _first_of_each,

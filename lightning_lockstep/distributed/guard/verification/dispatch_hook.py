@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lockstep._doors.torch_internals import destroy_library, keys_after
 from lightning_lockstep.distributed.c10d_operators import (
     OPERATIONS,
     Operator,
@@ -138,7 +139,7 @@ class Hook:
                 left.remove(self._observer)
                 _observers[name] = tuple(left)
                 if not left:
-                    _libraries.pop(name)._destroy()
+                    destroy_library(_libraries.pop(name))
             self._operators = ()
         self._noting.close()
 
@@ -146,7 +147,7 @@ class Hook:
 def _kernel(name: str) -> Callable[..., Any]:
     operator = operator_named(name)
     redispatch = operator.overload.redispatch
-    after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+    after = keys_after(_KEY)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if answered_locally():

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lightning_lockstep._console import say
+from lightning_lockstep._doors.torch_internals import stores_of_groups, timeout_of
 from lightning_lockstep.distributed.guard.calls.call_report import (
     CollectiveCall,
     compares_calls,
@@ -124,7 +125,7 @@ class CallVerifier:
         if group.size() < 2 or compares_calls(group):
             return None
         known = group_titles().get(group.group_name)
-        store = dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
+        store = stores_of_groups().get(group)
         if known is None or store is None:
             self._cannot_see(group, "torch.distributed has no store for this group")
             return None
@@ -138,7 +139,7 @@ class CallVerifier:
     def _look_for_unseen_groups(self) -> None:
         if not process_group_exists():
             return
-        for group in list(dist.distributed_c10d._world.pg_map):
+        for group in stores_of_groups():
             foreign = isinstance(group, dist.ProcessGroup) and type(group) is not dist.ProcessGroup
             if foreign and group.size() > 1 and not compares_calls(group):
                 self._cannot_see(group, f"its class {type(group).__name__} is written in Python")
@@ -269,8 +270,5 @@ def _in_short(calls: Mapping[int, CollectiveCall]) -> Mapping[int, CollectiveCal
 
 def _timeout(group: dist.ProcessGroup) -> float:
     """Return how long the operations of a group wait for other ranks [s]."""
-    for device in group._device_types:
-        timeout = getattr(group._get_backend(device).options, "_timeout", None)
-        if timeout is not None:
-            return float(timeout.total_seconds())
-    return float(dist.default_pg_timeout.total_seconds())
+    timeout = timeout_of(group)
+    return float((dist.default_pg_timeout if timeout is None else timeout).total_seconds())
