@@ -27,7 +27,7 @@ PACKAGE = Path(lightning_lockstep.__file__).parent
 PROBE = Path(__file__).parent / "lightning_probe.py"
 FAMILIES = ("lightning.pytorch", "pytorch_lightning")
 
-# Private names of others than Lightning; attributes of objects that are not the class's own.
+# Private names of others than Lightning and torch; attributes of objects that are not the class's own.
 ALLOWED = {
     # Python
     "_exit": "os",
@@ -39,39 +39,10 @@ ALLOWED = {
     "_fields": "namedtuple",
     "_replace": "namedtuple",
     "_render_traceback_": "what IPython asks of an exception",
-    # torch
+    # torch_xla
     "_XLAC": "torch_xla",
     "_xla_runtime_is_initialized": "torch_xla",
     "_found_libtpu": "torch_xla",
-    "_version": "Tensor",
-    "_values": "Tensor",
-    "_foreach_copy_": "torch",
-    "_amp_foreach_non_finite_check_and_unscale_": "torch",
-    "_buffers": "Module",
-    "_parameters": "Module",
-    "_orig_mod": "OptimizedModule",
-    "_compiled_call_impl": "Module",
-    "_Work": "torch.distributed",
-    "_plugins": "torch.distributed.Backend",
-    "_get_default_store": "torch.distributed",
-    "_get_backend": "ProcessGroup",
-    "_device_types": "ProcessGroup",
-    "_timeout": "Backend.Options",
-    "_destroy": "torch.library.Library",
-    "_dispatch_keyset_full_after": "torch",
-    "_jit_get_custom_class_schemas": "torch",
-    "_c10d_functional": "torch.ops",
-    "_check_reducer_finalized": "Reducer",
-    "_iterator": "DataLoader",
-    # torchmetrics
-    "_copy_state_dict": "Metric",
-    "_update_count": "Metric",
-    "_computed": "Metric",
-    "_cdata": "torch.UntypedStorage",
-    "_get_build_directory": "torch.utils.cpp_extension",
-    "_metadata": "what Module.state_dict() returns",
-    "_load_from_state_dict": "torch.nn.Module",
-    "_is_mkldnn_fp16_supported": "torch.ops.mkldnn",
     # DeepSpeed
     "_name": "DeepSpeedAccelerator",
     "_hp_mapping": "a parameter under ZeRO 1 or 2",
@@ -80,13 +51,6 @@ ALLOWED = {
     # numpy, tqdm
     "_rand": "numpy.random.mtrand",
     "_instances": "tqdm",
-    "_C": "torch",
-    "_distributed_c10d": "torch._C",
-    "_create_work_from_future": "torch._C._distributed_c10d",
-    "_dispatch_has_kernel_for_dispatch_key": "torch._C",
-    "_scoped_library": "torch.library",
-    "_schema": "an operator of torch",
-    "_world": "torch.distributed",
     # Hydra and OmegaConf
     "_target_": "a key of a config",
     "_get_node": "Container",
@@ -157,7 +121,7 @@ def own_names(tree: ast.AST) -> set[str]:
 
 
 def foreign_uses(package: Path) -> list[str]:
-    """Uses of private attributes of other people's objects outside `_lightning`, a line each."""
+    """Uses of private attributes of other people's objects outside `_lightning` and `_doors`, a line each."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
     own: dict[Path, set[str]] = {}
     for path, tree in trees.items():
@@ -165,7 +129,7 @@ def foreign_uses(package: Path) -> list[str]:
     return [
         f"{path.relative_to(package)}:{line}: {ast.unparse(value)}.{name}"
         for path, tree in trees.items()
-        if path.parent.name != "_lightning"
+        if path.parent.name not in ("_lightning", "_doors")
         for line, value, name in private_attributes(tree)
         if is_private(name) and name not in ALLOWED and not is_own(value, name, own[path.parent])
     ]
