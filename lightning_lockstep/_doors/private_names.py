@@ -101,10 +101,13 @@ def _is_there(path: str) -> bool:
 
 
 def _sets_on_itself(owner: Any, name: str) -> bool:
-    """Whether objects of a class have the attribute, which the class itself has not: annotated, or set by a method."""
-    if not inspect.isclass(owner):
+    """Whether objects of a class have the attribute, which the class itself has not: annotated, or set by a method.
+
+    Of a function: whether it sets the attribute on what it is given.
+    """
+    if not inspect.isclass(owner) and not inspect.isfunction(owner):
         return False
-    for base in owner.__mro__:
+    for base in getattr(owner, "__mro__", (owner,)):
         if name in getattr(base, "__annotations__", {}) or name in getattr(base, "__slots__", ()):
             return True
         try:
@@ -115,7 +118,7 @@ def _sets_on_itself(owner: Any, name: str) -> bool:
             isinstance(node, ast.Attribute)
             and node.attr == name
             and isinstance(node.ctx, ast.Store)
-            and ast.unparse(node.value) == "self"
+            and (inspect.isfunction(owner) or ast.unparse(node.value) == "self")
             for node in ast.walk(tree)
         ):
             return True
