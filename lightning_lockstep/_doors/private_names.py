@@ -107,22 +107,29 @@ def _sets_on_itself(owner: Any, name: str) -> bool:
     """
     if not inspect.isclass(owner) and not inspect.isfunction(owner):
         return False
-    for base in getattr(owner, "__mro__", (owner,)):
+    bases: tuple[Any, ...] = getattr(owner, "__mro__", (owner,))
+    for base in bases:
         if name in getattr(base, "__annotations__", {}) or name in getattr(base, "__slots__", ()):
             return True
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):  # of a compiled module
-            continue
-        if any(
-            isinstance(node, ast.Attribute)
-            and node.attr == name
-            and isinstance(node.ctx, ast.Store)
-            and (inspect.isfunction(owner) or ast.unparse(node.value) == "self")
-            for node in ast.walk(tree)
-        ):
+        if name in _set_in(base):
             return True
     return False
+
+
+@functools.cache
+def _set_in(owner: Any) -> frozenset[str]:
+    """Attributes that the source of a class sets on ``self``, or that of a function on anything."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    except (OSError, TypeError, SyntaxError):  # of a compiled module
+        return frozenset()
+    return frozenset(
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and (inspect.isfunction(owner) or ast.unparse(node.value) == "self")
+    )
 
 
 def _version(package: str) -> str:
