@@ -10,5 +10,4 @@
 | `checkpoints`, `tracking` | which checkpoint it resumes; what its loggers are given |
 | `stopped_job`, `failure_file` | how an error leaves a job of Hydra; `failure.json` in the run folder |
 | `quiet` | leaves out of the output what is for nobody |
-| `hydra_internals` | the one door to what Hydra keeps private |
 """

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import hydra.utils
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_lockstep._application.command_line.targets import objections, target_of
-from lightning_lockstep._application.hydra_internals import HydraException
 from lightning_lockstep._application.tracking import is_logger, missing_package
 from lightning_lockstep._lightning import MisconfigurationException
 from lightning_lockstep.errors import ConfigurationError

@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import configure_log, env_override, setup_globals
+from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
-from lightning_lockstep._application import hydra_internals
 from lightning_lockstep._application.command_line.config_check import JobCheck, preflight, run_requested
 from lightning_lockstep._application.command_line.faults import Fault, show_faults
 from lightning_lockstep._application.command_line.help import help_text
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
 from lightning_lockstep._application.stopped_job import Stop, StopElsewhere, ranks_run
 from lightning_lockstep._console import say
+from lightning_lockstep._doors.hydra_internals import flush_loggers, get_args_parser, search_path_of
 from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.failure.process_exit import expect_exit, leaving, return_failure
 from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
@@ -63,7 +67,7 @@ def hydra_main(
             if passed is not None:
                 return program(passed)
             fold_tracebacks()
-            arguments = hydra_internals.get_args_parser().parse_args()
+            arguments = get_args_parser().parse_args()
             if arguments.experimental_rerun is not None:
                 return _run_child(Path(arguments.experimental_rerun), program)
             ranks = external_ranks()
@@ -120,7 +124,7 @@ class _Application:
             self._hand_over(prepare)
 
     def _check(self, check: JobCheck | None) -> None:
-        search_path = hydra_internals.search_path_of(self.program, self.config_path, self.arguments)
+        search_path = search_path_of(self.program, self.config_path, self.arguments)
         with without_claiming():
             faults, quoted, old_names = preflight(
                 self.arguments, search_path, self.config_name, check, alone=self.channel.ranks is None
@@ -133,11 +137,11 @@ class _Application:
             sys.exit(UNUSABLE)
 
     def _help(self) -> None:
-        search_path = hydra_internals.search_path_of(self.program, self.config_path, self.arguments)
+        search_path = search_path_of(self.program, self.config_path, self.arguments)
         name = self.arguments.config_name or self.config_name
         try:
             sys.stdout.write(help_text(program_name(), search_path, name, self.arguments.overrides))
-        except (hydra_internals.HydraException, OSError) as error:
+        except (HydraException, OSError) as error:
             show_faults(program_name(), [Fault(first_line(error), error)], stack_traces=stack_traces())
             sys.exit(UNUSABLE)
 
@@ -158,7 +162,7 @@ class _Application:
 
     def _run_job(self, prepare: Callable[[DictConfig], None] | None, channel: ConfigChannel) -> Any:
         config = self._freeze_job(prepare)
-        last = config.hydra.mode != hydra_internals.RunMode.MULTIRUN or self.sent
+        last = config.hydra.mode != RunMode.MULTIRUN or self.sent
         channel.send(Message(for_other_ranks(config), last=last))
         try:
             return self.program(without_hydra(config))
@@ -194,7 +198,7 @@ class _Application:
                 prepare(whole)
         with without_claiming():  # a single run does not need the folder of a sweep
             config = freeze(whole)
-        hydra_internals.HydraConfig.instance().set_config(config)
+        HydraConfig.instance().set_config(config)
         subdir = config.hydra.output_subdir
         if subdir is not None:
             # Resolved values may be secrets (`${oc.env:TOKEN}`): for this user's eyes only, in a new file, since
@@ -268,18 +272,18 @@ def _run_child(file: Path, program: Program) -> None:
 
 def _run_frozen(config: DictConfig, program: Program) -> Any:
     """Run one job on a finished configuration, with Hydra's surroundings but none of its files."""
-    hydra_internals.setup_globals()
-    hydra_internals.configure_log(config.hydra.job_logging, config.hydra.verbose)
-    hydra_internals.HydraConfig.instance().set_config(config)
+    setup_globals()
+    configure_log(config.hydra.job_logging, config.hydra.verbose)
+    HydraConfig.instance().set_config(config)
     if config.hydra.job.chdir:
         folder = Path(config.hydra.runtime.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         os.chdir(folder)
     try:
-        with hydra_internals.env_override(dict(config.hydra.job.env_set)):
+        with env_override(dict(config.hydra.job.env_set)):
             return program(without_hydra(config))
     finally:
-        hydra_internals.flush_loggers()
+        flush_loggers()
 
 
 def _end_if_about_settings(error: BaseException, *, running: bool) -> None:

@@ -101,25 +101,35 @@ def _is_there(path: str) -> bool:
 
 
 def _sets_on_itself(owner: Any, name: str) -> bool:
-    """Whether objects of a class have the attribute, which the class itself has not: annotated, or set by a method."""
-    if not inspect.isclass(owner):
+    """Whether objects of a class have the attribute, which the class itself has not: annotated, or set by a method.
+
+    Of a function: whether it sets the attribute on what it is given.
+    """
+    if not inspect.isclass(owner) and not inspect.isfunction(owner):
         return False
-    for base in owner.__mro__:
+    bases: tuple[Any, ...] = getattr(owner, "__mro__", (owner,))
+    for base in bases:
         if name in getattr(base, "__annotations__", {}) or name in getattr(base, "__slots__", ()):
             return True
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):  # of a compiled module
-            continue
-        if any(
-            isinstance(node, ast.Attribute)
-            and node.attr == name
-            and isinstance(node.ctx, ast.Store)
-            and ast.unparse(node.value) == "self"
-            for node in ast.walk(tree)
-        ):
+        if name in _set_in(base):
             return True
     return False
+
+
+@functools.cache
+def _set_in(owner: Any) -> frozenset[str]:
+    """Attributes that the source of a class sets on ``self``, or that of a function on anything."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    except (OSError, TypeError, SyntaxError):  # of a compiled module
+        return frozenset()
+    return frozenset(
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and (inspect.isfunction(owner) or ast.unparse(node.value) == "self")
+    )
 
 
 def _version(package: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import logging
 import os
@@ -15,6 +14,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_lockstep._doors.deepspeed_internals import (
+    arguments_for_device,
+    forget_process_group,
+    has_process_group,
+    without_op_for_shared_memory,
+)
 from lightning_lockstep.deepspeed.configuration.reading import for_evaluation
 from lightning_lockstep.distributed import at_shut_down
 from lightning_lockstep.steps.patching import replaced
@@ -22,20 +27,6 @@ from lightning_lockstep.steps.patching import replaced
 __all__ = ["adopt_process_group", "divided_as_made", "evaluation_config", "make_engine"]
 
 _log = logging.getLogger(__name__)
-# Where DeepSpeed keeps groups of ranks for all engines of a process.
-_GROUPS = (
-    "_WORLD_GROUP",
-    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
-    "_EXPERT_PARALLEL_GROUP",
-    "_EXPERT_PARALLEL_GROUP_RANKS",
-    "_EXPERT_DATA_PARALLEL_GROUP",
-    "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
-    "_ALL_TO_ALL_GROUP",
-    "_TENSOR_MODEL_PARALLEL_GROUP",
-    "_MODEL_PARALLEL_GROUP",
-    "_DATA_PARALLEL_GROUP",
-    "mesh_device",
-)
 
 
 def adopt_process_group(
@@ -54,8 +45,8 @@ def adopt_process_group(
     """
     import deepspeed
 
-    if deepspeed.comm.comm.cdb is None:
-        at_shut_down(partial(_forget_process_group, deepspeed))
+    if not has_process_group():
+        at_shut_down(forget_process_group)
     variables = {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
@@ -65,7 +56,7 @@ def adopt_process_group(
     }
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    with _without_shared_memory_op(deepspeed):
+    with _without_shared_memory_op():
         deepspeed.init_distributed(auto_mpi_discovery=False, timeout=timeout, verbose=False)
     return partial(_restore_environment, before)
 
@@ -78,24 +69,10 @@ def _restore_environment(before: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _forget_process_group(deepspeed: Any) -> None:
-    """Let DeepSpeed be as it was before it knew of a process group."""
-    deepspeed.comm.comm.cdb = None
-    groups = deepspeed.utils.groups
-    for name in _GROUPS:
-        kept = getattr(groups, name, None)
-        if isinstance(kept, dict):
-            kept.clear()
-        elif kept is not None:
-            setattr(groups, name, None)
-
-
-def _without_shared_memory_op(deepspeed: Any) -> AbstractContextManager[None]:
-    """Keep DeepSpeed from compiling an operation for CPUs that only inference uses, half a minute on every rank.
-
-    The whole table is replaced: to read it is to have every operation probed, compilers and CUDA included.
-    """
-    return replaced(deepspeed.ops, __compatible_ops__={"deepspeed_shm_comm": False})
+def _without_shared_memory_op() -> AbstractContextManager[None]:
+    """Keep DeepSpeed from compiling an operation for CPUs that only inference uses, half a minute on every rank."""
+    ops, values = without_op_for_shared_memory()
+    return replaced(ops, **values)
 
 
 def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +115,7 @@ def make_engine(
     printed = io.StringIO()  # DeepSpeed prints how much memory is in use, past its own logger
     with redirect_stdout(printed):
         engine, engine_optimizer, _, _ = deepspeed.initialize(
-            args=argparse.Namespace(device_rank=device_index),
+            args=arguments_for_device(device_index),
             config=dict(config),
             model=module,
             model_parameters=trained,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_lockstep._doors.deepspeed_internals import WITHOUT_STATE
 from lightning_lockstep._doors.torch_internals import MODULES
 from lightning_lockstep.steps.stored_copies import StoredCopies
 
@@ -27,7 +28,7 @@ __all__ = ["EngineState"]
 _CONTAINERS = (list, deque, set, dict)
 # What these attributes lead to is no state of a step: the module's own is kept elsewhere; a bucket's memory, of up to
 # some GB of which a small model touches a part, is written before it is read.
-_LEFT_OUT = frozenset({"module", MODULES, "buffer"})
+_LEFT_OUT = WITHOUT_STATE | {"module", MODULES}
 
 
 class EngineState:

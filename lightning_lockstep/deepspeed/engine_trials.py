@@ -11,9 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
+from lightning_lockstep._doors.deepspeed_internals import (
+    alone_in_comparison,
+    at_first_batch,
+    attributes_of_trial,
+    largest_bucket,
+    modules_in_forward,
+    set_accumulation,
+    set_sizes,
+    set_train_batch_size,
+    train_batch_size,
+    with_bucket,
+)
 from lightning_lockstep.deepspeed.configuration.reading import is_given, modern_spelling, section
 from lightning_lockstep.deepspeed.engine_state import EngineState
 from lightning_lockstep.deepspeed.loss_scale import LossScaleHistory
@@ -73,11 +84,7 @@ class EngineTrials:
 
     def state(self) -> EngineState:
         """Return all that steps of the engine change, to put back."""
-        from deepspeed.runtime.zero import parameter_offload
-
-        return EngineState(
-            self._engine, self._strategy.lightning_module, [parameter_offload.FWD_MODULE_STACK]
-        )
+        return EngineState(self._engine, self._strategy.lightning_module, [modules_in_forward()])
 
     @contextmanager
     def alone(self, *, accumulates: bool) -> Iterator[int]:
@@ -86,44 +93,36 @@ class EngineTrials:
         Gradients of two batches are accumulated where the run accumulates: more of them need no more memory.
         """
         from deepspeed import checkpointing
-        from deepspeed.runtime.zero import utils
 
         engine, plugin = self._engine, self._strategy.precision_plugin
         passes = 2 if accumulates or engine.gradient_accumulation_steps() > 1 else 1
         with ExitStack() as stack:
             # It compares the order of the modules with rank 0's, which is not there.
-            stack.enter_context(
-                replaced(utils, dist=SimpleNamespace(get_rank=lambda: 0, broadcast=lambda *a, **k: None))
-            )
+            comparing, values = alone_in_comparison()
+            stack.enter_context(replaced(comparing, **values))
             if hasattr(plugin, "history"):
                 stack.enter_context(replaced(plugin, history=LossScaleHistory(), has_accumulated=False))
-            stack.enter_context(replaced(engine, micro_steps=0))
+            stack.enter_context(replaced(engine, **at_first_batch()))
             for holder, values in self._values_of_trials(passes):
                 stack.enter_context(replaced(holder, **values))
-            whole = engine.train_batch_size()
-            engine.set_train_batch_size(
-                engine.train_micro_batch_size_per_gpu() * passes * engine.dp_world_size
-            )
+            whole = train_batch_size(engine)
+            set_accumulation(engine, passes)
             try:
                 yield passes
             finally:
-                engine.set_train_batch_size(whole)
+                set_train_batch_size(engine, whole)
                 checkpointing.reset()  # activations that a backward, which may not have come so far, would take back
 
     def _values_of_trials(self, passes: int) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Return objects of the engine with values of attributes that they have already, for trials."""
         optimizer = self._engine.optimizer
-        wanted: list[tuple[Any, dict[str, Any]]] = [
-            (optimizer, {"gradient_accumulation_steps": passes}),
-            # A step that is skipped for an overflow would not show what the optimizer needs.
-            (getattr(optimizer, "loss_scaler", None), {"cur_scale": 1.0}),
-        ]
-        largest = getattr(optimizer, "reduce_bucket_size", None)
+        wanted = attributes_of_trial(optimizer, passes)
+        largest = largest_bucket(optimizer)
         if largest is not None and self._counts_what_is_touched():
             numel = sum(
-                getattr(p, "ds_numel", p.numel()) for p in self._strategy.lightning_module.parameters()
+                getattr(p, "ds_shape", p.shape).numel() for p in self._strategy.lightning_module.parameters()
             )
-            wanted.append((optimizer, {"reduce_bucket_size": min(int(largest), numel)}))
+            wanted.append((optimizer, with_bucket(min(int(largest), numel))))
         for holder, values in wanted:
             if holder is not None and set(values) <= set(vars(holder)):
                 yield holder, values
@@ -139,12 +138,9 @@ class EngineTrials:
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
         """Let the engine go on with other sizes, by which it counts samples and knows its optimizer steps."""
         engine = self._engine
-        engine.set_train_micro_batch_size(batch_size)
-        engine.set_train_batch_size(batch_size * accumulate * engine.dp_world_size)
-        if hasattr(engine.optimizer, "gradient_accumulation_steps"):
-            engine.optimizer.gradient_accumulation_steps = accumulate
+        set_sizes(engine, batch_size=batch_size, accumulate=accumulate)
         self._strategy.config |= {
             "train_micro_batch_size_per_gpu": batch_size,
             "gradient_accumulation_steps": accumulate,
-            "train_batch_size": engine.train_batch_size(),
+            "train_batch_size": train_batch_size(engine),
         }

@@ -15,6 +15,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_lockstep._doors.deepspeed_internals import (
+    bf16_gradients,
+    checking_overflow,
+    divided_gradients,
+    finding_overflow,
+    fp16_groups,
+    has_local_overflow,
+    kind_of_optimizer,
+    let_gradients_go,
+    partition_gradients,
+    set_overflow,
+    torch_scaler_of_engine,
+)
 from lightning_lockstep.deepspeed.loss_scale import LossScaleHistory, read_step
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import put_in_place
@@ -39,7 +52,7 @@ class GradientsOfEngine:
 
     def known_bad(self) -> bool:
         """Return whether the engine itself has found a bad value in this rank's part, as it does when offloading."""
-        return bool(getattr(self._engine.optimizer, "local_overflow", False))
+        return has_local_overflow(self._engine.optimizer)
 
     def skip_step(self) -> None:
         """Have the engine skip its next optimizer step as after an overflow of its own.
@@ -66,22 +79,17 @@ class GradientsOfEngine:
 def _ways(engine: Any) -> tuple[Callable[[], Iterator[Tensor]], Callable[[], None]]:
     """Return how to get at this rank's gradients, and how to skip a step."""
     optimizer = engine.optimizer
-    if hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3
-        name = "_overflow_check_and_loss_scale_update"
-        if hasattr(optimizer, name):
-            return lambda: iter([optimizer.grad_partitions_flat_buffer]), lambda: _overflow_once(
-                optimizer, name
-            )
-    elif hasattr(optimizer, "averaged_gradients"):  # stages 1 and 2
-        if all(hasattr(optimizer, one) for one in ("bit16_groups", "check_overflow", "check_grad_overflow")):
-            return lambda: _of_partition(optimizer), lambda: _overflow_once(optimizer, "check_overflow")
-    elif hasattr(optimizer, "fp32_groups_gradients"):  # bf16 with gradients in float32
-        if hasattr(optimizer, "clear_hp_grads") and hasattr(optimizer, "clear_lp_grads"):
-            groups = optimizer.fp32_groups_gradients
-            return lambda: (g for group in groups for g in group), lambda: _step_once(optimizer)
-    elif hasattr(optimizer, "overflow_checker"):  # stage 0, 16 bits
-        return lambda: _whole(optimizer.fp16_groups), lambda: _found_once(optimizer.overflow_checker)
-    elif isinstance(optimizer, Optimizer):  # stage 0, float32
+    kind = kind_of_optimizer(optimizer)
+    if kind == "stage 3":
+        return lambda: iter([divided_gradients(optimizer)]), lambda: _overflow_once(optimizer)
+    if kind == "stages 1 and 2":
+        return lambda: partition_gradients(optimizer), lambda: _overflow_once(optimizer)
+    if kind == "bf16":
+        groups = bf16_gradients(optimizer)
+        return lambda: (g for group in groups for g in group), lambda: _step_once(optimizer)
+    if kind == "fp16":
+        return lambda: _whole(fp16_groups(optimizer)), lambda: _found_once(optimizer)
+    if kind is None and isinstance(optimizer, Optimizer):  # stage 0, float32
         return lambda: _whole(_groups(optimizer)), lambda: _without_gradients(engine, optimizer)
     raise ConfigurationError(
         f"OverflowDetector does not know where {type(optimizer).__name__} of this DeepSpeed keeps gradients."
@@ -97,70 +105,46 @@ def _whole(groups: list[list[Tensor]]) -> Iterator[Tensor]:
     return (g for group in groups for parameter in group if (g := parameter.grad) is not None)
 
 
-def _of_partition(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the gradients of stages 1 and 2: as reduced before a step, else as accumulated so far.
-
-    With offload the optimizer looks at them itself before a step, on their way to the host.
-    """
-    if getattr(optimizer, "cpu_offload", False):
-        return
-    reduced = [group for group in optimizer.averaged_gradients.values() if group]
-    for group in reduced:
-        flat = getattr(group, "flat_partition", None)
-        yield from (g for g in ([flat] if flat is not None else group) if g is not None)
-    if reduced:
-        return
-    for kept in getattr(optimizer, "all_grad_tensors", {}).values():
-        yield from (g for g in kept or [] if g is not None)
-    for group in optimizer.bit16_groups:
-        for parameter in group:
-            for name in ("grad", "grad_accum"):
-                gradient = getattr(parameter, name, None)
-                if gradient is not None:
-                    yield gradient
-
-
 # Each of these acts on the next step alone, and takes itself away.
 
 
-def _overflow_once(optimizer: Any, name: str) -> None:
+def _overflow_once(optimizer: Any) -> None:
     """Let the method by which ZeRO's optimizer looks for an overflow report one, once."""
     undo = ExitStack()
 
     def found(*args: Any, **kwargs: Any) -> bool:
         undo.close()
-        optimizer.overflow = True
+        set_overflow(optimizer, True)
         return True
 
-    undo.callback(put_in_place(optimizer, name, found))
-    if hasattr(optimizer, "check_grad_overflow"):
-        undo.callback(put_in_place(optimizer, "check_grad_overflow", True))
+    for name, value in finding_overflow(optimizer, found).items():
+        undo.callback(put_in_place(optimizer, name, value))
 
 
-def _found_once(checker: Any) -> None:
+def _found_once(optimizer: Any) -> None:
     undo = ExitStack()
 
     def found(*args: Any, **kwargs: Any) -> bool:
         undo.close()
         return True
 
-    for name in ("has_overflow", "check", "check_using_norm"):
-        undo.callback(put_in_place(checker, name, found))
+    checker, values = checking_overflow(optimizer, found)
+    for name, value in values.items():
+        undo.callback(put_in_place(checker, name, value))
 
 
 def _step_once(optimizer: Any) -> None:
     def step(*args: Any, **kwargs: Any) -> None:
         put_back()
-        optimizer.overflow = True
-        optimizer.clear_hp_grads()
-        optimizer.clear_lp_grads()
+        set_overflow(optimizer, True)
+        let_gradients_go(optimizer)
 
     put_back = put_in_place(optimizer, "step", step)
 
 
 def _without_gradients(engine: Any, optimizer: Optimizer) -> None:
     """Without gradients a plain optimizer changes nothing; torch's loss scaler needs to see that they are bad."""
-    scaled = getattr(engine, "torch_autocast_z0_gradscaler", None) is not None
+    scaled = torch_scaler_of_engine(engine) is not None
     for group in _groups(optimizer):
         for parameter in group:
             if not scaled:

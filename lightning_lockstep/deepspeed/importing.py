@@ -19,6 +19,12 @@ from types import ModuleType
 
 import torch
 
+from lightning_lockstep._doors.deepspeed_internals import (
+    accelerator_name,
+    has_other_cuda,
+    lacks_cuda,
+    make_accelerator,
+)
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
 
 __all__ = ["cuda_trouble", "import_deepspeed"]
@@ -60,12 +66,12 @@ def import_deepspeed(device_type: str | None) -> ModuleType:
 def cuda_trouble(error: BaseException) -> str | None:
     """Return the command that fixes what CUDA, ninja or a shared library lacks, ``None`` for any other error.
     """
-    name, text = type(error).__name__, str(error)
+    text = str(error)
     if text.startswith("Error building extension"):
         return None  # what the compiler said, with its command
-    if name == "CUDAMismatchException":
+    if has_other_cuda(error):
         return _other_toolkit()
-    if name == "MissingCUDAException" or "nvcc" in text or "CUDA_HOME" in text:
+    if lacks_cuda(error) or "nvcc" in text or "CUDA_HOME" in text:
         return _toolkit()
     if "ninja" in text.lower():
         return "pip install --force-reinstall ninja"
@@ -155,13 +161,11 @@ def _ignore_names_that_torch_has_replaced() -> None:
 def _switch(wanted: str) -> None:
     """Give DeepSpeed, which was imported before, the accelerator of this run."""
     accelerator = importlib.import_module("deepspeed.accelerator")
-    # device_name() of some is that of another: only the private name tells them apart.
-    before = accelerator.get_accelerator()._name
+    before = accelerator_name(accelerator.get_accelerator())
     if before == wanted:
         return
     try:
-        module = importlib.import_module(f"deepspeed.accelerator.{wanted}_accelerator")
-        accelerator.set_accelerator(getattr(module, f"{wanted.upper()}_Accelerator")())
+        accelerator.set_accelerator(make_accelerator(wanted))
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(
             f"device_type={wanted!r}: expected an accelerator that DeepSpeed knows ({_one_line(error)})."

@@ -12,7 +12,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from lightning_lockstep._doors.deepspeed_internals import (
+    given_scale,
+    last_overflow,
+    scale_of_whole,
+    scale_of_zero,
+    torch_scaler,
+)
 
 __all__ = ["LossScaleHistory", "StepOutcome", "read_step"]
 
@@ -43,20 +49,16 @@ def read_step(engine: Any) -> StepOutcome | None:
     """Return what an engine says of its last optimizer step, ``None`` if nothing there checks or scales gradients.
     """
     optimizer = engine.optimizer
-    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None) or getattr(
-        optimizer, "torch_autocast_gradscaler", None
-    )
+    scaler, skipped = torch_scaler(engine), last_overflow(optimizer)
     if scaler is not None:
-        return _of_torch(scaler, getattr(optimizer, "overflow", False))
-    if not hasattr(optimizer, "overflow"):
+        return _of_torch(scaler, bool(skipped))
+    if skipped is None:
         return None
-    skipped = bool(optimizer.overflow)
-    if getattr(optimizer, "custom_loss_scaler", False):
-        return StepOutcome(skipped, _scale(optimizer.external_loss_scale))
-    if hasattr(optimizer, "loss_scaler"):
-        return _of_zero(optimizer, skipped)
-    # Older releases keep these on the optimizer itself.
-    return _of_whole(getattr(optimizer, "loss_scale_config", optimizer), skipped)
+    given = given_scale(optimizer)
+    if given is not None:
+        return StepOutcome(skipped, _scale(given[0]))
+    of_zero = scale_of_zero(optimizer)
+    return StepOutcome(skipped, **(scale_of_whole(optimizer) if of_zero is None else of_zero))
 
 
 def _of_torch(scaler: Any, overflow: bool) -> StepOutcome:
@@ -66,39 +68,6 @@ def _of_torch(scaler: Any, overflow: bool) -> StepOutcome:
         float(scaler.get_scale()),
         is_dynamic=True,
         window=int(scaler.get_growth_interval()),
-    )
-
-
-def _of_zero(optimizer: Any, skipped: bool) -> StepOutcome:
-    """Return what an optimizer of ZeRO stage 1, 2 or 3 says."""
-    scaler = optimizer.loss_scaler
-    if optimizer.dtype != torch.float16:
-        return StepOutcome(skipped)  # it has a scaler too, which does nothing
-    if not scaler.dynamic:
-        return StepOutcome(skipped, float(scaler.cur_scale))
-    return StepOutcome(
-        skipped,
-        float(scaler.cur_scale),
-        is_dynamic=True,
-        floor=float(scaler.min_scale),
-        window=int(scaler.scale_window),
-        hysteresis=int(scaler.delayed_shift),
-        ends_at_floor=bool(scaler.raise_error_at_min_scale),
-    )
-
-
-def _of_whole(config: Any, skipped: bool) -> StepOutcome:
-    """Return what an optimizer that is not partitioned says (``FP16_Optimizer``, ``BF16_Optimizer``)."""
-    if not getattr(config, "use_grad_scaling", hasattr(config, "cur_scale")):
-        return StepOutcome(skipped)
-    if not config.dynamic_loss_scale:
-        return StepOutcome(skipped, float(config.cur_scale))
-    return StepOutcome(
-        skipped,
-        float(config.cur_scale),
-        is_dynamic=True,
-        floor=float(config.min_loss_scale),
-        window=int(config.scale_window),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_lockstep._doors.deepspeed_internals import autocast_dtype, divides_parameters
 from lightning_lockstep._lightning import LightningModule, Precision
 from lightning_lockstep.deepspeed.loss_scale import read_step
 from lightning_lockstep.steps.patching import replaced
@@ -25,7 +26,7 @@ def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Itera
     gathered module by module as in training; their gradients are computed and let go. Either way no gradient reaches
     the engine.
     """
-    divided = engine.zero_optimization_partition_weights()
+    divided = divides_parameters(engine)
     with (
         _divided_parameters(module, engine) if divided else stand_in_parameters(module),
         _plain_precision(strategy, engine),
@@ -87,9 +88,8 @@ class PlainPrecision(Precision):
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override] # any context will do
         """Return the autocast that the engine enters around a forward, if any."""
         engine = self._engine
-        if not engine.torch_autocast_enabled():
-            return nullcontext()
-        return torch.autocast(engine.device.type, dtype=engine.torch_autocast_dtype())
+        dtype = autocast_dtype(engine)
+        return nullcontext() if dtype is None else torch.autocast(engine.device.type, dtype=dtype)
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any

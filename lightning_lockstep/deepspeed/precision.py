@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep._console import say
+from lightning_lockstep._doors.deepspeed_internals import has_own_boundaries, optimizer_steps
 from lightning_lockstep._doors.torch_internals import cpu_computes_in_float16
 from lightning_lockstep._lightning import DeepSpeedPrecision, Precision
 from lightning_lockstep.deepspeed.configuration.reading import section, stage_of
@@ -58,7 +59,7 @@ class EnginePrecision(DeepSpeedPrecision):
         """Run the closure and the step of DeepSpeed's engine, which skips it where gradients are not finite.
         """
         engine = model.trainer.model
-        before = engine.global_steps
+        before = optimizer_steps(engine)
         if (
             model.automatic_optimization
         ):  # otherwise nobody knows before a backward whether a step will follow
@@ -66,7 +67,7 @@ class EnginePrecision(DeepSpeedPrecision):
         with replaced(self, _steps=True):
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         self.has_accumulated = False
-        outcome = read_step(engine) if engine.global_steps != before else None
+        outcome = read_step(engine) if optimizer_steps(engine) != before else None
         if outcome is not None:
             self.history.record(outcome)
             news = self.history.news()
@@ -76,7 +77,7 @@ class EnginePrecision(DeepSpeedPrecision):
 
 
 def _tell_boundary(engine: Any, steps: bool) -> None:
-    if not getattr(engine, "zenflow", False):  # ZenFlow has boundaries of its own
+    if not has_own_boundaries(engine):
         engine.set_gradient_accumulation_boundary(steps)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from lightning_lockstep._console import say
+from lightning_lockstep._doors.deepspeed_internals import destroy
 from lightning_lockstep._exports import public
 from lightning_lockstep._lightning import (
     DDPStrategy,
@@ -296,5 +297,4 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
         engine: Any = self.model
         super().teardown()
         self._let_go()
-        if hasattr(engine, "destroy"):
-            engine.destroy()  # or its hooks would run beside those of the next engine
+        destroy(engine)  # or its hooks would run beside those of the next engine

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_lockstep._application import hydra_internals
 from lightning_lockstep._application.command_line.config_check import Checked, preflight
+from lightning_lockstep._doors import hydra_internals
 from lightning_lockstep.train import check_training, main
 
 

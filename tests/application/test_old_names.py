@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Trainer
 
 import lightning_lockstep
-from lightning_lockstep._application.hydra_internals import locate
+from lightning_lockstep._doors.hydra_internals import locate
 from lightning_lockstep.demo import ConvNet, DigitsData
 from tests.application.command_lines import faults_of, look_at
 from tests.helpers import run_ranks

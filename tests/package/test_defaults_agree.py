@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_lockstep
 from lightning_lockstep import callbacks, demo, strategies
 from lightning_lockstep._application.command_line.targets import target_nodes
-from lightning_lockstep._application.hydra_internals import locate
+from lightning_lockstep._doors.hydra_internals import locate
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
 CONF = PACKAGE / "conf"

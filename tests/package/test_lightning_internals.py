@@ -43,28 +43,11 @@ ALLOWED = {
     "_XLAC": "torch_xla",
     "_xla_runtime_is_initialized": "torch_xla",
     "_found_libtpu": "torch_xla",
-    # DeepSpeed
-    "_name": "DeepSpeedAccelerator",
-    "_hp_mapping": "a parameter under ZeRO 1 or 2",
-    "_link_all_hp_params": "DeepSpeedZeroOptimizer",
-    "_loaded_ops": "OpBuilder",
     # numpy, tqdm
     "_rand": "numpy.random.mtrand",
     "_instances": "tqdm",
-    # Hydra and OmegaConf
+    # Hydra
     "_target_": "a key of a config",
-    "_get_node": "Container",
-    "_get_parent": "Node",
-    "_set_parent": "Node",
-    "_dereference_node": "Node",
-    "_is_none": "Node",
-    "_is_missing": "Node",
-    "_is_interpolation": "Node",
-    "_content": "Container",
-    "_value": "Node",
-    "_set_value": "Node",
-    "_parse_overrides_and_create_caching_repo": "ConfigLoaderImpl",
-    "_apply_overrides_to_config": "ConfigLoaderImpl",
 }
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
@@ -22,7 +25,7 @@ from lightning_lockstep._application.command_line.overrides import (
     variants,
 )
 from lightning_lockstep._application.command_line.targets import TargetChecks, target_nodes
-from lightning_lockstep._application.hydra_internals import HydraConfig, HydraException, Loader, setup_globals
+from lightning_lockstep._doors.hydra_internals import Loader
 from lightning_lockstep._exports import new_path, renamed
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import first_line

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import yaml
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf, flag_override
 
-from lightning_lockstep._application.hydra_internals import Loader, setup_globals
+from lightning_lockstep._doors.hydra_internals import Loader, node_at, plain_value
 
 __all__ = ["comments", "help_text"]
 
@@ -79,7 +80,7 @@ def _keys(config: DictConfig, notes: dict[str, str], groups: list[str], width: i
     """The program's own keys, then those of each group behind an empty line."""
     names = [str(name) for name in config if name != "hydra"]
     for name in sorted(names, key=groups.__contains__):
-        lines = list(_lines(name, config._get_node(name), notes, width))
+        lines = list(_lines(name, node_at(config, name), notes, width))
         if lines and name in groups:
             yield ""
         yield from lines
@@ -91,7 +92,7 @@ def _lines(key: str, node: object, notes: dict[str, str], width: int) -> Iterato
             yield from _entry(key, notes[key], width)
         for name in map(str, node):
             if name != "_target_":
-                yield from _lines(f"{key}.{name}", node._get_node(name), notes, width)
+                yield from _lines(f"{key}.{name}", node_at(node, name), notes, width)
         return
     yield from _entry(f"{key}={_plain(node)}", notes.get(key, ""), width)
 
@@ -111,7 +112,7 @@ def _entry(left: str, right: str, width: int) -> Iterator[str]:
 def _plain(node: object) -> str:
     """A value as it is typed on the command line; an interpolation as it is written in the config."""
     raw = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
-    value = raw._value() if hasattr(raw, "_value") else raw
+    value = plain_value(raw)
     if value is None:
         return "null"
     if isinstance(value, bool):

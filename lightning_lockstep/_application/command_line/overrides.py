@@ -6,14 +6,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_lockstep._application.command_line.faults import Fault
 from lightning_lockstep._application.command_line.targets import settings_of
-from lightning_lockstep._application.hydra_internals import HydraException, Loader, Override, OverridesParser
+from lightning_lockstep._doors.hydra_internals import Loader
 from lightning_lockstep._settings import did_you_mean, nearest
 from lightning_lockstep._text import first_line
+from lightning_lockstep.launchers.hydra.rerun import inner_container
 
 # A sweep is checked one value at a time; beyond this many values the rest is left to Hydra.
 MOST_VARIANTS = 64
@@ -237,12 +241,11 @@ def _split(key: str) -> list[str]:
 
 
 def _all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for name in map(str, config):
+    for key in config:
+        name = str(key)
         if name == "hydra" and not prefix:
             continue
         yield f"{prefix}{name}"
-        node = config._get_node(name)
-        if isinstance(node, DictConfig) and not (
-            node._is_none() or node._is_missing() or node._is_interpolation()
-        ):
+        node = inner_container(config, key)
+        if isinstance(node, DictConfig):
             yield from _all_keys(node, f"{prefix}{name}.")

@@ -17,17 +17,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import hydra.utils
+from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_lockstep._application.command_line.faults import Fault
 from lightning_lockstep._application.command_line.value_types import mismatch
-from lightning_lockstep._application.hydra_internals import HydraException, locate
 from lightning_lockstep._application.tracking import is_logger, missing_package
+from lightning_lockstep._doors.hydra_internals import locate
 from lightning_lockstep._lightning import MisconfigurationException
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import first_line
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.launchers.hydra.rerun import inner_container
 
 _SPECIAL = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 _HARMLESS = ("lightning_lockstep.", "lightning.pytorch.", "pytorch_lightning.")
@@ -193,13 +195,9 @@ def _containers(node: DictConfig | ListConfig, key: str) -> Iterator[tuple[str, 
     names: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))
     for name in names:
         if key or name != "hydra":
-            child = node._get_node(name)
-            if isinstance(child, (DictConfig, ListConfig)) and not _special(child):
+            child = inner_container(node, name)
+            if child is not None:
                 yield from _containers(child, f"{key}.{name}" if key else str(name))
-
-
-def _special(node: DictConfig | ListConfig) -> bool:
-    return node._is_none() or node._is_missing() or node._is_interpolation()
 
 
 def _missing(node: DictConfig) -> Iterator[str]:
@@ -222,7 +220,8 @@ def _dangling(node: DictConfig) -> Iterator[tuple[str, str]]:
 
 def _reference(container: Any, name: Any) -> str:
     """The interpolation itself, as it is written in the config."""
-    return str(container._get_node(name)._value())
+    written: Any = OmegaConf.to_container(container, resolve=False)
+    return str(written[name])
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_lockstep._doors.deepspeed_internals import load_of_ops, op_name, put_load_of_ops
 from lightning_lockstep.deepspeed.builds.tools import OPS
 from lightning_lockstep.errors import LaunchError
 
@@ -19,9 +20,7 @@ def prepared_where_loaded(prepare: Callable[[list[str]], None]) -> Iterator[None
     Left alone, DeepSpeed's optimizers compile their op when they are made: every rank of a node at the same time,
     without a message, and behind a lock that a killed build may have left.
     """
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
-    load = OpBuilder.load
+    load = load_of_ops()
     prepared: set[str] = set()
     failed: list[LaunchError] = []
     is_preparing = False
@@ -29,19 +28,20 @@ def prepared_where_loaded(prepare: Callable[[list[str]], None]) -> Iterator[None
     def prepare_and_load(builder: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_preparing
         # What a build loads by itself is a matter of the rank that builds.
-        if not is_preparing and builder.name in OPS and builder.name not in prepared:
+        name = op_name(builder)
+        if not is_preparing and name in OPS and name not in prepared:
             is_preparing = True
             try:
-                prepare([builder.name])
+                prepare([name])
             except LaunchError as error:
                 failed.append(error)
                 raise
             finally:
                 is_preparing = False
-            prepared.add(builder.name)
+            prepared.add(name)
         return load(builder, *args, **kwargs)
 
-    OpBuilder.load = prepare_and_load
+    put_load_of_ops(prepare_and_load)
     try:
         yield
     except Exception as error:
@@ -50,7 +50,7 @@ def prepared_where_loaded(prepare: Callable[[list[str]], None]) -> Iterator[None
             raise
         raise within from None
     finally:
-        OpBuilder.load = load
+        put_load_of_ops(load)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

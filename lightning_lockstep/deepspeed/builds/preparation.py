@@ -17,6 +17,14 @@ from typing import Any
 import psutil
 
 from lightning_lockstep._console import say
+from lightning_lockstep._doors.deepspeed_internals import (
+    accelerator_name,
+    is_installed_for_this_accelerator,
+    is_loaded,
+    load_op,
+    make_op_builder,
+    op_name,
+)
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.builds.locks import (
     BuildLock,
@@ -94,16 +102,16 @@ class _Work:
 def _builders_of(names: Sequence[str]) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
-    accelerator = get_accelerator()
     faults = Faults("prepare_ops")
     builders = {}
     for name in dict.fromkeys(names):
         if not faults.choice("names", name, list(OPS)):
             continue
-        builder = accelerator.create_op_builder(OPS[name])
+        builder = make_op_builder(OPS[name])
         # Where an accelerator lacks an op, that of the CPU gives a builder of nothing.
-        if builder is None or builder.name != name:
-            faults.add(f"names={name!r}: expected an op of DeepSpeed's accelerator {accelerator._name!r}.")
+        if builder is None or op_name(builder) != name:
+            accelerator = accelerator_name(get_accelerator())
+            faults.add(f"names={name!r}: expected an op of DeepSpeed's accelerator {accelerator!r}.")
         builders[name] = builder
     faults.raise_all()
     return builders
@@ -133,11 +141,7 @@ def _facts(builders: Mapping[str, Any], communicator: Communicator) -> dict[str,
 
 
 def _needs_build(builder: Any) -> bool:
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.git_version_info import accelerator_name, installed_ops
-
-    is_installed = installed_ops.get(builder.name, False) and accelerator_name == get_accelerator()._name
-    return not is_installed and builder.name not in getattr(builder, "_loaded_ops", {})
+    return not is_installed_for_this_accelerator(op_name(builder)) and not is_loaded(builder)
 
 
 def _raise_missing(everyone: Sequence[Mapping[str, Any]]) -> None:
@@ -174,7 +178,7 @@ def _build(own: Builder, work: _Work, outcomes: BuildOutcomes) -> BaseException 
                 if _needs_build(builder):
                     _free_of_locks(name, work, progress)
                     progress.doing = f"builds DeepSpeed's op {name} in {build_folder(name)}"
-                    builder.load(verbose=False)
+                    load_op(builder)
     except LaunchError as error:
         outcomes.ended(str(error))
         return None
@@ -220,7 +224,7 @@ def _load_all(builders: Mapping[str, Any]) -> str:
 
 def _load(name: str, builder: Any) -> str:
     try:
-        builder.load(verbose=False)
+        load_op(builder)
     except Exception as error:  # of a compiler, of the loader, of DeepSpeed: all ranks have to raise it
         return f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
     return ""

@@ -10,6 +10,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_lockstep._doors.deepspeed_internals import finds_function, make_op_builder
+
 __all__ = ["OPS", "missing_tools"]
 
 #: The ops that training uses, and what DeepSpeed calls their builders.
@@ -66,11 +68,8 @@ def _headers() -> str | None:
 
 
 def _libaio() -> str | None:
-    from deepspeed.accelerator import get_accelerator
-
-    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
-    # Its own check, which honours CFLAGS and LDFLAGS.
-    if builder is None or builder.has_function("io_submit", ("aio",)):
+    builder = make_op_builder("AsyncIOBuilder")
+    if builder is None or finds_function(builder, "io_submit", "aio"):
         return None
     return f"The library aio and its headers are missing: {_install('libaio-dev', 'libaio-devel')}"
 

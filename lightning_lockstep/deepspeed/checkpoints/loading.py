@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_lockstep._doors.deepspeed_internals import divides_parameters, refresh_copies
 from lightning_lockstep._doors.torch_internals import load_own_values
 from lightning_lockstep.deepspeed.agreement import agreed
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidated
@@ -36,14 +37,12 @@ def load_plain_weights(
     engine: Any, module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True
 ) -> None:
     """Load whole weights into an engine's module, and into the float32 copies of its optimizer."""
-    if engine.zero_optimization_partition_weights():
+    if divides_parameters(engine):
         check_names(module, state, strict)
         load_by_module(module, state, divided=True)
     else:
         module.load_state_dict(state, strict=strict)
-    refresh = getattr(engine.optimizer, "refresh_fp32_params", None)
-    if refresh is not None:
-        refresh()
+    refresh_copies(engine.optimizer)
 
 
 def load_by_module(module: nn.Module, state: Mapping[str, Any], *, divided: bool) -> None:

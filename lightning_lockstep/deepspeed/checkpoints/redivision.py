@@ -9,6 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_lockstep._doors.deepspeed_internals import (
+    divides_parameters,
+    has_part_here,
+    keeps_state_on_nvme,
+    link_parts,
+    link_state,
+    loss_scaler,
+    padded,
+    parameter_groups,
+    parameter_names,
+    reorders_gradients,
+    set_overflow,
+    torch_optimizer,
+    vectors_of_groups,
+)
 from lightning_lockstep._text import listed
 from lightning_lockstep.deepspeed.checkpoints.optimizer_state import OptimizerState
 from lightning_lockstep.deepspeed.checkpoints.plain_file import in_memory
@@ -23,7 +38,7 @@ _MOST_NAMED = 5  # parameters in one message
 
 def check_same_training(engine: Any, state: OptimizerState, folder: object) -> None:
     """Raise if a checkpoint is of another model or of another optimizer than an engine has."""
-    if engine.zero_nvme_offload_optimizer():
+    if keeps_state_on_nvme(engine):
         raise ConfigurationError(
             f"{folder}: was written by another number of ranks or in another stage, and this run keeps the state of the"
             " optimizer on NVMe, where it cannot be redivided. Resume with offload_optimizer='cpu' or 'none'."
@@ -37,36 +52,25 @@ def redivide(engine: Any, state: OptimizerState, rank: int) -> None:
 
     One parameter is in memory at a time; what is in files stays there.
     """
-    if getattr(engine.optimizer, "round_robin_gradients", False):
+    if reorders_gradients(engine.optimizer):
         _link_in_round_robin(engine.optimizer)
     _make_room(engine, state)
-    write = _write_divided if engine.zero_optimization_partition_weights() else _write_flat
+    write = _write_divided if divides_parameters(engine) else _write_flat
     for parameter, name in _trained(engine).items():
         write(parameter, None, state.masters[name], rank)
         for key, moments in state.moments.items():
             write(parameter, key, moments[name], rank)
-    optimizer = engine.optimizer
-    optimizer.overflow = state.flags["overflow"]
-    scaler = getattr(optimizer, "loss_scaler", None)
+    set_overflow(engine.optimizer, state.flags["overflow"])
+    scaler = loss_scaler(engine.optimizer)
     for name, value in state.flags["loss_scaler"].items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
 
 
-def _groups(engine: Any) -> list[list[Any]]:
-    """Return the parameters of each group of the engine's optimizer."""
-    optimizer = engine.optimizer
-    if not engine.zero_optimization_partition_weights():
-        return list(getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups)
-    found: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
-    for number, parameters in enumerate(optimizer.fp16_groups):
-        found[optimizer.sub_group_to_group_id[number]] += parameters
-    return found
-
-
 def _trained(engine: Any) -> dict[Any, str]:
     """Return the names of the parameters that the engine's optimizer has."""
-    return {parameter: engine.param_names[parameter] for group in _groups(engine) for parameter in group}
+    names = parameter_names(engine)
+    return {parameter: names[parameter] for group in parameter_groups(engine) for parameter in group}
 
 
 def _check_parameters(engine: Any, state: OptimizerState, folder: object) -> None:
@@ -94,22 +98,22 @@ def _check_parameters(engine: Any, state: OptimizerState, folder: object) -> Non
 
 
 def _check_groups(engine: Any, state: OptimizerState, folder: object) -> None:
-    torch_optimizer = engine.optimizer.optimizer
-    kind = type(torch_optimizer).__name__
-    groups = torch_optimizer.param_groups
+    optimizer, known_names = torch_optimizer(engine), parameter_names(engine)
+    kind = type(optimizer).__name__
+    groups = optimizer.param_groups
     if len(groups) != len(state.options):
         raise ConfigurationError(
             f"{folder}: its optimizer has {len(state.options)} groups of parameters, and this run's {kind}"
             f" {len(groups)}: expected the same number."
         )
-    names_here = [{engine.param_names[parameter] for parameter in group} for group in _groups(engine)]
+    names_here = [{known_names[parameter] for parameter in group} for group in parameter_groups(engine)]
     for number, (saved_names, names) in enumerate(zip(state.names, names_here, strict=True)):
         if set(saved_names) != names:
             raise ConfigurationError(
                 f"{folder}: its optimizer has {_named(set(saved_names) ^ names)} in other groups than this run's"
                 f" {kind} (group {number}): expected the same parameters in each group."
             )
-    known = set(torch_optimizer.defaults)
+    known = set(optimizer.defaults)
     for saved, group in zip(state.options, groups, strict=True):
         missing, unknown = known - set(saved), set(saved) - set(group) - {"step"}
         # An older release of the same optimizer lacks options, and a scheduler leaves some behind.
@@ -127,7 +131,7 @@ def _named(names: Any) -> str:
 
 def _make_room(engine: Any, state: OptimizerState) -> None:
     """Load options and shared values as torch's optimizer does, and empty vectors for the rest."""
-    torch_optimizer = engine.optimizer.optimizer
+    optimizer = torch_optimizer(engine)
     with _vectors_in_groups(engine) as groups:
         entries: dict[int, dict[str, Any]] = {}
         options = []
@@ -137,27 +141,27 @@ def _make_room(engine: Any, state: OptimizerState) -> None:
             for number, vector in zip(ids, vectors, strict=True):
                 entries[number] = {key: _copy(value) for key, value in shared.items()}
                 entries[number] |= {key: torch.zeros_like(vector) for key in state.moments}
-        torch_optimizer.load_state_dict(
+        optimizer.load_state_dict(
             {"state": {number: entry for number, entry in entries.items() if entry}, "param_groups": options}
         )
-        if not engine.zero_optimization_partition_weights():
+        if not divides_parameters(engine):
             _link(engine, groups)
 
 
 @contextmanager
 def _vectors_in_groups(engine: Any) -> Iterator[list[list[Tensor]]]:
     """Give the vectors of each group, which torch's optimizer has for parameters; in stage 3 only inside the body."""
-    optimizer = engine.optimizer
-    groups = optimizer.optimizer.param_groups
-    if not engine.zero_optimization_partition_weights():
+    optimizer = torch_optimizer(engine)
+    groups = optimizer.param_groups
+    if not divides_parameters(engine):
         yield [list(group["params"]) for group in groups]
         return
-    for number, vector in enumerate(optimizer.fp32_partitioned_groups_flat):
-        groups[optimizer.sub_group_to_group_id[number]]["params"].append(vector)
+    for number, vector in vectors_of_groups(engine.optimizer):
+        groups[number]["params"].append(vector)
     try:
         yield [list(group["params"]) for group in groups]
     finally:
-        for group in optimizer.optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["params"] = []
 
 
@@ -166,25 +170,22 @@ def _link_in_round_robin(optimizer: Any) -> None:
 
     DeepSpeed 0.19.8 links them with the places that the vector really has only where it is padded.
     """
-    padded = [[1]] * len(optimizer.bit16_groups)
-    with replaced(optimizer, round_robin_bit16_padding=padded):
-        optimizer._link_all_hp_params()
+    with replaced(optimizer, **padded(optimizer)):
+        link_parts(optimizer)
 
 
 def _link(engine: Any, groups: Sequence[Sequence[Tensor]]) -> None:
     """Let each parameter of stage 1 or 2 find its state, as DeepSpeed does after a first step."""
-    from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-    state: Mapping[Tensor, Any] = engine.optimizer.optimizer.state
-    for parameters, (vector,) in zip(_groups(engine), groups, strict=True):
-        lazy_init_hp_params_optimizer_state(parameters, vector, state)
+    state: Mapping[Tensor, Any] = torch_optimizer(engine).state
+    for parameters, (vector,) in zip(parameter_groups(engine), groups, strict=True):
+        link_state(parameters, vector, state)
 
 
 def _write_flat(parameter: Any, key: str | None, values: Values, rank: int) -> None:
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-    if parameter._hp_mapping is None:
-        return  # no part of it is on this rank
+    if not has_part_here(parameter):
+        return
     whole = values.copy_to(in_memory)
     if key is None:
         safe_set_full_fp32_param(parameter, whole)

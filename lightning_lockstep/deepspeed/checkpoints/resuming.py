@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lockstep._console import say
+from lightning_lockstep._doors.deepspeed_internals import divides_parameters, set_counters, train_batch_size
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep.deepspeed.agreement import agreed
 from lightning_lockstep.deepspeed.checkpoints.consolidation import OWN_KEYS
@@ -84,12 +85,16 @@ def resume_redivided(
         return checkpoint, state, weights
 
     checkpoint, state, weights = agreed(communicator, read)
-    load_by_module(module, weights, divided=engine.zero_optimization_partition_weights())
+    load_by_module(module, weights, divided=divides_parameters(engine))
     redivide(engine, state, communicator.rank)
     first = checkpoint.model_states[0]
-    engine.global_steps, engine.skipped_steps = first["global_steps"], first["skipped_steps"]
-    engine.global_samples = first.get("global_samples", first["global_steps"] * engine.train_batch_size())
-    engine.loaded_checkpoint_dp_world_size = first["dp_world_size"]
+    set_counters(
+        engine,
+        steps=first["global_steps"],
+        skipped=first["skipped_steps"],
+        samples=first.get("global_samples", first["global_steps"] * train_batch_size(engine)),
+        ranks=first["dp_world_size"],
+    )
     if communicator.is_main:
         say(
             f"lightning-lockstep: {folder} was written by {first['dp_world_size']} ranks; weights and the state of the"

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_lockstep._doors.deepspeed_internals import (
+    is_compatible,
+    is_installed,
+    make_op_builder,
+    op_name,
+)
 from lightning_lockstep.deepspeed.builds.tools import OPS, missing_tools
 from lightning_lockstep.deepspeed.configuration.reading import modern_spelling, section, stage_of
 from lightning_lockstep.deepspeed.importing import import_deepspeed
@@ -35,17 +41,12 @@ def _quantizes(config: Mapping[str, Any]) -> bool:
 def can_build_op(op: str, device_type: str) -> bool:
     """Return whether an op of DeepSpeed is installed, or can be compiled when it is first used."""
     import_deepspeed(device_type)
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.git_version_info import installed_ops
-
-    builder = get_accelerator().create_op_builder(OPS[op])
-    if builder is None or builder.name != op:
+    builder = make_op_builder(OPS[op])
+    if builder is None or op_name(builder) != op:
         return False  # the CPU has a builder of nothing in its place
-    if installed_ops.get(op, False):
+    if is_installed(op):
         return True
-    return (
-        _has_toolkit(device_type) and not missing_tools([op]) and bool(builder.is_compatible(verbose=False))
-    )
+    return _has_toolkit(device_type) and not missing_tools([op]) and is_compatible(builder)
 
 
 def _has_toolkit(device_type: str) -> bool:

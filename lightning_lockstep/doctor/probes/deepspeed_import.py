@@ -8,6 +8,7 @@ import sys
 
 def main() -> None:
     """Print its version, its accelerator, and the operations that are built or have a builder."""
+    from lightning_lockstep._doors.deepspeed_internals import is_installed, make_op_builder, op_name
     from lightning_lockstep.deepspeed.builds.tools import OPS
     from lightning_lockstep.deepspeed.importing import import_deepspeed
     from lightning_lockstep.errors import LockstepError
@@ -17,17 +18,15 @@ def main() -> None:
     except LockstepError as error:
         sys.exit(f"{error}")
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.git_version_info import installed_ops
 
-    accelerator = get_accelerator()
-    builders = {name: accelerator.create_op_builder(builder) for name, builder in OPS.items()}
+    builders = {name: make_op_builder(builder) for name, builder in OPS.items()}
     # Where an accelerator lacks an operation, that of the CPU gives a builder of nothing.
-    known = [name for name, builder in builders.items() if builder is not None and builder.name == name]
+    known = [name for name, builder in builders.items() if builder is not None and op_name(builder) == name]
     facts = {
         "version": deepspeed.__version__,
-        "accelerator": accelerator.device_name(),
+        "accelerator": get_accelerator().device_name(),
         "operations": known,
-        "built": [name for name in known if installed_ops.get(name, False)],
+        "built": [name for name in known if is_installed(name)],
     }
     sys.stdout.write(json.dumps(facts) + "\n")
 

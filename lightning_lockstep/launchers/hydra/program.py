@@ -11,13 +11,10 @@ import sys
 from pathlib import Path
 from types import FunctionType
 
+from lightning_lockstep._doors.hydra_internals import function_of_job, is_command_line
 from lightning_lockstep.errors import LaunchError
 
 __all__ = ["program_arguments"]
-
-# Where Hydra runs a command line, and where it runs one job of it; the function of the job is kept nowhere else.
-_COMMAND_LINE = ("hydra._internal.utils", "_run_hydra")
-_JOB = ("hydra.core.utils", "run_job")
 
 
 def program_arguments(started_in: str) -> tuple[list[str], str | None]:
@@ -47,11 +44,11 @@ def _function_sent_here() -> FunctionType | None:
     function = None
     frame = inspect.currentframe()
     while frame is not None:
-        place = frame.f_globals.get("__name__"), frame.f_code.co_name
-        if place == _COMMAND_LINE:
+        if is_command_line(frame):
             return None
-        if place == _JOB:
-            function = inspect.unwrap(frame.f_locals["task_function"])
+        job = function_of_job(frame)
+        if job is not None:
+            function = inspect.unwrap(job)
         frame = frame.f_back
     return function
 

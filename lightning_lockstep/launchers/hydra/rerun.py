@@ -17,14 +17,22 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_lockstep._doors.hydra_internals import put_value, whole_config
 from lightning_lockstep.distributed.failure.process_exit import at_exit
 from lightning_lockstep.launchers.hydra.frozen_config import pickled
 from lightning_lockstep.launchers.hydra.program import program_arguments
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from omegaconf import DictConfig, ListConfig
 
-__all__ = ["current_hydra_config", "freeze", "hydra_child_command", "for_other_ranks", "without_hydra"]
+__all__ = [
+    "current_hydra_config",
+    "for_other_ranks",
+    "freeze",
+    "hydra_child_command",
+    "inner_container",
+    "without_hydra",
+]
 
 # Hydra announces the option as experimental on every use; matched from the start of its message.
 _QUIET = ("-W", "ignore:Experimental rerun CLI option:UserWarning")
@@ -38,9 +46,7 @@ def current_hydra_config() -> DictConfig | None:
     module = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
         return None
-    # Hydra keeps the program's part as the hidden parent of its own, for interpolations between the two.
-    whole: DictConfig = module.HydraConfig.instance().cfg.hydra._get_parent()
-    return whole
+    return whole_config(module.HydraConfig.instance().cfg.hydra)
 
 
 def freeze(config: DictConfig) -> DictConfig:
@@ -56,36 +62,27 @@ def freeze(config: DictConfig) -> DictConfig:
 
 
 def _resolve_in_place(container: Any) -> None:
-    from omegaconf import Container, OmegaConf, flag_override
+    from omegaconf import OmegaConf, flag_override
 
     keys = list(container.keys()) if OmegaConf.is_dict(container) else range(len(container))
     for key in keys:
         # Hydra makes its own part read-only.
         with flag_override(container, ["readonly", "struct"], [False, False]):
             if OmegaConf.is_interpolation(container, key):
-                _put_value(container, key)
-        node = container._get_node(key)
-        if isinstance(node, Container) and not (
-            node._is_none() or node._is_missing() or node._is_interpolation()
-        ):
-            _resolve_in_place(node)
+                put_value(container, key)
+        inner = inner_container(container, key)
+        if inner is not None:
+            _resolve_in_place(inner)
 
 
-def _put_value(container: Any, key: Any) -> None:
-    from omegaconf import Container
-    from omegaconf.errors import OmegaConfBaseException
+def inner_container(container: Any, key: Any) -> DictConfig | ListConfig | None:
+    """Return the dictionary or list under a key, not one that is null, `???` or an interpolation."""
+    from omegaconf import DictConfig, ListConfig, OmegaConf
 
-    node = container._get_node(key)
-    try:
-        value = node._dereference_node()
-    except OmegaConfBaseException:
-        return  # names a value that nobody gave; an error only where it is read
-    if isinstance(value, Container):
-        value = copy.deepcopy(value)
-        value._set_parent(container)
-        container._content[key] = value
-    else:
-        node._set_value(value._value())
+    if OmegaConf.is_missing(container, key) or OmegaConf.is_interpolation(container, key):
+        return None
+    inner = container[key]
+    return inner if isinstance(inner, (DictConfig, ListConfig)) else None
 
 
 def for_other_ranks(frozen: DictConfig) -> DictConfig:
