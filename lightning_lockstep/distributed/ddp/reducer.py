@@ -54,6 +54,7 @@ class GradientMarks:
     __slots__ = ("_before",)
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        # Right before the backward; about 0.1 us for each parameter.
         # A gradient is either new, or accumulated in place, which raises its version.
         self._before = [(g, -1 if g is None else g._version) for g in [p.grad for p in parameters]]
 
@@ -67,8 +68,8 @@ class GradientMarks:
 
 
 def deliver_gradients(
-    ddp: DistributedDataParallel | None,
-    gradients: dict[nn.Parameter, Tensor | None],
+    ddp: DistributedDataParallel | None,  # its forward of this step was called
+    gradients: dict[nn.Parameter, Tensor | None],  # that DDP still waits for; emptied, so that none is copied
     *,
     backward_began: bool,
 ) -> None:
@@ -92,7 +93,7 @@ def deliver_gradients(
         ddp.reducer.prepare_for_backward([arrival] if ddp.find_unused_parameters else [])
     arrival.backward()  # type: ignore[no-untyped-call]
     if ddp is not None and reduces:
-        ddp.reducer._check_reducer_finalized()
+        ddp.reducer._check_reducer_finalized()  # RuntimeError: it cannot go on
 
 
 class _Arrival(torch.autograd.Function):
