@@ -12,7 +12,10 @@ __all__ = ["write_report", "write_whole"]
 
 
 def write_whole(path: Path, content: str | bytes) -> str | None:
-    """Write a file beside its place and move it there, so that whoever looks finds all of it."""
+    """Write a file beside its place and move it there, so that whoever looks finds all of it.
+
+    Returns why that was not possible, such as ``No space left on device``; what stood there before stays.
+    """
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,8 +29,7 @@ def write_whole(path: Path, content: str | bytes) -> str | None:
 
 
 def write_report(path: Path, content: str | bytes) -> None:
-    """Write a report for whoever looks into the folder of a run later, and print why where that is not possible.
-    """
+    """Write a report into a run's folder for whoever looks there later; print why if that is not possible."""
     why = write_whole(path, content)
     if why is not None:
         say(f"lightning-lockstep: {path.name} could not be written to {path.parent}: {why}.")

@@ -23,17 +23,11 @@ _groups: set[int] = set()
 
 @dataclass(frozen=True)
 class Completed:
-    """A program that has run.
+    """A program that has run."""
 
-    Attributes:
-        returncode: 127 where there is no such program, 126 where it cannot be run, 124 where its time was over.
-        output: What it wrote to standard output.
-        error: What it wrote to standard error.
-    """
-
-    returncode: int
-    output: str = ""
-    error: str = ""
+    returncode: int  # 127: no such program; 126: it cannot be run; 124: its time was over
+    output: str = ""  # what it wrote to standard output
+    error: str = ""  # what it wrote to standard error
 
     @property
     def succeeded(self) -> bool:
@@ -59,7 +53,7 @@ class Completed:
 def run_program(
     command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None
 ) -> Completed:
-    """Run a program in a group of its own and wait for it; what it has started ends with it."""
+    """Run a program in its own group and wait ``timeout`` [s] for it; what it has started ends with it."""
     # Files, not pipes: a pipe is only at its end when the last process that a program has left behind is.
     with memory_file() as output, memory_file() as errors:
         try:
@@ -94,7 +88,7 @@ def end_programs() -> None:
 
 
 def end_group(pid: int) -> None:
-    """End all processes of a group at once."""
+    """End all processes of the group that ``pid`` leads, at once."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -106,7 +100,7 @@ def memory_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def text_of(file: IO[bytes], most: int = -1) -> str:
+def text_of(file: IO[bytes], most: int = -1) -> str:  # most [bytes]; -1: all
     """Return what has been written to a file, from its beginning; who writes to it may go on meanwhile."""
     size = os.fstat(file.fileno()).st_size
     # Not read(), which moves the place where the other process writes next.

@@ -25,7 +25,7 @@ class Faults:
     """Collects what is wrong with a set of settings."""
 
     def __init__(self, owner: str = "") -> None:
-        self._before = f"{owner}: " if owner else ""
+        self._before = f"{owner}: " if owner else ""  # where the names alone do not say whose they are
         self.texts: list[str] = []
 
     def add(self, text: str) -> None:
@@ -39,7 +39,7 @@ class Faults:
         return is_right
 
     def choice(self, name: str, given: object, choices: Sequence[object], *, more: str = "") -> bool:
-        """Check that a value is one of several."""
+        """Check that a value is one of several, or what ``more`` says in words (``or a function``)."""
         if any(given is choice or given == choice for choice in choices):
             return True
         listed = " ".join(filter(None, [", ".join(map(repr, choices)), more]))
@@ -54,7 +54,7 @@ class Faults:
         name: str,
         given: object,
         *,
-        what: str = "a number",
+        what: str = "a number",  # with its unit, such as ``seconds``
         least: float | None = None,
         above: float | None = None,
         below: float | None = None,

@@ -53,8 +53,7 @@ def size_in_words(size: float | None) -> str:
 
 
 def time_in_words(seconds: float) -> str:
-    """Return a time with about two digits: ``40 us``, ``1.8 ms``, ``3.5 s``, ``12 s``, ``3 min``, ``5 h``, ``2 d``.
-    """
+    """Return a time [s] in about two digits: ``40 us``, ``1.8 ms``, ``3.5 s``, ``12 s``, ``3 min``."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -70,13 +69,12 @@ def listed(texts: Sequence[str], most: int) -> str:
 
 
 def first_line(said: BaseException | str) -> str:
-    """Return the first line of a text or of an error's message that is not blank; of an empty error its type.
-    """
+    """Return the first line of a text or error message that is not blank; of an empty error its type."""
     lines = (line.strip() for line in str(said).splitlines())
     return next((line for line in lines if line), "" if isinstance(said, str) else type(said).__name__)
 
 
-def exit_in_words(returncode: int) -> str:
+def exit_in_words(returncode: int) -> str:  # of Popen: negative for a signal
     """Return how a process ended: ``exit code 1``, ``killed by SIGKILL``."""
     if returncode >= 0:
         return f"exit code {returncode}"

@@ -341,7 +341,9 @@ def logs_this_step(trainer: Any) -> bool:
     why="values for the progress bar are made numbers at every step, which waits for the device",
 )
 def read_progress_values_when(trainer: Any, is_due: Callable[[], bool]) -> Callable[[], None]:
-    """Have the values of the progress bar read from the device only where that is due, and at the end of an epoch.
+    """Have the values of the progress bar read from the device only where due, and when an epoch ends.
+
+    Returns what undoes it.
     """
     results: Any = trainer.fit_loop.epoch_loop._results
     read_all = results.metrics
@@ -372,6 +374,7 @@ def keep_counts_of_step_values(trainer: Any) -> Callable[[], None]:
     """Have a reset of logged values leave alone what is logged at training steps only and has no mean.
 
     The new epoch's first step would otherwise have a tensor of its own, and torch-xla would compile the step anew.
+    Returns what undoes it.
     """
     results: Any = trainer.fit_loop.epoch_loop._results
     reset_all = results.reset
@@ -406,7 +409,7 @@ def weigh_logged_values(trainer: Any, samples: int) -> None:
     why="callback_metrics goes through everything that was logged, which costs more than a check of one metric",
 )
 def logged_in_this_step(trainer: Any, name: str) -> Tensor | None:
-    """Return what ``callback_metrics`` would, for a tensor that ``training_step`` logs at every step."""
+    """Return what ``callback_metrics`` would for a tensor that ``training_step`` logs at every step."""
     results: Any = trainer.fit_loop.epoch_loop._results
     result = results.get(f"training_step.{name}")
     if result is None or result.has_reset or not result.meta.on_step or not results.training:
@@ -443,7 +446,7 @@ def cluster_environment_of(trainer: Any) -> Any:
     why="saves where Lightning looks after the requeue, and requeues the job",
 )
 def save_and_requeue(trainer: Any, received: signal.Signals) -> str:
-    """Save a checkpoint, requeue the Slurm job and return the checkpoint's path."""
+    """Save a checkpoint on all ranks, requeue the Slurm job and return the checkpoint's path."""
     # Asked before: afterwards Lightning names the checkpoint that would come next.
     path = str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
     trainer._signal_connector._slurm_sigusr_handler_fn(received, None)
@@ -470,8 +473,7 @@ def weights_as_they_are(trainer: Any) -> Iterator[None]:
 
 
 def part_of_action(action: str) -> Literal["data loading", "callbacks"] | None:
-    """Return what an action belongs to, by its name in the reports of Lightning's profilers (no other document has it).
-    """
-    if action.startswith("[Callback]"):
+    """Return what an action belongs to, by its name in profilers' reports (documented nowhere else)."""
+    if action.startswith("[Callback]"):  # such as "[Callback]ModelCheckpoint{...}.on_train_batch_end"
         return "callbacks"
     return "data loading" if action.endswith(".train_dataloader_next") else None

@@ -35,7 +35,6 @@ class SizeAttributes:
         ]
 
     def set(self, size: int) -> None:
-        """Set all of them."""
         self._write([size] * len(self._holders()))
 
     @contextmanager

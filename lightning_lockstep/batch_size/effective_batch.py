@@ -17,9 +17,9 @@ LearningRateScaling = Literal["linear", "sqrt"]
 class EffectiveBatch:
     """How a global batch is divided."""
 
-    requested: int
-    micro_batch: int
-    accumulate: int
+    requested: int  # samples of all ranks in one optimizer step
+    micro_batch: int  # samples per rank
+    accumulate: int  # micro-batches per optimizer step
     ranks: int
 
     @property
@@ -38,7 +38,7 @@ class EffectiveBatch:
 
 
 def plan_effective_batch(requested: int, *, ranks: int, largest: int) -> EffectiveBatch:
-    """Divide a global batch so that every rank's micro-batch fits.
+    """Divide a global batch of ``requested`` samples so that a micro-batch has ``largest`` at most.
 
     An exact division is taken unless it needs more than twice the micro-batches that the memory asks for
     (a prime number of samples would be trained one by one); then the nearest total is taken.
@@ -62,7 +62,7 @@ def plan_effective_batch(requested: int, *, ranks: int, largest: int) -> Effecti
 def scaled_learning_rate(
     learning_rate: float, *, total: int, reference: int, scaling: LearningRateScaling | None
 ) -> float:
-    """Return the learning rate for a global batch of another size than it was chosen for.
+    """Return the learning rate for a global batch of ``total`` samples, chosen for one of ``reference``.
 
     ``linear`` follows Goyal et al. 2017 (SGD, https://arxiv.org/abs/1706.02677), ``sqrt`` is the rule for
     adaptive optimizers (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).

@@ -32,8 +32,8 @@ class BatchLoaders:
         self._trainer = trainer
         self._loop = getattr(trainer, f"{trainer.state.fn.value if trainer.state.fn else 'fit'}_loop")
         self._source = data_source(self._loop)
-        self.in_attribute = bool(self._source.is_module())
-        self.attributes = SizeAttributes(module, name)
+        self.in_attribute = bool(self._source.is_module())  # whether the loaders are made with the attribute
+        self.attributes = SizeAttributes(module, name)  # perhaps none, where a DataLoader was passed
         if self.in_attribute and not self.attributes:
             raise SearchRefusedError(
                 f"no attribute {name!r} was found in the module, its hparams, the data module or its hparams."
@@ -47,9 +47,10 @@ class BatchLoaders:
             raise SearchRefusedError(
                 "there is no DataLoader to change the batch size of: the loader is empty or None"
             )
-        self.size = int(self.loaders[0].batch_size or 1)
+        self.size = int(self.loaders[0].batch_size or 1)  # as configured now [samples per rank]
         if self.in_attribute and self.size not in self.attributes.values:
             self._check_effect(name)
+        # Of this rank in an epoch; the smallest number of all ranks is not known here.
         self.samples = max(1, min(_whole_share(trainer, loader) for loader in self.loaders))
 
     def _check_effect(self, name: str) -> None:
@@ -88,6 +89,7 @@ class BatchLoaders:
             strategy.engine_trials.take_sizes(
                 batch_size=size, accumulate=self._trainer.accumulate_grad_batches
             )
+        # All ranks, alike: in an evaluation this is as collective as the first making of the loaders.
         if drop_loaders(self._loop):
             self._loop.setup_data()
             if self._fits:

@@ -9,5 +9,4 @@ __all__ = ["SearchRefusedError"]
 
 
 class SearchRefusedError(BatchSizeError, MisconfigurationException):
-    """A search is not possible here; programs written for ``BatchSizeFinder`` catch it as Lightning's error.
-    """
+    """A search is not possible on any rank; programs for ``BatchSizeFinder`` catch it as Lightning's."""

@@ -34,17 +34,17 @@ PICTURE = "batch_size.png"
 class SearchResult:
     """What a search found."""
 
-    size: int
-    largest: int
-    accumulate: int
+    size: int  # that the run uses [samples per rank and micro-batch]
+    largest: int  # that fitted in a trial, before the margin
+    accumulate: int  # micro-batches per optimizer step
     ranks: int
     mode: str
     trials: Sequence[Trial]
-    seconds: float
-    reason: str
-    limit_source: str
-    fingerprint: Mapping[str, Any]
-    tight: bool = False
+    seconds: float  # that the search took
+    reason: str  # why it ended there
+    limit_source: str  # of the memory limit
+    fingerprint: Mapping[str, Any]  # what the answer depends on
+    tight: bool = False  # as in Found
 
     @property
     def global_batch(self) -> int:
@@ -53,7 +53,6 @@ class SearchResult:
 
 
 def trial_line(number: int, trial: Trial, reasons: Mapping[int, str]) -> str:
-    """Return the progress line of one trial."""
     line = f"batch size trial {number}: {trial.size:>6} per rank, "
     if trial.peak is not None:
         line += f"peak {size_in_words(trial.peak)} of {size_in_words(trial.limit)}, "
@@ -81,8 +80,7 @@ def table(result: SearchResult) -> str:
 
 
 def keep_result(folder: str | Path, result: SearchResult, search: SizeSearch | None = None) -> None:
-    """Write the file and, if a search is given, a picture; print why where one cannot be written, and go on.
-    """
+    """Write the file and, given a search, a picture; where one cannot be written, print why and go on."""
     content = asdict(result)
     content["fingerprint"] = dict(result.fingerprint)
     write_report(Path(folder, FILE), json.dumps(content, indent=2) + "\n")
@@ -102,8 +100,7 @@ def read_result(folder: str | Path) -> dict[str, Any]:
 def known_size(
     found: Mapping[str, Any], folder: str | Path, fingerprint: Mapping[str, Any], communicator: Communicator
 ) -> tuple[int, bool] | None:
-    """Return the size that an earlier search found under the same conditions, and whether memory was short.
-    """
+    """Return (size, tight) that an earlier search found under the same conditions, by checkpoint or file."""
     known = None
     if communicator.is_main:
         for earlier in (found, read_result(folder)):

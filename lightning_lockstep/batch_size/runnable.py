@@ -30,12 +30,11 @@ def largest_to_try(
     place: BatchLoaders,
     *,
     max_val: int,
-    within_shard: bool,
-    global_batch: int | None,
+    within_shard: bool,  # no more than the data that every rank gets
+    global_batch: int | None,  # samples of all ranks in an optimizer step
     communicator: Communicator,
 ) -> tuple[int, str]:
-    """Return the largest size that a search may try, and why none above it can be run; empty where one could.
-    """
+    """Return the largest size that a search may try, and why none above can be run (empty: one could)."""
     most = max_val
     if global_batch is not None:
         most = min(most, math.ceil(global_batch / communicator.world_size))
@@ -50,7 +49,7 @@ def largest_to_try(
 def largest_runnable(
     why_not: Callable[[int], str], *, most: int, communicator: Communicator
 ) -> tuple[int, str]:
-    """Return the largest size that every rank can run, and why none above it."""
+    """Return the largest size that every rank can run, and why none above it (empty: ``most`` can be run)."""
 
     def agreed(size: int) -> str:
         reason = why_not(size)
@@ -60,6 +59,7 @@ def largest_runnable(
     reason = agreed(most)
     if not reason:
         return most, ""
+    # Where a size can be run, all below it can.
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2

@@ -20,9 +20,9 @@ class Trial:
     """One size that was tried."""
 
     size: int
-    fits: bool
-    peak: float | None = None
-    limit: float | None = None
+    fits: bool  # on every rank
+    peak: float | None = None  # the most of any rank [bytes]; None: could not be read
+    limit: float | None = None  # the least of any rank [bytes]; None: could not be read
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Proposal:
     """What to do next."""
 
     stop: bool
-    size: int
+    size: int  # to try next; at the end the largest that was run and fitted, 0 when none did
     reason: str
 
 
@@ -43,9 +43,10 @@ class SizeSearch(ABC):
         self, init_val: int = 2, *, max_val: int = 8192, max_trials: int = 25, tolerance: float = 0.02
     ) -> None:
         self.init_val, self.max_val = min(init_val, max_val), max_val
+        # The search ends when the size found is within this share (tolerance) of the first that cannot fit.
         self.max_trials, self.tolerance = max_trials, tolerance
-        self.low = 0
-        self.high: int | None = None
+        self.low = 0  # largest that fitted; 0: none has
+        self.high: int | None = None  # smallest that did not fit; None: all have
         self.trials: list[Trial] = []
 
     def propose(self) -> Proposal:
@@ -63,7 +64,6 @@ class SizeSearch(ABC):
         return self._next()
 
     def record(self, size: int, fits: bool, *, peak: float | None = None, limit: float | None = None) -> None:
-        """Note how a trial went."""
         self.trials.append(Trial(size, fits, peak, limit))
         if fits:
             self.low = max(self.low, size)
@@ -78,7 +78,6 @@ class SizeSearch(ABC):
         return {"mode": self.mode, "trials": [asdict(trial) for trial in self.trials]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a search where :meth:`state_dict` left it."""
         self.low, self.high, self.trials = 0, None, []
         for trial in state["trials"]:
             self.record(trial["size"], trial["fits"], peak=trial["peak"], limit=trial["limit"])
@@ -153,7 +152,7 @@ class ModelSearch(BinarySearch):
         noise: float = 0.0,
     ) -> None:
         super().__init__(init_val, max_val=max_val, max_trials=max_trials, tolerance=tolerance)
-        self.noise = noise
+        self.noise = noise  # [bytes]
 
     def predicted(self) -> float | None:
         """Return the size at which the line through the peaks reaches the limit, or ``None`` without a line."""
@@ -208,7 +207,7 @@ class ModelSearch(BinarySearch):
 def search_for(
     mode: str, *, init_val: int, max_val: int, max_trials: int, noise: float | None = None
 ) -> SizeSearch:
-    """Return the search of that name."""
+    """Return the search of that name; without ``noise`` memory cannot be read, and ``model`` is blind."""
     if mode == "model" and noise is not None:
         return ModelSearch(init_val, max_val=max_val, max_trials=max_trials, noise=noise)
     kind = PowerSearch if mode == "power" else BinarySearch

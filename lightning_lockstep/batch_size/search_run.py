@@ -34,9 +34,9 @@ _SHARE_WITH_KEPT_BLOCKS = 0.6
 class Found:
     """The answer of a search."""
 
-    size: int
-    reason: str
-    tight: bool
+    size: int  # the largest that was run and fits, with the margin
+    reason: str  # why it ended there
+    tight: bool  # memory on CPU is short, so the process goes on returning freed blocks at once
 
 
 def refuse_strategy(trainer: Trainer) -> None:
@@ -85,11 +85,11 @@ def run_search(
     runner: TrialRunner,
     *,
     meter: MemoryMeter | None,
-    margin: float,
+    margin: float,  # share (0 to 1) by which the answer stays below the largest size that fitted
     communicator: Communicator,
-    say: Callable[[str], None],
+    say: Callable[[str], None],  # takes a line for people
 ) -> Found:
-    """Search until an answer is found."""
+    """Search on all ranks together until an answer is found."""
     headroom = None
     if meter is not None:
         left = torch.tensor(meter.headroom, dtype=torch.float64)

@@ -43,10 +43,10 @@ class TrialOutcome:
     """How a trial went, the same on every rank."""
 
     size: int
-    fits: bool
-    peak: float | None
-    limit: float | None
-    reasons: dict[int, str]
+    fits: bool  # on every rank
+    peak: float | None  # the most of any rank [bytes]; None: could not be read
+    limit: float | None  # the least of any rank [bytes]
+    reasons: dict[int, str]  # what ran out, by rank
 
 
 class TrialRunner:
@@ -58,10 +58,10 @@ class TrialRunner:
         module: LightningModule,
         place: BatchLoaders,
         *,
-        steps: int,
+        steps: int,  # of a trial; the second is the first with the optimizer's state in place
         meter: MemoryMeter | None,
         communicator: Communicator,
-        accumulates: bool = False,
+        accumulates: bool = False,  # the run may, though the Trainer does not say so yet
     ) -> None:
         self._trainer, self._module, self._place = trainer, module, place
         self._steps, self._meter, self._communicator = steps, meter, communicator

@@ -117,8 +117,7 @@ def in_fit(trainer: Trainer) -> bool:
 
 
 def requested_global_batch(trainer: Trainer, own: int | None) -> int | None:
-    """Return the global batch that a fit is to keep: the one given, or that of an :class:`EffectiveBatchSize`.
-    """
+    """Return the global batch that a fit is to keep: its own, or that of an :class:`EffectiveBatchSize`."""
     if not in_fit(trainer):
         return None
     asked = {each.global_batch_size for each in _effective_batch_sizes(trainer)} | (
@@ -180,10 +179,10 @@ def keep_effective_batch(
 
 
 def scale_learning_rates(
-    trainer: Trainer,
+    trainer: Trainer,  # before its first batch, and before a checkpoint's optimizer state is loaded
     *,
-    total: int,
-    reference: int,
+    total: int,  # samples in one optimizer step now
+    reference: int,  # samples in one optimizer step when the learning rate was chosen
     scaling: LearningRateScaling | None,
     say: Callable[[str], Any],
 ) -> None:

@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 
 
 def agreed(communicator: Communicator, work: Callable[[], _Result]) -> _Result:
-    """Return what the work returns here, or raise on all ranks what it raises on some."""
+    """Return the result here, or raise on all ranks the ConfigurationError that the work raises on some."""
     result = None
     faults: tuple[str, ...] = ()
     try:

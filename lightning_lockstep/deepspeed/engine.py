@@ -32,16 +32,18 @@ _log = logging.getLogger(__name__)
 def adopt_process_group(
     *,
     rank: int,
-    local_rank: int,
+    local_rank: int,  # on its node
     world_size: int,
     address: str,
     port: int,
-    timeout: timedelta,
-) -> Callable[[], None]:
+    timeout: timedelta,  # of DeepSpeed's own sub-groups
+) -> Callable[[], None]:  # takes the variables back
     """Let DeepSpeed use the process group that exists, whatever its backend.
 
-    DeepSpeed reads who this rank is from environment variables, and in an MPI job would start MPI to find out where one
-    is missing. What it keeps of the group is forgotten with the group: the next job of a sweep has another.
+    DeepSpeed reads who this rank is from environment variables, and in an MPI job would start MPI to find out
+    where one is missing. The variables are taken back when the run has ended: the next Trainer of this
+    process would take them for a sign that somebody else has started the ranks. What DeepSpeed keeps of the
+    group is forgotten with the group: the next job of a sweep has another.
     """
     import deepspeed
 
@@ -84,7 +86,7 @@ def evaluation_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def divided_as_made(config: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Divide the parameters that are made in the body among the ranks, in stage 3."""
+    """Divide parameters among the ranks as the body, on all ranks together, makes them; in stage 3."""
     if not _is_divided(config):
         return nullcontext()
     import deepspeed
@@ -103,12 +105,12 @@ def make_engine(
     module: nn.Module,
     config: Mapping[str, Any],
     *,
-    device_index: int,
-    optimizer: Optimizer | None = None,
-    lr_scheduler: Any = None,
+    device_index: int,  # any number on a CPU
+    optimizer: Optimizer | None = None,  # None: the configuration has one, or nothing is trained
+    lr_scheduler: Any = None,  # of the optimizer; DeepSpeed points it at its own
     trains: bool = True,
 ) -> tuple[Any, Any]:
-    """Return DeepSpeed's engine around a module, and its optimizer."""
+    """Return DeepSpeed's engine around a module, and its optimizer; on all ranks together."""
     import deepspeed
 
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad] if trains else []

@@ -42,6 +42,7 @@ class EngineState:
         self._put_back: list[Callable[[], None]] = []
         self._memory: dict[int, Tensor] = {}
         self._seen: dict[int, Any] = {}  # holds on to them, so that no id is taken twice
+        # The others are lists that steps change and the engine does not lead to.
         waiting = [engine, *others, *module.parameters(), *module.buffers()]
         while waiting:
             waiting += self._keep(waiting.pop())
@@ -53,7 +54,6 @@ class EngineState:
             put_back()
 
     def restore(self) -> None:
-        """Put back everything."""
         self.restore_structure()
         self._values.write_to(list(self._memory.values()))
 

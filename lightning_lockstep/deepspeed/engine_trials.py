@@ -90,7 +90,8 @@ class EngineTrials:
     def alone(self, *, accumulates: bool) -> Iterator[int]:
         """Let the engine make steps in the body whose collectives are answered on this rank.
 
-        Gradients of two batches are accumulated where the run accumulates: more of them need no more memory.
+        Yields the batches of an optimizer step. Gradients of two are accumulated where the run accumulates:
+        more of them need no more memory.
         """
         from deepspeed import checkpointing
 

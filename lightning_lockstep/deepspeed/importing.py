@@ -39,7 +39,7 @@ _EARLIER_NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor")
 _REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps deepspeed"
 
 
-def import_deepspeed(device_type: str | None) -> ModuleType:
+def import_deepspeed(device_type: str | None) -> ModuleType:  # None: DeepSpeed chooses
     """Import DeepSpeed with the accelerator of this run, and return it.
 
     Its logger shows warnings and worse; ``log_level`` in DeepSpeed's configuration, the only setting it reads,
@@ -64,8 +64,7 @@ def import_deepspeed(device_type: str | None) -> ModuleType:
 
 
 def cuda_trouble(error: BaseException) -> str | None:
-    """Return the command that fixes what CUDA, ninja or a shared library lacks, ``None`` for any other error.
-    """
+    """Return the command that fixes CUDA, ninja or a shared library; ``None`` for any other error."""
     text = str(error)
     if text.startswith("Error building extension"):
         return None  # what the compiler said, with its command

@@ -36,18 +36,17 @@ _SHOWN = 12
 class StepOutcome:
     """What an engine says of its last optimizer step."""
 
-    skipped: bool | None
-    scale: float | None = None
-    is_dynamic: bool = False
-    floor: float | None = None
-    window: int | None = None
-    hysteresis: int = 1
-    ends_at_floor: bool = False
+    skipped: bool | None  # weights stayed; None: only a scale that falls can tell (torch's scaler)
+    scale: float | None = None  # after the step; None: none is used (bf16)
+    is_dynamic: bool = False  # whether the scale adapts itself
+    floor: float | None = None  # smallest scale (min_loss_scale)
+    window: int | None = None  # good steps until a dynamic scale is doubled (loss_scale_window)
+    hysteresis: int = 1  # skips until a dynamic scale is halved
+    ends_at_floor: bool = False  # whether an overflow at the floor ends the run
 
 
-def read_step(engine: Any) -> StepOutcome | None:
-    """Return what an engine says of its last optimizer step, ``None`` if nothing there checks or scales gradients.
-    """
+def read_step(engine: Any) -> StepOutcome | None:  # after step(), at a boundary of accumulation
+    """Return what an engine says of its last optimizer step; ``None``: nothing checks or scales gradients."""
     optimizer = engine.optimizer
     scaler, skipped = torch_scaler(engine), last_overflow(optimizer)
     if scaler is not None:
@@ -79,8 +78,10 @@ class LossScaleHistory:
     """The loss scale of the last optimizer steps, and whether the skips among them are ordinary."""
 
     def __init__(self, in_a_row: int = 8, *, keep: int = 1000) -> None:
+        # Too many once the scale has settled: each skip but the first halves it, so in 8 the gradients would
+        # have grown by a hundred times from one batch to the next.
         self.in_a_row = in_a_row
-        self.steps = self.skips = self.skips_in_a_row = 0
+        self.steps = self.skips = self.skips_in_a_row = 0  # optimizer steps, skipped ones among them
         self.scales: deque[float | None] = deque(maxlen=keep)
         self._good_in_a_row = 0
         self._asked = False
@@ -94,7 +95,6 @@ class LossScaleHistory:
         self._asked = True
 
     def record(self, outcome: StepOutcome) -> None:
-        """Take what an engine says of one optimizer step."""
         self.steps += 1
         asked, self._asked = self._asked, False
         if self._was_skipped(outcome) and not asked:

@@ -28,12 +28,12 @@ PRECISIONS = tuple(_BYTES)
 class MemoryParts:
     """Memory by what lies in it [bytes]."""
 
-    weights: int = 0
-    gradients: int = 0
-    master_weights: int = 0
-    optimizer_state: int = 0
-    buffers: int = 0
-    largest_layer: int = 0
+    weights: int = 0  # that the model computes with
+    gradients: int = 0  # and the float32 copies that the optimizer reads
+    master_weights: int = 0  # of float32, which the optimizer changes
+    optimizer_state: int = 0  # such as Adam's two moments
+    buffers: int = 0  # of the reduction of gradients, and of what moves between device, host and disk
+    largest_layer: int = 0  # weights and gradients of it, gathered from all ranks (stage 3)
 
     @property
     def total(self) -> int:
@@ -45,9 +45,10 @@ class MemoryParts:
 class MemoryEstimate:
     """What :func:`estimate_memory` returns."""
 
-    device: MemoryParts
-    host: MemoryParts
-    nvme: MemoryParts
+    device: MemoryParts  # of each rank
+    host: MemoryParts  # of each node, for all its ranks
+    nvme: MemoryParts  # of each node, for all its ranks
+    # Of a node while its ranks build the model: a float32 copy each, in stage 3 of the largest layer [bytes].
     host_at_start: int
 
     @property
@@ -59,15 +60,15 @@ class MemoryEstimate:
 def estimate_memory(
     *,
     parameters: int,
-    largest_layer: int | None = None,
+    largest_layer: int | None = None,  # parameters of it, for stage 3; None: a twentieth of the model
     ranks: int,
     ranks_per_node: int,
     stage: int,
-    offload_optimizer: str = "none",
-    offload_param: str = "none",
-    precision: str = "bf16-mixed",
-    optimizer_state_bytes: int = 8,
-    bucket: int = BUCKET,
+    offload_optimizer: str = "none",  # none, cpu or nvme: where gradients, master weights and state go
+    offload_param: str = "none",  # likewise the weights that are not used; stage 3 only
+    precision: str = "bf16-mixed",  # Lightning's name
+    optimizer_state_bytes: int = 8,  # a parameter: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD
+    bucket: int = BUCKET,  # DeepSpeed's reduce_bucket_size [elements]
 ) -> MemoryEstimate:
     """Return how much memory the states of a model take.
 

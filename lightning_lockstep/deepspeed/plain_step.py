@@ -22,9 +22,9 @@ __all__ = ["without_engine"]
 def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Iterator[None]:
     """Let the strategy's forward and backward be those of torch, in the precision that the engine would use.
 
-    In stages 0 to 2 of ZeRO parameters are replaced by others that share their memory. In stage 3 they stay, and are
-    gathered module by module as in training; their gradients are computed and let go. Either way no gradient reaches
-    the engine.
+    In stages 0 to 2 of ZeRO parameters are replaced by others that share their memory. In stage 3 they stay,
+    and are gathered module by module as in training, by all ranks together; their gradients are computed and
+    let go. Either way no gradient reaches the engine.
     """
     divided = divides_parameters(engine)
     with (
@@ -71,8 +71,7 @@ def _emptied(gradient: Tensor) -> Tensor:
 
 
 class PlainPrecision(Precision):
-    """What the engine does around a forward and with a loss: autocast where its configuration asks, and loss scaling.
-    """
+    """Autocast and loss scaling as the engine's configuration asks for them, without the engine."""
 
     def __init__(self, plugin: Precision, engine: Any) -> None:
         super().__init__()
@@ -82,7 +81,6 @@ class PlainPrecision(Precision):
         self._scale = 1.0 if outcome is None or outcome.scale is None else outcome.scale
 
     def convert_input(self, data: Any) -> Any:
-        """Return a batch in the precision of the run."""
         return self._plugin.convert_input(data)
 
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override] # any context will do

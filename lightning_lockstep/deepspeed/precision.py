@@ -33,7 +33,7 @@ class EnginePrecision(DeepSpeedPrecision):
     def __init__(self, precision: Any) -> None:
         super().__init__(precision)
         self.history = LossScaleHistory()
-        self.has_accumulated = False
+        self.has_accumulated = False  # gradients of batches after which no step was made yet
         self._steps = False  # whether a backward is that of a batch after which the optimizer steps
 
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
@@ -42,7 +42,6 @@ class EnginePrecision(DeepSpeedPrecision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of DeepSpeed's engine."""
         kwargs.setdefault("scale_wrt_gas", not model.automatic_optimization)
         if self._steps or not model.automatic_optimization:
             super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -56,8 +55,7 @@ class EnginePrecision(DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override] # as Lightning's own plugin of DeepSpeed
         self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
     ) -> Any:
-        """Run the closure and the step of DeepSpeed's engine, which skips it where gradients are not finite.
-        """
+        """Run the closure and the engine's step, which is skipped where gradients are not finite."""
         engine = model.trainer.model
         before = optimizer_steps(engine)
         if (
@@ -107,10 +105,12 @@ def _reason(name: str, device_type: str) -> str:
 
 
 def resolve_deepspeed_precision(
-    config: Mapping[str, Any], plugin: Precision, requested: str | None, device_type: str
+    config: Mapping[str, Any],
+    plugin: Precision,
+    requested: str | None,  # None: a plugin or nothing was given
+    device_type: str,
 ) -> Precision:
-    """Return the plugin that does what the Trainer or, where that says nothing, the configuration asks for.
-    """
+    """Return the plugin for what the Trainer or, where that says nothing, the configuration asks for."""
     name = requested or precision_of(config) or str(plugin.precision)
     supported = supported_precisions(device_type)
     if name not in supported:

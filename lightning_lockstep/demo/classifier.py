@@ -19,16 +19,16 @@ class ClassifierModule(LightningModule):
     evaluation, over all samples of all ranks, each sample with the same weight however the samples are divided.
     """
 
-    takes: ClassVar[str | None] = None
+    takes: ClassVar[str | None] = None  # samples it is trained on (see `demo.data_module`); None: any
 
     def __init__(
         self,
-        faults: Faults,
+        faults: Faults,  # that a subclass finds in its own settings
         *,
         learning_rate: float,
-        weight_decay: float = 0.01,
-        warmup_steps: int = 0,
-        global_train_loss: bool = True,
+        weight_decay: float = 0.01,  # of AdamW, on matrices only
+        warmup_steps: int = 0,  # over which the learning rate rises from 0 [optimizer steps]
+        global_train_loss: bool = True,  # over all ranks (a scalar reduction a step), or rank 0's own
     ) -> None:
         faults.number("learning_rate", learning_rate, above=0)
         faults.number("weight_decay", weight_decay, least=0)

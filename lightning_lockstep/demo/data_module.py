@@ -29,16 +29,17 @@ class GlobalBatchDataModule(LightningDataModule):
     its samples are.
     """
 
-    yields: ClassVar[str | None] = None
+    yields: ClassVar[str | None] = None  # what the samples are; None: anything
 
     def __init__(
         self,
-        faults: Faults,
+        faults: Faults,  # that a subclass finds in its own settings
         *,
+        # Samples per rank and micro-batch; a search may change the attribute between two loaders.
         batch_size: int,
-        global_batch_size: int | None,
-        num_workers: int = 0,
-        seed: int = 0,
+        global_batch_size: int | None,  # samples of all ranks in one optimizer step; gives `batch_size`
+        num_workers: int = 0,  # loader processes per rank
+        seed: int = 0,  # of the order of the training samples
     ) -> None:
         super().__init__()
         faults.whole("batch_size", batch_size, what="samples per rank, a whole number")

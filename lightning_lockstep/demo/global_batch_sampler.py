@@ -23,10 +23,10 @@ from lightning_lockstep.errors import ConfigurationError
 class GlobalBatchPartition:
     """How the samples of one epoch are divided among the ranks."""
 
-    samples: int
-    batch_size: int
-    world_size: int = 1
-    accumulate: int = 1
+    samples: int  # in the data set
+    batch_size: int  # samples per rank and micro-batch
+    world_size: int = 1  # ranks
+    accumulate: int = 1  # micro-batches per optimizer step
 
     @property
     def global_batch_size(self) -> int:
@@ -108,7 +108,7 @@ class GlobalBatchSampler(DistributedSampler):  # type: ignore[type-arg]
 
 
 def batch_size_per_rank(global_batch_size: int, world_size: int, accumulate: int) -> int:
-    """Divide a global batch among ranks and micro-batches."""
+    """Return the samples per rank and micro-batch of a global batch, which has to divide."""
     parts = world_size * accumulate
     if global_batch_size >= parts and global_batch_size % parts == 0:
         return global_batch_size // parts

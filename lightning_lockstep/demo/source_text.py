@@ -96,7 +96,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
     """Windows of a text that touch each other: inputs and, one byte on, targets."""
 
     def __init__(self, text: Tensor, context: int) -> None:
-        self.text = text
+        self.text = text  # `(length,)` uint8
         self.context = context
 
     def __len__(self) -> int:

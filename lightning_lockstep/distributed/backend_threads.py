@@ -16,7 +16,7 @@ _LOOKS = 2
 
 
 def wait_for_backend_threads(timeout: float = 2.0) -> bool:
-    """Wait until no thread of gloo is at work in this process.
+    """Wait, up to ``timeout`` [s], until no thread of gloo is at work here; return whether none is.
 
     Such a thread lets go of the tensors of an operation a moment after it has said that the operation is done. Where
     Python ends in this moment, the thread cannot get Python's lock to do so, is ended in the middle, and C++ answers
@@ -30,7 +30,7 @@ def wait_for_backend_threads(timeout: float = 2.0) -> bool:
         at_rest = 0 if any(state != "S" for state in _states()) else at_rest + 1
         if time.monotonic() > deadline:
             return False
-    return True
+    return True  # also where there is no /proc
 
 
 def _states() -> Iterator[str]:

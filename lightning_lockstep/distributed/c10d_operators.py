@@ -47,22 +47,21 @@ _lock = threading.Lock()
 class Operator:
     """One operator, as its schema describes it."""
 
-    name: str
-    operation: str
+    name: str  # in ``c10d``, such as ``allreduce_``
+    operation: str  # what torch.distributed calls it
     overload: Any
-    positions: dict[str, int]
-    tensors: int
-    returned: int
+    positions: dict[str, int]  # of each argument, by its name in the schema
+    tensors: int  # how many of the first arguments are tensors, lists of them or lists of those
+    returned: int  # how many values it returns; the last one is the work handle
 
     def argument(self, args: Sequence[Any], name: str, default: Any = None) -> Any:
-        """Return an argument by its name."""
+        """Return an argument by its name, ``default`` where it was left out or the operator has none such."""
         position = self.positions.get(name)
         return default if position is None or position >= len(args) else args[position]
 
 
 @functools.cache
 def operator_named(name: str) -> Operator:
-    """Return an operator."""
     overload = getattr(torch.ops.c10d, name).default
     schema = schema_of(overload)
     positions = {argument.name: i for i, argument in enumerate(schema.arguments)}

@@ -28,7 +28,12 @@ class _OfDevice:
     on_cpu: Tensor
 
 
-def broadcast_object(communicator: Communicator, obj: Any, source: int, device: torch.device) -> Any:
+def broadcast_object(
+    communicator: Communicator,
+    obj: Any,  # ignored on other ranks
+    source: int,
+    device: torch.device,  # of this rank, for tensors that were on a device there
+) -> Any:
     """Return the object of rank ``source`` on every rank."""
 
     def lift(tensor: Tensor) -> Any:
@@ -40,7 +45,7 @@ def broadcast_object(communicator: Communicator, obj: Any, source: int, device: 
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], source: int = 0) -> None:
-    """Give tensors the values that they have on rank ``source``, in place."""
+    """Give tensors, of equal shapes and dtypes on all ranks, the values of rank ``source``, in place."""
     for tensor in tensors:
         row = tensor.detach().cpu().contiguous()
         if row.numel():
@@ -49,13 +54,12 @@ def broadcast_tensors(tensors: Sequence[Tensor], source: int = 0) -> None:
 
 
 def gather_tensor(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """Return the tensor of every rank, in rank order, on every rank: what torchmetrics asks of ``dist_sync_fn``.
-    """
+    """Return the tensor of every rank, in rank order; sizes may differ: torchmetrics' ``dist_sync_fn``."""
     return [one.to(tensor.device) for one in gather_uneven(tensor.detach().cpu(), group=group)]
 
 
 def reduce_tensor(communicator: Communicator, tensor: Tensor, op: ReduceOperation) -> Tensor:
-    """Return a tensor reduced over all ranks, on its device; 16 bits are summed in float32."""
+    """Return a tensor reduced over all ranks, on its device; 16 bits and means of integers in float32."""
     value = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     of_16_bits = value.is_floating_point() and value.itemsize < 4
     if of_16_bits or value.dtype is torch.bool or (op == "mean" and not value.is_floating_point()):

@@ -30,7 +30,7 @@ def own_address(name: str) -> str:
     found = addresses_of(name)
     if _means_this_host(name):  # whoever can reach rank 0 by this is on its host
         return next(iter(found), "127.0.0.1")
-    return next(iter(_reachable(found)), ANY)
+    return next(iter(_reachable(found)), ANY)  # none is that others could use: 127.0.1.1, address translation
 
 
 def listening_address(name: str) -> str:
@@ -39,7 +39,7 @@ def listening_address(name: str) -> str:
     if on_one_host() or _means_this_host(name):
         return next((address for address in found if _is_own(address)), ANY)
     reachable = _reachable(found)
-    return reachable[0] if len(reachable) == 1 == len(found) else ANY
+    return reachable[0] if len(reachable) == 1 == len(found) else ANY  # others may take another one
 
 
 # Variables with the number of ranks on this host and of the job: torchrun, Open MPI, MPICH.
@@ -52,7 +52,7 @@ _SIZES = (
 
 def on_one_host() -> bool:
     """Return whether the program that started this rank says that all ranks of the job are on this host."""
-    environ = os.environ
+    environ = os.environ  # so that every rank gets the same answer
     if any(environ.get(here, "") == environ.get(everywhere, " ") for here, everywhere in _SIZES):
         return True
     return "SLURM_PROCID" in environ and environ.get("SLURM_STEP_NUM_NODES") == "1"
@@ -97,7 +97,7 @@ def addresses_of(name: str) -> list[str]:
     with suppress(ValueError):
         return [str(ip_address(name.strip("[]")))]
     with suppress(OSError):
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)  # may ask a name server
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
     return []
 

@@ -82,7 +82,7 @@ def current_group() -> RankGroup | None:
 
 
 def use_group(group: RankGroup | None) -> None:
-    """Make ``group`` the current one, for ranks that no process group of torch connects."""
+    """Make ``group``, which no process group of torch connects, the current one; ``None`` forgets it."""
     global _given, _of_torch
     _given, _of_torch = group, (None, None)
 
@@ -194,7 +194,11 @@ def _check_name(store: Store, rank: int, name: str, place: str) -> None:
 
 
 def host_rendezvous(address: str, *, everywhere: bool = False) -> int:
-    """Listen at ``address`` on a port that the system chooses, and return that port."""
+    """Listen at ``address`` on a port that the system chooses, and return that port.
+
+    For rank 0, before it starts the others. ``everywhere``: on all interfaces, where it is not
+    known yet by which one the others come.
+    """
     store = _tcp_store(address, 0, None, listens_at=ANY if everywhere else listening_address(address))
     _stores[address, store.port] = store
     return int(store.port)
@@ -290,9 +294,9 @@ def start_process_group(
     world_size: int,
     address: str,
     port: int,
-    timeout: timedelta,
+    timeout: timedelta,  # longest wait for another rank, now and in each collective
     device: torch.device,
-    name: str | None = None,
+    name: str | None = None,  # as for rendezvous_store
 ) -> None:
     """Make the default process group, unless this process has one already."""
     if process_group_exists():

@@ -122,7 +122,10 @@ class RankOrderedSections:
         self._channel.on(_ANSWERS, self._on_answer)
 
     def enter(self, queue: str, *, timeout: float) -> int:
-        """Wait until this rank may start and return the number of the section."""
+        """Wait until this rank may start and return the number of the section.
+
+        Ranks that name the same ``queue`` run one after the other. ``timeout`` is in seconds.
+        """
         section, self._entered = self._entered, self._entered + 1
         self._report(section, "arrived", queue)
         errors = self._answer(section, "start", timeout)
@@ -132,7 +135,7 @@ class RankOrderedSections:
         return section
 
     def leave(self, section: int, *, error: str, timeout: float) -> None:
-        """Let the next rank start and wait until all have finished."""
+        """Let the next rank start and wait until all have finished; ``error`` is empty if all went well."""
         self._report(section, "finished", error)
         errors = self._answer(section, "outcome", timeout)
         if errors and not error:

@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 class Request:
     """One rank's request that all ranks leave."""
 
-    rank: int
-    kind: str
+    rank: int  # that asked
+    kind: str  # ``breakpoint`` or ``preempted``; whatever the asking and the leaving side agree on
     reason: str
 
 
@@ -43,8 +43,8 @@ class Request:
 class StopDecision:
     """What all ranks know alike when they leave."""
 
-    step: int
-    requests: tuple[Request, ...]
+    step: int  # number of steps after which all leave
+    requests: tuple[Request, ...]  # in the order in which rank 0 received them
 
     @property
     def reason(self) -> str:
@@ -52,7 +52,6 @@ class StopDecision:
         return "; ".join(f"rank {r.rank}: {r.reason}" for r in sorted(self.requests, key=lambda r: r.rank))
 
     def asks_for(self, kind: str) -> bool:
-        """Return whether any rank asked for ``kind``."""
         return any(request.kind == kind for request in self.requests)
 
 

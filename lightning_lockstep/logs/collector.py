@@ -35,8 +35,8 @@ class Collector:
         self,
         channel: SideChannel,
         *,
-        timeout: float = 5.0,
-        merging: bool = True,
+        timeout: float = 5.0,  # longest time that a line waits for those of other ranks [s]
+        merging: bool = True,  # whether equal lines become one
         emit: Callable[[logging.LogRecord], None] | None = None,
     ) -> None:
         self._emit = emit or (lambda record: logging.getLogger(record.name).handle(record))
@@ -70,7 +70,7 @@ class Collector:
         """Take a line of which one is enough for all ranks; returns at once.
 
         The first one waits a moment for the equal lines of other ranks and is printed with their numbers; what
-        comes later is not printed.
+        comes later is not printed. ``printed``: rank 0 has printed the line already.
         """
         now = time.monotonic()
 
@@ -81,7 +81,7 @@ class Collector:
         self._once.do(add)
 
     def settle(self, timeout: float) -> None:
-        """Wait for lines that are under way, then print all that is held back."""
+        """Wait up to ``timeout`` [s] for lines that are under way, then print all that is held back."""
         deadline = time.monotonic() + timeout
         while self.lines.busy and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -53,7 +53,6 @@ class JsonFormat(logging.Formatter):
         self.rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
-        """See :meth:`logging.Formatter.format`."""
         ranks, hosts = _origin(record, self.rank)
         entry: dict[str, Any] = {
             "time": round(record.created, 6),

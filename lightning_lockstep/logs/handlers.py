@@ -25,14 +25,12 @@ class ConsoleHandler(logging.Handler):
         self.setFormatter(TextFormat(rank, colour=colour))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See :meth:`logging.Handler.emit`."""
         try:
             _write_above_bar(self.format(record))
         except (OSError, ValueError):
             self.handleError(record)
 
     def flush(self) -> None:
-        """See :meth:`logging.Handler.flush`."""
         if sys.stderr is not None and not sys.stderr.closed:
             sys.stderr.flush()
 
@@ -62,7 +60,6 @@ class WarningHandler(logging.Handler):
         self.addFilter(lambda record: not hasattr(record, "lockstep_ranks"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See :meth:`logging.Handler.emit`."""
         call = call_of(record)
         key = (record.name, record.levelno, call[1])
         self._sender.send_once(call, repeat=self._repeats[key], printed=self._sender.channel.rank == 0)
@@ -92,7 +89,6 @@ class ConsoleTakeover:
             root.addHandler(handler)
 
     def end(self) -> None:
-        """Undo it."""
         root = logging.getLogger()
         for handler in self.handlers:
             root.removeHandler(handler)

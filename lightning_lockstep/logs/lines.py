@@ -52,13 +52,13 @@ class Line(NamedTuple):
     """One message of one or several ranks."""
 
     site: CallSite
-    ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
-    text: str
-    created: float
-    function: str = ""
-    trace: str = ""
-    extra: Mapping[str, Any] = _NOTHING
+    ranks: tuple[int, ...]  # that logged it, rising
+    hosts: tuple[str, ...]  # theirs, in the same order
+    text: str  # with the arguments filled in
+    created: float  # when the first of them logged it [s since the epoch]
+    function: str = ""  # that made the call
+    trace: str = ""  # formatted exception; empty: none
+    extra: Mapping[str, Any] = _NOTHING  # what the caller passed as ``extra``, as far as JSON can hold it
 
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> Line:
@@ -97,14 +97,14 @@ def extra_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def line_of(call: LogCall, *, rank: int, host: str, repeat: int) -> Line:
-    """Return the line of one rank."""
+    """Return the line of one rank, which has made the same call ``repeat`` times before."""
     (logger, level, path, number), text, created, function, trace, extra = call
     site = CallSite(logger, level, _resolved(path), number, repeat)
     return Line(site, (rank,), (host,), text, created, function, trace, extra)
 
 
 def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
-    """Return the log record that prints ``line`` in the process that collects them."""
+    """Return the record that prints ``line`` where lines are collected; no prefix: its ranks in brackets."""
     site = line.site
     prefix = f"[{ranks_in_words(line.ranks)}] " if prefix is None else prefix
     filename = site.path.rpartition("/")[2]

@@ -23,10 +23,10 @@ _REMEMBERED = 10_000
 class Batch:
     """Lines that belong together, ready to be printed."""
 
-    lines: tuple[Line, ...]
-    missing: tuple[int, ...] = ()
-    late: bool = False
-    waited: float = 0.0
+    lines: tuple[Line, ...]  # in rank order, equal ones merged if so asked
+    missing: tuple[int, ...] = ()  # ranks whose line did not come in time
+    late: bool = False  # the other ranks' lines were printed before
+    waited: float = 0.0  # how long the first line was held back [s]
 
 
 @dataclass
@@ -41,10 +41,11 @@ class LineOrdering:
 
     def __init__(
         self,
-        ranks: Iterable[int],
+        ranks: Iterable[int],  # whose lines are awaited
         *,
-        timeout: float = 5.0,
-        merging: bool = True,
+        timeout: float = 5.0,  # longest time that a line waits for those of other ranks [s]
+        merging: bool = True,  # whether equal lines become one
+        # Of lines that belong together; by default those of the same call.
         key: Callable[[Line], Hashable] = attrgetter("site"),
     ) -> None:
         self.ranks = frozenset(ranks)
@@ -65,7 +66,7 @@ class LineOrdering:
         return not (self._waiting or self._levels or self._overdue)
 
     def add(self, line: Line, now: float, *, waits: bool = True) -> list[Batch]:
-        """Take a line and return what can be printed now."""
+        """Take a line, at ``now`` [s] of a clock that never goes back, and return what can be printed."""
         for rank in line.ranks:
             if line.site.level < self._levels.get((rank, line.site.logger), 0):
                 del self._levels[rank, line.site.logger]

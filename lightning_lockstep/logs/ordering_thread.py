@@ -28,10 +28,11 @@ class OrderingThread:
     def __init__(
         self,
         ordering: LineOrdering,
+        # Called by one thread at a time, in the order in which batches were ready.
         print_batch: Callable[[Batch], None],
         *,
-        name: str,
-        look_every: float,
+        name: str,  # of the thread that prints what has waited long enough
+        look_every: float,  # time between two of its looks [s]
     ) -> None:
         self.ordering, self._print_batch, self._look_every = ordering, print_batch, look_every
         self._queued: deque[Work] = deque()
@@ -50,7 +51,7 @@ class OrderingThread:
         self._run()
 
     def add(self, make: Callable[[], Line]) -> None:
-        """Take a line of this rank; returns at once."""
+        """Take a line of this rank, made on another thread in the order of the calls; returns at once."""
         now = time.monotonic()
         self._queue(lambda: self.ordering.add(make(), now))
         # A line that can only wait wakes nobody: whoever comes to the ordering next takes it along, the
@@ -79,7 +80,6 @@ class OrderingThread:
         self._run()
 
     def stop(self) -> None:
-        """End the thread."""
         self._ended = True
         self._wake.put(None)
 

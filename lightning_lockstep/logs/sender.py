@@ -61,7 +61,7 @@ class LineSender:
             self._post(call)
 
     def send_once(self, call: LogCall, *, repeat: int = 0, printed: bool = False) -> None:
-        """Send a line of which one is enough for all ranks; returns at once."""
+        """Send a line of which one is enough for all ranks, ``printed`` by rank 0 or not; returns at once."""
         line = line_of(call, rank=self.channel.rank, host=self._host, repeat=repeat)
         if self.collector is not None:
             self.collector.add_once(line, printed=printed)
@@ -160,8 +160,7 @@ def with_sender(work: Work, *, open_if_easy: bool = True) -> bool:
 
 
 def send_level(logger: logging.Logger) -> None:
-    """Let rank 0 know that this rank logs nothing below the level of ``logger``, if the ranks are connected.
-    """
+    """Let rank 0 know, if ranks are connected, that this one logs nothing below the level of ``logger``."""
     known = known_rank()
     if known is not None and known[1] > 1:
         level = logger.getEffectiveLevel()

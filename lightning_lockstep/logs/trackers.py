@@ -33,13 +33,14 @@ class WandbLogger(_WandbLogger):
     def __init__(
         self,
         *,
-        save_dir: str | os.PathLike[str] = ".",
-        project: str | None = None,
+        save_dir: str | os.PathLike[str] = ".",  # in which wandb makes its folder `wandb`
+        project: str | None = None,  # None: `WANDB_PROJECT`
         name: str | None = None,
-        entity: str | None = None,
-        group: str | None = None,
+        entity: str | None = None,  # user or team that the project belongs to
+        group: str | None = None,  # that several runs share
         tags: list[str] | None = None,
-        offline: bool | None = None,
+        offline: bool | None = None,  # None: as `WANDB_MODE` says, else online if there is an API key
+        # Upload checkpoints: True at the end, "all" as they are saved.
         log_model: Literal["all"] | bool = False,
         prefix: str = "",
     ) -> None:
@@ -81,7 +82,7 @@ class WandbLogger(_WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The run (`wandb.Run`), begun when it is first asked for."""
+        """The run (`wandb.Run`), begun when first asked for; above rank 0 a stand-in that does nothing."""
         with keep_hook():  # wandb's prints the traceback, and has the one before print it again
             return super().experiment
 
@@ -94,7 +95,7 @@ class WandbLogger(_WandbLogger):
         return str(run.settings.sync_dir if run.offline else run.url)
 
     def finish(self, *, failed: bool = False) -> None:
-        """End the run, so that the next logger of this process begins another."""
+        """End the run, after uploads, so that the next logger of this process begins another."""
         if self._experiment is not None:
             self._experiment.finish(exit_code=int(failed))
 
@@ -105,14 +106,15 @@ class MLFlowLogger(_MLFlowLogger):
     def __init__(
         self,
         *,
-        save_dir: str | os.PathLike[str] = "mlflow",
-        tracking_uri: str | None = None,
+        save_dir: str | os.PathLike[str] = "mlflow",  # of the local store: `mlflow.db` and `artifacts`
+        tracking_uri: str | None = None,  # None: `MLFLOW_TRACKING_URI`, else the local store
         experiment_name: str = "lightning_logs",
         run_name: str | None = None,
         tags: dict[str, Any] | None = None,
+        # Store checkpoints too: True at the end, "all" as they are saved.
         log_model: Literal["all"] | bool = False,
         prefix: str = "",
-        artifact_location: str | None = None,
+        artifact_location: str | None = None,  # of the files of a new experiment; None leaves it to the store
     ) -> None:
         uri = tracking_uri_of(save_dir, tracking_uri)
         local = uri == tracking_uri_of(save_dir, None, {})
@@ -133,7 +135,7 @@ class MLFlowLogger(_MLFlowLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The client of the store (`mlflow.tracking.MlflowClient`), with a run begun."""
+        """The client of the store (`MlflowClient`), with a run begun; above rank 0 a stand-in."""
         if not self._initialized:
             from mlflow.tracking import MlflowClient
 
@@ -164,8 +166,7 @@ def has_wandb_account() -> bool:
 def tracking_uri_of(
     save_dir: str | os.PathLike[str], given: str | None, environ: Mapping[str, str] | None = None
 ) -> str:
-    """Return the address of the MLflow store: the one given, the environment's, or that of a file in `save_dir`.
-    """
+    """Return the address of the MLflow store: that given, of the environment, or of a file in `save_dir`."""
     environ = os.environ if environ is None else environ
     local = f"{_SQLITE}{Path(save_dir).absolute() / 'mlflow.db'}"
     return given or environ.get("MLFLOW_TRACKING_URI") or local

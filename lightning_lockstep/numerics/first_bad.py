@@ -43,8 +43,14 @@ class FirstBad:
         """Whether a step that all ranks know to be bad has been noted, as a tensor on the device."""
         return self._common >= 0
 
-    def note(self, key: Hashable, flags: Tensor, *, common: Tensor) -> int:
-        """Note a step."""
+    def note(
+        self,
+        key: Hashable,  # what the flags are of; steps of one key have as many
+        flags: Tensor,  # bool of shape (flags,), of this rank
+        *,
+        common: Tensor,  # bool without dimensions; bad in a way that all ranks see alike
+    ) -> int:
+        """Note a step, and return its number."""
         with torch.no_grad():
             before = self._flags.get(key)
             if before is None:

@@ -29,7 +29,10 @@ class PendingFlag:
     """An answer that may still be on its way from a device."""
 
     def __init__(
-        self, flags: Sequence[Tensor], known: bool = False, confirm: Callable[[], bool] | None = None
+        self,
+        flags: Sequence[Tensor],  # of one element; any that is not zero means yes
+        known: bool = False,  # whether it is yes already
+        confirm: Callable[[], bool] | None = None,  # decides where the flags say yes and may be wrong
     ) -> None:
         self._known, self._confirm = known, confirm
         self._events: list[torch.cuda.Event] = []
@@ -61,10 +64,11 @@ class GradientCheck:
 
     def __init__(self, *, storages: bool = True) -> None:
         self._fused = True
+        # Where a shared storage is bad, its tensors decide, as they are when the answer is read.
         self._storages = _SharedStorages() if storages else None
 
     def start(self, tensors: Sequence[Tensor]) -> PendingFlag:
-        """Begin to check, and return at once."""
+        """Begin to check, and return at once; the tensors keep their values."""
         shared = [] if self._storages is None else self._storages.of(tensors)
         if not shared:
             return self._check_each(tensors)
@@ -151,7 +155,10 @@ def _shared_storages(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 
 
 def fused_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return one-element tensors, one for each device, that are not zero when something bad was found."""
+    """Return one-element tensors, one for each device, that are not zero when something bad was found.
+
+    The tensors are written to, with the values that they have. A RuntimeError says that one is refused.
+    """
     found: dict[torch.device, Tensor] = {}
     for group in _groups(tensors):
         device = group[0].device

@@ -34,14 +34,18 @@ def supported_precisions(device_type: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def requested_precision() -> str | None:
+def requested_precision() -> str | None:  # None: no Trainer is being made, or it was given none
     """Return the precision that was given to the Trainer under construction, in Lightning's unified form."""
     given = given_to_trainer("precision")
     return None if given is None else str(_convert_precision_to_unified_args(given))
 
 
-def resolve_precision(plugin: Precision, requested: str | None, device_type: str) -> Precision:
-    """Return the plugin that does what was requested."""
+def resolve_precision(
+    plugin: Precision,
+    requested: str | None,  # None: a plugin or nothing was given
+    device_type: str,
+) -> Precision:
+    """Return ``plugin``, or another one where Lightning's does something else than its name says."""
     name = requested or str(plugin.precision)
     supported = supported_precisions(device_type)
     if name not in supported:

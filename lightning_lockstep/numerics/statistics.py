@@ -22,20 +22,19 @@ _PLACES_NAMED = 8
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """Statistics of one tensor."""
-
     dtype: str
     shape: tuple[int, ...]
-    abs_min: float
-    abs_max: float
-    nan: int = 0
-    inf: int = 0
-    used_as: str = ""
+    abs_min: float  # smallest magnitude; nan if any value is nan
+    abs_max: float  # largest one, likewise
+    nan: int = 0  # how many
+    inf: int = 0  # how many, of either sign
+    used_as: str = ""  # dtype of the computation: autocast's where that is narrower
+    # Largest finite magnitude as a share of the largest number of used_as; None for integers.
     range_used: float | None = None
-    zero: float = 0.0
-    subnormal: float = 0.0
-    flushed: float = 0.0
-    places: tuple[int, ...] = ()
+    zero: float = 0.0  # share of exact zeros
+    subnormal: float = 0.0  # share below the smallest normal number of used_as that are not zero in it
+    flushed: float = 0.0  # share of values that are not zero here, but zero in used_as
+    places: tuple[int, ...] = ()  # first indices along dimension 0, often the batch, that hold nan or inf
 
     @property
     def bad(self) -> bool:
@@ -69,7 +68,7 @@ class TensorStatistics:
         return {key: _json_number(value) for key, value in asdict(self).items()}
 
 
-def plain_values(value: object) -> Tensor | None:
+def plain_values(value: object) -> Tensor | None:  # None: no tensor, an empty one, or on the meta device
     """Return the values of a tensor as a dense, detached one that ordinary operations accept.
 
     A sparse tensor gives its stored values, a DTensor the shard of this rank, a bool one becomes integers,
@@ -99,8 +98,7 @@ def plain_values(value: object) -> Tensor | None:
 
 
 def has_bad_values(value: object, *, allow_inf: bool = False) -> bool:
-    """Return whether a tensor holds a nan or an infinity; anything else holds none. On a GPU it waits for the value.
-    """
+    """Return whether a value is a tensor with a nan or an infinity; on a GPU it waits for the values."""
     tensor = plain_values(value)
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
@@ -113,7 +111,7 @@ def has_bad_values(value: object, *, allow_inf: bool = False) -> bool:
 
 
 def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> TensorStatistics | None:
-    """Measure a tensor in several passes; on a GPU it waits for the values."""
+    """Measure a tensor in several passes, ``None`` without values; on a GPU it waits for them."""
     tensor = plain_values(value)
     if tensor is None:
         return None

@@ -16,8 +16,7 @@ __all__ = ["refuse_compiled", "refuse_strategy"]
 
 
 def refuse_strategy(trainer: Trainer, settings: OverflowSettings) -> None:
-    """Raise where gradients are not the same on all ranks and no engine reports them, or not there to be checked.
-    """
+    """Raise where gradients differ among ranks and no engine reports them, or are not there to be checked."""
     if isinstance(trainer.strategy, HasEngineGradients):
         return
     name = type(trainer.strategy).__name__

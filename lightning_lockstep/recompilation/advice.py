@@ -8,8 +8,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def advice_on_shapes(stage: str, shapes: Shapes, before: Shapes) -> str:
-    """Return what gives a batch the shapes of the one before, as a sentence to add; empty where nothing is known to.
-    """
+    """Return what gives a batch the shapes of the one before, as a sentence to add; empty: not known."""
     differing = _differing_dimensions(shapes, before)
     advice = []
     if 0 in differing:

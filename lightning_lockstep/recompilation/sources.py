@@ -15,9 +15,9 @@ __all__ = ["Compilation", "CompilationSource", "DynamoCompilations", "XLACompila
 class Compilation(NamedTuple):
     """What was compiled once."""
 
-    what: str
+    what: str  # a function of the program, or graphs of torch-xla
     seconds: float
-    reason: str = ""
+    reason: str = ""  # in the words of the compiler; empty: it gives none, or for the first time
     graphs: int = 1
 
 
@@ -77,7 +77,6 @@ class XLACompilations:
         self._count, self._seconds = compilations_so_far()
 
     def take(self) -> Sequence[Compilation]:
-        """See :meth:`CompilationSource.take`."""
         count, seconds = compilations_so_far()
         new, took = count - self._count, seconds - self._seconds
         self._count, self._seconds = count, seconds

@@ -29,12 +29,12 @@ class CompiledStep:
     """One batch in which something was compiled."""
 
     stage: str
-    batch_idx: int
-    step: int
-    shapes: Shapes
-    before: Shapes
-    are_new: bool
-    is_expected: bool
+    batch_idx: int  # of the loader, from 0
+    step: int  # optimizer steps made so far, with its own
+    shapes: Shapes  # of the tensors of its batch
+    before: Shapes  # of the stage's batch before it; empty: it was the first
+    are_new: bool  # no batch of the stage had these shapes before
+    is_expected: bool  # it is among the first batches of its stage
     compilations: tuple[Compilation, ...]
 
     @property
@@ -66,9 +66,9 @@ class CompiledStep:
 class StepCompilations:
     """Attributes what was compiled to steps."""
 
-    expected: int
-    steps: list[CompiledStep] = field(default_factory=list)
-    outside: list[Compilation] = field(default_factory=list)
+    expected: int  # batches of each stage that are expected to compile
+    steps: list[CompiledStep] = field(default_factory=list)  # those that have compiled
+    outside: list[Compilation] = field(default_factory=list)  # before, between and after batches
     _seen: dict[str, dict[Shapes, None]] = field(default_factory=dict)  # the newest stand last
     _first: dict[str, Shapes] = field(default_factory=dict)
     _count: Counter[str] = field(default_factory=Counter)
@@ -81,7 +81,7 @@ class StepCompilations:
         shapes: Shapes,
         compilations: Sequence[Compilation],
         *,
-        accumulated: int = 1,
+        accumulated: int = 1,  # batches per optimizer step, and per expected one
     ) -> CompiledStep | None:
         """Note a batch; return it if something was compiled in it."""
         seen = self._seen.setdefault(stage, {})

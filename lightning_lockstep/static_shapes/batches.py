@@ -36,7 +36,7 @@ def samples_in(batch: Any) -> int | None:
 
 
 def padded_samples(batch: Any, size: int, fill_values: Mapping[Key, float]) -> Any:
-    """Return a batch of ``size`` samples: those of ``batch``, then copies of its last one.
+    """Return a batch of ``size`` samples: those of ``batch``, then its last one again or ``fill_values``.
 
     Tensors whose first dimension is not the number of samples stay as they are, as does all that is no tensor.
     """
@@ -56,7 +56,10 @@ def padded_samples(batch: Any, size: int, fill_values: Mapping[Key, float]) -> A
 
 
 def padded_sequences(batch: Any, lengths: Sequence[int], values: Mapping[Key, float], dim: int) -> Any:
-    """Return a batch whose sequences have one of a few lengths: the smallest that holds them."""
+    """Return a batch whose sequences have one of the ``lengths``, which rise: the smallest that holds them.
+
+    Longer ones stay as they are. ``values`` has, for each key that holds sequences, what pads them.
+    """
 
     def padded(key: Key | None, tensor: Tensor) -> Tensor:
         if key is None or key not in values or tensor.dim() <= dim:

@@ -21,9 +21,9 @@ class CurrentBatch:
 
     def forget(self) -> None:
         """Begin again, without a batch."""
-        self.mask: Tensor | None = None
-        self.real: int | None = None
-        self.was_asked = False
+        self.mask: Tensor | None = None  # (samples,) bool, of the real ones; None: batches are not padded
+        self.real: int | None = None  # how many are real; None: none was added
+        self.was_asked = False  # whether the step has asked for the mask
 
 
 # One step runs at a time in a process; the step finds its batch's mask here, whatever its batch looks like.
@@ -53,7 +53,10 @@ def real_samples(batch: Any) -> Tensor:
 
 
 def mean_of_real(values: Tensor, batch: Any) -> Tensor:
-    """Return the mean over the real samples of the current batch, without a shape that depends on them."""
+    """Return the mean of ``values``, ``(samples, ...)``, over the real samples of the current batch.
+
+    No shape depends on how many these are.
+    """
     mask = real_samples(batch)
     if not values.dim() or values.size(0) != mask.size(0):
         raise ConfigurationError(

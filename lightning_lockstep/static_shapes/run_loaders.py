@@ -37,8 +37,7 @@ def batch_size_in_use(trainer: Trainer, stage: str, dataloader_idx: int) -> int 
 
 
 def refuse_joined_batches(trainer: Trainer, stage: str, option: str) -> None:
-    """Refuse to pad batches that are made of batches of several loaders, each with a number of samples of its own.
-    """
+    """Refuse to pad batches made of batches of several loaders, each with its own number of samples."""
     if joins_batches(_loop_of(trainer, stage)):
         raise ConfigurationError(
             f"StaticShapes({option}='pad') with several loaders of {stage} at once: expected one, as there is one mask"
@@ -55,7 +54,7 @@ def _loop_of(trainer: Trainer, stage: str) -> Any:
 
 
 def loader_of_run(trainer: Trainer, loader: Any, settings: StaticShapesSettings, stages: ShapedStages) -> Any:
-    """Return a loader as the settings want it."""
+    """Return a loader as the settings want it, which all ranks ask for together."""
     stage = stage_of(trainer)
     if stage == "training" and settings.last_batch == "drop":
         return _dropping(loader)

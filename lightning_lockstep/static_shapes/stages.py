@@ -33,9 +33,9 @@ class ShapedStages:
         self._sequences = dict(settings.sequence_values or {})
         self._largest: Counter[tuple[str, int]] = Counter()
         self._looked_at: set[str] = set()
-        self.training_size: int | None = None
-        self.announced: set[str] = set()
-        self.added: Counter[str] = Counter()
+        self.training_size: int | None = None  # samples of a training batch, once asked; None: not known
+        self.announced: set[str] = set()  # what was said of other sizes of batches
+        self.added: Counter[str] = Counter()  # samples, by stage
 
     def shaped(self, stage: str, batch: Any, dataloader_idx: int, size: int | None) -> Any:
         """Return a batch in the shapes of its stage, and note how many of its samples are real."""

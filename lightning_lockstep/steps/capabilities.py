@@ -20,10 +20,12 @@ __all__ = [
 class Capabilities:
     """What can be done with a training step of a strategy."""
 
-    whole_gradients: bool = True
-    step_alone: bool = True
-    sees_out_of_memory: bool = True
+    whole_gradients: bool = True  # after autograd's backward each rank holds whole gradients in .grad
+    step_alone: bool = True  # one rank can make a step of the run by itself
+    sees_out_of_memory: bool = True  # it is raised at the call that needs the memory
+    # Otherwise operations are collected, and a value read within a step compiles a part of it.
     runs_at_once: bool = True
+    # Who runs a recorded step again; together: each has a part of it.
     replays: Literal["alone", "together"] = "alone"
 
 
@@ -48,9 +50,7 @@ class StatesCapabilities(Protocol):
     """A strategy that says itself what it can do; every strategy of this package does."""
 
     @property
-    def step_capabilities(self) -> Capabilities:
-        """What can be done with a training step of this strategy."""
-        ...
+    def step_capabilities(self) -> Capabilities: ...
 
 
 @runtime_checkable
@@ -58,7 +58,7 @@ class RunsLater(Protocol):
     """A strategy that collects operations and runs them later; its devices have a random state of their own."""
 
     def sync(self) -> None:
-        """Compile what was called and is pending, if it is new, and begin to run it."""
+        """Compile what was called and is pending, if it is new, and begin to run it; every process alike."""
         ...
 
     def device_seed(self) -> int:
@@ -86,7 +86,7 @@ def capabilities_of(strategy: Strategy) -> Capabilities:
     return Capabilities()
 
 
-def missing_capabilities(strategy: Strategy, *needed: str) -> list[str]:
+def missing_capabilities(strategy: Strategy, *needed: str) -> list[str]:  # names of fields
     """Return why a strategy cannot do what is needed, a reason each; empty when it can do all of it."""
     capabilities = capabilities_of(strategy)
     return [_WHY[name] for name in needed if not getattr(capabilities, name)]

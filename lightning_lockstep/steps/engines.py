@@ -27,13 +27,12 @@ class StepsApart(Protocol):
     """A strategy whose engine makes the steps, and which can step aside for a step made apart from the run."""
 
     def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
-        """Let the body run ``module`` forward and backward by autograd alone, and leave the engine as it was.
-        """
+        """Let the body run ``module``, not wrapped, by autograd alone, and leave the engine as it was."""
         ...
 
 
 class EngineGradients(Protocol):
-    """Gradients and optimizer steps of an engine that keeps them to itself, as one rank sees them."""
+    """Gradients and steps of an engine that keeps them to itself, as one rank sees them; nothing is sent."""
 
     def steps_now(self) -> bool:
         """Return whether the engine's next step changes weights; the same on all ranks."""
@@ -48,7 +47,7 @@ class EngineGradients(Protocol):
         ...
 
     def skip_step(self) -> None:
-        """Have the engine skip its next optimizer step."""
+        """Have the engine skip its next optimizer step; on all ranks alike."""
         ...
 
     def loss_scale(self) -> tuple[float, float] | None:
@@ -88,12 +87,12 @@ class EngineTrials(Protocol):
         """Return all that steps of the engine change, to put back."""
         ...
 
-    def alone(self, *, accumulates: bool) -> AbstractContextManager[int]:
+    def alone(self, *, accumulates: bool) -> AbstractContextManager[int]:  # batches in a step
         """Let the engine make steps in the body whose collectives are answered on this rank."""
         ...
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
-        """Let the engine go on with other sizes."""
+        """Let the engine go on with so many samples of a rank in a batch, batches in a step; all alike."""
         ...
 
 
@@ -104,9 +103,7 @@ class EngineState(Protocol):
         """Put back everything but the values of tensors."""
         ...
 
-    def restore(self) -> None:
-        """Put back everything."""
-        ...
+    def restore(self) -> None: ...
 
 
 @runtime_checkable

@@ -40,13 +40,19 @@ __all__ = ["isolated", "on_plain_module", "run_forward_backward", "run_step"]
 
 @contextmanager
 def isolated(
-    trainer: Trainer, module: LightningModule, *, answer_collectives: bool = True, by_module: bool = True
+    trainer: Trainer,
+    module: LightningModule,  # not wrapped
+    *,
+    answer_collectives: bool = True,  # False: every rank runs the body, its collectives are real
+    by_module: bool = True,  # False: the strategy's wrapper or engine makes the steps
 ) -> Iterator[LocalAnswers]:
     """Keep steps of the body from callbacks, loggers, the profiler and other ranks.
 
     The strategy steps on the module itself and not on its distributed wrapper, so no gradient is reduced.
-    ``self.log`` does nothing. Collectives of the strategy and of ``torch.distributed`` are answered on the spot, as
-    if every rank held what this rank holds; see :mod:`lightning_lockstep.distributed.local.collectives`.
+    ``self.log`` does nothing. Collectives of the strategy and of ``torch.distributed`` are answered on the
+    spot, as if every rank held what this rank holds; see
+    :mod:`lightning_lockstep.distributed.local.collectives`. A body that needs what only another rank has gets
+    an ``UnansweredCollectiveError``.
     """
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out
     callbacks, loggers, profiler = run.callbacks, run.loggers, run.profiler
@@ -76,10 +82,10 @@ def isolated(
 def run_step(
     trainer: Trainer,
     module: LightningModule,
-    arguments: Sequence[Any],
+    arguments: Sequence[Any],  # of training_step
     batch_idx: int,
     *,
-    accumulate: int = 1,
+    accumulate: int = 1,  # batches in an optimizer step, which the last of them ends with
 ) -> None:
     """Run one batch of training by Lightning's own optimization, with every hook of the module.
 
@@ -98,10 +104,10 @@ def run_step(
 def run_forward_backward(
     trainer: Trainer,
     module: LightningModule,
-    step: Callable[[], Any],
+    step: Callable[[], Any],  # below the distributed wrapper, inside autocast
     *,
-    optimizer_steps: int = 1,
-    around_backward: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,
+    optimizer_steps: int = 1,  # manual optimization stops there; those before run their closure only
+    around_backward: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,  # given the scaled loss
 ) -> None:
     """Run a recorded ``training_step`` forward and backward by Lightning's own closure; no optimizer steps.
 

@@ -37,7 +37,6 @@ class ModuleAttributes:
         return _kept(value, set(self._parameters))
 
     def restore(self) -> None:
-        """Put every attribute back."""
         for module, kept in self._kept:
             attributes = vars(module)
             for name in [name for name in attributes if name not in kept and name not in self._OTHERS]:

@@ -13,10 +13,10 @@ _ABSENT = object()
 
 
 def put_in_place(owner: object, name: str, value: object) -> Callable[[], None]:
-    """Give ``owner`` an attribute of its own, past any ``__setattr__`` and property.
+    """Give ``owner`` an attribute of its own, past any ``__setattr__`` and property; returns what undoes it.
 
-    What was found through the class, such as a method, is found again once the attribute is deleted. For a place
-    that runs in every step, where a context manager is too dear; elsewhere use :func:`replaced`.
+    What was found through the class, such as a method, is found again once the attribute is deleted. For a
+    place that runs in every step, where a context manager is too dear; elsewhere use :func:`replaced`.
     """
     attributes = vars(owner)
     before = attributes.get(name, _ABSENT)

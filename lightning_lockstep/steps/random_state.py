@@ -19,17 +19,16 @@ class RandomState:
     """State of the generators of torch (CPU and CUDA), Python and numpy."""
 
     torch_cpu: Tensor
-    torch_cuda: dict[int, Tensor]
+    torch_cuda: dict[int, Tensor]  # by index of the device
     python: Any
-    numpy: Any
+    numpy: Any  # of the global generator; None: numpy is not in use
 
     @classmethod
     def capture(cls, device: torch.device | None = None) -> RandomState:
-        """Take the states as they are; nothing is read from a device."""
+        """Take the states, of CUDA that of ``device`` or all in use; nothing is read from a device."""
         return cls(torch.get_rng_state(), _cuda_states(device), random.getstate(), _numpy_state())
 
     def restore(self) -> None:
-        """Put every generator into the captured state."""
         torch.set_rng_state(self.torch_cpu)
         for index, state in self.torch_cuda.items():
             torch.cuda.set_rng_state(state, index)

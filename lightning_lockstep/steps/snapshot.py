@@ -52,9 +52,7 @@ _SMALL = 65_536
 class Part(Protocol):
     """State as it was when the object was made."""
 
-    def restore(self) -> None:
-        """Put it back."""
-        ...
+    def restore(self) -> None: ...
 
 
 class Snapshot:
@@ -64,7 +62,6 @@ class Snapshot:
         self._parts = parts
 
     def restore(self) -> None:
-        """Put everything back."""
         for part in reversed(self._parts):
             part.restore()
 
@@ -81,8 +78,8 @@ def whole_run(
     module: nn.Module,
     optimizers: Iterable[Optimizer] = (),
     *,
-    scaler: object | None = None,
-    generators: Iterable[torch.Generator] = (),
+    scaler: object | None = None,  # of the precision plugin
+    generators: Iterable[torch.Generator] = (),  # of loaders and samplers, beside the global ones
 ) -> Snapshot:
     """Return a snapshot of all that training steps change."""
     parts: list[Part] = [RandomState.capture(), Generators(generators)]
@@ -93,8 +90,7 @@ def whole_run(
 
 
 def without_tensors(module: nn.Module, *, generators: Iterable[torch.Generator] = ()) -> Snapshot:
-    """Return a snapshot of what steps change beside parameters, buffers and optimizers, which an engine keeps.
-    """
+    """Return a snapshot for an engine, which keeps parameters, buffers and optimizers itself."""
     return Snapshot(
         RandomState.capture(), Generators(generators), ModuleAttributes(module), Gradients(module)
     )
@@ -114,22 +110,19 @@ class Gradients:
             parameter.requires_grad_(untoggled.get(parameter, flag))
 
     def restore(self) -> None:
-        """Put gradients and flags back."""
         for parameter, grad, flag in self._kept:
             parameter.grad = grad
             parameter.requires_grad_(flag)
 
 
 class TensorValues:
-    """Values of all parameters and buffers, in host memory for those of a device, in a file for the others.
-    """
+    """Values of all parameters and buffers: in host memory for those of a device, else in a file."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tensors = list({id(t): t for t in [*module.parameters(), *module.buffers()]}.values())
         self._copies = StoredCopies(self._tensors)
 
     def restore(self) -> None:
-        """Put the values back."""
         self._copies.write_to(self._tensors)
 
 
@@ -205,7 +198,6 @@ class OptimizerState:
             optimizer.state = defaultdict(dict)
 
     def restore(self) -> None:
-        """Put state and settings back."""
         optimizer = self._optimizer
         optimizer.state = self._state
         if self._values is not None:
@@ -245,7 +237,6 @@ class ScalerState:
         self._scaler, self._attributes = scaler, _copied(vars(scaler))
 
     def restore(self) -> None:
-        """Put it back."""
         vars(self._scaler).clear()
         vars(self._scaler).update(self._attributes)
 
@@ -257,7 +248,6 @@ class Generators:
         self._states = [(generator, generator.get_state()) for generator in generators]
 
     def restore(self) -> None:
-        """Put the states back."""
         for generator, state in self._states:
             generator.set_state(state)
 

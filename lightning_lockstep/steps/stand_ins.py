@@ -12,7 +12,7 @@ __all__ = ["stand_in_parameters"]
 
 
 @contextmanager
-def stand_in_parameters(root: nn.Module) -> Iterator[None]:
+def stand_in_parameters(root: nn.Module) -> Iterator[None]:  # its parameters are whole leaves
     """Let backward passes of the body leave the parameters of ``root`` alone, and what listens to their gradients.
 
     Each parameter is replaced by one that shares its memory. An engine that reduces a gradient as soon as autograd

@@ -22,7 +22,7 @@ class StoredCopies:
         self._copies = [t.detach().cpu() for t in tensors if t.device.type != "cpu"]
 
     def write_to(self, tensors: list[Tensor]) -> None:
-        """Write the values into tensors."""
+        """Write the values into the tensors, or into others of their shapes and devices."""
         self._file.seek(0)
         stored = iter(torch.load(self._file, weights_only=True))
         copies = iter(self._copies)

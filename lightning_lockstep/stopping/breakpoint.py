@@ -80,7 +80,7 @@ def check_breakpoint(*, reset: bool = False) -> StopDecision | None:
     return decision
 
 
-def connect() -> StepAgreement:
+def connect() -> StepAgreement:  # on every rank alike, the first time
     """Return the agreement of the current process group, and pass on what was requested before it existed."""
     global _active, _process
     agreement = stop_agreement(current_communicator().side_channel)
@@ -92,7 +92,7 @@ def connect() -> StepAgreement:
 
 
 def count_in_fit(counts: bool) -> None:
-    """Set whether a fit counts the batches, so that :func:`check_breakpoint` must not."""
+    """Set, on all ranks alike, whether a fit counts batches, so that :func:`check_breakpoint` must not."""
     global _fit_counts
     _fit_counts = counts
 

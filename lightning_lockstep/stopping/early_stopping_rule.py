@@ -39,9 +39,9 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class Entry(NamedTuple):
     """What one rank has of the monitored metric."""
 
-    value: float | None
-    dtype: str = "float32"
-    names: tuple[str, ...] = ()
+    value: float | None  # None: the rank has not logged it
+    dtype: str = "float32"  # of the metric, without 'torch.'
+    names: tuple[str, ...] = ()  # what the rank has logged, where the metric is not among it
 
     @classmethod
     def of(cls, metric: Tensor | None, names: Sequence[str]) -> Entry:
@@ -64,10 +64,10 @@ class Entry(NamedTuple):
 class Reduced(NamedTuple):
     """One value for all ranks."""
 
-    number: float
-    dtype: torch.dtype = torch.float32
-    not_finite: tuple[int, ...] = ()
-    ranks: int = 1
+    number: float  # rounded as the dtype is
+    dtype: torch.dtype = torch.float32  # the metric's own
+    not_finite: tuple[int, ...] = ()  # ranks whose value took part and is nan or infinite
+    ranks: int = 1  # how many
 
     @property
     def value(self) -> Tensor:
@@ -79,31 +79,37 @@ class Reduced(NamedTuple):
 class Progress(NamedTuple):
     """How far the search for a better value has come."""
 
-    best_score: Tensor | Reduced
-    wait_count: int = 0
+    best_score: Tensor | Reduced  # a tensor is made of it when somebody asks
+    wait_count: int = 0  # checks since then without an improvement
 
 
 class Decision(NamedTuple):
     """The outcome of one check."""
 
     stop: bool
-    reason: EarlyStoppingReason
-    message: str | None
-    progress: Progress
+    reason: EarlyStoppingReason  # NOT_STOPPED where stop is false
+    message: str | None  # for the user; None: nothing happened
+    progress: Progress  # after this check
 
 
 class StopRule(NamedTuple):
     """When to stop; the names are those of Lightning's ``EarlyStopping``."""
 
     monitor: str
-    mode: str = "min"
-    min_delta: float = 0.0
-    patience: int = 3
-    check_finite: bool = True
-    stopping_threshold: float | None = None
-    divergence_threshold: float | None = None
+    mode: str = "min"  # min or max
+    min_delta: float = 0.0  # with the sign of the direction, as Lightning's attribute has it
+    patience: int = 3  # [checks]
+    check_finite: bool = True  # whether nan or an infinity stops
+    stopping_threshold: float | None = None  # a better value stops
+    divergence_threshold: float | None = None  # a worse value stops
 
-    def decide(self, progress: Progress, reduced: Reduced, *, explain: bool = True) -> Decision:
+    def decide(
+        self,
+        progress: Progress,  # before this check
+        reduced: Reduced,
+        *,
+        explain: bool = True,  # whether an improvement needs a message, which costs more than the decision
+    ) -> Decision:
         """Return the decision on one value, in the arithmetic of the metric's own dtype."""
         stop = self._stops_at_once(reduced, progress.best_score)
         if stop is not None:
@@ -165,10 +171,14 @@ def _tensor(best: Tensor | Reduced) -> Tensor:
 
 
 def combine(
-    entries: Sequence[Entry], *, monitor: str, how: Reduction, missing: str, strict: bool
+    entries: Sequence[Entry],  # in rank order
+    *,
+    monitor: str,
+    how: Reduction,
+    missing: str,  # error; use_present: some ranks may lack the metric
+    strict: bool,  # whether it is an error if no rank has it
 ) -> Reduced | None:
-    """Return one value of those of all ranks, or ``None`` where no rank has the metric and that is allowed.
-    """
+    """Return one value of those of all ranks, or ``None`` where none has the metric and that is allowed."""
     absent = 0
     for entry in entries:
         absent += entry.value is None
@@ -179,7 +189,10 @@ def combine(
     return reduce_entries(entries, how)
 
 
-def reduce_entries(entries: Sequence[Entry], how: Reduction) -> Reduced:
+def reduce_entries(
+    entries: Sequence[Entry],  # in rank order; one at least has a value
+    how: Reduction,  # rank0: the value of the lowest rank that has one
+) -> Reduced:
     """Return one value from those of the ranks that have the metric."""
     values: list[float] = []
     dtype, not_finite = torch.float32, []

@@ -26,6 +26,7 @@ class LoaderPosition:
     """Saves where the training loaders of one rank are, and continues there."""
 
     def __init__(self, world_size: int) -> None:
+        # With several, Lightning's own samplers repeat the order of an epoch from their seed.
         self._one_rank = world_size == 1
         self._saved: list[Any] = []
         self._random: Any = None
@@ -52,7 +53,7 @@ class LoaderPosition:
         """Take what :meth:`state` returned before."""
         self._saved, self._random = list(state.get("drawn_from", [])), state.get("now")
 
-    def resume(self, fit_loop: Any) -> None:
+    def resume(self, fit_loop: Any) -> None:  # before its first epoch of this run
         """Start the epoch's iterators again, behind the batches that were seen before the checkpoint."""
         batches = _batches_seen(fit_loop)
         if batches == 0 and not _has_workers(fit_loop):

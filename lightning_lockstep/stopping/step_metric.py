@@ -37,7 +37,7 @@ class StepMetric:
     """
 
     def __init__(self, channel: SideChannel, name: str, *, every: int) -> None:
-        self.every = every
+        self.every = every  # [optimizer steps]
         self._gather = Gather(channel, name, timeout=_TIMEOUT)
         self._last_step = 0
         self._copy: _Copy | None = None
@@ -48,11 +48,13 @@ class StepMetric:
         self._last_step = step
 
     def after_batch(
-        self, step: int, read: Callable[[], tuple[Tensor | None, list[str]]]
+        self,
+        step: int,  # optimizer steps done so far
+        read: Callable[[], tuple[Tensor | None, list[str]]],  # metric, names of all logged; called when due
     ) -> list[list[Entry]]:
         """Return what all ranks had at earlier steps and has not been returned yet, oldest first.
 
-        is still in flight.
+        On every rank, after every batch. Waits only for what is still in flight.
         """
         if step == self._last_step:
             return []
@@ -65,13 +67,12 @@ class StepMetric:
         return gathered
 
     def drain(self) -> list[list[Entry]]:
-        """Return all that is in flight; after it nothing is."""
+        """Return all that is in flight; after it nothing is. On every rank, at the same place."""
         if self._copy is not None:
             self._post_copy(self._copy)
         return self._read_all()
 
     def close(self) -> None:
-        """Stop receiving."""
         self._gather.close()
 
     def _start(self, step: int, metric: Tensor | None, names: list[str]) -> None:

@@ -23,7 +23,7 @@ class SignalWatch:
     """
 
     def __init__(self, numbers: Sequence[signal.Signals], request: Request) -> None:
-        self._request = request
+        self._request = request  # must be safe in a signal handler
         self._of_user = {number: signal.getsignal(number) for number in numbers}
         self._before: dict[signal.Signals, Any] = {}
         self._received: set[signal.Signals] = set()
@@ -36,7 +36,6 @@ class SignalWatch:
             self._before[number] = signal.signal(number, self._arrived)
 
     def restore(self) -> None:
-        """Put the handlers back that were there."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._arrived:
                 signal.signal(number, handler)
@@ -55,7 +54,7 @@ class SignalWatch:
 class StopFileWatch:
     """Looks for a file, on a thread of its own."""
 
-    def __init__(self, path: Path, request: Request, *, interval: float = 1.0) -> None:
+    def __init__(self, path: Path, request: Request, *, interval: float = 1.0) -> None:  # [s]
         self.path, self._request, self._interval = path, request, interval
         self._ended = threading.Event()
         self.seen = False
@@ -63,12 +62,11 @@ class StopFileWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch."""
         self._ended.set()
         self._thread.join(5.0)
 
     def remove_file(self) -> None:
-        """Remove the file if this process saw it."""
+        """Remove the file if this process saw it, so that the resumed run does not stop again."""
         if self.seen:
             with suppress(OSError):
                 self.path.unlink()

@@ -22,11 +22,12 @@ class Collection:
     """Takes the answers of all ranks, in whatever order they come, and compares each step once."""
 
     def __init__(self, world_size: int, tracker: StragglerTracker) -> None:
-        self.tracker, self.windows = tracker, deque[Window]()
+        self.tracker, self.windows = tracker, deque[Window]()  # completed, and not taken yet
         self.hosts: dict[int, str] = {}
-        self.missing: frozenset[int] = frozenset()
+        self.missing: frozenset[int] = frozenset()  # ranks that do not answer
+        # Lately: most collectives of a rank in a step; longest look-up on a rank, or comparison here [s].
         self.calls, self.cost = 0, 0.0
-        self.news = threading.Condition(threading.RLock())
+        self.news = threading.Condition(threading.RLock())  # notified of each answer
         self._ranks = range(world_size)
         self._comparer = StepComparer()
         self._clocks: dict[int, Clock] = {}
@@ -42,7 +43,7 @@ class Collection:
         return len(self._finished) == len(self._ranks)
 
     def take(self, rank: int, answer: Mapping[str, Any]) -> None:
-        """Take the answer of a rank."""
+        """Take an answer, as :class:`StragglerExchange` makes it on that rank."""
         with self.news:
             began = time.perf_counter()
             self.hosts[rank] = answer["host"]
@@ -62,7 +63,7 @@ class Collection:
             self._note_cost(answer["cost"] + time.perf_counter() - began, steps)
             self.news.notify_all()
 
-    def give_up_on_silent(self, question: int) -> frozenset[int]:
+    def give_up_on_silent(self, question: int) -> frozenset[int]:  # number of the one asked now
         """Go on without the ranks that have left earlier questions unanswered; returns those that are new."""
         with self.news:
             silent = frozenset(rank for rank in self._ranks if self._answered[rank] < question - _PATIENCE)

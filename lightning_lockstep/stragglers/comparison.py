@@ -18,8 +18,8 @@ _TOLERANCE = 5e-4
 class Clock(NamedTuple):
     """A rank's wall clock against rank 0's."""
 
-    offset: float = 0.0
-    error: float = 0.0
+    offset: float = 0.0  # to add to get rank 0's [s]
+    error: float = 0.0  # by how much that may be wrong [s]
 
 
 class RankTimes(NamedTuple):
@@ -31,7 +31,6 @@ class RankTimes(NamedTuple):
     waiting: float
 
     def of(self, part: Part) -> float:
-        """Return the time of a part."""
         return self[PARTS.index(part)]
 
 
@@ -39,10 +38,10 @@ class ComparedStep(NamedTuple):
     """One step of all ranks."""
 
     step: int
-    seconds: float
-    cost: Mapping[int, float]
+    seconds: float  # length, the median of the ranks
+    cost: Mapping[int, float]  # how long others waited for a rank, on average [s]; none for others
     times: Mapping[int, RankTimes]
-    measured: bool
+    measured: bool  # whether two ranks at least are known to have called one collective
 
     @property
     def last(self) -> int | None:
@@ -51,7 +50,7 @@ class ComparedStep(NamedTuple):
 
 
 def joined(first: ComparedStep, then: ComparedStep) -> ComparedStep:
-    """Return two consecutive steps as one."""
+    """Return two steps as one: the first has no collective, so its delays show in the next."""
     times = {
         rank: RankTimes(*map(sum, zip(first.times[rank], then.times[rank], strict=True)))
         for rank in first.times.keys() & then.times.keys()
@@ -70,7 +69,7 @@ class StepComparer:
         self._lead: dict[int, float] = {}
 
     def compare(self, ranks: Mapping[int, RankStep], clocks: Mapping[int, Clock]) -> ComparedStep:
-        """Compare one step."""
+        """Compare the same step of all ranks; a clock that is missing is that of rank 0."""
         cost: dict[int, float] = defaultdict(float)
         waits: dict[int, list[float]] = {rank: [0.0] * len(PARTS) for rank in ranks}
         points = _points(ranks, clocks)

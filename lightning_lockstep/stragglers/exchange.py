@@ -29,16 +29,16 @@ _fits = itertools.count()
 
 
 class StragglerExchange:
-    """Sends this rank's steps to rank 0 when rank 0 asks."""
+    """Sends this rank's steps to rank 0 when rank 0 asks; one object on every rank for each fit."""
 
     def __init__(
         self,
         channel: SideChannel,
         host: str,
         *,
-        every_n_steps: int,
-        collection: Collection | None,
-        say_missing: Callable[[frozenset[int]], None],
+        every_n_steps: int,  # rank 0 asks; later if that costs too much, earlier with many collectives
+        collection: Collection | None,  # of rank 0; None on the others
+        say_missing: Callable[[frozenset[int]], None],  # on rank 0, of ranks that no longer answer
     ) -> None:
         self._channel, self._host, self._every = channel, host, every_n_steps
         self._collection, self._say_missing = collection, say_missing
@@ -53,8 +53,8 @@ class StragglerExchange:
         self._remove_answers = channel.on(_ANSWER, self._take_answer) if collection is not None else None
         self._clock.measure(8)
 
-    def step_done(self, number: int, own: OwnStep | None) -> None:
-        """Note a step, ask if it is time to (rank 0), and answer if this rank was asked."""
+    def step_done(self, number: int, own: OwnStep | None) -> None:  # own None: not measured
+        """Note a step, ask if it is time to (rank 0), and answer if asked; from the main thread."""
         self._reached = number
         if own is not None:
             self._steps.append(own)
@@ -65,7 +65,7 @@ class StragglerExchange:
         if self._asked != self._answered:
             self._answer(final=False)
 
-    def finish(self, timeout: float) -> None:
+    def finish(self, timeout: float) -> None:  # of rank 0 [s]; 0 after a failure
         """Send the last steps; rank 0 waits for those of the others and compares what has come."""
         self._answer(final=True)
         if timeout > 0:
@@ -79,7 +79,6 @@ class StragglerExchange:
                 collection.finish()
 
     def close(self) -> None:
-        """Stop listening."""
         self._remove()
         self._clock.close()
         if self._remove_answers is not None:

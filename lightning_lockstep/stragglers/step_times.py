@@ -27,33 +27,33 @@ class _Span(NamedTuple):
 class OwnStep(NamedTuple):
     """One step as this rank has measured it; times by ``time.perf_counter()`` [s]."""
 
-    step: int
-    begin: float
+    step: int  # from 0, the same on every rank
+    begin: float  # end of the step before
     end: float
-    data: float
-    callbacks: float
-    spans: tuple[_Span, ...]
-    backwards: tuple[tuple[float, float], ...]
+    data: float  # in the loader
+    callbacks: float  # in callbacks
+    spans: tuple[_Span, ...]  # visits to the loader and to callbacks that took a while
+    backwards: tuple[tuple[float, float], ...]  # begin and end of each
 
 
 class CollectiveCallTime(NamedTuple):
     """When a rank arrived at a collective at which ranks may have waited."""
 
-    group: str
-    number: int
-    time: float
-    until: float
-    part: int
+    group: str  # name of the process group
+    number: int  # of the collective in its group
+    time: float  # of arrival [s by the wall clock of the rank]
+    until: float  # when the rank is known to have continued, likewise
+    part: int  # of the step, as its place in PARTS
 
 
 class RankStep(NamedTuple):
     """One step of one rank, as the ranks send it."""
 
     step: int
-    seconds: float
-    data: float
-    callbacks: float
-    calls: Sequence[CollectiveCallTime]
+    seconds: float  # [s]
+    data: float  # in the loader, waiting included [s]
+    callbacks: float  # waiting included [s]
+    calls: Sequence[CollectiveCallTime]  # in the order of arrival
 
     @classmethod
     def from_data(cls, data: Sequence[object]) -> RankStep:
@@ -93,12 +93,10 @@ class StepTimer:
         self._begin = None
 
     def enter(self, action: str, part: Part) -> None:
-        """Note that an action of a part begins."""
         if not self._open:
             self._open, self._open_part, self._since = action, part, time.perf_counter()
 
     def leave(self, action: str) -> None:
-        """Note that an action ends."""
         if self._open == action:
             self._open = ""
             now = time.perf_counter()
@@ -107,11 +105,10 @@ class StepTimer:
                 self._spans.append(_Span(self._open_part, self._since, now))
 
     def backward_begins(self) -> None:
-        """Note that a backward pass begins."""
         self._backward_since = time.perf_counter()
 
     def backward_ends(self) -> None:
-        """Note that it has ended, reductions of gradients included."""
+        """Note the end of a backward pass, reductions of gradients included."""
         self._backwards.append((self._backward_since, time.perf_counter()))
 
     def end(self, step: int) -> OwnStep | None:
@@ -126,7 +123,11 @@ class StepTimer:
         return done
 
 
-def described(steps: Sequence[OwnStep], arrivals: Sequence[Arrival], shift: float) -> list[RankStep]:
+def described(
+    steps: Sequence[OwnStep],  # in order
+    arrivals: Sequence[Arrival],  # in order
+    shift: float,  # from time.perf_counter() to this host's time.time() [s]
+) -> list[RankStep]:
     """Return steps as they are sent, each with the collectives that the rank called during it.
 
     DDP's reducer calls the collectives of a backward pass without waiting for each, and waits at its end: of those the

@@ -25,10 +25,10 @@ class Window:
     """What one window of steps has shown."""
 
     first: int
-    since: int
+    since: int  # first step since the last decision, which too few steps put off
     losses: Losses
-    before: Verdict
-    verdict: Verdict
+    before: Verdict  # the one before it
+    verdict: Verdict  # now, on the last windows together
 
     @property
     def changed(self) -> bool:
@@ -41,9 +41,9 @@ class RankSummary:
     """One rank over the whole run."""
 
     rank: int
-    times: RankTimes | None
-    last: int
-    share: float
+    times: RankTimes | None  # medians; None: nothing came from it
+    last: int  # number of steps in which it was the last
+    share: float  # of all the time that was spent waiting
 
 
 class StragglerTracker:
@@ -52,7 +52,7 @@ class StragglerTracker:
     def __init__(self, world_size: int, *, every_n_steps: int, min_share: float) -> None:
         self._world_size, self._every, self._min_share = world_size, every_n_steps, min_share
         self.verdict: Verdict = NOBODY
-        self.total = Losses.none(world_size)
+        self.total = Losses.none(world_size)  # over all steps so far
         self._steps: list[ComparedStep] = []
         self._since_collective: ComparedStep | None = None
         self._recent: deque[Losses] = deque()

@@ -30,11 +30,12 @@ _STILL_NAMED = 0.6
 class Losses:
     """Sums over steps; the tuples are by rank."""
 
-    steps: int
-    seconds: float
-    lost: tuple[float, ...]
-    squares: tuple[float, ...]
-    last: tuple[int, ...]
+    steps: int  # how many, each with arrivals that were measured
+    seconds: float  # length of the steps [s]
+    lost: tuple[float, ...]  # how long the others waited for the rank, on average over them [s]
+    squares: tuple[float, ...]  # of that, step by step [s^2]
+    last: tuple[int, ...]  # number of steps in which the rank was the last
+    # By how much the parts of a rank (PARTS) took longer than others', times what the step lost [s^2].
     excess: tuple[tuple[float, ...], ...]
 
     @classmethod
@@ -64,14 +65,14 @@ class Losses:
 class Verdict:
     """Which rank the others wait for."""
 
-    rank: int | None = None
-    kind: Kind | None = None
-    where: Part | None = None
-    lost: float = 0.0
-    share: float = 0.0
-    step_seconds: float = 0.0
-    slow_steps: int = 0
-    steps: int = 0
+    rank: int | None = None  # None: nobody; then all else is zero
+    kind: Kind | None = None  # whether it is slow in most steps or in some
+    where: Part | None = None  # the part of its step that is longer than that of the others
+    lost: float = 0.0  # how long the others wait for it in a step, on average over all [s]
+    share: float = 0.0  # the same, of the step time
+    step_seconds: float = 0.0  # mean length of a step
+    slow_steps: int = 0  # as many equal ones, about, would give the same loss with the same spread
+    steps: int = 0  # out of how many
 
     def is_like(self, other: Verdict) -> bool:
         """Return whether both name the same rank as slow in the same way, whatever the figures."""
@@ -82,7 +83,7 @@ NOBODY = Verdict()
 
 
 def losses_of(steps: Sequence[ComparedStep], world_size: int) -> Losses:
-    """Sum up consecutive steps."""
+    """Sum up consecutive steps, each with a collective whose arrivals are known."""
     before = {one.step: previous for previous, one in itertools.pairwise(steps)}
     lost, squares, last = [0.0] * world_size, [0.0] * world_size, [0] * world_size
     excess = [[0.0] * len(PARTS) for _ in range(world_size)]
@@ -108,8 +109,9 @@ def losses_of(steps: Sequence[ComparedStep], world_size: int) -> Losses:
 def decide(losses: Losses, *, min_share: float, before: Verdict = NOBODY) -> Verdict:
     """Decide whom the others wait for.
 
-    A rank is named if waiting for it costs at least ``min_share`` of the time more than waiting for each of the others
-    does on average (where all are late in turn, nobody is slow), and if that is no accident.
+    A rank is named if waiting for it costs at least ``min_share`` of the time more than waiting for each of
+    the others does on average (where all are late in turn, nobody is slow), and if that is no accident. A
+    value near a limit leaves the verdict as it was ``before``.
     """
     world_size = len(losses.lost)
     if losses.seconds <= 0 or world_size < 2 or not any(losses.lost):

@@ -20,8 +20,7 @@ __all__ = ["DeepSpeedCheckpoints"]
 
 
 class DeepSpeedCheckpoints(DeepSpeedStrategy):
-    """Lightning's strategy, with checkpoints that are whole or not there, and that any number of ranks loads.
-    """
+    """Lightning's strategy, with checkpoints that are whole or not there, for any number of ranks."""
 
     lifecycle: RankLifecycle
 
@@ -80,8 +79,7 @@ class DeepSpeedCheckpoints(DeepSpeedStrategy):
         return next((name for name, inner in sections if (inner or {}).get("enabled")), None)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights into the model, where the checkpoint has them; DeepSpeed has loaded its own already.
-        """
+        """Load whole weights into the model if the checkpoint has them; DeepSpeed has loaded its own."""
         if "state_dict" not in checkpoint:
             return
         assert self.lightning_module is not None

@@ -16,8 +16,7 @@ __all__ = ["DeepSpeedSteps"]
 
 
 class DeepSpeedSteps(DeepSpeedStrategy):
-    """Lightning's strategy, whose loop decides when the optimizer steps, with steps that can be looked into.
-    """
+    """Lightning's strategy, with steps that can be looked into, and whose loop steps the optimizer."""
 
     _run_config: RunConfig
 
@@ -51,6 +50,8 @@ class DeepSpeedSteps(DeepSpeedStrategy):
         return EngineTrials(self, self._run_config.given)
 
     def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
-        """Let the body run ``module`` forward and backward by autograd alone, and leave the engine as it was.
+        """Let the body run ``module`` by autograd alone, and leave the engine as it was.
+
+        Stages 0 to 2 send nothing; in stage 3 all ranks do it together, since the parameters are gathered.
         """
         return without_engine(self, module, module.trainer.model)

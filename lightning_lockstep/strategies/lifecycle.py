@@ -84,6 +84,7 @@ class RankStartup:
     script_launcher: type[ScriptLauncher] = ScriptLauncher
 
     def __init__(self, start_method: str = "popen", backend: str | None = None) -> None:
+        # Start method: popen, spawn, fork or forkserver; no backend: that of the device.
         self.start_method, self.backend = start_method, backend
 
     def adopt_ranks(self, strategy: Any) -> None:

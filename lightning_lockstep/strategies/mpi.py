@@ -169,7 +169,6 @@ class MPIStartup(RankStartup):
         return super().share_of_cores(strategy)
 
     def connect(self, strategy: Any, timeout: timedelta) -> bool:
-        """See :meth:`RankStartup.connect`."""
         self.backend = self._choose_backend(strategy)
         mpi_backend.default_options(self._options)
         return super().connect(strategy, timeout)

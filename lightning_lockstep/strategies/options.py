@@ -64,7 +64,6 @@ class DDPSettings(LifecycleSettings):
     gradient_as_bucket_view: bool = True
 
     def check(self, faults: Faults) -> None:
-        """See :meth:`GuardSettings.check`."""
         super().check(faults)
         if isinstance(self.ddp_comm_hook, str):
             faults.choice("ddp_comm_hook", self.ddp_comm_hook, HOOKS, more="or a function")
@@ -82,7 +81,6 @@ class DeepSpeedSettings(LifecycleSettings):
     process_group_backend: str | None = None
 
     def check(self, faults: Faults) -> None:
-        """See :meth:`GuardSettings.check`."""
         super().check(faults)
         faults.choice("start_method", self.start_method, ("popen",))
         for name in ("consolidate", "adapt", "remove_stale_locks", "exclude_frozen_parameters"):

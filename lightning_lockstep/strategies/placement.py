@@ -27,12 +27,12 @@ class RankPlacement:
 
     rank: int
     host: str
-    device: str
-    device_name: str
-    memory: int
-    capability: tuple[int, int]
-    threads: int
-    cores: tuple[int, ...]
+    device: str  # ``cpu`` or ``cuda:0``
+    device_name: str  # of the GPU, else the device's type
+    memory: int  # of the GPU or, for a CPU rank, of the host [bytes]; 0: not known
+    capability: tuple[int, int]  # of CUDA; (0, 0): another device
+    threads: int  # on the CPU
+    cores: tuple[int, ...]  # numbers of those that it may use
 
 
 def placement_of(

@@ -45,8 +45,7 @@ class UnevenInputs:
         self._lengths: list[Sequence[int | None]] = []  # of each training loader, on each rank
 
     def even(self, dataloader: Any, trainer: Any, communicator: Communicator) -> Any:
-        """Return a loader of which every rank takes the same number of batches, if it is a training loader.
-        """
+        """Return a loader of which every rank takes as many batches, if it is a training loader."""
         if not _is_for_training(trainer):
             return dataloader
         lengths = communicator.gather(_length(dataloader))
@@ -92,7 +91,6 @@ class UnevenInputs:
         return len(known) == len(own) and trainer.fit_loop.epoch_loop.batch_idx >= max(known)
 
     def clear(self) -> None:
-        """Forget the loaders."""
         self._loaders.clear()
         self._lengths.clear()
 
@@ -108,13 +106,13 @@ def _is_for_training(trainer: Any) -> bool:
 class StepPlan:
     """How many batches each rank takes of one loader in an epoch."""
 
-    steps: int | None
-    own: int | None
-    notice: str | None = None
+    steps: int | None  # batches that every rank takes; None: known at the end only
+    own: int | None  # batches that this rank has itself; None: known at the end only
+    notice: str | None = None  # to print once
 
 
 def plan_steps(lengths: Sequence[int | None], rank: int, policy: Policy) -> StepPlan:
-    """Decide how many batches every rank takes."""
+    """Decide how many batches every rank takes, by each rank's length (``None``: its loader has none)."""
     known = [length for length in lengths if length is not None]
     if not known:
         return StepPlan(None, None)
@@ -140,9 +138,10 @@ def plan_steps(lengths: Sequence[int | None], rank: int, policy: Policy) -> Step
     return StepPlan(steps, known[rank], notice)
 
 
+# `mode` is that of CombinedLoader.
 def batches_taken(trainer: Any, lengths: Sequence[int], mode: str = "max_size_cycle") -> int:
-    """Return how many batches of an epoch the fit loop will take."""
-    limit = trainer.limit_train_batches  # the two latter set it
+    """Return how many batches of an epoch the fit loop takes of loaders of these lengths, together."""
+    limit = trainer.limit_train_batches  # fast_dev_run and overfit_batches set it
     each = [min(length, limit) if isinstance(limit, int) else int(length * limit) for length in lengths]
     return int(min(min(each) if mode == "min_size" else max(each), _until_max_steps(trainer)))
 
@@ -166,6 +165,7 @@ class EvenLoader:
 
     def __init__(self, loader: Any, own_batches: int | None) -> None:
         self._loader = loader
+        # Those after it are padding, which must contribute nothing; None: not known yet.
         self.own_batches = own_batches
 
     def __getattr__(self, name: str) -> Any:

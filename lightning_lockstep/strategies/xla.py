@@ -57,7 +57,6 @@ class XLAStartup(RankStartup):
         return strategy.world_size > 1 and super().connect(strategy, timeout)
 
     def device_of_group(self, strategy: Any) -> torch.device:
-        """See :meth:`RankStartup.device_of_group`."""
         return torch.device("cpu")
 
 

@@ -37,8 +37,8 @@ class XLASteps(XLAPending, Strategy):
     is called between two calls of :meth:`sync` is compiled together, once for each set of shapes.
     """
 
-    strategy_name: str
-    downcast_bf16: bool = False
+    strategy_name: str  # as the Trainer and Hydra know it
+    downcast_bf16: bool = False  # with bf16-true: float64 becomes float32 rather than bfloat16
     _dtypes: DtypeReport | None = None
     _lazy_run: LazyRun | None = None
     _steps_made = 0

@@ -37,7 +37,11 @@ def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) ->
 
 
 def zero_loss(module: Module, entries: Sequence[Tensor] = ()) -> Tensor:
-    """Return a loss of zero that depends on every trainable parameter, so that all gradients are zero."""
+    """Return a loss of zero that depends on every trainable parameter, so that all gradients are zero.
+
+    ``entries`` are what this rank has gathered with gradients: the others wait for it in the backward, from
+    where it gets the gradients of what it has given them.
+    """
     parts = [p.view(-1)[:1].sum() * 0.0 for p in module.parameters() if p.requires_grad and p.numel()]
     parts += [entry.flatten()[:0].sum().real for entry in entries]  # no element, so no nan times zero
     return torch.stack([part.float() for part in parts]).sum()

@@ -22,7 +22,7 @@ _AGAIN_AFTER = 60.0  # a compilation that takes still longer is announced again 
 class CompilationWatch:
     """Decides what is printed about compilations, from two counts and a clock."""
 
-    after: float
+    after: float  # how long a compilation takes until it is announced [s]
     _done: int = 0
     # How many have begun and are not done while none runs: what was there before the first look.
     _idle: int | None = None
@@ -30,7 +30,7 @@ class CompilationWatch:
     _said_at: float | None = None
 
     def look(self, begun: int, done: int, now: float, where: Callable[[], str]) -> str | None:
-        """Return what is to be printed now, if anything."""
+        """Return what is to be printed now, if anything, by the counts of all compilations so far."""
         running, has_ended, self._done = begun - done, done > self._done, done
         if self._idle is None:
             self._idle = running
@@ -60,8 +60,8 @@ class CompilationWatch:
         return None if said_at is None or begun_at is None else f"compiled in {now - begun_at:.0f} s"
 
 
-def where_in_run(trainer: Trainer, steps_made: int) -> str:
-    """Return what a Trainer is at, for the announcement of a compilation."""
+def where_in_run(trainer: Trainer, steps_made: int) -> str:  # of this fit, not those before a resume
+    """Return what a Trainer is at, for an announcement, from another thread than its own."""
     if trainer.sanity_checking:
         return "validation, for the check before training"
     if not trainer.training:
@@ -73,10 +73,15 @@ def where_in_run(trainer: Trainer, steps_made: int) -> str:
 
 
 class CompilationAnnouncer:
-    """Announces compilations that take more than a second, from a thread of its own."""
+    """Announces compilations that take more than a second, from a thread of its own; rank 0 prints."""
 
     def __init__(
-        self, trainer: Trainer, steps_made: Callable[[], int], *, after: float = 1.0, interval: float = 0.25
+        self,
+        trainer: Trainer,
+        steps_made: Callable[[], int],  # optimizer steps of this fit
+        *,
+        after: float = 1.0,  # [s]
+        interval: float = 0.25,  # between two looks at torch-xla's counters [s]
     ) -> None:
         self._trainer, self._steps_made, self._interval = trainer, steps_made, interval
         self._watch = CompilationWatch(after)
@@ -84,12 +89,10 @@ class CompilationAnnouncer:
         self._thread = threading.Thread(target=self._run, name="lockstep-compilations", daemon=True)
 
     def start(self) -> None:
-        """Begin to look. Ranks: any, alone."""
         if self._trainer.is_global_zero:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. Ranks: any, alone."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -13,8 +13,7 @@ __all__ = ["DtypeReport"]
 
 
 class DtypeReport:
-    """Notes the dtypes of a first training step: inputs, what modules return, parameters, gradients, optimizer state.
-    """
+    """Notes the dtypes in a step: inputs, outputs of modules, parameters, gradients, optimizer state."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -23,7 +22,6 @@ class DtypeReport:
         self._hooks = [part.register_forward_hook(self._note_output) for part in leaves]
 
     def note_inputs(self, batch: Any) -> None:
-        """Note the dtypes of a batch."""
         apply_to_collection(batch, Tensor, lambda one: self._note("inputs", [one]))
 
     def _note_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -34,7 +32,7 @@ class DtypeReport:
         self._found.setdefault(kind, set()).update(_floating(tensors))
 
     def finish(self, optimizer: Any) -> str:
-        """Return what was found, and watch no longer."""
+        """Return, after the first step, such as ``inputs bfloat16; computed ...``, and watch no longer."""
         parameters = list(self._module.parameters())
         self._note("parameters", parameters)
         self._note("gradients", (one.grad for one in parameters if one.grad is not None))

@@ -13,8 +13,7 @@ __all__ = ["become_xla_rank", "check_xla_untouched", "num_xla_ranks"]
 
 
 def check_xla_untouched() -> None:
-    """Refuse to fork a process in which torch-xla has its devices already: a copy of it could not use them.
-    """
+    """Refuse to fork a process in which torch-xla has its devices: a copy of it could not use them."""
     if has_devices():
         raise LaunchError(
             "XLA was already used in this kernel, so its devices would not work in ranks that are forked from it:"
@@ -25,7 +24,11 @@ def check_xla_untouched() -> None:
 
 
 def num_xla_ranks() -> int | None:
-    """Return how many ranks torch-xla has devices for on this host, without initialising it."""
+    """Return how many ranks torch-xla has devices for on this host, without initialising it.
+
+    0: XLA runs on the CPU, where any number will do. ``None``: nothing asks for XLA, as torch-xla is not
+    installed, or there is neither a TPU nor ``PJRT_DEVICE``.
+    """
     if importlib.util.find_spec("torch_xla") is None:
         return None
     given = os.environ.get("PJRT_DEVICE", "").upper()
@@ -36,7 +39,7 @@ def num_xla_ranks() -> int | None:
     return int(importlib.import_module("torch_xla._internal.tpu").num_local_processes())
 
 
-def become_xla_rank(rank: int, world_size: int) -> None:
+def become_xla_rank(rank: int, world_size: int) -> None:  # of this host
     """Set for torch-xla, before it is used here, which rank this process is.
 
     On a TPU host this gives the rank its own chip.

@@ -25,7 +25,7 @@ class LazyRun:
     reset what the last one logged.
     """
 
-    def __init__(self, trainer: Any, steps_made: Callable[[], int]) -> None:
+    def __init__(self, trainer: Any, steps_made: Callable[[], int]) -> None:  # steps of this fit
         announcer = CompilationAnnouncer(trainer, steps_made)
         announcer.start()
         self._undo = ExitStack()
@@ -35,5 +35,4 @@ class LazyRun:
             self._undo.callback(read_progress_values_when(trainer, lambda: logs_this_step(trainer)))
 
     def end(self) -> None:
-        """Leave everything as it was. Ranks: every process, alone."""
         self._undo.close()

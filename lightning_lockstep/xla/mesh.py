@@ -22,7 +22,7 @@ _AXIS = "data"
 
 
 class DeviceMesh:
-    """All devices, in a row."""
+    """All devices, in a row, once SPMD is chosen."""
 
     def __init__(self, runtime: XLARuntime) -> None:
         self._spmd = runtime.spmd()
@@ -43,10 +43,13 @@ class DeviceMesh:
         return tensor
 
     def divide_parameters(
-        self, module: torch.nn.Module, *, min_size: int, patterns: Sequence[str]
-    ) -> dict[str, int]:
-        """Divide parameters among the devices, each along its longest dimension that can be divided evenly.
-        """
+        self,
+        module: torch.nn.Module,
+        *,
+        min_size: int,  # [values]; smaller ones stay whole on each device
+        patterns: Sequence[str],  # names, with * and ?, that are divided whatever their size
+    ) -> dict[str, int]:  # the dimension of each that was divided
+        """Divide parameters among the devices, each along its longest dimension that divides evenly."""
         divided = {}
         for name, parameter in module.named_parameters():
             wanted = parameter.numel() >= min_size or any(fnmatchcase(name, one) for one in patterns)

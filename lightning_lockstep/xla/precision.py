@@ -69,7 +69,7 @@ class CastPrecision(HalfPrecision):
 
 
 def resolve_xla_precision(plugin: Precision, requested: str | None, *, downcast_bf16: bool) -> Precision:
-    """Return the plugin that does on XLA devices what was requested."""
+    """Return the plugin that does on XLA devices what was requested, else what ``plugin`` names."""
     name = requested or str(plugin.precision)
     if name not in _SUPPORTED:
         raise ConfigurationError(

@@ -33,7 +33,7 @@ def check_replicas(count: int) -> None:
 
 
 class Replicas:
-    """This process's device among those of all ranks."""
+    """This process's device among those of all ranks, which make it together."""
 
     def __init__(self, runtime: XLARuntime, communicator: Communicator) -> None:
         self._runtime, self._communicator = runtime, communicator
@@ -56,6 +56,7 @@ class Replicas:
         parameters = [one for one in module.parameters() if one.requires_grad]
         if not parameters:
             return
+        # A byte each, between hosts; it also shows the guard who has not arrived.
         used = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
         gradients = []
         for parameter, is_used in zip(
@@ -72,8 +73,13 @@ class Replicas:
         """Average tensors over all ranks, in place."""
         self._runtime.all_reduce(list(tensors), scale=1.0 / self._communicator.world_size)
 
-    def gather(self, tensor: Tensor, *, gradients: bool = False) -> Tensor:
-        """Return the tensors of all ranks, one after another."""
+    def gather(
+        self,
+        tensor: Tensor,
+        *,
+        gradients: bool = False,  # whether autograd goes back to every rank, on all together
+    ) -> Tensor:
+        """Return the tensors of all ranks in rank order, of shape (ranks, ...)."""
         if gradients:
             return _Gather.apply(tensor, self)  # type: ignore[no-untyped-call, no-any-return]
         return self._gathered(tensor)
@@ -84,7 +90,7 @@ class Replicas:
             return found
         return found[torch.tensor(self._ordinals, device=found.device)]
 
-    def part_of_this_rank(self, everyone: Tensor) -> Tensor:
+    def part_of_this_rank(self, everyone: Tensor) -> Tensor:  # of shape (ranks, ...)
         """Return the sum over all ranks of what each has for this one."""
         summed = everyone.clone()
         self._runtime.all_reduce([summed])

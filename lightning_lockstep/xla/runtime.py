@@ -25,9 +25,9 @@ __all__ = ["XLARuntime", "compilations_begun_and_done", "compilations_so_far"]
 
 
 class XLARuntime:
-    """What torch-xla offers here."""
+    """What torch-xla offers here; made before the first tensor on a device."""
 
-    def __init__(self, needed_for: str, *, num_devices: int | None = None) -> None:
+    def __init__(self, needed_for: str, *, num_devices: int | None = None) -> None:  # None: what there is
         check_torch_xla(needed_for)
         self._choose_device_type()
         self._num_devices = num_devices
@@ -58,7 +58,7 @@ class XLARuntime:
         return int(self.runtime.process_count())
 
     def be_process(self, local_rank: int, local_processes: int) -> None:
-        """Take one device of this host, with the other processes of it."""
+        """Take one device of this host, with its other processes, before the first tensor on a device."""
         if self.runtime.is_spmd():
             raise ConfigurationError(
                 "This process has trained on all XLA devices as one (SPMD) before, which torch-xla cannot undo:"
@@ -96,7 +96,7 @@ class XLARuntime:
         return torch.as_tensor(self._module("core.xla_model").all_gather(tensor, dim=0))
 
     def use_spmd(self) -> None:
-        """Let one process compute on all devices, as if they were one."""
+        """Let one process compute on all devices as if they were one, before the first tensor on a device."""
         if not self.runtime.is_spmd():
             self.runtime.use_spmd()
         if self.num_processes > 1:
@@ -113,12 +113,10 @@ class XLARuntime:
             )
 
     def device(self) -> torch.device:
-        """Return the device of this process."""
         return torch.device(self.torch_xla.device())
 
     def check_backward(self) -> None:
-        """Check that autograd knows the devices: it counts devices once, at the first backward of the process.
-        """
+        """Check that autograd knows the devices: it counts them once, at the first backward of a process."""
         try:
             torch.autograd.backward(torch.zeros(1, device=self.device(), requires_grad=True).sum())
         except RuntimeError as error:
@@ -131,7 +129,7 @@ class XLARuntime:
             ) from None
 
     def sync(self) -> None:
-        """Compile what was called and is pending, if it is new, and begin to run it."""
+        """Compile what was called and is pending, if it is new, and begin to run it; every process alike."""
         self._sync()
 
     def seed(self) -> int:
@@ -143,8 +141,7 @@ class XLARuntime:
         self._module("core.xla_model").set_rng_state(seed)
 
     def seed_devices(self) -> None:
-        """Let the devices draw random numbers that follow from the state of torch's generator, which stays as it is.
-        """
+        """Let the devices' random numbers follow from the state of torch's generator, which stays as is."""
         state = hashlib.blake2b(bytes(torch.get_rng_state().tolist()), digest_size=8).digest()
         self.set_seed(int.from_bytes(state, "little") >> 1)
 
@@ -152,7 +149,6 @@ class XLARuntime:
         return importlib.import_module(f"torch_xla.{name}")
 
     def spmd(self) -> Any:
-        """Return ``torch_xla.distributed.spmd``."""
         return self._module("distributed.spmd")
 
 

@@ -30,7 +30,7 @@ def limited_memory(meter: MemoryMeter | None) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, meter.device)
-    else:
+    else:  # the limit raises by itself, or memory cannot be read
         yield
 
 

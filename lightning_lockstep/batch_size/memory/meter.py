@@ -28,7 +28,7 @@ _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """Return a number of bytes."""
+    """Return the number of bytes in a number or in text such as ``"4GiB"`` or ``"500 MB"``."""
     if isinstance(text, (int, float)) and not isinstance(text, bool) and text > 0:
         return int(text)
     found = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]i?)?b?\s*", str(text).lower())
@@ -45,16 +45,16 @@ def parse_bytes(text: str | int | float) -> int:
 class MemoryUse:
     """Peak and limit of one trial [bytes]."""
 
-    peak: float | None
+    peak: float | None  # None: not above an earlier peak, which hides it
     limit: float
 
 
 class MemoryMeter(ABC):
     """Reads the memory of one process on one device."""
 
-    source: str = ""
-    noise: float = 0.0
-    judges: bool = False
+    source: str = ""  # where the limit comes from, for people
+    noise: float = 0.0  # peaks that differ by less say nothing [bytes]
+    judges: bool = False  # whether a size with a peak above the limit does not fit, though nothing was raised
 
     @abstractmethod
     def start(self) -> None:
@@ -92,16 +92,13 @@ class CUDAMeter(MemoryMeter):
 
     @property
     def headroom(self) -> float:
-        """See :attr:`MemoryMeter.headroom`."""
         return self._limit() - torch.cuda.memory_allocated(self.device)
 
     def start(self) -> None:
-        """See :meth:`MemoryMeter.start`."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def stop(self) -> MemoryUse:
-        """See :meth:`MemoryMeter.stop`."""
         torch.cuda.synchronize(self.device)
         return MemoryUse(float(torch.cuda.max_memory_allocated(self.device)), self._limit())
 
@@ -133,12 +130,12 @@ class CPUMeter(MemoryMeter):
         unlimited = address_space == psutil.RLIM_INFINITY
         if not unlimited and address_space - now.vms < resident_limit - now.rss:
             self.limit, self.judges, self.source = float(address_space), False, "RLIMIT_AS"
+        # Owed: what the run will take and a trial does not [bytes]. It counts as if it were in use.
         self._owed, self._peak_before = owed, 0
         self._samples: _Samples | None = None
 
     @property
     def headroom(self) -> float:
-        """See :attr:`MemoryMeter.headroom`."""
         now = self._process.memory_info()
         return float(self.limit - self._owed - (now.rss if self.judges else now.vms))
 
@@ -149,13 +146,11 @@ class CPUMeter(MemoryMeter):
         return data + max(0, int(self.headroom))
 
     def start(self) -> None:
-        """See :meth:`MemoryMeter.start`."""
         self._peak_before = _peak("VmPeak")
         if self.judges and not _reset_peak_of_resident(self._process):
             self._samples = _Samples(self._process)
 
     def stop(self) -> MemoryUse:
-        """See :meth:`MemoryMeter.stop`."""
         if not self.judges:
             highest = _peak("VmPeak")
             return MemoryUse(float(highest) if highest > self._peak_before else None, self.limit)

@@ -90,13 +90,13 @@ def _cuda_is_nearly_full() -> bool:
 class Failure:
     """How an attempt failed."""
 
-    summary: str
+    summary: str  # the error's type and its first line
     out_of_memory: bool
+    # None when memory ran out: its traceback would hold the tensors of the frames it passed.
     error: Exception | None = None
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Return the failure that ``error`` is."""
         name, line = type(error).__name__, first_line(error)
         summary = name if line == name else f"{name}: {line}"
         full = is_out_of_memory(error)
@@ -122,7 +122,7 @@ def release_memory(*, collect: bool = True) -> None:
     Must not be called inside an ``except`` clause, whose error holds tensors.
     """
     if collect:
-        gc.collect()
+        gc.collect()  # after an error reference cycles can hold tensors
     device = torch.accelerator.current_accelerator(check_available=True)
     # Not by torch.accelerator.empty_cache, which raises where torch does not know the allocator of the device.
     backend: Any = None if device is None else getattr(torch, device.type, None)

@@ -32,10 +32,10 @@ def guard_fit(
     module: LightningModule,
     *,
     on_oom: Literal["split", "skip"],
-    loss_reduction: Literal["mean", "sum"],
-    on_count: Callable[[int, str], None],
+    loss_reduction: Literal["mean", "sum"],  # how the training step's loss adds up over samples
+    on_count: Callable[[int, str], None],  # on rank 0, with (rank, text), for each batch split or skipped
 ) -> Recovery:
-    """Have the training steps of a fit survive running out of memory."""
+    """Have the training steps of a fit survive running out of memory; all ranks, together."""
     reason = why_not_resumable(trainer.strategy.model)
     if not module.automatic_optimization:
         reason = "the module uses manual optimization, so this package does not control its optimizer steps"

@@ -97,7 +97,7 @@ class GuardedClosure(_Closure):
             self._backward_fn = partial(_marked, self._backward_fn, self._marks, recovery)
 
     def part(self, batch: Any, factor: float) -> Any:
-        """Run forward and backward of a micro-batch of this step."""
+        """Run forward and backward of a micro-batch of this step, its loss multiplied by ``factor``."""
         first = next(iter(self.kwargs))
         step_fn = partial(_weighted, self._make_step_fn({**self.kwargs, first: batch}), factor)
         return _Closure(step_fn=step_fn, backward_fn=self._plain_backward_fn).closure()

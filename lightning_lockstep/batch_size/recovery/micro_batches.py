@@ -28,7 +28,7 @@ def volume(batch: Any) -> int:
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """Cut a batch into that many micro-batches, equal but for one sample.
+    """Cut a batch into that many micro-batches (one per sample at most), equal but for one sample.
 
     Tensors whose first dimension is the batch's are cut, and so are lists and tuples of that length that
     hold no tensors; everything else goes into each part. Nothing is copied.
@@ -119,16 +119,14 @@ class LogRecord:
     parts: list[list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]] = field(default_factory=list)
 
     def begin_part(self) -> None:
-        """Begin a micro-batch."""
         self.parts.append([])
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Take a value."""
         detached = value.detach() if type(value) is Tensor else value
         self.parts[-1].append((name, detached, args, kwargs))
 
     def replay(self, log: Callable[..., None], weights: Sequence[float], *, skip: int) -> None:
-        """Log each value once, averaged over the micro-batches."""
+        """Log each value once, averaged over the micro-batches; the first ``skip`` were logged already."""
         for index, (name, _, args, kwargs) in enumerate(self.parts[0]):
             if index < skip:
                 continue

@@ -22,9 +22,9 @@ _NOTICE, _ACKNOWLEDGED, _COUNT = "batch_size/notice", "batch_size/acknowledged",
 class Notice:
     """A decision that all ranks take at the end of the same optimizer step."""
 
-    step: int
-    fatal: bool
-    text: str
+    step: int  # of the optimizer, counted alike on every rank
+    fatal: bool  # the run ends; otherwise the step is left out
+    text: str  # what happened, with the rank
 
 
 class Notices:
@@ -32,7 +32,7 @@ class Notices:
 
     def __init__(self, communicator: Communicator, on_count: Callable[[int, str], None]) -> None:
         self._communicator = communicator
-        self._channel = communicator.side_channel
+        self._channel = communicator.side_channel  # opened here, by all ranks together
         self._waiting: set[int] = set()
         self._all_acknowledged = threading.Event()
         # By step, and then by rank: the next step's may come before this one's was read, and where two ranks
@@ -48,8 +48,8 @@ class Notices:
         """Let rank 0 know that this rank split or skipped a batch."""
         self._channel.post(_COUNT, text, to=0)
 
-    def send(self, notice: Notice, timeout: float = 60.0) -> bool:
-        """Make every rank take the decision of ``notice``."""
+    def send(self, notice: Notice, timeout: float = 60.0) -> bool:  # timeout [s]
+        """Make every rank take the decision, before sending what is owed; return whether all acknowledged."""
         self._keep(self._communicator.rank, notice)
         others = set(range(self._communicator.world_size)) - {self._communicator.rank}
         if not others:
@@ -70,7 +70,6 @@ class Notices:
         return None if notices is None else notices[min(notices)]
 
     def close(self) -> None:
-        """Stop listening."""
         for remove in self._remove:
             remove()
 

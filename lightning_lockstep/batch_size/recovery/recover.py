@@ -51,14 +51,14 @@ class Recovery:
         self._communicator = communicator
         self.trainable = [p for p in module.parameters() if p.requires_grad]
         self.notices = Notices(communicator, on_count)
-        self.recovered = 0
+        self.recovered = 0  # batches of this rank that were split or skipped
         self._ddp = ddp_of(trainer.strategy.model)
         self._sizes = KnownSizes()
         self._split_step = SplitStep(trainer, module, loss_reduction=loss_reduction)
         self._last_logged: list[LogCall] | None = None
 
     def refresh(self) -> None:
-        """Look again which parameters are trained."""
+        """Look again which parameters are trained: at the start of an epoch, where some may be frozen."""
         self.trainable = [p for p in self._module.parameters() if p.requires_grad]
 
     # -- around every step ------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Recovery:
         return undo
 
     def succeeded(self, call: GuardedClosure) -> None:
-        """Remember what a step logs. Ranks: every rank, alone."""
+        """Remember what a step logs."""
         if self._communicator.world_size > 1:
             self._last_logged = call.logged
 
@@ -126,7 +126,7 @@ class Recovery:
             if result.closure_loss is not None:
                 self._trainer.precision_plugin.post_backward(result.closure_loss, self._module)
             return result
-        fatal = self._mode == "split"
+        fatal = self._mode == "split"  # not even single samples fit: every rank raises BatchSizeError
         text = f"left out batch {self._where()}: {failure}"
         self._notify(self._not_even_one(batch, failure) if fatal else text, fatal=fatal)
         self._count(text)

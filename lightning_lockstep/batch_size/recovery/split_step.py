@@ -36,7 +36,11 @@ class SplitStep:
     def run(
         self, call: GuardedClosure, batch: Any, parts: int, missing: Sequence[nn.Parameter]
     ) -> tuple[Any, dict[nn.Parameter, Tensor | None]] | None:
-        """Run the batch in that many parts."""
+        """Run the batch in that many parts.
+
+        Returns what the step on the whole batch would have, and the ``missing`` gradients, which had not come
+        when memory ran out; ``None`` when it runs out again.
+        """
         samples = samples_in(batch)
         weights = [samples_in(part) / samples for part in split(batch, parts)]
         log, results = LogRecord(), list[Any]()

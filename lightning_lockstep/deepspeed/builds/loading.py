@@ -17,8 +17,9 @@ __all__ = ["prepared_where_loaded"]
 def prepared_where_loaded(prepare: Callable[[list[str]], None]) -> Iterator[None]:
     """Have each op that the body loads prepared by all ranks first.
 
-    Left alone, DeepSpeed's optimizers compile their op when they are made: every rank of a node at the same time,
-    without a message, and behind a lock that a killed build may have left.
+    Left alone, DeepSpeed's optimizers compile their op when they are made: every rank of a node at the same
+    time, without a message, and behind a lock that a killed build may have left. The body loads the same ops
+    in the same order on every rank.
     """
     load = load_of_ops()
     prepared: set[str] = set()

@@ -34,13 +34,11 @@ _SEVERAL_HOSTS = re.compile("nfs|lustre|gpfs|beegfs|ceph|cifs|smb|fuse|9p|virtio
 
 @dataclass(frozen=True)
 class BuildLock:
-    """The lock of one build."""
-
     path: Path
-    op: str
-    age: float
-    owner_pid: int | None
-    is_stale: bool
+    op: str  # such as cpu_adam
+    age: float  # since the file was made [s]
+    owner_pid: int | None  # holds it open or works in its folder; None: nobody here, or another user's
+    is_stale: bool  # nobody works on it; where another host or user may, only after two hours
 
     def __str__(self) -> str:
         owner = "no process of this host" if self.owner_pid is None else f"process {self.owner_pid}"
@@ -70,7 +68,7 @@ def find_build_locks(root: Path | None = None, *, ops: Collection[str] | None = 
 def remove_stale_locks(
     consent: bool, root: Path | None = None, *, ops: Collection[str] | None = None
 ) -> list[BuildLock]:
-    """Remove the locks whose builds are over, and return them."""
+    """Remove the locks whose builds are over, and return them; on one rank of a host."""
     stale = [lock for lock in find_build_locks(root, ops=ops) if lock.is_stale]
     if stale and not consent:
         raise LaunchError(

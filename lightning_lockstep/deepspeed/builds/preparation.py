@@ -50,17 +50,18 @@ _SHOWN = 6
 
 
 def prepare_ops(
-    names: Sequence[str],
+    names: Sequence[str],  # keys of tools.OPS, the same on every rank
     communicator: Communicator,
     *,
     remove_stale_locks: bool = False,
-    timeout: float = 1800.0,
+    timeout: float = 1800.0,  # of a rank that waits for a build [s]
 ) -> None:
     """Build DeepSpeed's ops where they are needed, each once for all ranks that share a folder, and load them.
 
-    The ranks of a node share the folder (``TORCH_EXTENSIONS_DIR``, by default below the home directory), those of
-    several nodes too where it is on a common file system; the lowest of them builds. It says so when it takes longer
-    than some seconds, and the others wait.
+    The ranks of a node share the folder (``TORCH_EXTENSIONS_DIR``, by default below the home directory),
+    those of several nodes too where it is on a common file system; the lowest of them builds. It says so when
+    it takes longer than some seconds, and the others wait. All ranks call it and raise alike; no collective
+    is open while a rank builds.
     """
     builders = _builders_of(names)
     everyone = communicator.gather(_facts(builders, communicator))

@@ -31,8 +31,7 @@ OPS = {
 
 
 def missing_tools(ops: Sequence[str]) -> list[str]:
-    """Return what is missing here for a build: one sentence each, which ends with the command that brings it.
-    """
+    """Return what is missing here for a build, a sentence each that ends with the command that brings it."""
     compiler = _compiler()
     missing = [compiler, _ninja(), _headers()]
     if "async_io" in ops and compiler is None:

@@ -35,8 +35,8 @@ class Builder:
     rank: int
     host: str
     pid: int
-    started: float
-    for_ranks: tuple[int, ...] = ()
+    started: float  # when its process did, to tell it from a later one of its number [s since 1970]
+    for_ranks: tuple[int, ...] = ()  # the others that wait for it
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}"
@@ -55,7 +55,7 @@ class BuildProgress:
     """Shows, while its body runs, that a building rank is alive: to the other ranks, and to the user."""
 
     def __init__(self, builder: Builder, communicator: Communicator, topic: str) -> None:
-        self.doing = "prepares DeepSpeed's ops"
+        self.doing = "prepares DeepSpeed's ops"  # now, for the user
         self._builder, self._channel, self._topic = builder, communicator.side_channel, topic
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-build", daemon=True)
@@ -106,7 +106,7 @@ class BuildOutcomes:
         ]
         self._remove = communicator.side_channel.on(topic, self._take)
 
-    def ended(self, fault: str) -> None:
+    def ended(self, fault: str) -> None:  # why it failed; empty: it did not
         """Tell all ranks how this rank's own build ended."""
         channel = self._communicator.side_channel
         with self._news:
@@ -115,8 +115,8 @@ class BuildOutcomes:
         if fault:
             channel.flush()  # this rank is about to end
 
-    def wait(self, timeout: float) -> None:
-        """Wait until every build has ended well."""
+    def wait(self, timeout: float) -> None:  # [s]
+        """Wait until every build has ended well; a failure, or the end of its rank, is raised at once."""
         channel = self._communicator.side_channel
         with self._news:
             arrived = channel.wait_for(
@@ -132,7 +132,6 @@ class BuildOutcomes:
             raise LaunchError(f"{names} did not finish building DeepSpeed's ops within {timeout:.0f} s.")
 
     def close(self) -> None:
-        """Stop listening."""
         self._remove()
 
     def _take(self, message: Message) -> None:

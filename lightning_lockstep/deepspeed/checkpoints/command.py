@@ -25,7 +25,7 @@ _PROGRAM = "lockstep-consolidate"
 _LAST = Path("checkpoints", "last.ckpt")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:  # exit code; 2: checkpoint or output cannot be used
     """Consolidate a checkpoint as the command line says, and print what was written."""
     arguments = _parser().parse_args(argv)
     try:

@@ -41,26 +41,32 @@ OWN_KEYS = frozenset(
 )
 
 
-def consolidated(folder: str | Path | Sequence[Path], *, tag: str | None = None) -> dict[str, Any]:
+def consolidated(
+    folder: str | Path | Sequence[Path],  # several: of nodes that wrote to disks of their own
+    *,
+    tag: str | None = None,  # which checkpoint, where the folder holds several
+) -> dict[str, Any]:
     """Return what a DeepSpeed checkpoint folder holds, as Lightning's own checkpoint of one file would.
 
-    ``state_dict`` has whole tensors of float32, taken from the optimizer's float32 copies where there are any;
-    parameters that share their values share them here too. The other entries are those of Lightning: epoch, loops,
-    callbacks, hyperparameters and so on. ``optimizer_states`` are left out: a new fit can begin with the weights, but
-    does not go on with the optimizer as it was. Frozen parameters are missing where the run did not save them
+    ``state_dict`` has whole tensors of float32, taken from the optimizer's float32 copies where there are
+    any; parameters that share their values share them here too. The other entries are those of Lightning:
+    epoch, loops, callbacks, hyperparameters and so on; those that are objects of classes are left out, with a
+    warning. ``optimizer_states`` are left out: a new fit can begin with the weights, but does not go on with
+    the optimizer as it was. Frozen parameters are missing where the run did not save them
     (``exclude_frozen_parameters``).
 
-    Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory.
+    Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory;
+    the dictionary refers to none.
     """
     return _lightning_checkpoint(read_checkpoint(_paths(folder), tag), "float32", in_memory)
 
 
 def consolidate(
-    folder: str | Path | Sequence[Path],
+    folder: str | Path | Sequence[Path],  # as for consolidated
     output: str | Path,
     *,
     tag: str | None = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "float32",  # as_saved: each tensor as the model had it; float32: widens halves
 ) -> Path:
     """Write what a DeepSpeed checkpoint folder holds into one file, as :func:`consolidated` describes it.
 

@@ -28,8 +28,9 @@ _LIGHTNING_TAG = "checkpoint"
 class Checkpoint:
     """What the ranks of one run have written at one time, memory-mapped."""
 
-    folder: Path
-    model_states: Sequence[dict[str, Any]]
+    folder: Path  # of the tag; the first of several
+    model_states: Sequence[dict[str, Any]]  # of each rank in stage 3, else of rank 0 alone
+    # Of each rank; of none where DeepSpeed keeps the optimizer with the model.
     optimizer_states: Sequence[dict[str, Any]]
 
 
@@ -42,7 +43,10 @@ def is_deepspeed_checkpoint(path: str | Path) -> bool:
         return False
 
 
-def read_checkpoint(folders: Path | Sequence[Path], tag: str | None = None) -> Checkpoint:
+def read_checkpoint(
+    folders: Path | Sequence[Path],  # of a checkpoint, or of one tag in it; several: of nodes
+    tag: str | None = None,  # by default the one that the file "latest" names
+) -> Checkpoint:
     """Open all files of a checkpoint."""
     folder, files = files_of(folders, tag)
     check_kind(folder, files)

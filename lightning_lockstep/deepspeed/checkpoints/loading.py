@@ -19,9 +19,13 @@ __all__ = ["check_names", "load_by_module", "load_plain_weights", "whole_checkpo
 
 
 def whole_checkpoint(
-    folder: str | Path, module: nn.Module, communicator: Communicator, *, divided: bool
+    folder: str | Path,
+    module: nn.Module,
+    communicator: Communicator,
+    *,
+    divided: bool,  # stage 3: rank 0's values go to all, the others get the names alone
 ) -> dict[str, Any]:
-    """Return a checkpoint folder with whole weights, to be loaded by any number of ranks."""
+    """Return a checkpoint folder with whole weights, for any number of ranks; on all ranks together."""
     reads = communicator.is_main or not divided
     found = agreed(communicator, lambda: consolidated(folder) if reads else {})
     if not divided:
@@ -34,7 +38,11 @@ def whole_checkpoint(
 
 
 def load_plain_weights(
-    engine: Any, module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True
+    engine: Any,
+    module: nn.Module,
+    state: Mapping[str, Tensor],  # whole tensors; in stage 3 those of rank 0 count
+    *,
+    strict: bool = True,
 ) -> None:
     """Load whole weights into an engine's module, and into the float32 copies of its optimizer."""
     if divides_parameters(engine):
@@ -45,9 +53,13 @@ def load_plain_weights(
     refresh_copies(engine.optimizer)
 
 
-def load_by_module(module: nn.Module, state: Mapping[str, Any], *, divided: bool) -> None:
-    """Load whole weights into a module, one of its modules at a time; only the values of that one are asked for.
-    """
+def load_by_module(
+    module: nn.Module,
+    state: Mapping[str, Any],  # None: this rank has no values of it
+    *,
+    divided: bool,  # those of rank 0 go to all ranks, which call this together
+) -> None:
+    """Load whole weights one module at a time; only the values of that one are asked for."""
     prefixes = {f"{name}." if name else "": one for name, one in module.named_modules(remove_duplicate=False)}
     names: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
     for name in state:

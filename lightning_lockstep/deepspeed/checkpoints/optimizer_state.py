@@ -22,12 +22,13 @@ __all__ = ["OptimizerState", "read_optimizer_state"]
 class OptimizerState:
     """What the optimizers of all ranks keep, each value once."""
 
-    masters: Mapping[str, Values]
+    masters: Mapping[str, Values]  # float32 weights, by the names of the parameters
+    # One for each value, such as exp_avg: by its key, by the names of the parameters.
     moments: Mapping[str, Mapping[str, Values]]
-    shared: Sequence[Mapping[str, Any]]
-    options: Sequence[Mapping[str, Any]]
-    names: Sequence[Sequence[str]]
-    flags: Mapping[str, Any]
+    shared: Sequence[Mapping[str, Any]]  # kept once, such as step: of each group of parameters, by its key
+    options: Sequence[Mapping[str, Any]]  # of each group, such as lr
+    names: Sequence[Sequence[str]]  # of the parameters of each group
+    flags: Mapping[str, Any]  # of DeepSpeed's own optimizer: overflow, attributes of its loss scaler
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -102,9 +102,11 @@ def _masters(
     return flat_values(checkpoint, [state["single_partition_of_fp32_groups"] for state in states])
 
 
-def flat_values(checkpoint: Checkpoint, vectors: Sequence[Sequence[Tensor]]) -> dict[str, Values]:
-    """Cut flat vectors of stages 1 and 2, of which each rank has a part, into the values of each parameter.
-    """
+def flat_values(
+    checkpoint: Checkpoint,
+    vectors: Sequence[Sequence[Tensor]],  # each rank's part, a vector for each group of parameters
+) -> dict[str, Values]:
+    """Cut flat vectors of stages 1 and 2 into the values of each parameter."""
     found = {}
     groups = checkpoint.model_states[0]["param_shapes"]
     first = checkpoint.optimizer_states[0]["optimizer_state_dict"]
@@ -122,9 +124,11 @@ def flat_values(checkpoint: Checkpoint, vectors: Sequence[Sequence[Tensor]]) -> 
     return found
 
 
-def divided_values(checkpoint: Checkpoint, vectors: Sequence[Sequence[Tensor]]) -> dict[str, Values]:
-    """Cut vectors of stage 3, in which each rank has a part of each parameter, into the values of each parameter.
-    """
+def divided_values(
+    checkpoint: Checkpoint,
+    vectors: Sequence[Sequence[Tensor]],  # of each rank, those that follow each other
+) -> dict[str, Values]:
+    """Cut vectors of stage 3, which hold a part of each parameter, into the values of each."""
     of_ranks = [[flat(vector) for vector in of_rank] for of_rank in vectors]
     groups = checkpoint.model_states[0]["param_shapes"]
     shapes = {name: shape for group in groups for name, shape in group.items()}

@@ -39,8 +39,8 @@ class Inert:
     """An object of a class that is not plain data, as a file describes it; it runs nothing."""
 
     origin = "?"
-    arguments: tuple[Any, ...]
-    state: Any
+    arguments: tuple[Any, ...]  # what the object was to be made with
+    state: Any  # what was to be put into it, or None
 
     def __new__(cls, *arguments: Any) -> Inert:
         """Keep the arguments; what an unpickler makes may never see ``__init__``."""
@@ -117,8 +117,7 @@ def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value is made of numbers, text, tensors and containers alone, and can be loaded anywhere.
-    """
+    """Return whether a value is made of numbers, text, tensors and containers alone."""
     kind = type(value)
     if kind in _CONTAINERS:
         parts = [*value.items(), *getattr(value, "__dict__", {}).items()]  # type: ignore[attr-defined]

@@ -23,19 +23,16 @@ Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
 def in_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor in memory."""
     return torch.empty(tuple(shape), dtype=dtype)
 
 
 class Storage:
-    """Gives memory while there is enough, and afterwards files that are removed when nothing refers to them.
-    """
+    """Gives memory while there is enough, afterwards files that go when nothing refers to them."""
 
-    def __init__(self, folder: Path, budget: int) -> None:
+    def __init__(self, folder: Path, budget: int) -> None:  # how much memory it may give [bytes]
         self._folder, self._budget = folder, budget
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor of a shape and dtype."""
         numel = math.prod(shape)
         size = numel * dtype.itemsize
         if size <= self._budget:

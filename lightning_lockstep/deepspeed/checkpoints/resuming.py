@@ -40,7 +40,13 @@ from lightning_lockstep.errors import ConfigurationError
 __all__ = ["resume_redivided", "writers_differ"]
 
 
-def writers_differ(folder: Path, communicator: Communicator, *, stage: int, half: str | None) -> bool:
+def writers_differ(
+    folder: Path,
+    communicator: Communicator,
+    *,
+    stage: int,  # of this run
+    half: str | None,  # bf16 or fp16 where this run trains in it
+) -> bool:
     """Return whether a checkpoint folder was written by another number of ranks, or laid out in another way.
 
     DeepSpeed itself resumes it where it was not; then each rank reads its own files, and they are looked for here.
@@ -65,9 +71,9 @@ def resume_redivided(
     folder: Path,
     communicator: Communicator,
     *,
-    strict: bool = True,
-    plain_only: bool = False,
-) -> dict[str, Any]:
+    strict: bool = True,  # whether the names of the weights must be the same
+    plain_only: bool = False,  # leaves out what else would be unpickled, as DeepSpeed does
+) -> dict[str, Any]:  # what Lightning has put into it
     """Load weights, the state of the optimizer and the counters into an engine, whoever has written them.
 
     Every rank reads of all files what it needs, one parameter at a time.

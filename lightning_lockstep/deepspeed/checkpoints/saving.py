@@ -23,18 +23,18 @@ def consolidated_name(folder: Path) -> Path:
 
 @contextmanager
 def whole_folder(
-    target: str,
+    target: str,  # an address such as s3://... is written to directly
     *,
     rank: int,
-    is_first_of_node: bool,
-    meet: Callable[[], object],
-    gather: Callable[[Any], Sequence[Any]],
+    is_first_of_node: bool,  # a node may have a folder of its own
+    meet: Callable[[], object],  # a barrier of all ranks
+    gather: Callable[[Any], Sequence[Any]],  # the values of all ranks, on all
 ) -> Iterator[str]:
     """Give the name of a folder to write into, which takes the place of ``target`` once all ranks have written.
 
-    A run that is killed meanwhile leaves the folder that was there before. The nodes find out which of them share the
-    folder before anything is written: whether it is still there afterwards, a network file system may answer from a
-    cache.
+    A run that is killed meanwhile leaves the folder that was there before. The nodes find out which of them
+    share the folder before anything is written: whether it is still there afterwards, a network file system
+    may answer from a cache. A node that cannot write there raises an OSError on all ranks.
     """
     if "://" in target:
         yield target

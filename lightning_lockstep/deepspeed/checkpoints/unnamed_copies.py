@@ -17,8 +17,7 @@ _MOST_TRIALS = 100_000  # in finding names; a model has some thousand parameters
 
 
 def unnamed_copies(model_states: Mapping[str, Any], saved: Mapping[str, Tensor]) -> dict[str, Values]:
-    """Return the float32 copies of stage 0 by the names of their parameters, as far as they can be found out.
-    """
+    """Return the float32 copies of stage 0 by the names of their parameters, where they can be found out."""
     optimizer = model_states.get("optimizer")
     groups = (optimizer.get("fp32_groups_flat") or optimizer.get("fp32_groups")) if optimizer else None
     buffers = set(model_states["buffer_names"])

@@ -17,9 +17,9 @@ __all__ = ["Values", "count", "cut", "flat"]
 class Values:
     """The values of a parameter, where they are."""
 
-    shape: Sequence[int]
-    dtype: torch.dtype
-    parts: Sequence[Tensor]
+    shape: Sequence[int]  # of the whole tensor
+    dtype: torch.dtype  # in which it is to be written
+    parts: Sequence[Tensor]  # of one dimension; one after the other they are the flat parameter
 
     def of(self, dtype: torch.dtype) -> Values:
         """Return the same values, to be written as ``dtype``."""

@@ -16,12 +16,12 @@ __all__ = ["Limit", "refuse_or_adapt"]
 class Limit:
     """A key of a config that asks for what DeepSpeed cannot do on a device."""
 
-    path: str
+    path: str  # of the key, such as fp16.enabled
     given: Any
-    why: str
-    instead: Any
-    advice: str
-    also: Mapping[str, Any] = field(default_factory=dict)
+    why: str  # DeepSpeed cannot do it here, as a clause
+    instead: Any  # value that does the same, or nearly; None: there is none
+    advice: str  # what a user can write, as sentences
+    also: Mapping[str, Any] = field(default_factory=dict)  # other keys that the replacement sets, by path
 
 
 def refuse_or_adapt(

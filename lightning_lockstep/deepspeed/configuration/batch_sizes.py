@@ -15,10 +15,10 @@ __all__ = ["BatchSizes", "batch_sizes"]
 class BatchSizes:
     """Sizes of a batch; ``None`` for what is not known."""
 
-    whole: int | None
-    micro: int | None
-    accumulation: int | None
-    ranks: int | None
+    whole: int | None  # samples of all ranks for one step of the optimizer
+    micro: int | None  # samples of one rank for one backward
+    accumulation: int | None  # batches of one rank for one step of the optimizer
+    ranks: int | None  # how many
 
     def deduced(self) -> BatchSizes:
         """Return the batch with what follows from the rest, as DeepSpeed deduces it."""

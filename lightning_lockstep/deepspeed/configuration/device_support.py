@@ -37,8 +37,8 @@ def limits(
     config: Mapping[str, Any],
     device_type: str,
     *,
-    can_build_ops: Callable[[str], bool] | None = None,
-    client_optimizer: type | None = None,
+    can_build_ops: Callable[[str], bool] | None = None,  # whether an op is, or can be, built here
+    client_optimizer: type | None = None,  # of configure_optimizers, where it is known
 ) -> list[Limit]:
     """Return what a config asks for that DeepSpeed cannot do here."""
     asked = modern_spelling(config)

@@ -24,13 +24,13 @@ _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 class ModuleOptimizer:
     """Optimizer and scheduler of a module, the first ones if there are several."""
 
-    kind: str | None = None
-    defaults: Mapping[str, Any] | None = None
-    groups: Sequence[Mapping[str, Any]] = ()
-    scheduler: str | None = None
+    kind: str | None = None  # class of the optimizer; None: the module makes none
+    defaults: Mapping[str, Any] | None = None  # its options that DeepSpeed's optimizers have too
+    groups: Sequence[Mapping[str, Any]] = ()  # the same of each group of parameters
+    scheduler: str | None = None  # class of the scheduler; None: the module makes none
 
 
-def optimizer_of(module: Any) -> ModuleOptimizer:
+def optimizer_of(module: Any) -> ModuleOptimizer:  # its layers are made
     """Return what a module makes, by its hook."""
     parts = list(_parts(module.configure_optimizers()))
     optimizer = next((part for part in parts if hasattr(part, "param_groups")), None)

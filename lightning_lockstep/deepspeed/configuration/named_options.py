@@ -19,10 +19,10 @@ _DEFAULT_STAGE = 2
 def with_named_options(
     config: Mapping[str, Any],
     *,
-    stage: int | None,
-    offload_optimizer: str | None,
-    offload_param: str | None,
-    nvme_path: str | Path | None,
+    stage: int | None,  # None: that of the config, or 2
+    offload_optimizer: str | None,  # none (on the device), cpu or nvme
+    offload_param: str | None,  # likewise, with stage 3
+    nvme_path: str | Path | None,  # folder, where one of them is nvme
 ) -> dict[str, Any]:
     """Return a copy of a config that also says what the options of the strategy say."""
     faults = Faults()

@@ -23,10 +23,9 @@ _OFFLOADED = ("cpu", "nvme")
 
 
 def needed_ops(config: Mapping[str, Any], device_type: str, *, fits: bool = True) -> list[str]:
-    """Return the ops of DeepSpeed that a config needs, such as ``cpu_adam``, without those it can do without.
-    """
+    """Return the ops of DeepSpeed that a config cannot do without, such as ``cpu_adam``."""
     asked = modern_spelling(config)
-    of_optimizer = op_of_optimizer(asked) if fits else None
+    of_optimizer = op_of_optimizer(asked) if fits else None  # no optimizer is made for evaluation
     on_nvme = [name for name in sections_on_nvme(asked) if fits or name == "offload_param"]
     ops = [] if of_optimizer is None else [of_optimizer]
     ops += ["async_io"] if on_nvme else []
@@ -57,7 +56,7 @@ def _has_toolkit(device_type: str) -> bool:
     return CUDA_HOME is not None
 
 
-def op_of_optimizer(config: Mapping[str, Any]) -> str | None:
+def op_of_optimizer(config: Mapping[str, Any]) -> str | None:  # in today's spelling
     """Return the op without which the optimizer of a config cannot be made."""
     kind = str(section(config, "optimizer").get("type", "")).lower()
     is_torch = section(config, "optimizer", "params").get("torch_adam") is True
@@ -75,7 +74,7 @@ def op_of_optimizer(config: Mapping[str, Any]) -> str | None:
     return None if is_torch and kind in ("adam", "adamw", "muon") else ops.get(kind)
 
 
-def sections_on_nvme(config: Mapping[str, Any]) -> list[str]:
+def sections_on_nvme(config: Mapping[str, Any]) -> list[str]:  # in today's spelling
     """Return the names of the sections of ZeRO whose device is NVMe."""
     zero = section(config, "zero_optimization")
     return [
@@ -83,6 +82,6 @@ def sections_on_nvme(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def is_offloaded(config: Mapping[str, Any]) -> bool:
+def is_offloaded(config: Mapping[str, Any]) -> bool:  # in today's spelling
     """Return whether the optimizer states of a config are kept off the device."""
     return section(config, "zero_optimization", "offload_optimizer").get("device") in _OFFLOADED

@@ -44,7 +44,7 @@ _OF_EVALUATION = (
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """Return a copy of a config that may be changed."""
+    """Return a copy, down to the last level, of a config or of what a JSON file holds."""
     if config is None:
         return {}
     content = _content_of(Path(config)) if isinstance(config, (str, Path)) else config
@@ -94,13 +94,13 @@ def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
+def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:  # in today's spelling
     """Return the part of a config that counts where nothing is trained."""
     return {name: config[name] for name in _OF_EVALUATION if name in config}
 
 
 def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return a section of a config, or an empty one where there is none."""
+    """Return a section of a config by the way to it, or an empty one where there is none."""
     for name in names:
         inner = config.get(name)
         config = inner if isinstance(inner, Mapping) else {}

@@ -37,14 +37,13 @@ class RunConfig:
         faults = Faults()
         check_keys(given, faults)
         faults.raise_all()
-        self.given = without_nulls(given)
-        self._may_adapt, self._say = adapt, say
+        self.given = without_nulls(given)  # not completed
+        self._may_adapt, self._say = adapt, say  # say prints a line, once for all ranks
         self._accumulation_given = False
         self._accumulation_set: int | None = None  # by a fit before, from the configuration
 
     def check_trainer(self, devices: Sequence[torch.device], device_type: str) -> None:
-        """Hold the configuration against the Trainer under construction, and what DeepSpeed can do on its devices.
-        """
+        """Hold the configuration against the Trainer under construction and what its devices can do."""
         faults = Faults()
         values = values_given()
         self._accumulation_given = values.accumulate_grad_batches is not None
@@ -64,9 +63,10 @@ class RunConfig:
         return adapted
 
     def of_fit(self, trainer: Any, *, precision: str, world_size: int) -> dict[str, Any]:
-        """Return the complete configuration of a fit that begins.
+        """Return the complete configuration of a fit that begins; on all ranks together.
 
-        The accumulation of the configuration becomes the Trainer's, which counts the steps by it.
+        The layers of the module are made by then. The accumulation of the configuration becomes the
+        Trainer's, which counts the steps by it.
         """
         values = run_values(
             trainer,
@@ -99,8 +99,7 @@ class RunConfig:
         return config
 
     def of_evaluation(self, precision: str) -> dict[str, Any]:
-        """Return the complete configuration where nothing is trained, or where the model is still to be made.
-        """
+        """Return the complete configuration where nothing is trained, or the model is still to be made."""
         needed, values = for_evaluation(modern_spelling(self.given)), TrainerValues(precision=precision)
         faults = Faults()
         check_against_trainer(needed, values, faults)

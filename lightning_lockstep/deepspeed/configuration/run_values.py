@@ -31,9 +31,8 @@ def run_values(
 
 
 def total_steps(trainer: Any) -> int | None:
-    """Return the optimizer steps of a fit, with the accumulation that the Trainer has; ``None`` where nobody knows.
-    """
-    steps = trainer.estimated_stepping_batches
+    """Return the optimizer steps of a fit by the Trainer's accumulation; ``None`` where nobody knows."""
+    steps = trainer.estimated_stepping_batches  # makes the loaders, on all ranks together
     return int(steps) if steps != float("inf") and steps > 0 else None
 
 

@@ -42,20 +42,19 @@ class TrainerValues:
     ``None`` is a value that is not known, or that the user has not given.
     """
 
-    precision: str | None = None
-    accumulate_grad_batches: int | None = None
-    gradient_clip_val: float | None = None
-    gradient_clip_algorithm: str | None = None
-    batch_size: int | None = None
+    precision: str | None = None  # Lightning's name, such as bf16-mixed
+    accumulate_grad_batches: int | None = None  # batches for one step of the optimizer
+    gradient_clip_val: float | None = None  # largest norm of the gradients; 0: no clipping
+    gradient_clip_algorithm: str | None = None  # norm or value
+    batch_size: int | None = None  # samples in a batch of one rank
     world_size: int | None = None
-    total_steps: int | None = None
-    optimizer_defaults: Mapping[str, Any] | None = None
-    hidden_size: int | None = None
+    total_steps: int | None = None  # of the optimizer, in the whole run
+    optimizer_defaults: Mapping[str, Any] | None = None  # of configure_optimizers, such as lr
+    hidden_size: int | None = None  # width of the model, by which Transformers chooses ZeRO's buckets
 
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
-    """Return the precision that a config asks for: ``16-mixed`` or ``bf16-mixed``; ``None`` for neither or both.
-    """
+    """Return what a config asks for, ``16-mixed`` or ``bf16-mixed``; ``None`` for neither or both."""
     modern = modern_spelling(config)
     on = [name for name in PRECISION_OF if section(modern, name).get("enabled") is True]
     return PRECISION_OF[on[0]] if len(on) == 1 else None

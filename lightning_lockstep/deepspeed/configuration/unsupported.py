@@ -16,7 +16,7 @@ __all__ = ["on_a_cpu", "on_any_device"]
 _FLOAT16 = ("fp16", "float16", "half", "torch.float16", "torch.half")
 
 
-def on_any_device(config: Mapping[str, Any]) -> Iterator[Limit]:
+def on_any_device(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's spelling
     """Yield what does not work under Lightning, or not at all."""
     yield from _of_deepspeeds_own_loop(config)
     writer = section(config, "checkpoint").get("writer")
@@ -101,7 +101,7 @@ def _of_deepspeeds_own_loop(config: Mapping[str, Any]) -> Iterator[Limit]:
             )
 
 
-def on_a_cpu(config: Mapping[str, Any]) -> Iterator[Limit]:
+def on_a_cpu(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's spelling
     """Yield what fails on a CPU with any build."""
     yield from _of_float16(config)
     yield from _only_cuda(config)

@@ -56,6 +56,7 @@ class GradientMarks:
     __slots__ = ("_before",)
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        # Right before the backward; about 0.1 us for each parameter.
         # A gradient is either new, or accumulated in place, which raises its version.
         version = version_getter()
         self._before = [(g, -1 if g is None else version(g)) for g in [p.grad for p in parameters]]
@@ -71,8 +72,8 @@ class GradientMarks:
 
 
 def deliver_gradients(
-    ddp: DistributedDataParallel | None,
-    gradients: dict[nn.Parameter, Tensor | None],
+    ddp: DistributedDataParallel | None,  # its forward of this step was called
+    gradients: dict[nn.Parameter, Tensor | None],  # that DDP still waits for; emptied, so that none is copied
     *,
     backward_began: bool,
 ) -> None:
@@ -96,7 +97,7 @@ def deliver_gradients(
         ddp.reducer.prepare_for_backward([arrival] if ddp.find_unused_parameters else [])
     arrival.backward()  # type: ignore[no-untyped-call]
     if ddp is not None and reduces:
-        check_reduced(ddp)
+        check_reduced(ddp)  # RuntimeError: it cannot go on
 
 
 class _Arrival(torch.autograd.Function):

@@ -16,12 +16,12 @@ class Attempts:
     """
 
     def __init__(self) -> None:
-        self.number = self.begun = 0
+        self.number = self.begun = 0  # of the attempt, the same on all ranks in it; fits begun by this rank
         self._over = -1  # the last attempt in which this rank raised something that the program has caught
         self._ahead: dict[int, int] = {}  # first fit of another rank's attempt -> number of the attempt
 
     def begin(self, *, after_failure: bool) -> None:
-        """Count a fit that this rank begins."""
+        """Count a fit that this rank begins; ``after_failure``: it has raised since it began the last one."""
         self._catch_up()
         if after_failure:
             self._over = self.number

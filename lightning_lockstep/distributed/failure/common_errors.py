@@ -36,9 +36,9 @@ class CommonErrors:
         channel: SideChannel,
         attempts: Attempts,
         *,
-        patience: Callable[[], float],
-        posted: Callable[[int, int], None],
-        alone: Callable[[FailureRecord], None],
+        patience: Callable[[], float],  # how long the others may take to raise the same [s]
+        posted: Callable[[int, int], None],  # gets a rank that has raised such an error, and its attempt
+        alone: Callable[[FailureRecord], None],  # gets an error that this rank has not raised meanwhile
     ) -> None:
         self._channel, self._attempts = channel, attempts
         self._patience, self._on_posted, self._alone = patience, posted, alone

@@ -48,6 +48,7 @@ def keep_notes_in(folder: Path) -> None:
 def note_failure(record: FailureRecord) -> None:
     """Note which rank failed first; also for ``torchrun``, so that its closing summary has the traceback."""
     _write("failed", record.to_json())
+    # Every rank that ends by it does so: torchrun's agent sums up whichever it sees end first.
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         content = {
@@ -82,6 +83,9 @@ def note_orderly_end() -> None:
             _write("ended", "")
 
     at_exit(note)
+
+
+# -- for the process that has started the ranks -----------------------------------------------------
 
 
 def first_failure(folder: Path) -> FailureRecord | None:

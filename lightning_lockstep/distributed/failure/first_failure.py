@@ -32,12 +32,12 @@ class FirstFailure:
         self,
         channel: SideChannel,
         *,
-        grace_period: Callable[[], float],
-        found: Callable[[FailureRecord], None],
+        grace_period: Callable[[], float],  # from the message of a failure until a forced end [s]
+        found: Callable[[FailureRecord], None],  # gets another rank's, once per attempt
     ) -> None:
         self._channel, self._grace_period, self._found = channel, grace_period, found
         self.record: FailureRecord | None = None
-        self.raised_here = False
+        self.raised_here = False  # in the current attempt; the owner sets it
         self._attempts = Attempts()
         self._known, self._confirmed = threading.Event(), threading.Event()
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class FirstFailure:
         return self._confirmed.is_set()
 
     def begin(self) -> bool:
-        """Begin a fit: what this rank raised before was caught by the program."""
+        """Begin a fit: what this rank raised before was caught by the program. Return whether it had."""
         with self._lock:
             raised, self.raised_here = self.raised_here, False
             self._attempts.begin(after_failure=raised)
@@ -80,9 +80,9 @@ class FirstFailure:
         return raised
 
     def announce(self, record: FailureRecord) -> FailureRecord:
-        """Claim that ``record`` is the first failure; if it is, send it to every rank."""
+        """Claim that ``record`` is the first failure; if it is, send it to every rank. Return the first."""
         attempt = self._attempts.number
-        claimed = self._channel.claim(f"{_FIRST}/{attempt}", record.to_json())
+        claimed = self._channel.claim(f"{_FIRST}/{attempt}", record.to_json())  # one round trip to rank 0
         first = FailureRecord.from_json(claimed)
         with self._lock:
             if self.record is None and not self._is_over(first, attempt):

@@ -26,11 +26,11 @@ class LostPeers:
         self,
         channel: SideChannel,
         *,
-        patience: Callable[[], float],
-        then: Callable[[FailureRecord], None],
+        patience: Callable[[], float],  # how long a better report may take at most [s]
+        then: Callable[[FailureRecord], None],  # called in a thread of its own, which may wait
     ) -> None:
         self._channel, self._patience, self._then = channel, patience, then
-        self.any = False
+        self.any = False  # whether a rank is known to be gone
         channel.watch_peers(on_lost=self._gone, on_silent=self._silent)
 
     def _gone(self, rank: int, reason: str) -> None:

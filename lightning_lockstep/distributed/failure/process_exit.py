@@ -69,7 +69,7 @@ def at_process_end(function: Callable[[], None]) -> None:
     """Have ``function`` called when this process ends in an orderly way, a rank of multiprocessing included.
 
     A process that :mod:`multiprocessing` started leaves without what :mod:`atexit` holds, up to Python 3.12,
-    but not without its own finalizers.
+    but not without its own finalizers. So ``function`` may be called twice, and must then find nothing to do.
     """
     at_exit(function)
     if multiprocessing.parent_process() is not None:
@@ -80,7 +80,11 @@ _flushers: list[Callable[[], None]] = []
 
 
 def on_flush(flusher: Callable[[], None]) -> Callable[[], None]:
-    """Have ``flusher`` called before this process ends by force, which nothing at exit survives."""
+    """Have ``flusher`` called before this process ends by force, which nothing at exit survives.
+
+    It may be called on any thread and more than once, and must wait for another rank for a second at most.
+    Returns a function that takes it off the list again.
+    """
     _flushers.append(flusher)
 
     def remove() -> None:
@@ -134,14 +138,14 @@ def _drop_if_unread(stream: TextIO) -> None:
 
 
 def end_now(exit_code: int, message: str = "") -> NoReturn:
-    """End this process by force."""
+    """End this process by force, from any thread; ``message`` is printed last, to standard error."""
     last = threading.Thread(target=_print_last, args=(message,), name="lockstep-last", daemon=True)
     try:
         last.start()
     except RuntimeError:  # Python is exiting and starts no thread any more
         _print_last(message)
     else:
-        last.join(_LAST_WRITES)
+        last.join(_LAST_WRITES)  # no longer: perhaps nobody reads the stream
     os._exit(exit_code)
 
 
@@ -190,7 +194,7 @@ def end_after_exit_functions(exit_code: int) -> NoReturn:
     atexit._run_exitfuncs()
     flush_everything()
     repeat_headline()
-    os._exit(exit_code)
+    os._exit(exit_code)  # Python's own exit would not keep the code
 
 
 _leaving: Callable[[], None] | None = None
@@ -214,7 +218,12 @@ def ends_with_error() -> bool:
     )  # set by Python before it prints the exception; a SystemExit leaves no trace
 
 
-def leave_without_waiting(exit_code: int, message: str = "", *, unless_caught: bool = False) -> None:
+def leave_without_waiting(
+    exit_code: int,
+    message: str = "",  # to standard error, before what is registered for the exit runs
+    *,
+    unless_caught: bool = False,  # a program that has caught the failure ends as it would have without
+) -> None:
     """Have this process, once Python begins to exit, end without the destructors that wait for dead peers."""
     global _leaving, _leaving_code
     if _leaving is not None:
@@ -252,7 +261,6 @@ def return_failure() -> None:
 
 
 def failure_returned() -> bool:
-    """Return whether :func:`return_failure` was called."""
     return _returned
 
 
@@ -271,7 +279,7 @@ def writing_report() -> Iterator[None]:
 
 
 def wait_for_reports(timeout: float) -> None:
-    """Wait until nothing writes a report in this process."""
+    """Wait, up to ``timeout`` [s], until nothing writes a report in this process."""
     deadline = time.monotonic() + timeout
     while _writing and time.monotonic() < deadline:
         time.sleep(0.05)

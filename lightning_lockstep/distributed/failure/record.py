@@ -206,7 +206,7 @@ def is_alike(error: BaseException, record: FailureRecord) -> bool:
 
 
 def describe_exit(returncode: int) -> tuple[Kind, str, int]:
-    """Return (kind, summary, exit code for the job) for the return code of a process."""
+    """Return (kind, summary, exit code for the job) for a process's return code, negative for a signal."""
     if returncode < 0:
         return "signal", exit_in_words(returncode), 128 - returncode
     return "exit", exit_in_words(returncode), returncode

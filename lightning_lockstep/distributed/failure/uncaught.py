@@ -65,7 +65,8 @@ def keep_quiet(error: BaseException) -> None:
 def show_plainly(error: RankFailedError, exit_code: int | None = None) -> None:
     """Have Python print the report alone when ``error`` ends this process, without this rank's own stack.
 
-    Torch's hook would put this rank's number in front of every line of the other one's traceback.
+    Torch's hook would put this rank's number in front of every line of the other one's traceback. Without
+    ``exit_code`` the process ends with Python's own, 1.
     """
     _print_instead(error, f"\nlightning-lockstep: {error}\n", exit_code)
 
@@ -112,7 +113,11 @@ def _usual_text(error: BaseException) -> str:
 
 
 def end_within(
-    error: BaseException, seconds: float, exit_code: int, *, on_force: Callable[[], None] | None = None
+    error: BaseException,
+    seconds: float,  # how long it may take to end by itself [s]
+    exit_code: int,
+    *,
+    on_force: Callable[[], None] | None = None,  # called before it is ended
 ) -> None:
     """If nobody catches ``error``, end this process by force a while after Python has printed it.
 
@@ -149,7 +154,10 @@ def _count_down(seconds: float, exit_code: int) -> None:
 
 
 def on_uncaught(function: Callable[[], None]) -> None:
-    """Have ``function`` called after Python has printed an exception that nobody caught."""
+    """Have ``function`` called after Python has printed an exception that nobody caught, perhaps twice.
+
+    Not for one whose printing :func:`keep_quiet` or :func:`show_plainly` has replaced.
+    """
     _after_uncaught.append(function)
     _install_hook()
 

@@ -42,7 +42,7 @@ class CollectiveGuard:
         self, channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
     ) -> None:
         self.settings, self._propagation = settings, propagation
-        self.folder: Callable[[], Path | None] = lambda: None
+        self.folder: Callable[[], Path | None] = lambda: None  # for the report; None: none is written
         self._verifier = CallVerifier() if settings.guard == "verify" else None
         self._messages = self._verifier or MessageRecorder()
         self._errors = MainThreadErrors(_deals_with_errors)
@@ -65,7 +65,7 @@ class CollectiveGuard:
         return self.watch.error
 
     def start(self) -> None:
-        """Begin to watch, and to verify if that is wanted."""
+        """Begin to watch, and to verify if that is wanted; on all ranks between the same two collectives."""
         self._messages.start()
         self.follow()
         self.watch.start()
@@ -78,7 +78,7 @@ class CollectiveGuard:
         self.watch.follow(threading.current_thread())
 
     def stop(self) -> None:
-        """Stop watching and verifying."""
+        """Stop watching and verifying; on all ranks between the same two collectives."""
         self._messages.stop()
         self.watch.stop()
         self._errors.remove()
@@ -87,7 +87,9 @@ class CollectiveGuard:
             self._propagation.explain = None
 
     def explain(self, error: BaseException) -> BaseException | None:
-        """Return the error that all ranks raise in place of one that was raised here, if there is a reason.
+        """Return the error that all ranks raise in place of one raised here, if there is a reason.
+
+        In the main thread; where a collective has failed, the others are asked, for some seconds at most.
         """
         self._errors.take()
         if self.error is None and is_broken_collective(error) and not isinstance(error, LockstepError):
@@ -164,7 +166,7 @@ class _GuardOfChannel:
 def guard_on(
     channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
 ) -> CollectiveGuard | None:
-    """Return the guard of a run, at work; ``None`` where it is off."""
+    """Return the guard of a run, at work, or ``None``; for every rank, in the thread that trains."""
     kept = channel.own(_GuardOfChannel)
     kept.check_alike(settings)
     if kept.guard is not None and kept.guard.settings == settings:

@@ -14,9 +14,10 @@ __all__ = ["GuardSettings"]
 class GuardSettings:
     """Settings of the guard of a run."""
 
-    guard: Literal["off", "watch", "verify"] = "watch"
-    stall_timeout: float = 60.0
-    guard_history: int = 0
+    # watch: find out why a collective does not complete.
+    guard: Literal["off", "watch", "verify"] = "watch"  # verify: also compare before each collective
+    stall_timeout: float = 60.0  # how long one may take before the ranks compare where they are [s]
+    guard_history: int = 0  # how many of the last calls of each rank a report lists
 
     def __post_init__(self) -> None:
         faults = Faults()

@@ -64,27 +64,27 @@ _STOPPED = 2.0
 
 
 class CollectiveWatch:
-    """Watches the collectives of this rank."""
-
     def __init__(
         self,
         channel: SideChannel,
         recorders: Sequence[CallRecorder],
         settings: GuardSettings,
         *,
-        messages: Callable[[], Sequence[RecordedCall]] = tuple,
+        messages: Callable[[], Sequence[RecordedCall]] = tuple,  # not known to be complete
+        # Once, on the guard's thread: the error of all ranks, before the waits of this one are ended.
         conclude: Callable[[CollectiveError], None],
+        # On the one rank that has asked the others: an error, and what each has said.
         report: Callable[[Verdict, Mapping[int, RankState]], None],
-        is_rank: Callable[[int], bool] = lambda pid: False,
-        has_failed: Callable[[], bool] = lambda: False,
-        has_raised: Callable[[int], bool] = lambda rank: False,
-        store_port: int = 0,
+        is_rank: Callable[[int], bool] = lambda pid: False,  # of a child process
+        has_failed: Callable[[], bool] = lambda: False,  # a rank, which explains what it no longer does
+        has_raised: Callable[[int], bool] = lambda rank: False,  # an error that may be one of all ranks
+        store_port: int = 0,  # of the store at which the ranks have met
     ) -> None:
         self.channel, self.settings, self._recorders = channel, settings, tuple(recorders)
         self._conclude, self._report, self._store_port = conclude, report, store_port
         self._messages, self._open_messages = messages, tuple[RecordedCall, ...]()
         self._has_failed, self._has_raised = has_failed, has_raised
-        self.error: CollectiveError | None = None
+        self.error: CollectiveError | None = None  # that all ranks raise, once there is one
         self._waits = Waits(settings.stall_timeout)
         self._raised_at: Position | None = None
         self._prepares = self._knows_sites = self._concluded = False
@@ -113,7 +113,6 @@ class CollectiveWatch:
         self._sites: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def follow(self, thread: threading.Thread) -> None:
@@ -136,13 +135,12 @@ class CollectiveWatch:
     def explain(
         self,
         raised: str,
-        timeout: float,
+        timeout: float,  # longest wait for the other ranks [s]
         *,
-        at: Position | None = None,
-        unless: Callable[[], bool] = lambda: False,
+        at: Position | None = None,  # by default where the main thread is
+        unless: Callable[[], bool] = lambda: False,  # the reason is known otherwise: ends the wait
     ) -> CollectiveError | None:
-        """Return the error that all ranks raise because the backend has raised an error here, if there is a reason.
-        """
+        """Return the error that all ranks raise, if there is a reason: the backend has raised one here."""
         if not self._thread.is_alive() or threading.current_thread() is self._thread:
             return self.error
         with self._answered:
@@ -157,7 +155,7 @@ class CollectiveWatch:
         return self.error
 
     def state(self, sites: bool = False) -> RankState:
-        """Return where this rank is."""
+        """Return where this rank is; with all call sites, if ``sites``, which takes seconds at first."""
         self._activity.look(closely=self._prepares, held_up=self._holds_up())
         place = self._raised_at or position(self._trains)
         awaited = [one.call for one in self._messages()] if place.function == WAIT else []

@@ -27,18 +27,15 @@ class UnansweredCollectiveError(CollectiveError):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCall:
-    """One call of a collective."""
-
-    operation: str
-    rank: int
+    operation: str  # in ``torch.distributed.ProcessGroup``
+    rank: int  # in the group
     size: int
-    tensors: Sequence[Any]
-    reduction: Any = None
-    root: int = 0
-    splits: Sequence[Any] = (None, None)
+    tensors: Sequence[Any]  # what it writes to first: tensors, lists of them or lists of those
+    reduction: Any = None  # a ``ReduceOp`` or what the dispatcher makes of it; None: it does not reduce
+    root: int = 0  # in the group
+    splits: Sequence[Any] = (None, None)  # rows for and of each rank; empty or None: equal ones
 
     def unanswered(self, why: str) -> UnansweredCollectiveError:
-        """Return the error to raise."""
         return UnansweredCollectiveError(
             f"{self.operation} cannot be answered in a step that runs on one rank alone: {why}."
         )

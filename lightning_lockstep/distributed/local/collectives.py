@@ -49,7 +49,7 @@ _OTHER_METHODS = {
 class LocalAnswers:
     """What :func:`local_collectives` answered."""
 
-    count: int = 0
+    count: int = 0  # of collectives so far
 
 
 @contextmanager
@@ -58,7 +58,8 @@ def local_collectives() -> Iterator[LocalAnswers]:
 
     A gather gives copies of this rank's tensor, a sum gives it times the number of ranks. A broadcast leaves the tensor
     of a receiving rank as it is; what another rank would scatter is zeros. This holds for the whole process, other
-    threads included.
+    threads included. What only another rank knows raises :class:`UnansweredCollectiveError`: a send or
+    receive, objects from another rank, sizes that differ.
     """
     answers = LocalAnswers()
     with ExitStack() as stack:

@@ -48,7 +48,7 @@ _noted = threading.local()
 
 
 def reduction_kind(given: Any) -> str:
-    """Return how a collective reduces, such as ``sum``."""
+    """Return how a collective reduces, such as ``sum``; in a kernel of torch 2.9 if that was noted."""
     if isinstance(given, _READABLE):
         return _name(given)
     if _can_be_read():

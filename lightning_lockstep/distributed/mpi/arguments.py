@@ -18,7 +18,6 @@ _NAMES = {
 
 
 def as_list(tensors: Any) -> list[Tensor]:
-    """Return a tensor, or tensors, as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
@@ -68,7 +67,7 @@ def reduction(options: Any) -> str:
 
 
 def same(name: str, parts: Sequence[Tensor], tensor: Tensor, *, count: int, own: int | None = None) -> None:
-    """Check a list with one tensor per rank."""
+    """Check a list with one tensor per rank: all are like ``tensor``, or the one of rank ``own`` is."""
     if len(parts) != count:
         raise ValueError(
             f"{name} was given a list of {len(parts)} tensors: expected {count}, one for each rank."
@@ -96,8 +95,7 @@ def equal_parts(name: str, whole: Tensor, part: Tensor, size: int) -> None:
 
 
 def parts_by_sizes(name: str, whole: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:
-    """Return the part of each rank: ``sizes[i]`` rows for rank ``i``, or equal ones when no sizes are given.
-    """
+    """Return the part of each rank: ``sizes[i]`` rows for rank ``i``, or equal ones without sizes."""
     dense([whole])
     rows = whole.shape[0] if whole.dim() else 0
     if not sizes:

@@ -49,7 +49,7 @@ _defaults = MPIBackendOptions()
 
 
 def default_options(options: MPIBackendOptions) -> None:
-    """Set the options of groups that are made without any, sub-groups included."""
+    """Set the options of groups that are made without any, sub-groups included; on all ranks alike."""
     global _defaults
     _defaults = options
 

@@ -30,34 +30,33 @@ from lightning_lockstep.errors import CollectiveMismatchError
 __all__ = ["Call", "GroupEngine", "GroupPart", "GroupSettings", "Prepared", "collective", "is_small"]
 
 _DONE = FinishedWork()
+#: Makes an operation of tensors that MPI may use.
 Make = Callable[[list[Tensor]], Body]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """Settings of one group."""
-
-    name: str
-    ranks: Sequence[int]
-    timeout: float
-    check: bool
-    cuda_aware: bool
+    name: str  # in messages
+    ranks: Sequence[int]  # by their numbers in the default group
+    timeout: float  # longest wait for other ranks [s]
+    check: bool  # compare the ranks before each operation
+    cuda_aware: bool  # MPI takes CUDA memory
 
 
 class Call(NamedTuple):
     """One collective as the caller meant it."""
 
-    operation: str
-    tensors: Sequence[Tensor]
-    reads: int
-    shown: Sequence[Tensor]
-    result: Any
-    nbytes: int = 0
+    operation: str  # in torch.distributed
+    tensors: Sequence[Tensor]  # all that MPI is given, of one dtype
+    reads: int  # how many of them, the first ones, are only read
+    shown: Sequence[Tensor]  # whose shapes a message shows, of the same dtype
+    result: Any  # of its future
+    nbytes: int = 0  # of its largest MPI collective, the same on every rank; 0: made of messages
     reduce_op: str | None = None
-    root: int | None = None
-    compared: Sequence[Tensor] | None = None
-    pairwise: bool = False
-    note: str = ""
+    root: int | None = None  # in the group
+    compared: Sequence[Tensor] | None = None  # whose shapes are equal on all ranks; None: the shown ones
+    pairwise: bool = False  # what each rank sends must be as large as what the receiver expects
+    note: str = ""  # shown instead of the shapes, compared too: what is wrong with the arguments, say
 
     def signature(self) -> Hashable:
         """Return what must be equal on all ranks."""
@@ -80,7 +79,14 @@ class GroupEngine:
         self._coalesced: list[MPIWork] | None = None
         self._lock = threading.Lock()
 
-    def run(self, call: Call, make: Make, options: Any, *, small: bool = False) -> Any:
+    def run(
+        self,
+        call: Call,
+        make: Make,
+        options: Any,  # torch's: timeout, and whether the caller waits at once
+        *,
+        small: bool = False,  # worth the caller's own time where it waits anyway
+    ) -> Any:
         """Run a collective and return its handle."""
         if self.broken is not None:
             raise self._unusable()

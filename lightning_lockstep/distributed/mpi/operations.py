@@ -45,9 +45,9 @@ __all__ = [
 class Limits:
     """Sizes at which a transfer is cut; tests lower them to walk the same paths with small tensors."""
 
-    piece = 8 * 2**20
-    count = 2**30
-    polled = 2**16
+    piece = 8 * 2**20  # of a reduction [bytes]
+    count = 2**30  # of one MPI call [elements]
+    polled = 2**16  # up to which a collective is never a blocking one [bytes]
 
 
 LIMITS = Limits()
@@ -104,11 +104,11 @@ class Collective(NamedTuple):
     """One MPI collective, not yet started."""
 
     comm: Any
-    name: str
+    name: str  # of the blocking method of mpi4py
     arguments: tuple[Any, ...]
 
     def block(self) -> None:
-        """Carry it out."""
+        """Carry it out, on all ranks by this method or on all by :meth:`start`."""
         getattr(self.comm, self.name)(*self.arguments)
 
     def start(self) -> Any:
@@ -117,7 +117,6 @@ class Collective(NamedTuple):
 
 
 def barrier(comm: Any) -> Body:
-    """Wait until every rank has arrived."""
     yield [comm.Ibarrier()]
 
 

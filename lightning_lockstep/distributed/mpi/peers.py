@@ -34,7 +34,12 @@ class Peers:
         exited = self._runtime.exited
         return bool(exited) and any(self._runtime.exited_for(rank) > _IN_FLIGHT for rank in self._in_world)
 
-    def error(self, title: str, number: int | None, seconds: float) -> CollectiveStallError:
+    def error(
+        self,
+        title: str,
+        number: int | None,  # of the collective in its group; None: a message between two ranks
+        seconds: float,  # how long this rank has waited
+    ) -> CollectiveStallError:
         """Return the error for an operation in which not all ranks take part."""
         exited = [i for i, rank in enumerate(self._in_world) if rank in self._runtime.exited]
         if exited:
@@ -56,7 +61,7 @@ class Peers:
         others = [rank for rank in range(self._comm.size) if rank != own]
         with suppress(dist.DistError):
             self._store.set(f"stalled/{number}/{self._ranks[own]}", b"1")
-            time.sleep(0.5)
+            time.sleep(0.5)  # in which the others note that they, too, have timed out
             others = [
                 rank for rank in others if not self._store.check([f"stalled/{number}/{self._ranks[rank]}"])
             ]

@@ -33,11 +33,10 @@ class Messages:
     """Sends and receives within one group."""
 
     def __init__(self, headers: Any, data: Any) -> None:
-        self.headers, self._data = headers, data
+        self.headers, self._data = headers, data  # communicators: for headers, and for what follows them
         self._tags = itertools.count()
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Body:
-        """Send a tensor to rank ``to``."""
         own_tag = _FIRST_TAG + next(self._tags) % _TAGS
         header = numpy.array([_code(tensor.dtype), tensor.numel(), own_tag], numpy.int64)
         requests = [self.headers.Isend([header, 3, MPI.INT64_T], to, tag)]
@@ -57,7 +56,7 @@ class Messages:
         fits = code == _code(tensor.dtype) and count == tensor.numel()
         target = tensor if fits else torch.empty(count, dtype=_dtype(code))
         yield [self._data.Irecv(typed_by_size(piece), sender, own_tag) for piece in counted(target)]
-        if not fits:
+        if not fits:  # it has been received all the same
             raise CollectiveMismatchError(
                 f"rank {self.headers.rank} received from rank {sender} (tag {tag}) {count} elements of"
                 f" {_dtype(code)}, but expected {tensor.numel()} of {tensor.dtype}: make both ends equal."

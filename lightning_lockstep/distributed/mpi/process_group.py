@@ -32,8 +32,8 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
         rank: int,
         size: int,
         runtime: MPIRuntime,
-        collectives: Any,
-        messages: Any,
+        collectives: Any,  # communicator
+        messages: Any,  # communicator for sends and receives
         settings: GroupSettings,
     ) -> None:
         # Torch 2.13 takes no store here from a subclass in Python.
@@ -45,7 +45,6 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
     # -- name, rank and size ---------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Return ``mpi4py``."""
         return "mpi4py"
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
@@ -53,23 +52,18 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
         return self._rank
 
     def getSize(self) -> int:  # noqa: N802 - torch's name
-        """Return the number of ranks."""
         return self._size
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        """Set the name."""
         self._name = name
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        """Return the name."""
         return self._name
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - torch's name
-        """Set the description."""
         self._desc = desc
 
     def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        """Return the description."""
         return self._desc
 
     def __repr__(self) -> str:
@@ -78,14 +72,12 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
     # -- messages --------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
-        """Send a tensor to a rank."""
         tensor = one(tensors)
         return self.engine.message(
             f"send to {to}", tensor, lambda t: self._messages.send(t[0], to, tag), written=False
         )
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
-        """Receive a tensor from a rank."""
         return self._receive(one(tensors), source, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:

@@ -37,7 +37,7 @@ _abandoned: list[Any] = []
 
 
 def set_interruption(question: Callable[[], BaseException | None] | None) -> None:
-    """Let every wait for another rank ask now and then whether to give up."""
+    """Let every wait for another rank ask, every 20 ms, for an error to end with, if there is one."""
     global _interruption
     _interruption = question
 
@@ -53,7 +53,11 @@ class Pause:
 
     __slots__ = ("_asked", "_since", "_spins", "_tests", "limit")
 
-    def __init__(self, limit: float, spins: int = 100) -> None:
+    def __init__(
+        self,
+        limit: float,  # moment at which waiting ends [s, of time.monotonic]
+        spins: int = 100,  # tests before the core is given away; few where a backward may want it
+    ) -> None:
         self.limit, self._tests, self._since, self._asked = limit, 0, 0.0, 0.0
         self._spins = spins
 
@@ -96,10 +100,10 @@ class Task:
         self,
         body: Body,
         *,
-        timeout: float,
-        timed_out: Callable[[float], BaseException],
-        lane: Any = None,
-        cannot_complete: Callable[[], bool],
+        timeout: float,  # longest wait for the other ranks [s]
+        timed_out: Callable[[float], BaseException],  # makes the error, from the seconds waited
+        lane: Any = None,  # tasks of one lane run one after another; None: beside all others
+        cannot_complete: Callable[[], bool],  # a rank that it needs has exited
     ) -> None:
         self._body, self._requests, self.lane, self.timed_out = body, (), lane, timed_out
         self._cannot_complete = cannot_complete
@@ -169,7 +173,6 @@ class ProgressThread:
         self._thread.start()
 
     def submit(self, task: Task) -> None:
-        """Hand over a task."""
         self._inbox.put(task)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:

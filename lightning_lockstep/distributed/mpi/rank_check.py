@@ -47,13 +47,20 @@ class RankCheck:
     def __init__(self, comm: Any, ranks: Sequence[int]) -> None:
         self._comm, self._ranks = comm, ranks
         self._fingerprints: dict[Hashable, int] = {}
-        self._memory = array.array("q", [0, 0, 0])  # faster to fill than numpy's
+        self._memory = array.array("q", [0, 0, 0])  # of one operation at a time; faster to fill than numpy's
         self._buffer = [self._memory, 3, MPI.INT64_T]
 
     def agree(
-        self, signature: Hashable, describe: Describe, *, busy: bool
+        self,
+        signature: Hashable,
+        describe: Describe,  # called on a mismatch only
+        *,
+        busy: bool,  # this rank must not block in MPI for this operation
     ) -> Generator[list[Any], None, bool]:
-        """Wait until all ranks have arrived, and raise on all of them if they call different things."""
+        """Wait until all ranks have arrived, and raise on all of them if they call different things.
+
+        Returns whether all may block.
+        """
         value = self._fingerprints.get(signature)
         if value is None:
             if len(self._fingerprints) > 10_000:

@@ -32,8 +32,7 @@ class Reductions(GroupPart):
 
     @collective("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = None) -> Prepared:
-        """Reduce a tensor in place on every rank; of sparse tensors the sum, with any number of entries per rank.
-        """
+        """Reduce a tensor in place on every rank; sparse ones by sum, with any number of entries per rank."""
         comm, op, tensors = self._comm, reduction(opts), as_list(tensors)
         if [tensor.layout for tensor in tensors] == [torch.sparse_coo]:
             tensor = tensors[0]

@@ -31,24 +31,24 @@ _REACH = 3.0  # longest wait for an address to answer [s]
 class MPIRendezvous:
     """Where the ranks meet."""
 
-    address: str
+    address: str  # of rank 0, reached by every rank
     port: int
-    hosts: tuple[str, ...] = ()
-    sharing: int | None = None
-    place: int = 0
+    hosts: tuple[str, ...] = ()  # host name of each rank
+    sharing: int | None = None  # ranks of this node on the same cores, this one included; None: not known
+    place: int = 0  # index of this rank among those
 
 
 @dataclass(frozen=True)
 class RankIdentity:
     """What one rank sends of itself to the others when they meet."""
 
-    rank: int
-    mpi_rank: int
-    size: int
+    rank: int  # from environment variables
+    mpi_rank: int  # in ``COMM_WORLD``
+    size: int  # from environment variables
     local_rank: int
     local_size: int
     host: str
-    cores: tuple[int, ...]
+    cores: tuple[int, ...]  # that it may use
 
 
 _agreed: MPIRendezvous | None = None
@@ -57,7 +57,7 @@ _agreed: MPIRendezvous | None = None
 def agree_on_rendezvous(
     *, rank: int, size: int, local_rank: int, local_size: int, started_by: str
 ) -> MPIRendezvous:
-    """Return where the ranks of this MPI job meet."""
+    """Return where the ranks of this MPI job meet; the first time, all of them call it together."""
     global _agreed
     if _agreed is None:
         given = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")

@@ -36,8 +36,8 @@ class MPIRuntime:
 
     def __init__(self) -> None:
         self.thread = ProgressThread()
-        self.failed: int | None = None
-        self.exited: dict[int, float] = {}
+        self.failed: int | None = None  # exit code with which the job shall end by ``MPI_Abort``
+        self.exited: dict[int, float] = {}  # ranks in COMM_WORLD that exited before others; since when
         self._blocking: object = None
         ours = "mpi4py.MPI" not in sys.modules
         try:
@@ -46,7 +46,7 @@ class MPIRuntime:
             self.thread.stop()
             raise
         self._finalises = ours
-        self.anywhere = self.MPI.Query_thread() >= self.MPI.THREAD_MULTIPLE
+        self.anywhere = self.MPI.Query_thread() >= self.MPI.THREAD_MULTIPLE  # any thread may call MPI
         if self.MPI.Query_thread() < self.MPI.THREAD_SERIALIZED and not self.thread.call(
             self.MPI.Is_thread_main
         ):
@@ -69,7 +69,10 @@ class MPIRuntime:
         return function(*args) if self.anywhere else self.thread.call(function, *args)
 
     def may_block(self, owner: object) -> bool:
-        """Return whether an operation may block in MPI: one at a time may, whatever its group."""
+        """Return whether an operation may block in MPI: one at a time may, whatever its group.
+
+        In the progress thread. ``owner`` is the operation, alone until :meth:`blocks_no_more`.
+        """
         self._blocking = self._blocking or owner
         return self._blocking is owner
 
@@ -79,7 +82,7 @@ class MPIRuntime:
             self._blocking = None
 
     def end(self) -> None:
-        """Finalise MPI, or abort the job if this process has failed."""
+        """Finalise MPI, which waits for the other ranks, or abort the job if this process has failed."""
         if self.failed is not None:
             flush_everything()
             # MPI asks this host's daemon to end the job, and waits for ever if that is frozen or has just died.
@@ -136,7 +139,7 @@ _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", 
 
 
 def start_runtime() -> MPIRuntime:
-    """Return MPI as this process has it, brought up when first asked for."""
+    """Return MPI as this process has it, brought up when first asked for: then all ranks do so together."""
     global _runtime
     with _lock:
         if _runtime is None:
@@ -147,7 +150,10 @@ def start_runtime() -> MPIRuntime:
 
 
 def abort_when_leaving(delay: float) -> None:
-    """Set how long a rank waits, after a failure, before it ends the whole MPI job by ``MPI_Abort``."""
+    """Set how long this rank waits after a failure before it ends the MPI job by ``MPI_Abort`` [s].
+
+    In that time the rank that prints the report does so; on that rank it is 0.
+    """
     global _delay
     _delay = delay
 

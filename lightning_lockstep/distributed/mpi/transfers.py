@@ -30,7 +30,6 @@ class Transfers(GroupPart):
 
     @collective("broadcast")
     def broadcast(self, tensors: Any, opts: Any = None) -> Prepared:
-        """Copy the root's tensor to every rank."""
         tensor, root = one(tensors), getattr(opts, "rootRank", 0)
         call = Call("broadcast", [tensor], 0, [tensor], [tensor], tensor.nbytes, root=root)
         return call, lambda t: operations.broadcast(self._comm, t[0], root), opts, is_small(tensor)
@@ -72,8 +71,7 @@ class Transfers(GroupPart):
 
     @collective("all_gather_coalesced")
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Prepared:
-        """Gather several tensors of every rank into lists, on every rank: ``outputs[rank][tensor]``, as gloo does.
-        """
+        """Gather several tensors of every rank into lists on every rank: gloo's ``outputs[rank][tensor]``."""
         inputs = dense(inputs)
         by_rank = [dense(places) for places in outputs]
         if [len(places) for places in by_rank] != [len(inputs)] * self._size:
@@ -152,6 +150,5 @@ class Transfers(GroupPart):
 
     @collective("barrier")
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Prepared:
-        """Wait until every rank has arrived."""
         call = Call("barrier", [], 0, [], [])
         return call, lambda _: operations.barrier(self._comm), opts, True

@@ -21,7 +21,11 @@ class MPIWork(dist.Work):
     """The handle of an operation that the progress thread carries out."""
 
     def __init__(
-        self, task: Task, tensors: list[Tensor], timeout: float, finish: Callable[[], None] | None = None
+        self,
+        task: Task,
+        tensors: list[Tensor],  # what its future gives
+        timeout: float,  # where the caller gives none [s]
+        finish: Callable[[], None] | None = None,  # called by whoever waits, once it is over (CUDA streams)
     ) -> None:
         super().__init__()
         self._task, self._tensors, self._timeout, self._finish = task, tensors, timeout, finish
@@ -67,7 +71,6 @@ class MPIWork(dist.Work):
         return self._task.error
 
     def synchronize(self) -> None:
-        """Wait as :meth:`wait` does."""
         self.wait()
 
     def result(self) -> list[Tensor]:
@@ -113,11 +116,9 @@ class FinishedWork(dist.Work):
         self._tensors = tensors or []
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return ``True``."""
         return True
 
     def is_completed(self) -> bool:
-        """Return ``True``."""
         return True
 
     is_success = is_completed
@@ -129,7 +130,6 @@ class FinishedWork(dist.Work):
         """Do nothing."""
 
     def result(self) -> list[Tensor]:
-        """Return the tensors."""
         return self._tensors
 
     def get_future(self) -> Future[Any]:
@@ -151,7 +151,6 @@ class AllWork(dist.Work):
         return all(work.wait(timeout) for work in self._works)
 
     def is_completed(self) -> bool:
-        """Return whether all are over."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> Future[Any]:

@@ -24,7 +24,7 @@ class Addresses:
         world_size: int,
         *,
         send: Callable[[int, tuple[bytes, ...]], None],
-        reached: Callable[[int, str], None],
+        reached: Callable[[int, str], None],  # gets a peer and its address, where that is new
     ) -> None:
         self._rank, self._world_size = rank, world_size
         self._send, self._reached = send, reached

@@ -45,7 +45,7 @@ class ChannelKeys(NamedTuple):
     Nobody but the ranks has either half: a stranger that lacks the public one cannot even begin a handshake.
     """
 
-    public: bytes
+    public: bytes  # as ZeroMQ takes it
     secret: bytes
 
 
@@ -66,15 +66,13 @@ def known_job_token() -> str | None:
 
 
 def token_for_children() -> dict[str, str]:
-    """Return the variable that gives this job's token to ranks that this process starts; made on the first call.
-    """
+    """Return the variable that gives this job's token to ranks started here; made when first called."""
     global _made
     _made = known_job_token() or new_job_token()
     return {JOB_TOKEN: _made}
 
 
 def channel_keys(token: str) -> ChannelKeys:
-    """Return the keys of the side channel of the job that has this token."""
     seed = hashlib.blake2b(token.encode(), digest_size=32, person=b"lockstep-channel").digest()
     secret = z85.encode(seed)
     return ChannelKeys(zmq.curve_public(secret), secret)

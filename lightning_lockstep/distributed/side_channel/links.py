@@ -45,9 +45,10 @@ class Links:
         self,
         context: Any,
         rank: int,
-        address: str,
+        address: str,  # where this rank listens, for the peers
         keys: ChannelKeys,
-        heartbeat: tuple[float, float],
+        heartbeat: tuple[float, float],  # interval and timeout [s]
+        # Gets (rank, address, socket) of each connection by which a peer is watched.
         monitors: queue.SimpleQueue[tuple[int, str, Any]],
     ) -> None:
         self._context, self._rank = context, rank
@@ -56,7 +57,7 @@ class Links:
         self._sockets: dict[int, Any] = {}
         self._addresses: dict[int, str] = {}
         self._unsent: dict[int, deque[tuple[bytes, ...]]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
-        self.used: set[int] = set()
+        self.used: set[int] = set()  # peers that were sent something
         self._wake = context.socket(zmq.PUSH)
         self._wake.connect(WAKE)
 

@@ -41,10 +41,10 @@ class PeerWatch:
 
     def __init__(
         self,
-        silence_limit: Callable[[], float],
+        silence_limit: Callable[[], float],  # how long a peer may be frozen or unreachable [s]
         *,
-        on_gone: Callable[[int, str], None],
-        on_silent: Callable[[int, float, str], None],
+        on_gone: Callable[[int, str], None],  # rank, reason; once: it has ended without closing its channel
+        on_silent: Callable[[int, float, str], None],  # rank, seconds, reason; once: for longer than that
     ) -> None:
         self._silence_limit = silence_limit
         self._on_gone, self._on_silent = on_gone, on_silent
@@ -67,7 +67,6 @@ class PeerWatch:
         return rank in self._connected
 
     def disconnected(self, rank: int) -> None:
-        """Note that the connection to it ended."""
         self._connected.discard(rank)
         if rank not in self._closed:
             self._suspects.setdefault(rank, _Suspect(time.monotonic()))

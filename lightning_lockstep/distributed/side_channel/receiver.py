@@ -30,11 +30,12 @@ class Receiver:
         rank: int,
         world_size: int,
         *,
-        host: str,
-        known_as: str,
+        host: str,  # address of this host at which it listens
+        known_as: str,  # how the others find that address
         keys: ChannelKeys,
+        # Gets sender, kind, content; raises ValueError or TypeError for a message that makes no sense.
         take: Callable[[int, bytes, bytes], None],
-        connected: Callable[[int], None],
+        connected: Callable[[int], None],  # gets a rank whenever the connection to it stands
         watch: PeerWatch,
     ) -> None:
         self._rank, self._world_size = rank, world_size
@@ -48,17 +49,16 @@ class Receiver:
         self.address = f"{endpoint(known_as)}:{self._inbox.bind_to_random_port(endpoint(host))}"
         self._wake = context.socket(zmq.PULL)
         self._wake.bind(WAKE)
+        # Takes (rank, address, monitor socket) of a connection that is to be watched.
         self.monitors: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="lockstep-receive", daemon=True)
 
     @property
     def alive(self) -> bool:
-        """Whether it still receives."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin to receive."""
         self._thread.start()
 
     def join(self, timeout: float) -> None:
@@ -117,7 +117,7 @@ class Receiver:
 
 
 def sender_of(identity: Any) -> bytes:
-    """Return the identity under which a peer has connected.
+    """Return the identity under which a peer has connected, of the first frame of a message.
 
     Once it has connected again, ZeroMQ names its former connection by a number of its own that begins with a zero byte;
     what has come by that connection is read all the same.

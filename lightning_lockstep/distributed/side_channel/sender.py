@@ -42,8 +42,8 @@ class Flush:
     """Asks every peer that was sent something to confirm it."""
 
     number: int
-    missing: set[int] | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    missing: set[int] | None = None  # peers that have not confirmed yet; None until they are asked
+    done: threading.Event = field(default_factory=threading.Event)  # all have
 
     def confirmed(self, rank: int) -> None:
         """Note that a peer has confirmed, or never will."""
@@ -57,17 +57,21 @@ class Sender:
     """Takes what was posted, turns it into JSON and hands it to ZeroMQ, all on a thread of its own."""
 
     def __init__(
-        self, rank: int, world_size: int, *, links: Callable[[], Links], gone: Callable[[], set[int]]
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        links: Callable[[], Links],  # makes the connections, on that thread
+        gone: Callable[[], set[int]],  # peers that have closed their channel or are lost
     ) -> None:
         self._rank, self._world_size, self._links, self._gone = rank, world_size, links, gone
         self._outbox: queue.SimpleQueue[Post | Frames | Reached | Flush | None] = queue.SimpleQueue()
-        self.put = self._outbox.put
+        self.put = self._outbox.put  # returns at once
         self._thread = threading.Thread(target=self._run, name="lockstep-send", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether it still sends."""
         return self._thread.is_alive()
 
     def end(self, timeout: float) -> None:

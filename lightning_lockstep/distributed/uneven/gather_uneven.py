@@ -81,8 +81,7 @@ def gather_uneven(tensor: Any, *, group: dist.ProcessGroup | None = None) -> lis
 
 @contextmanager
 def gathered_entries() -> Iterator[list[Tensor]]:
-    """Keep an entry of each gather with gradients in the body, for a rank that must take part in their backward.
-    """
+    """Keep an entry of each gather with gradients in the body, for a rank that must join their backward."""
     entries: list[Tensor] = []
     _asked.append(entries)
     try:
@@ -211,7 +210,7 @@ class _Plan:
         )
 
     def summed(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the sum over the ranks of the gradients of each of this rank's tensors."""
+        """Return the sum over the ranks of each own tensor's gradients, from those of what `gather` gave."""
         lengths = [layout.nbytes for layout in self.gradients]
         rows = torch.zeros(sum(lengths), dtype=torch.uint8, device=self.carrier)
         count = len(self.differentiable)

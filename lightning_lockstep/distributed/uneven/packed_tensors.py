@@ -36,13 +36,13 @@ class Layout:
         return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes())
 
     def pack(self, tensors: Sequence[Tensor | None], row: Tensor) -> None:
-        """Copy tensors into a row; ``None`` leaves its place as it is."""
+        """Copy tensors into a row, ``(nbytes,)`` or longer; ``None`` leaves its place as it is."""
         for tensor, place in zip(tensors, self.unpack(row), strict=True):
             if tensor is not None:
                 place.copy_(tensor)
 
     def unpack(self, rows: Tensor) -> list[Tensor]:
-        """Return each tensor as a view of the rows."""
+        """Return each tensor as a view of a row, ``(nbytes,)`` or longer; of ``n`` rows ``(n, *shape)``."""
         return list(self._views(rows))
 
     def _views(self, rows: Tensor) -> Iterator[Tensor]:
@@ -60,7 +60,9 @@ class Layout:
 
 
 def carrying_device(group: dist.ProcessGroup, tensors: Sequence[Tensor] = ()) -> torch.device:
-    """Return the device on which a group carries tensors: that of one of them if it can, else the CPU if it can.
+    """Return the device on which a group carries tensors: that of one of them, else the CPU, if it can.
+
+    Their kinds of device are the same on every rank.
     """
     carried = [entry.partition(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
     for tensor in tensors:
@@ -72,7 +74,7 @@ def carrying_device(group: dist.ProcessGroup, tensors: Sequence[Tensor] = ()) ->
 
 
 def all_gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks, ``(group size, n)``."""
+    """Return the rows of all ranks, ``(group size, n)``, each of ``n`` bytes."""
     size = dist.get_world_size(group)
     rows = row.new_empty(size * len(row))
     if len(row):
@@ -80,7 +82,11 @@ def all_gather_rows(row: Tensor, group: dist.ProcessGroup) -> Tensor:
     return rows.view(size, len(row))
 
 
-def exchange_rows(rows: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def exchange_rows(
+    rows: Tensor,  # one after another, rank 0's first
+    lengths: Sequence[int],  # of each rank's row, the same on every rank
+    group: dist.ProcessGroup,
+) -> Tensor:
     """Send each rank a row of its own length, and return what each rank has sent to this one."""
     size, own = dist.get_world_size(group), lengths[dist.get_rank(group)]
     received = rows.new_empty(size * own)

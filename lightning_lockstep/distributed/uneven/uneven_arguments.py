@@ -24,19 +24,17 @@ _SHOWN_PLACES = 8
 class Arguments:
     """The arguments of one rank."""
 
-    call: CollectiveCall
-    places: tuple[str, ...]
+    call: CollectiveCall  # its note is what is wrong with the arguments, if anything is
+    places: tuple[str, ...]  # of the tensors in the containers, such as ``['logits'][0]``
     requires_grad: tuple[bool, ...]
-    grad_enabled: bool
+    grad_enabled: bool  # autograd records
 
     def encoded(self) -> bytes:
-        """Return the arguments as bytes."""
         data = [self.call.to_data(), self.places, self.requires_grad, self.grad_enabled]
         return json.dumps(data).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Arguments:
-        """Return the arguments that :meth:`encoded` has written."""
         call, places, requires_grad, grad_enabled = json.loads(data)
         return cls(
             call=CollectiveCall.from_data(call),
@@ -47,7 +45,7 @@ class Arguments:
 
 
 def compared_arguments(own: Arguments, group: dist.ProcessGroup) -> list[Arguments]:
-    """Return the arguments of every rank of the group, once they fit together."""
+    """Return the arguments of every rank of the group; raises on all alike where they do not fit together."""
     everyone = [Arguments.decoded(data) for data in _gathered(own.encoded(), group)]
     if all(arguments.call.note for arguments in everyone):
         raise ConfigurationError(own.call.note)

@@ -128,9 +128,9 @@ class ActivationWatch(ModuleHooks):
         root: nn.Module,
         device: torch.device,
         *,
-        allow_inf: NamePatterns,
-        modules: NamePatterns | None = None,
-        keep_history: bool = False,
+        allow_inf: NamePatterns,  # values that may be infinite
+        modules: NamePatterns | None = None,  # to watch; None: all
+        keep_history: bool = False,  # the magnitudes of the last 100 steps, for the picture
     ) -> None:
         self.device, self.allow_inf = device, allow_inf
         self.history: deque[tuple[int, list[tuple[list[tuple[str, str]], Tensor]]]] = deque(maxlen=_HISTORY)
@@ -144,12 +144,10 @@ class ActivationWatch(ModuleHooks):
         super().__init__(root, modules)
 
     def remove(self) -> None:
-        """Take every hook away."""
         super().remove()
         self._waiting.clear()
 
     def begin_step(self) -> None:
-        """Forget the last step and watch from here on."""
         for extremes in self._extremes.values():
             extremes.used = 0
         self._unusual.clear()

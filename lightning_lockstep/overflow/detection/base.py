@@ -26,6 +26,7 @@ __all__ = ["StepDetection"]
 class StepDetection:
     """Detects overflows from its construction until :meth:`remove`.
 
+    There is one on every rank; each method is called at the same point of the same step on all of them.
     A class that inherits wraps the training step with :meth:`_begin_step` once all it needs is there.
     """
 
@@ -47,7 +48,6 @@ class StepDetection:
         self.record: StepRecord | None = None
 
     def remove(self) -> None:
-        """Take everything away."""
         self._remove()
         self._publisher.close()
         if self._watch is not None:
@@ -80,7 +80,6 @@ class StepDetection:
         return last is not None and record.batch_number >= last
 
     def _abort_after(self, record: StepRecord) -> None:
-        """Raise if this was the batch of ``abort_after_batch_num``."""
         if self._is_last(record):
             raise LockstepError(
                 f"OverflowDetector: aborting after batch {record.batch_number}, as"

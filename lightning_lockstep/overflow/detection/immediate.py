@@ -90,6 +90,7 @@ class Detection(StepDetection):
             self._counters.bad_in_a_row = 0
             if origin is not None:
                 self._response.to_single_rank_hit(origin)
+            # Reduced gradients are the same on every rank.
             if self._communicator.is_main:
                 self._underflow(self._trainer, optimizer)
         self._suspect = None

@@ -77,7 +77,6 @@ class LateDetection(StepDetection):
         self._remove = wrap_training_step(module, self._begin_step)
 
     def remove(self) -> None:
-        """Take everything away."""
         super().remove()
         for handle in self._handles:
             handle.remove()
@@ -98,7 +97,7 @@ class LateDetection(StepDetection):
             loss.register_hook(functools.partial(spread_bad_values, flags))  # type: ignore[no-untyped-call]
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Add the check to the step, before the weights change. Ranks: all alike; nothing is sent."""
+        """Add the check to the step, before the weights change."""
         record = self.record
         if record is None or self._trace.active:
             return
@@ -158,7 +157,7 @@ class LateDetection(StepDetection):
         self._abort_after(record)
 
     def end(self) -> None:
-        """Act on a bad value of the last steps. Ranks: all alike."""
+        """Act on a bad value of the last steps."""
         self.read()
 
     def read(self) -> None:
@@ -209,7 +208,6 @@ class LateDetection(StepDetection):
             )
 
     def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
-        """Record what a replay needs; return the context that the step runs in."""
         context, record, trainer = super()._begin_step(step, args, kwargs), self.record, self._trainer
         assert record is not None
         record.place = trainer.current_epoch, trainer.global_step

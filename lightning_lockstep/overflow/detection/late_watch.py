@@ -27,7 +27,6 @@ class LateActivationWatch(ModuleHooks):
         super().__init__(root, modules)
 
     def begin_step(self) -> None:
-        """Forget the last step and watch from here on."""
         self.names, self.flags = [], []
         super().begin_step()
 

@@ -14,11 +14,10 @@ __all__ = ["ModuleHooks"]
 
 
 class ModuleHooks(ABC):
-    """Puts a hook on each module; a class that inherits calls this constructor last, since it asks for the hooks.
-    """
+    """Puts a hook on each module; a class that inherits calls this constructor last: it asks for hooks."""
 
     def __init__(self, root: nn.Module, modules: NamePatterns | None) -> None:
-        self.active = False
+        self.active = False  # whether outputs are looked at now
         self._handles = [
             module.register_forward_hook(self._hook(name))
             for module, name in module_names(root).items()

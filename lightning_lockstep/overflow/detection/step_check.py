@@ -25,9 +25,9 @@ __all__ = ["PendingCheck", "StepCheck", "spread_bad_values"]
 class PendingCheck:
     """A check that was started before an optimizer step, and whose answer may still be on its way."""
 
-    record: StepRecord
-    suspect: StepRecord | None
-    gradients: PendingFlag | None
+    record: StepRecord  # of the step under way when the check began
+    suspect: StepRecord | None  # an earlier micro-batch whose gradients were bad
+    gradients: PendingFlag | None  # whether any is bad; None: not checked
 
 
 class StepCheck:
@@ -42,8 +42,9 @@ class StepCheck:
         settings: OverflowSettings,
         communicator: Communicator,
         *,
+        # Keeps a part of the gradients on each rank; None: they are whole.
         engine: EngineGradients | None = None,
-        finishes_late: bool = False,
+        finishes_late: bool = False,  # gradients may have changed by the time a check is finished
     ) -> None:
         self._settings, self._communicator, self._engine = settings, communicator, engine
         self._finishes_late = finishes_late
@@ -58,27 +59,29 @@ class StepCheck:
         return PendingCheck(record, suspect, self._gradients(optimizer) if self._settings.gradients else None)
 
     def finish(self, pending: PendingCheck) -> tuple[bool, StepRecord | None]:
-        """Finish a check; on a GPU this waits for the answer."""
+        """Return whether all ranks know of something bad, and the step to replay if this one does.
+
+        On a GPU this waits for the answer.
+        """
         # A mean over ranks carries a nan of any of them into the gradients of all, unless each holds but a part.
         here = None if pending.gradients is None else pending.gradients.result()
         steps = [step for step in (pending.suspect, pending.record) if step is not None]
         origin = next((step for step in steps if self._is_bad(step)), None)
         origin = self._read_activations(pending.record) or origin
         alone = self._communicator.world_size == 1
+        # Nothing is sent without a hit, but for 4 bytes in this case.
         if alone or self._engine is not None or here is None:
             return self.on_any_rank(bool(here) or origin is not None), origin
         return here, origin
 
     def on_any_rank(self, here: bool) -> bool:
-        """Return whether this is so on any rank."""
         if self._communicator.world_size == 1:
             return here
         return bool(self._communicator.all_reduce(torch.tensor(int(here), dtype=torch.int32), "max"))
 
     def micro_batch_is_bad(self, parameters: Sequence[Tensor], record: StepRecord) -> bool:
-        """Return whether the gradients or the loss are bad after a micro-batch that no optimizer step follows.
-        """
-        if self._engine is not None:
+        """Return whether gradients or loss are bad after a micro-batch that no optimizer step follows."""
+        if self._engine is not None:  # a bad gradient may lie on another rank: all ranks ask
             bad = self._settings.gradients and self._of_engine(self._of_micro_batches).result()
             return self.on_any_rank(bad or self._is_bad(record))
         gradients = [g for p in parameters if (g := p.grad) is not None]

@@ -17,7 +17,10 @@ __all__ = ["wrap_training_step"]
 def wrap_training_step(
     module: LightningModule, begin: Callable[[Any, Any, Any], AbstractContextManager[Any]]
 ) -> Callable[[], None]:
-    """Have ``begin`` called at the start of each ``training_step``, below DDP and inside autocast."""
+    """Run each ``training_step``, below DDP and inside autocast, within ``begin(step, args, kwargs)``.
+
+    Returns what undoes it.
+    """
     original = module.training_step
 
     @functools.wraps(original)

@@ -68,7 +68,7 @@ class Share:
     """How many of some values are lost."""
 
     lost: int
-    counted: int
+    counted: int  # never 0
 
     @property
     def value(self) -> float:

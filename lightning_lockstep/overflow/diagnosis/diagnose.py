@@ -50,14 +50,14 @@ class Diagnosis:
     module: LightningModule
     settings: OverflowSettings
     communicator: Communicator
-    all_arrive: Callable[[], bool]
+    all_arrive: Callable[[], bool]  # whether all ranks call it before long; no collective
 
     def run(self, record: StepRecord, *, all_ranks: bool) -> RankReport:
         """Replay the recorded batch under a recorder and report what was found on this rank.
 
-        Collectives of the step are answered on this rank. Where that shows no bad value on any rank, and all of
-        them are here, they replay it once more with real collectives. Where the parameters are divided among the
-        ranks, they replay it together in the first place.
+        Collectives of the step are answered on this rank. Where that shows no bad value on any rank, and all
+        are here (``all_ranks``), they replay it once more with real collectives. Where the parameters are
+        divided among the ranks, they replay it together in the first place.
         """
         report = self._report(record)
         strategy = self.trainer.strategy

@@ -35,10 +35,11 @@ class FrameRecorder:
         self,
         root: nn.Module,
         *,
-        max_frames: int | None,
-        allow_inf: NamePatterns,
-        modules: NamePatterns | None = None,
+        max_frames: int | None,  # kept up to the first bad one; None: all are, and those after it
+        allow_inf: NamePatterns,  # values that may be infinite
+        modules: NamePatterns | None = None,  # to record; None: all
         gradients: bool = True,
+        # Parameters are gathered for each module, and let go by a hook of the strategy.
         divided: bool = False,
     ) -> None:
         self.root, self.allow_inf, self.modules, self.gradients = root, allow_inf, modules, gradients

@@ -16,10 +16,10 @@ _INDENT = " " * 17
 class Value:
     """One line of a frame."""
 
-    label: str
-    statistics: TensorStatistics | None = None
-    kind: str = ""
-    allowed: bool = False
+    label: str  # ``weight``, ``input[0]``, ``output['logits']`` ...
+    statistics: TensorStatistics | None = None  # None: not a tensor, or one without values
+    kind: str = ""  # printed in place of statistics
+    allowed: bool = False  # whether it may hold infinities
 
     @property
     def bad(self) -> bool:
@@ -41,13 +41,12 @@ class Value:
 class Frame:
     """One call of one module."""
 
-    module: str
-    type: str
-    values: list[Value] = field(default_factory=list)
+    module: str  # name below the LightningModule
+    type: str  # name of its class
+    values: list[Value] = field(default_factory=list)  # weights, inputs and outputs, or gradients
 
     @property
     def bad(self) -> bool:
-        """Whether any value is bad."""
         return any(value.bad for value in self.values)
 
     def text(self) -> str:
@@ -59,16 +58,18 @@ class Frame:
 class Producer:
     """What produced the first bad value."""
 
+    # module: good inputs, bad output; code: made in its own forward, just before it called `before`;
+    # weight: was bad already; batch: came with the data; spot: found by detect_overflow;
+    # backward: its backward was given good gradients.
     kind: Literal["module", "code", "weight", "batch", "spot", "backward"]
-    module: str
+    module: str  # name; empty: the LightningModule itself
     type: str
-    labels: tuple[str, ...] = ()
-    remarks: str = ""
-    before: str = ""
-    low_precision: bool = False
+    labels: tuple[str, ...] = ()  # of the bad values
+    remarks: str = ""  # on the statistics of the first of them
+    before: str = ""  # for code: the module called next
+    low_precision: bool = False  # it computed in float16 or bfloat16
 
     def sentence(self) -> str:
-        """Return what produced it, as a sentence."""
         name = f"{self.module or 'the LightningModule'} ({self.type})"
         what = ", ".join(self.labels[:4]) + (f" [{self.remarks}]" if self.remarks else "")
         if self.kind == "code":

@@ -21,9 +21,9 @@ _ROUNDS = 16
 class Remedy:
     """What to do about it."""
 
-    modules: tuple[str, ...] = ()
-    tried: bool = False
-    text: str = ""
+    modules: tuple[str, ...] = ()  # to run in float32; empty: that does not help
+    tried: bool = False  # the batch was replayed with them in float32 and passed
+    text: str = ""  # advice
 
     def lines(self) -> list[str]:
         """Return the lines to paste, and the advice."""
@@ -47,11 +47,11 @@ def command_line(modules: Sequence[str]) -> str:
 
 
 def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None]) -> Remedy | None:
-    """Find modules which, run in float32, let the batch pass.
+    """Find modules which, run in float32, let the batch pass; ``None`` where float32 does not help.
 
-    Begins with the module that produced the first bad value. Where its output is too large for the dtype that it
-    goes back to, the module around it is tried; where another module fails next, that one is added. Each attempt
-    is one replay; there are 16 at most.
+    Begins with the module that produced the first bad value. Where its output is too large for the dtype that
+    it goes back to, the module around it is tried; where another module fails next, that one is added. Each
+    attempt is one replay, 16 at most: ``run`` returns what produces the first bad value now.
     """
     by_name = {name: module for module, name in module_names(root).items()}
     chosen: list[str] = []

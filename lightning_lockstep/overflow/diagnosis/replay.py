@@ -31,30 +31,30 @@ __all__ = ["Replayed", "StepRecord", "replay"]
 class StepRecord:
     """What it takes to replay one ``training_step``."""
 
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # the ``training_step`` itself
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random: RandomState
-    buffers: BufferCopies
-    batch_number: int
-    batch_idx: int
-    loss: Tensor | None = None
-    optimizer_steps: int = 0
-    activation_flag: Tensor | None = None
-    stepped: bool = False
-    skipped: bool = False
-    notes: list[str] = field(default_factory=list)
-    place: tuple[int, int] | None = None
-    device_seed: int | None = None
-    bad_gradients: list[str] | None = None
+    random: RandomState  # at its start
+    buffers: BufferCopies  # at its start
+    batch_number: int  # from 0, over all epochs
+    batch_idx: int  # of the epoch
+    loss: Tensor | None = None  # detached, as it went into the backward; None: before that
+    optimizer_steps: int = 0  # begun inside it so far (manual optimization)
+    activation_flag: Tensor | None = None  # on the device: 0, or nan if one was bad; None: unchecked
+    stepped: bool = False  # an optimizer was about to step
+    skipped: bool = False  # such a step was skipped
+    notes: list[str] = field(default_factory=list)  # for the report
+    place: tuple[int, int] | None = None  # (epoch, optimizer step) at its start; None: those of now
+    device_seed: int | None = None  # of random numbers that a strategy keeps for its devices
+    bad_gradients: list[str] | None = None  # names, where the gradients are others by now
 
 
 @dataclass(frozen=True)
 class Replayed:
     """How a replay ended."""
 
-    loss: Tensor | None
-    answered: int
+    loss: Tensor | None  # detached, as it went into the backward; None: there was none
+    answered: int  # collectives of the step that were answered on this rank alone
 
 
 def replay(
@@ -63,8 +63,8 @@ def replay(
     record: StepRecord,
     recorder: FrameRecorder,
     *,
-    answer_collectives: bool,
-    by_call: bool = False,
+    answer_collectives: bool,  # on this rank alone; otherwise all ranks must replay now
+    by_call: bool = False,  # within a call of the module, where a strategy's hooks gather parameters
 ) -> Replayed:
     """Run the recorded step again under a recorder, and leave no trace of it.
 

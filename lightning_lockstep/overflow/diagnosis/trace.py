@@ -17,7 +17,7 @@ __all__ = ["BatchTrace"]
 
 
 class BatchTrace:
-    """Records every frame of chosen batches, in the training step itself."""
+    """Records every frame of chosen batches, the same on all ranks, in the training step itself."""
 
     def __init__(self, settings: OverflowSettings) -> None:
         self._settings = settings

@@ -29,9 +29,9 @@ _log = logging.getLogger(__name__)
 class Counters:
     """What was counted so far; the same on every rank but for the reports."""
 
-    skipped_steps: int = 0
-    scaler_skips: int = 0
-    bad_in_a_row: int = 0
+    skipped_steps: int = 0  # of the optimizer
+    scaler_skips: int = 0  # ordinary ones of an fp16 loss scaler
+    bad_in_a_row: int = 0  # optimizer steps with a hit since the last one without
     reports: list[RankReport] = field(default_factory=list)
 
 
@@ -44,12 +44,12 @@ class Response:
     settings: OverflowSettings
     communicator: Communicator
     publisher: ReportPublisher
-    watch: ActivationWatch | None
+    watch: ActivationWatch | None  # of all activations, if there is one
     counters: Counters
-    engine: EngineGradients | None = None
+    engine: EngineGradients | None = None  # keeps the gradients and makes the steps, if there is one
 
     def to_common_hit(self, optimizer: Optimizer, record: StepRecord) -> None:
-        """Act on a hit that every rank knows of."""
+        """Act on a hit that every rank knows of, at the same optimizer step; ``record`` is replayed."""
         why = self._why_alarm(record)
         if why is None:
             self.counters.scaler_skips += 1

@@ -29,10 +29,10 @@ _WITHOUT_PRODUCER = {
 class Occasion:
     """Where in the run a bad value was found."""
 
-    epoch: int
-    step: int
-    batch_number: int
-    batch_idx: int
+    epoch: int  # from 0
+    step: int  # ``trainer.global_step``
+    batch_number: int  # from 0, over all epochs
+    batch_idx: int  # from 0, of the epoch
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, batch {self.batch_idx}, step {self.step}"
@@ -45,17 +45,17 @@ class RankReport:
     rank: int
     host: str
     occasion: Occasion
-    loss: float | None = None
-    frames: list[Frame] = field(default_factory=list)
-    backward_frames: list[Frame] = field(default_factory=list)
-    producer: Producer | None = None
-    backward_producer: Producer | None = None
-    propagators: list[str] = field(default_factory=list)
-    gradients: list[str] = field(default_factory=list)
-    optimizer: list[str] = field(default_factory=list)
+    loss: float | None = None  # as it went into the backward; None: there was none
+    frames: list[Frame] = field(default_factory=list)  # of the forward, up to the first bad one
+    backward_frames: list[Frame] = field(default_factory=list)  # where the first bad value is a gradient
+    producer: Producer | None = None  # of the first bad value in the forward
+    backward_producer: Producer | None = None  # of the first bad gradient, from good ones
+    propagators: list[str] = field(default_factory=list)  # modules that passed it on
+    gradients: list[str] = field(default_factory=list)  # a line for each bad one, as reduced over all ranks
+    optimizer: list[str] = field(default_factory=list)  # a line for each bad entry of a state
     remedy: Remedy = field(default_factory=Remedy)
     notes: list[str] = field(default_factory=list)
-    clean: bool | None = None
+    clean: bool | None = None  # replaying gave no bad value on this rank; None: it was not replayed
 
     @property
     def is_origin(self) -> bool:

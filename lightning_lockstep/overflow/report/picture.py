@@ -19,7 +19,9 @@ _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "t
 
 
 def draw(reports: Sequence[Mapping[str, Any]], history: Mapping[int, Mapping[str, float]]) -> bytes:
-    """Return a PNG of the modules' largest outputs, and of those of the steps before where they were recorded.
+    """Return a PNG of the modules' largest outputs, also of those of the steps before where recorded.
+
+    Drawn is the first report with a producer; ``history`` has, by step, the largest output of each module.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -40,7 +40,7 @@ _runs = 0
 
 
 class ReportPublisher:
-    """Collects reports, prints them once in rank order and writes them to files."""
+    """Collects the reports of all ranks; rank 0 prints them once, in rank order, and writes them to files."""
 
     def __init__(self, communicator: Communicator, folder: Path, settings: OverflowSettings) -> None:
         global _runs
@@ -54,20 +54,21 @@ class ReportPublisher:
         self._remove = channel.on(_SINGLE, self._print_single) if communicator.is_main else None
 
     def close(self) -> None:
-        """Stop receiving."""
         self._gather.close()
         self._arrivals.close()
         if self._remove is not None:
             self._remove()
 
     def collect(self, entry: Mapping[str, Any], *, to: int | None = None) -> Gathered:
-        """Send this rank's entry and return those of the ranks that sent theirs in time."""
+        """Send this rank's entry, which JSON can hold, and return those that came in time.
+
+        With ``to`` that rank alone receives them and waits; the others get back their own.
+        """
         self._collections += 1
         return self._gather.collect(self._collections, dict(entry), to=to)
 
     def all_arrive(self) -> bool:
-        """Return whether all ranks get here within half a minute; one that does not may wait in a collective.
-        """
+        """Return whether all ranks get here in half a minute; one that does not may be in a collective."""
         for _ in range(2):  # a late rank finds the messages of others that have left since; not a second time
             self._collections += 1
             if self._arrivals.collect(self._collections, None).missing:
@@ -76,7 +77,7 @@ class ReportPublisher:
 
     @writing_report()
     def publish(self, report: RankReport, why: str, watch: ActivationWatch | None) -> str:
-        """Print and write the reports of all ranks, after a hit that all of them know of."""
+        """Print and write the reports of a hit that all know of; return the error's text, the same on all."""
         gathered = self.collect(
             {"head": report.head(), "origin": report.is_origin, "occasion": asdict(report.occasion)}
         )

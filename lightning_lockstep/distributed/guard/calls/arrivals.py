@@ -17,10 +17,10 @@ class ArrivalReader:
 
     def __init__(self) -> None:
         self._recorder, self._groups = FlightRecorder(), GroupRecorders()
-        self.seconds = 0.0
+        self.seconds = 0.0  # how long the last `read` took
 
     def read(self, since: float) -> Sequence[Arrival]:
-        """Return the last calls of all groups that exist, oldest first."""
+        """Return the last calls of all groups that exist, oldest first, from ``since`` on [s since 1970]."""
         began = time.perf_counter()
         found = [*self._recorder.arrivals(since)]
         found += self._groups.arrivals(since)

@@ -38,16 +38,16 @@ ALL_TO_ALL = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 class CollectiveCall:
     """One collective as one rank called it."""
 
-    operation: str
+    operation: str  # in torch.distributed, such as ``all_reduce``
     group: str
-    number: int = 0
-    dtypes: tuple[str, ...] = ()
+    number: int = 0  # which collective of the group on this rank, from 1; 0: nobody counts
+    dtypes: tuple[str, ...] = ()  # such as ``("float32",)``
     shapes: tuple[tuple[int, ...], ...] = ()
-    reduce_op: str | None = None
-    root: int | None = None
-    site: str = ""
-    note: str = ""
-    uneven: bool = False
+    reduce_op: str | None = None  # such as ``sum``; None: it does not reduce
+    root: int | None = None  # sends to all or receives from all, or the peer of a send or receive
+    site: str = ""  # where it was called from, such as ``train.py:88 in training_step``
+    note: str = ""  # shown instead of the shapes, such as what is wrong with the arguments
+    uneven: bool = False  # shapes may differ between ranks, but for their numbers of dimensions
 
     def to_data(self) -> dict[str, Any]:
         """Return the call as plain data, as JSON can hold it."""
@@ -151,7 +151,7 @@ def _in_short(texts: Sequence[str]) -> str:
 
 def fingerprint(signature: Hashable) -> int:
     """Return a whole number below 2^63 that stands for what must be equal on all ranks."""
-    digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()  # the same in every process
     return int.from_bytes(digest, "big") >> 1
 
 

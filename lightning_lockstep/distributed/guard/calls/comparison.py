@@ -40,7 +40,7 @@ def as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, Collective
 
 
 def comparison_key(call: CollectiveCall, *, exactly: bool) -> tuple[str, ...]:
-    """Return what must be equal on all ranks of a call."""
+    """Return what must be equal on all ranks of a call; less, where it is complete (not ``exactly``)."""
     own_shapes = call.operation in _OWN_SHAPES
     if exactly:
         columns = call.compared()

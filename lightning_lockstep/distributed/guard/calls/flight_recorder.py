@@ -47,7 +47,7 @@ _DTYPES = {
 def size_flight_recorder() -> None:
     """Let torch's flight recorder begin, with a ring of a few hundred calls unless the user has set its size.
 
-    Torch reads the size once, when it first needs the recorder.
+    Torch reads the size once, when it first needs the recorder: to be called before the first process group.
     """
     if _SIZE in os.environ:
         return
@@ -109,6 +109,7 @@ class FlightRecorder:
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
         """See :meth:`CallRecorder.calls`."""
         titles = group_titles()
+        # The first time with sites takes seconds, since torch imports its compiler for it.
         return [
             RecordedCall(
                 call=_call(entry, titles[entry["process_group"][0]][0]),

@@ -16,7 +16,7 @@ WORLD = "world"
 
 
 def group_title(name: str, ranks: Sequence[int]) -> str:
-    """Return what a group is called in reports, such as ``1 (ranks 0, 2)``."""
+    """Return what a group is called in reports, such as ``1 (ranks 0, 2)``; ranks as in the default group."""
     return f"{name} (ranks {', '.join(map(str, ranks))})"
 
 

@@ -14,16 +14,16 @@ __all__ = ["Arrival", "CallRecorder", "Outstanding", "RecordedCall"]
 class Arrival(NamedTuple):
     """When this rank has called a collective."""
 
-    group: str
-    number: int
-    time: float
+    group: str  # as `CollectiveCall.group` has it
+    number: int  # from 1; the same on every rank of the group
+    time: float  # [s since 1970, by this host's clock]
 
 
 class Outstanding(NamedTuple):
     """A collective that this rank has called and that is not complete."""
 
-    group: str
-    number: int
+    group: str  # as `CollectiveCall.group` has it
+    number: int  # from 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class RecordedCall:
     """One collective that this rank has called."""
 
     call: CollectiveCall
-    started: float
+    started: float  # [s since 1970, by this host's clock]
     done: bool
 
     def to_data(self) -> dict[str, Any]:
@@ -58,9 +58,9 @@ class CallRecorder(Protocol):
         ...
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
-        """Return the last calls of all groups, oldest first."""
+        """Return the last calls of all groups, oldest first; ``sites``: with call sites, even if slow."""
         ...
 
     def arrivals(self, since: float) -> Sequence[Arrival]:
-        """Return when this rank has called its last collectives, oldest first."""
+        """Return when this rank has called its last ones, oldest first, from ``since`` on [s since 1970]."""
         ...

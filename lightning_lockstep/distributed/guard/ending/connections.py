@@ -31,7 +31,7 @@ Connection = tuple[str, str]
 
 
 def connections(pid: int | None = None) -> dict[Connection, int]:
-    """Return the TCP connections of a process of this host with their file descriptors."""
+    """Return the TCP connections of a process of this host, by default this one, with their descriptors."""
     with suppress(psutil.Error):
         return {
             (_text(one.laddr), _text(one.raddr)): one.fd
@@ -41,9 +41,10 @@ def connections(pid: int | None = None) -> dict[Connection, int]:
     return {}
 
 
-def transferred(without_ports: Collection[int] = ()) -> dict[str, int]:
-    """Return how many bytes each TCP connection of this process has sent and received, where Linux says so.
-    """
+def transferred(
+    without_ports: Collection[int] = (),  # connections with one of them at either end are left out
+) -> dict[str, int]:
+    """Return how many bytes each TCP connection here has sent and received, where Linux says so."""
     found = {}
     with suppress(OSError):
         for link in Path("/proc/self/fd").iterdir():
@@ -59,9 +60,12 @@ def transferred(without_ports: Collection[int] = ()) -> dict[str, int]:
 
 
 def end_connections(
-    ends: Collection[Connection], *, hosts: Iterable[str] = (), kept_ports: Collection[int] = ()
+    ends: Collection[Connection],
+    *,
+    hosts: Iterable[str] = (),  # connections with these are shut down too
+    kept_ports: Collection[int] = (),  # but for those with one of them at either end
 ) -> int:
-    """Shut down connections of this process."""
+    """Shut down connections of this process, which its peers see end; return how many."""
     addresses, count = set(_addresses(hosts)), 0
     for end, number in connections().items():
         of_such_a_host = end[1].rpartition(":")[0] in addresses and not ports_of(end) & set(kept_ports)
@@ -84,7 +88,7 @@ def _addresses(hosts: Iterable[str]) -> Iterator[str]:
 
 
 def abort_devices() -> None:
-    """Abort what nccl does in any process group, which ends every wait for it."""
+    """Abort what nccl does in any process group, which ends every wait for it, and the use of the group."""
     if not process_group_exists():
         return
     for group in stores_of_groups():

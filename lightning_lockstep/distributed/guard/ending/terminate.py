@@ -21,7 +21,11 @@ _kept: list[object] = []  # what C++ holds a pointer to must live
 
 
 def before_terminate(function: Callable[[], None] | None) -> bool:
-    """Have ``function`` called, in whichever thread that is, before C++ aborts this process over an error."""
+    """Have ``function`` called, in whichever thread that is, before C++ aborts this process over an error.
+
+    It may wait, and may end the process; ``None``: nothing is called any more. Returns whether that is
+    possible here.
+    """
     global _function
     _function = function
     return bool(_kept) or (function is not None and _install())

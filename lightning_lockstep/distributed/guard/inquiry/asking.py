@@ -48,10 +48,10 @@ _PASSES_WITHIN = 0.2
 class Answer:
     """What a rank gets."""
 
-    verdict: Verdict | None
-    ends: tuple[Connection, ...] = ()
-    hosts: tuple[str, ...] = ()
-    kept_ports: tuple[int, ...] = ()
+    verdict: Verdict | None  # why the collective does not complete; None: not known
+    ends: tuple[Connection, ...] = ()  # of this rank with others, to be ended so that no wait is left
+    hosts: tuple[str, ...] = ()  # of ranks that have not answered, whose connections nobody knows
+    kept_ports: tuple[int, ...] = ()  # connections with these hosts that stay: side channels, the store
 
 
 @dataclass
@@ -74,14 +74,15 @@ class Inquiries:
         self,
         channel: SideChannel,
         *,
-        state: Callable[[bool], RankState],
-        silence: Callable[[int], Silence],
-        decided: Callable[[Verdict], None],
-        conclude: Callable[[Answer], None],
+        state: Callable[[bool], RankState],  # of this rank; True: with all call sites, which takes seconds
+        silence: Callable[[int], Silence],  # what is known of a rank that does not answer
+        decided: Callable[[Verdict], None],  # on the collecting rank: an error, before any rank hears of it
+        conclude: Callable[[Answer], None],  # an error on every rank, any other answer on the asking one
+        # On the collecting rank: an error or a remark, and what each rank has said.
         report: Callable[[Verdict, Mapping[int, RankState]], None],
-        stall_timeout: float,
-        history: int,
-        run_soon: Callable[[Callable[[], None]], None],
+        stall_timeout: float,  # how long a collective may take that all ranks have called [s]
+        history: int,  # how many of the last calls of each rank a report lists
+        run_soon: Callable[[Callable[[], None]], None],  # on the guard's thread
     ) -> None:
         self._channel, self._state, self._silence = channel, state, silence
         self._decided, self._conclude = decided, conclude
@@ -108,7 +109,7 @@ class Inquiries:
         ]
 
     def ask(self, question: Question) -> None:
-        """Ask why a collective does not complete."""
+        """Ask why a collective does not complete; on the guard's thread."""
         self._ask(question, 0)
 
     def work(self) -> None:

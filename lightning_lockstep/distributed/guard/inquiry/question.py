@@ -13,7 +13,7 @@ __all__ = ["Question"]
 class Question:
     """Why a rank asks where the others are."""
 
-    rank: int
-    outstanding: Outstanding | None
-    seconds: float
-    raised: str = ""
+    rank: int  # that asks
+    outstanding: Outstanding | None  # what it waits in; None: a send or receive
+    seconds: float  # how long it has waited
+    raised: str = ""  # by the backend, if it has

@@ -26,17 +26,18 @@ class RankState:
     rank: int
     host: str = ""
     pid: int = 0
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    outstanding: tuple[Outstanding, ...] = ()
-    calls: tuple[RecordedCall, ...] = ()
-    seconds_since_call: float | None = None
-    position: Position = field(default_factory=lambda: Position("", ()))
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of each group that it is in
+    outstanding: tuple[Outstanding, ...] = ()  # the oldest incomplete collective of each group that has one
+    calls: tuple[RecordedCall, ...] = ()  # the last ones of all groups, oldest first
+    seconds_since_call: float | None = None  # since the last one, by this host's clock; None: there is none
+    position: Position = field(default_factory=lambda: Position("", ()))  # of its main thread
+    # Sends and receives of which its main thread waits for one, by a handle; their roots are the peers.
     awaited: tuple[CollectiveCall, ...] = ()
-    moves: bool = False
-    transfers: bool = False
-    raised: bool = False
+    moves: bool = False  # its program computes, reads or writes, rather than waits or sleeps
+    transfers: bool = False  # bytes move on its TCP connections
+    raised: bool = False  # its last collective has raised an error, at ``position``
     connections: tuple[Connection, ...] = ()
-    ports: tuple[int, ...] = ()
+    ports: tuple[int, ...] = ()  # at one end of connections that are not the backend's
 
     def to_data(self) -> dict[str, Any]:
         """Return the state as plain data, as JSON can hold it."""

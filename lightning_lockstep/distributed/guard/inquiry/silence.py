@@ -24,12 +24,13 @@ class Silence(NamedTuple):
     """What is known of a rank that does not answer."""
 
     reason: str
-    host: str = ""
-    has_ended: bool = False
-    has_left: bool = False
-    is_stopped: bool = False
+    host: str = ""  # empty: not known
+    has_ended: bool = False  # its process
+    has_left: bool = False  # its program has come to its end, without an error
+    is_stopped: bool = False  # its process
+    # Its process runs, though no thread of Python's can answer: as while C computes and keeps Python's lock.
     is_moving: bool = False
-    connections: tuple[Connection, ...] = ()
+    connections: tuple[Connection, ...] = ()  # as far as this rank can see them
 
 
 class SilentRanks:
@@ -40,7 +41,9 @@ class SilentRanks:
         self._spent: dict[int, deque[tuple[float, float]]] = defaultdict(deque)
 
     def look(self, rank: int, *, has_failed: bool) -> Silence:
-        """Return what this rank knows of one that does not answer; to be called now and then as long as it does not.
+        """Return what is known of a rank that does not answer; to be called now and then while it does not.
+
+        ``has_failed``: if it has left, it or another rank is known to have failed.
         """
         host, pid = self._channel.process_of(rank)
         if self._channel.has_closed(rank):

@@ -25,7 +25,7 @@ class StallReport:
         self,
         question: Question,
         states: Mapping[int, RankState],
-        silent: Mapping[int, str],
+        silent: Mapping[int, str],  # why a rank has not answered
         waiting: WaitingRanks,
     ) -> None:
         self._question, self._states, self._silent, self._waiting = question, states, silent, waiting
@@ -122,7 +122,7 @@ class StallReport:
 
 
 def histories(states: Mapping[int, RankState], history: int) -> str:
-    """Return a table of the last calls of each rank."""
+    """Return a table of the last ``history`` calls of each rank."""
     rows = [
         (
             rank,

@@ -19,6 +19,8 @@ __all__ = ["Verdict", "judge"]
 
 # What a backend says that has received other sizes than it expected: shapes that ranks may choose did not fit.
 _SIZES = ("ended the process", "data size")
+# mismatch: ranks called different things; stall: a rank did not come and does not move;
+# slow: it has not come yet, and moves, or data still does: a remark, no error.
 Kind = Literal["mismatch", "stall", "slow"]
 
 
@@ -27,10 +29,10 @@ class Verdict:
     """What became of a question."""
 
     kind: Kind
-    text: str
-    ranks: tuple[int, ...] = ()
-    lacks_sites: bool = False
-    may_pass: bool = False
+    text: str  # the report, the same for every rank
+    ranks: tuple[int, ...] = ()  # the cause; empty: all are
+    lacks_sites: bool = False  # it does not say of each rank where that has called
+    may_pass: bool = False  # the ranks said so a moment apart: it holds once it is found twice
 
     def error(self) -> CollectiveError:
         """Return the error that every rank raises."""
@@ -44,15 +46,14 @@ class Verdict:
 def judge(
     question: Question,
     states: Mapping[int, RankState],
-    silent: Mapping[int, str],
+    silent: Mapping[int, str],  # why a rank has not answered
     *,
-    left: Collection[int] = (),
-    running: Collection[int] = (),
-    stall_timeout: float = 0.0,
-    history: int = 0,
+    left: Collection[int] = (),  # silent: their programs have ended, which breaks connections
+    running: Collection[int] = (),  # silent: their processes are known to run
+    stall_timeout: float = 0.0,  # how long a collective may take that all ranks have called [s]
+    history: int = 0,  # how many of the last calls of each rank the report lists
 ) -> Verdict | None:
-    """Return why a collective does not complete, or ``None`` where the records say nothing, or it has completed.
-    """
+    """Return why a collective does not complete; ``None``: the records do not say, or it has completed."""
     case = _Case(question, states, silent, left, running, stall_timeout)
     verdict = case.verdict()
     if verdict is None or not history or verdict.kind == "slow":
@@ -133,6 +134,7 @@ class _Case:
         """Return the first collective that its ranks called differently.
 
         It is of a group in which the asker waits, or one of those that it waits for.
+        ``with_own_shapes``: shapes count, too, that ranks may choose, as in an all-to-all.
         """
         reached = [self.states[rank] for rank in self.waiting.reached_from(asker.rank) if rank in self.states]
         groups = [one.group for state in (asker, *reached) for one in state.outstanding]

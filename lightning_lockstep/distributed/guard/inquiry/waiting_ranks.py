@@ -24,7 +24,6 @@ class WaitingRanks:
         return state is not None and (bool(state.outstanding) or state.is_in_message())
 
     def waiting(self) -> list[int]:
-        """Return all ranks that wait."""
         return [rank for rank in sorted(self._states) if self.is_waiting(rank)]
 
     def waits_for(self, rank: int) -> set[int]:

@@ -13,7 +13,7 @@ class Waits:
     """The waits of this rank; ``None`` stands for a send or receive."""
 
     def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
+        self._timeout = timeout  # when a wait is asked about, and after how long again [s]
         self._since: dict[Outstanding | None, float] = {}
         self._next_question: dict[Outstanding | None, float] = {}
 
@@ -21,7 +21,7 @@ class Waits:
         self,
         outstanding: Sequence[Outstanding | None],
         now: float,
-        ages: Callable[[], Mapping[Outstanding | None, float]],
+        ages: Callable[[], Mapping[Outstanding | None, float]],  # how long ago each was called [s]
     ) -> None:
         """Take note of what is incomplete now."""
         known = ages() if any(one not in self._since for one in outstanding) else {}

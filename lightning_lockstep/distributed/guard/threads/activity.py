@@ -52,7 +52,13 @@ class Activity:
     thread that sleeps, or polls something now and then, does not move; neither do the threads of this package count.
     """
 
-    def __init__(self, window: float, is_rank: Callable[[int], bool], *, ports: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        window: float,  # how far back it looks [s]
+        is_rank: Callable[[int], bool],  # a child process that is a rank of the run moves for itself
+        *,
+        ports: Collection[int] = (),  # of this process: bytes of such connections do not count
+    ) -> None:
         self._window, self._is_rank, self._ports = window, is_rank, frozenset(ports)
         self._samples: deque[_Sample] = deque()
         self._thread = threading.current_thread()
@@ -66,7 +72,12 @@ class Activity:
             self._thread, self._own = thread, _Threads()
             self.forget()
 
-    def look(self, *, closely: bool, held_up: bool = False) -> None:
+    def look(
+        self,
+        *,
+        closely: bool,  # also at other threads, child processes and connections: takes milliseconds
+        held_up: bool = False,  # the thread that trains waits for one of ours: counts as if it had moved
+    ) -> None:
         """Take a sample; to be called a few times in each window, from one thread."""
         now = time.monotonic()
         if held_up and self._samples:
@@ -143,6 +154,7 @@ class _Threads:
     """What threads have done since the first look at them."""
 
     def __init__(self) -> None:
+        # CPU time [s]; read and written [bytes]; waited in calls that go on [s].
         self.seconds, self.bytes, self.waited = _Growth(), _Growth(), 0.0
         self._looks: dict[int, ThreadLook] = {}
         self._looked = 0.0

@@ -39,11 +39,12 @@ _C10D = "torch.distributed.distributed_c10d"
 class Position(NamedTuple):
     """Where a thread is."""
 
-    site: str
-    stack: tuple[str, ...]
+    site: str  # nearest place in the user's own program
+    stack: tuple[str, ...]  # innermost first
+    # Of torch.distributed, such as ``broadcast``; ``wait``: it waits by a handle; empty: it is in none.
     function: str = ""
-    arguments: Mapping[str, str] = {}
-    group: str = ""
+    arguments: Mapping[str, str] = {}  # of that function, what reports show: ``op``, ``src``, ``dst``
+    group: str = ""  # what reports call the process group it was given; empty: not known
 
 
 def position(thread: threading.Thread) -> Position:
@@ -121,8 +122,7 @@ def _group(frame: FrameType) -> str:
 
 
 def waits_for_import(thread: threading.Thread) -> bool:
-    """Return whether a thread is in Python's import system, perhaps because another thread imports the same.
-    """
+    """Return whether a thread is in Python's import system, perhaps since another one imports the same."""
     frame = _frame_of(thread)
     return frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap"
 
@@ -135,7 +135,7 @@ class MainThreadErrors:
     """
 
     def __init__(self, is_critical: Callable[[FrameType], bool]) -> None:
-        self._is_critical = is_critical
+        self._is_critical = is_critical  # at such a frame nothing is raised: that deals with errors itself
         self._pending: BaseException | None = None
         self._thread = threading.current_thread()
         self._by_signal = False
@@ -143,21 +143,20 @@ class MainThreadErrors:
         self._process = os.getpid()
 
     def install(self) -> None:
-        """Take the calling thread for the one that trains, and begin to handle the signal by which it is woken.
-        """
+        """Take the calling thread for the one that trains; begin to handle the signal that wakes it."""
         self._thread = threading.current_thread()
         if self._thread is threading.main_thread() and not self._by_signal:
             self._before = signal.signal(_SIGNAL, self._woken)
             self._by_signal = True
 
     def remove(self) -> None:
-        """Give the signal back."""
+        """Give the signal back; in the main thread."""
         if self._by_signal and threading.current_thread() is threading.main_thread():
             signal.signal(_SIGNAL, self._before)
             self._by_signal = False
 
     def raise_soon(self, error: BaseException) -> None:
-        """Raise ``error`` in the thread that trains."""
+        """Raise ``error`` in the thread that trains; called in another one, returns at once."""
         self._pending = error
         ident = ctypes.c_ulong(self._thread.ident or 0)
         if self._by_signal and self._thread is threading.main_thread():

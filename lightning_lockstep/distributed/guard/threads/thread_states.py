@@ -29,22 +29,20 @@ _READS, _WRITES = _CALLS.get(platform.machine(), (set[int](), set[int]()))
 class ThreadLook(NamedTuple):
     """What a thread has done so far, and what it is in the middle of."""
 
-    seconds: float
-    bytes: float
-    waits_for: str = ""
-    wakes: int = 0
+    seconds: float  # CPU time [s]
+    bytes: float  # read and written by calls that have returned
+    waits_for: str = ""  # ``file``: in a call on one, or for a disk; ``pipe``: it writes into one
+    wakes: int = 0  # how often it has been woken; known where it writes into a pipe
 
     def goes_on_from(self, earlier: ThreadLook) -> bool:
-        """Return whether the one call that it waits in goes on: whoever reads a pipe wakes the writer each time.
-        """
+        """Return whether the call that it waits in goes on: a reader of a pipe wakes the writer each time."""
         if self.waits_for != earlier.waits_for:
             return False
         return self.waits_for == "file" or (self.waits_for == "pipe" and self.wakes > earlier.wakes)
 
 
 def look_at(thread: int) -> ThreadLook | None:
-    """Return what a thread does, ``None`` where it has ended, works for this package, or the system does not say.
-    """
+    """Return what a thread does; ``None``: it has ended, is this package's, or the system does not say."""
     try:
         name, _, rest = _read(thread, "stat").partition("(")[2].rpartition(")")
         state, *numbers = rest.split()

@@ -25,16 +25,16 @@ class GroupIdentity(NamedTuple):
     """A process group as reports name it."""
 
     title: str
-    ranks: Sequence[int]
-    rank: int
+    ranks: Sequence[int]  # by their numbers in the default group, in the order of this one
+    rank: int  # this one, in the group
 
 
 class Description(NamedTuple):
     """One collective as this rank calls it."""
 
-    call: CollectiveCall
-    sent: tuple[int, ...] = ()
-    expected: tuple[int, ...] = ()
+    call: CollectiveCall  # without number and call site
+    sent: tuple[int, ...] = ()  # elements for each rank: must be as many as the receiver expects
+    expected: tuple[int, ...] = ()  # elements from each rank
 
 
 def signature(call: DispatchedCall) -> Hashable:

@@ -20,12 +20,10 @@ _OPEN_MESSAGES = 64
 
 
 class Entry:
-    """One call."""
-
     __slots__ = ("_call", "_number", "_site", "_started", "_work", "done")
 
     def __init__(self, call: CollectiveCall, number: int) -> None:
-        self._call, self._number = call, number
+        self._call, self._number = call, number  # from 1; 0: not counted
         self._started, self._site = time.time(), call_site()
         self._work: Any = None
         self.done = False
@@ -37,15 +35,13 @@ class Entry:
 
     @property
     def key(self) -> Outstanding:
-        """Its group and number."""
         return Outstanding(self._call.group, self._number)
 
     def recorded(self) -> RecordedCall:
-        """Return it as it is handed out."""
         return RecordedCall(call=self.described, started=self._started, done=self.done)
 
     def started(self, work: Any) -> None:
-        """Note that the backend has it."""
+        """Note that the backend has it; ``work`` is ``None`` where there is nothing to wait for."""
         if work is None or work.is_completed() or (self._number and not _tells_completion(work)):
             self.done = True
         else:
@@ -78,7 +74,7 @@ class CallHistory:
     """
 
     def __init__(self, length: int) -> None:
-        self._length = length
+        self._length = length  # calls per group
         self._lock = threading.Lock()  # never held while anything is waited for
         self._groups: weakref.WeakSet[GroupHistory] = weakref.WeakSet()
         self._open: list[Entry] = []
@@ -136,10 +132,9 @@ class GroupHistory:
     def __init__(self, history: CallHistory, length: int) -> None:
         self._history = history
         self.entries: deque[Entry] = deque(maxlen=length)
-        self.count = 0
+        self.count = 0  # collectives so far
 
     def collective(self, call: CollectiveCall) -> Entry:
-        """Note a collective."""
         self.count += 1
         return self._noted(Entry(call, self.count))
 

@@ -32,8 +32,8 @@ class Companion:
     def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float) -> None:
         # A connection of its own, so that nobody else has to wait for the store meanwhile.
         own = dist.PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
-        number = _wait_for_all(own, size, timeout)
-        self._size, self._timeout = size, timeout
+        number = _wait_for_all(own, size, timeout)  # DistStoreError: not all came in time
+        self._size, self._timeout = size, timeout  # of each comparison, too [s]
         # Torch states no types for its methods.
         self._group: Any = dist.ProcessGroupGloo(
             dist.PrefixStore(str(number), own), rank, size, timedelta(seconds=timeout)
@@ -47,7 +47,7 @@ class Companion:
         self._sockets = self._host_sockets(rank)
 
     def all_equal(self, number: int, *, timeout: float | None = None) -> bool:
-        """Return whether all ranks have the same number."""
+        """Return whether all ranks, which all ask, have the same number, of 63 bits at most."""
         if self._sockets is not None:
             return self._sockets.all_equal(number, timeout=self._timeout if timeout is None else timeout)
         memory = self._memory
@@ -56,7 +56,7 @@ class Companion:
         return memory[0] == -memory[1]
 
     def sum_is_zero(self, number: int, *, timeout: float | None = None) -> bool:
-        """Return whether the numbers of all ranks add up to 0."""
+        """Return whether the numbers of all ranks add up to 0; the sum must have at most 63 bits."""
         if self._sockets is not None:
             return self._sockets.sum_is_zero(number, timeout=self._timeout if timeout is None else timeout)
         self._memory[0] = number

@@ -34,8 +34,7 @@ _KEY = "BackendSelect"  # the last one before those of the backends
 
 
 class DispatchedCall:
-    """One operation as torch's dispatcher was given it; what costs time is worked out when it is asked for.
-    """
+    """One operation as torch's dispatcher was given it; what costs time is worked out when asked for."""
 
     __slots__ = ("_args", "group", "operator")
 
@@ -104,7 +103,7 @@ def _flatten(given: Any, flat: list[Tensor]) -> None:
 #: Called once the backend has been given the operation, with its work handle; ``None`` where there is none, as when an
 #: exception was raised.
 Finish: TypeAlias = Callable[["dist.Work | None"], None]
-#: Called before each operation; may raise in its place, and may return what to call afterwards.
+#: Called before each operation, in its thread; may raise in its place, may return what to call afterwards.
 Observer: TypeAlias = "Callable[[DispatchedCall], Finish | None]"
 
 _lock = threading.Lock()

@@ -37,8 +37,13 @@ def host_identity() -> str:
 class HostSockets:
     """The sockets of one rank; used by one thread at a time."""
 
-    def __init__(self, rank: int, size: int, tell: Callable[[bytes], bytes]) -> None:
-        self._rank, self._timeout = rank, 0.0
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        tell: Callable[[bytes], bytes],  # called by all: returns what the first rank has given
+    ) -> None:
+        self._rank, self._timeout = rank, 0.0  # in the group; [s]
         self._peers: list[socket.socket] = []
         if rank == 0:
             self._peers = _accept_all(size - 1, tell)

@@ -72,13 +72,19 @@ class CallVerifier:
         self._said: set[str] = set()
 
     def start(self) -> None:
-        """Compare from now on; a second call is harmless."""
+        """Compare from now on; a second call is harmless.
+
+        On all ranks between the same two collectives: one that compares waits for one that does not.
+        """
         if self._hook is None:
             self._hook = Hook(self._before)
             self._look_for_unseen_groups()
 
     def stop(self) -> None:
-        """Compare no more, and close the connections that were made for it; a second call is harmless."""
+        """Compare no more, and close the connections that were made for it; a second call is harmless.
+
+        On all ranks between the same two collectives, once none is outstanding.
+        """
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -165,8 +171,6 @@ class _Known(NamedTuple):
 
 
 class _GroupVerifier:
-    """Compares the calls of one group."""
-
     def __init__(
         self, identity: GroupIdentity, store: dist.Store, timeout: float, history: CallHistory
     ) -> None:
