@@ -12,25 +12,6 @@ global batch that is the same on any number of ranks (`GlobalBatchSampler`), and
 checks of their settings that report every fault at once.
 """
 
-from __future__ import annotations
+from lightning_lockstep._exports import attach_stub
 
-from typing import TYPE_CHECKING
-
-from lightning_lockstep._exports import lazy
-
-if TYPE_CHECKING:
-    from lightning_lockstep.demo.byte_gpt import ByteGPT as ByteGPT
-    from lightning_lockstep.demo.cnn import ConvNet as ConvNet
-    from lightning_lockstep.demo.digits import DigitsData as DigitsData
-    from lightning_lockstep.demo.global_batch_sampler import GlobalBatchSampler as GlobalBatchSampler
-    from lightning_lockstep.demo.source_text import SourceTextData as SourceTextData
-else:
-    _NAMES = {
-        "ByteGPT": "demo.byte_gpt",
-        "ConvNet": "demo.cnn",
-        "DigitsData": "demo.digits",
-        "GlobalBatchSampler": "demo.global_batch_sampler",
-        "SourceTextData": "demo.source_text",
-    }
-    __all__ = sorted(_NAMES)
-    __getattr__, __dir__ = lazy(__name__, _NAMES)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -16,17 +16,6 @@ For a strategy of one's own: :func:`detect_environment`.
 | `cpu_threads` | CPU threads and cores of a rank |
 """
 
-from __future__ import annotations
+from lightning_lockstep._exports import attach_stub
 
-from typing import TYPE_CHECKING
-
-from lightning_lockstep._exports import lazy
-
-if TYPE_CHECKING:
-    from lightning_lockstep.launchers.environments.cluster_environment import (
-        detect_environment as detect_environment,
-    )
-else:
-    _NAMES = {"detect_environment": "launchers.environments.cluster_environment"}
-    __all__ = sorted(_NAMES)
-    __getattr__, __dir__ = lazy(__name__, _NAMES)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -13,25 +13,6 @@
 | `xla_steps`, `xla_pending` | what both strategies for XLA devices share |
 """
 
-from __future__ import annotations
+from lightning_lockstep._exports import attach_stub
 
-from typing import TYPE_CHECKING
-
-from lightning_lockstep._exports import exports_of, lazy
-
-if TYPE_CHECKING:
-    from lightning_lockstep.strategies.ddp import LockstepDDPStrategy as LockstepDDPStrategy
-    from lightning_lockstep.strategies.deepspeed import LockstepDeepSpeedStrategy as LockstepDeepSpeedStrategy
-    from lightning_lockstep.strategies.lifecycle import RankLifecycle as RankLifecycle
-    from lightning_lockstep.strategies.mpi import LockstepMPIStrategy as LockstepMPIStrategy
-    from lightning_lockstep.strategies.options import LifecycleSettings as LifecycleSettings
-    from lightning_lockstep.strategies.xla import LockstepXLAStrategy as LockstepXLAStrategy
-    from lightning_lockstep.strategies.xla_spmd import LockstepXLASPMDStrategy as LockstepXLASPMDStrategy
-else:
-    _NAMES = {
-        **exports_of("strategies"),
-        "LifecycleSettings": "strategies.options",
-        "RankLifecycle": "strategies.lifecycle",
-    }
-    __all__ = sorted(_NAMES)
-    __getattr__, __dir__ = lazy(__name__, _NAMES)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

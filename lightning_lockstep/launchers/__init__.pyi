@@ -1,0 +1,3 @@
+from lightning_lockstep.launchers.environments.cluster_environment import (
+    detect_environment as detect_environment,
+)
