@@ -82,13 +82,13 @@ class Loader:
 
     def __init__(self, search_path: ConfigSearchPath, config_name: str | None, overrides: list[str]) -> None:
         self.config_name = config_name
+        # overrides: those that can be parsed; one of them may extend the search path
         self._loader = ConfigLoaderImpl(search_path)
         self._loader.ensure_main_config_source_available()
         # The only place where Hydra applies `hydra.searchpath` to the groups it knows.
         _, self._repository = self._loader._parse_overrides_and_create_caching_repo(config_name, overrides)
 
     def is_group(self, name: str) -> bool:
-        """Whether there is a config group of this name."""
         return bool(self._repository.group_exists(name))
 
     def is_choice(self, group: str, choice: str) -> bool:
@@ -133,5 +133,4 @@ class Loader:
 
     @staticmethod
     def apply(override: Override, config: DictConfig) -> None:
-        """Apply the override of one key to a composed configuration."""
         ConfigLoaderImpl._apply_overrides_to_config([override], config)

@@ -21,8 +21,7 @@ _JOB = ("hydra.core.utils", "run_job")
 
 
 def program_arguments(started_in: str) -> tuple[list[str], str | None]:
-    """Return what follows the interpreter on the command line, and the folder in which it means this program.
-    """
+    """Return what follows the interpreter on the command line, and the folder in which it means this program."""
     function = _function_sent_here()
     if function is not None:
         return _program_of(function, started_in)
