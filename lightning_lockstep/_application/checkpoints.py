@@ -19,7 +19,7 @@ _BEGUN = ".begun"
 
 
 def note_begin(run_folder: Path) -> None:
-    """Leave a file in a run folder whose time is that at which the first attempt of the run began."""
+    """Leave a file in a run folder whose time is that at which the first attempt of the run began; on rank 0."""
     with suppress(
         OSError
     ):  # it exists already; or nothing can be written: then only files in the folder are the run's
@@ -47,10 +47,10 @@ def find_checkpoint(
     """Return the file, or the folder that DeepSpeed has written, that `ckpt_path` means."""
     if given is None or "://" in given:
         return given
-    if given == "auto":
+    if given == "auto":  # this run's newest from which a fit can go on, if there is one
         found = _newest_of_this_run(run_folder.absolute(), folders)
         return None if found is None else str(found)
-    if given == "last":
+    if given == "last":  # the newest last.ckpt of this run folder or of those beside it
         return str(_newest(run_folder))
     path = Path(started_in, given).absolute()
     if path.is_dir() and not is_deepspeed_checkpoint(path):

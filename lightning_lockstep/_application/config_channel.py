@@ -40,11 +40,11 @@ class ExternalRanks:
     """Processes of one job that somebody else has started."""
 
     rank: int
-    count: int | None
-    per_node: int | None
-    address: str
+    count: int | None  # None where each is the first of its node and will start others
+    per_node: int | None  # on this node, as far as is known
+    address: str  # of rank 0
     port: int
-    name: str | None = None
+    name: str | None = None  # what all of them have in common, and those of no other job
 
 
 def external_ranks() -> ExternalRanks | None:
@@ -81,17 +81,11 @@ def _per_node(count: int) -> int | None:
 
 @dataclass(frozen=True)
 class Message:
-    """What rank 0 sends to the others.
+    """What rank 0 sends to the others."""
 
-    Attributes:
-        config: The frozen configuration of the next job, or `None` to end.
-        last: Whether no further job follows.
-        exit_code: With which to end.
-    """
-
-    config: DictConfig | None = None
-    last: bool = True
-    exit_code: int = 0
+    config: DictConfig | None = None  # the frozen one of the next job; None: to end
+    last: bool = True  # no further job follows
+    exit_code: int = 0  # with which to end
 
     def to_bytes(self) -> bytes:
         """Return it as bytes with the signature of this job."""
@@ -100,12 +94,8 @@ class Message:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message:
-        """Return what rank 0 made bytes of.
-
-        Raises:
-            LaunchError: It does not carry the signature of this job.
-        """
-        head, _, config = verified(data).partition(b"\n")
+        """Return what rank 0 made bytes of."""
+        head, _, config = verified(data).partition(b"\n")  # a LaunchError without the signature of this job
         last, exit_code = json.loads(head)
         return cls(config_from_bytes(config), bool(last), int(exit_code))
 
@@ -114,7 +104,7 @@ class ConfigChannel:
     """Carries the messages of rank 0 to the others, in order."""
 
     def __init__(self, ranks: ExternalRanks | None) -> None:
-        self.ranks = ranks
+        self.ranks = ranks  # None: a channel without receivers
         self._number = 0
         self._sent_last = self._warned = False
         # A restarted attempt of torchrun finds the messages of the one before in the same store.
@@ -141,7 +131,12 @@ class ConfigChannel:
         self._sent_last = message.last
 
     def close(self, exit_code: int, *, unusable: bool, wait: bool = True) -> None:
-        """Let the other ranks end, unless they know that the job they have was the last."""
+        """Let the other ranks end, unless they know that the job they have was the last.
+
+        Where the configuration was wrong (``unusable``) they wait for a message even after the last job. Without
+        ``wait`` a store that is lost is no error; with it rank 0 waits until they have every message, since it may
+        host the store, which ends with it.
+        """
         if self.ranks is None:
             return
         with (
@@ -159,7 +154,7 @@ class ConfigChannel:
                 return
             time.sleep(_LOOK_EVERY)
 
-    def receive(self, *, patience: float | None = None) -> Message:
+    def receive(self, *, patience: float | None = None) -> Message:  # [s]; None: as imports or a sweeper need
         """Return the next message of rank 0."""
         assert self.ranks is not None
         key = f"{self._prefix}/{self._number}"

@@ -47,18 +47,19 @@ _SAME_FAULT = 10.0
 
 
 def hydra_main(
-    config_path: str | None = None,
+    config_path: str | None = None,  # relative to the program's file; or `pkg://package.of.configs`
     config_name: str | None = None,
     *,
     version_base: str | None = "1.3",
-    check: JobCheck | None = None,
-    prepare: Callable[[DictConfig], None] | None = None,
+    check: JobCheck | None = None,  # looks at the frozen configuration of each job before it is started
+    prepare: Callable[[DictConfig], None] | None = None,  # changes one just before it is frozen
 ) -> Callable[[Program], Callable[[], Any]]:
     """Decorate a function as `hydra.main` does, for programs of several ranks.
 
     Beyond `hydra.main`: everything that is wrong with the command line is one message and exit code 2 before
     anything is started; the configuration is resolved once, on rank 0, and every rank gets that; ranks
-    other than rank 0 write no folder and no job log, however they were started.
+    other than rank 0 write no folder and no job log, however they were started. Under torchrun or srun
+    rank 0 sends it to the others: one write to the store for each job.
     """
 
     def decorate(program: Program) -> Callable[[], Any]:

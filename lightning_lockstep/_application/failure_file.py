@@ -16,7 +16,7 @@ FAILURE_FILE = "failure.json"
 
 
 def keep_failure(trainer: Any, error: BaseException) -> None:
-    """Write what has ended a run to its folder.
+    """Write what has ended a run to its folder; every rank may call it, rank 0 writes.
 
     An error that was raised on another rank first comes with the record of that rank.
     """

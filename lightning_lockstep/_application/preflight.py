@@ -25,7 +25,8 @@ _done: dict[tuple[tuple[str, ...], CheckOptions], list[Fault]] = {}
 def preflight_faults(config: DictConfig) -> list[Fault]:
     """Run the checks if the configuration asks for them, print their table, and return what stops the run.
 
-    The jobs of a sweep that ask for the same are checked once.
+    The jobs of a sweep that ask for the same are checked once. Rank 0 calls this before any other rank is started: it
+    starts processes, and ranks of its own on this host where the run would start its ranks here.
     """
     if not config.get("preflight"):
         return []

@@ -32,7 +32,7 @@ from lightning_lockstep.launchers.mpirun.launcher import ran_under_mpirun
 
 
 def run(config: DictConfig) -> float | None:
-    """Train as the configuration says."""
+    """Train as the configuration says; return the final `objective.metric`, for a sweeper, if it was logged."""
     began = time.monotonic()
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
@@ -143,6 +143,7 @@ class RunRecord(Callback):
     """Counts what the closing summary shows, and saves the last step of a run.
 
     A parent process reads what a spawned or forked rank has counted, once it has asked for that with :meth:`share`.
+    What decides about a further validation or checkpoint is the same on all ranks; samples and seconds are rank 0's.
     """
 
     def __init__(self) -> None:
@@ -162,7 +163,6 @@ class RunRecord(Callback):
 
     @property
     def epochs(self) -> int:
-        """Epochs of the run."""
         return int(self._numbers[3])
 
     def samples_per_second(self, world_size: int) -> float | None:

@@ -17,7 +17,7 @@ class Stop(BaseException):
     def __init__(self, error: BaseException, *, running: bool) -> None:
         super().__init__(error)
         self.error = error
-        self.running = running
+        self.running = running  # ranks were, when it was raised
 
 
 class StopElsewhere(Exception):  # noqa: N818

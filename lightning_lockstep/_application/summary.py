@@ -21,13 +21,13 @@ _FILE = "summary.json"
 class Summary:
     """The result of one run."""
 
-    metrics: dict[str, float]
-    steps: int
-    epochs: int
+    metrics: dict[str, float]  # the last value of each
+    steps: int  # of the optimizer
+    epochs: int  # begun and ended
     ranks: int
-    samples_per_second: float | None
-    wall_time: float
-    files: dict[str, str]
+    samples_per_second: float | None  # of all ranks in training, evaluation left out
+    wall_time: float  # from the first to the last line of the run [s]
+    files: dict[str, str]  # where things are, by what they are
 
 
 def write(summary: Summary, folder: Path) -> None:
@@ -50,7 +50,7 @@ def written(folder: Path) -> tuple[int, int, int] | None:
 
 def read_metrics(folder: Path, *, earlier: tuple[int, int, int] | None) -> dict[str, float]:
     """Return the metrics that rank 0 has written into the run folder; none where it could not."""
-    if written(folder) == earlier:
+    if written(folder) == earlier:  # as it was before the run
         return {}
     try:
         text = (folder / _FILE).read_text(encoding="utf-8")

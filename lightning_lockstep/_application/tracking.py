@@ -116,8 +116,7 @@ def places(loggers: list[Any]) -> dict[str, str]:
 
 
 def finish(loggers: list[Any], *, failed: bool) -> None:
-    """End the runs of loggers that hold one open until the process ends, so that the next job begins its own.
-    """
+    """End the runs of loggers that hold one open until the process ends, so that the next job begins its own."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             logger.finish(failed=failed)

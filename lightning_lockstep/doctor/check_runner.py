@@ -45,11 +45,11 @@ class Checks:
 
     def __init__(
         self,
-        names: Sequence[str],
+        names: Sequence[str],  # in the order in which they are started
         options: CheckOptions,
         *,
-        sysroot: Path | None = None,
-        at_a_time: int | None = None,
+        sysroot: Path | None = None,  # the imitated machine to look at; None: this one
+        at_a_time: int | None = None,  # None: as many as there are cores, at least 2
     ) -> None:
         self.names = tuple(names)
         self._options, self._sysroot = options, sysroot
@@ -68,7 +68,8 @@ class Checks:
     def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
         """Run the checks and yield each result when it is there.
 
-        Those that start ranks or measure speed run one by one after the others.
+        Those that start ranks or measure speed run one by one after the others. ``tick`` is called several times a
+        second meanwhile.
         """
         alone = [name for name in self.names if name in BUILT_IN and load_check(name).needs_ranks]
         waiting: list[_Child] = []
@@ -153,7 +154,7 @@ class _Child:
 
     def __init__(self, name: str, options: CheckOptions, sysroot: Path | None) -> None:
         self.name = name
-        self.needs_ranks = False
+        self.needs_ranks = False  # known when it is loaded
         self._options, self._sysroot = options, sysroot
         self._results, self._output = memory_file(), memory_file()
         self._process = subprocess.Popen(
@@ -168,7 +169,7 @@ class _Child:
         self._passed: float | None = None  # the limit that it did not keep
         self._began = time.monotonic()
 
-    def load(self, within: float) -> None:
+    def load(self, within: float) -> None:  # within: [s]
         """Have it load the check, and receive what that needs."""
         task = {
             "check": self.name,
@@ -186,7 +187,7 @@ class _Child:
         if lines := lines or self._lines():
             self._limit, self.needs_ranks = float(lines[0]["timeout"]), bool(lines[0]["needs_ranks"])
 
-    def run(self, timeout: float | None) -> None:
+    def run(self, timeout: float | None) -> None:  # [s]; None: that of the check
         """Have it run the check, and wait for its end."""
         if self._limit is None:
             return  # it could not be loaded

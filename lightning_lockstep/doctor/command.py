@@ -221,8 +221,7 @@ def _checks(
 
 
 def exit_code(results: Sequence[Any], *, strict: bool = False) -> int:
-    """Return the exit code of the command: 0 without a problem, 1 with one, 3 with warnings under ``strict``.
-    """
+    """Return the exit code of the command: 0 without a problem, 1 with one, 3 with warnings under ``strict``."""
     from lightning_lockstep.doctor.findings import Status, worst
 
     status = worst(result.status for result in results)

@@ -54,10 +54,10 @@ class Check:
 
     name: str
     summary: str
-    why: str
+    why: str  # that matters, for ``--explain``
     function: CheckFunction
-    needs_ranks: bool = False
-    timeout: float = 30.0
+    needs_ranks: bool = False  # starts ranks or measures speed: runs alone, after the others
+    timeout: float = 30.0  # [s]
 
 
 _registered: dict[str, Check] = {}

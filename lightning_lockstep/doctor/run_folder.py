@@ -39,13 +39,12 @@ class RunFolder:
 
     def __init__(self, machine: Machine, given: str) -> None:
         self._machine = machine
-        self.given = given
+        self.given = given  # as the user wrote it
         self._path = str(Path(given).absolute())
-        self.unreadable: list[str] = []
+        self.unreadable: list[str] = []  # records that were asked for and could not be read
 
     @property
     def exists(self) -> bool:
-        """Whether a file or folder of that name exists."""
         return self._machine.exists(self._path)
 
     @property
@@ -64,7 +63,6 @@ class RunFolder:
         )
 
     def has(self, name: str) -> bool:
-        """Return whether it holds a file or folder."""
         return self._machine.exists(f"{self._path}/{name}")
 
     def glob(self, *patterns: str) -> list[str]:
@@ -77,8 +75,7 @@ class RunFolder:
         return self._machine.read_text(f"{self._path}/{name}", whole=True) or ""
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """Return a record of the run; ``None`` where there is none, or where it cannot be read (see ``unreadable``).
-        """
+        """Return a record of the run; ``None`` where there is none, or where it cannot be read (see ``unreadable``)."""
         if not self.has(name):
             return None
         try:
@@ -117,8 +114,7 @@ class RunFolder:
         return shlex.quote(str(PurePath(self.given, name)))
 
     def override(self, key: str, name: str) -> str:
-        """Return an override that names a file in it, to paste into a shell; for Hydra too such a path has quotes.
-        """
+        """Return an override that names a file in it, to paste into a shell; for Hydra too such a path has quotes."""
         path = str(PurePath(self.given, name))
         if not _UNQUOTED.fullmatch(path):
             path = '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'

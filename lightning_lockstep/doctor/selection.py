@@ -20,9 +20,9 @@ _TAKES_FOLDERS = "run"
 class Selection:
     """What a command line asks for."""
 
-    names: tuple[str, ...]
-    folders: tuple[str, ...] = ()
-    least: Status = Status.NOT_APPLICABLE
+    names: tuple[str, ...]  # in the order in which they are started
+    folders: tuple[str, ...] = ()  # of runs
+    least: Status = Status.NOT_APPLICABLE  # only rows of this status or a worse one are shown
 
 
 def select(arguments: Sequence[str], only: str | None = None) -> Selection:

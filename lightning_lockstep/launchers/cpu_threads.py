@@ -16,7 +16,7 @@ __all__ = ["apply_threads", "plan_threads"]
 def plan_threads(
     threads_per_rank: int | Literal["auto"], *, cores: tuple[int, ...], local_rank: int, local_world_size: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the number of threads of a rank, and the cores that are its own."""
+    """Return the number of threads of a rank, and its own cores, which more ranks than cores share."""
     share = max(1, len(cores) // local_world_size)
     threads = share if threads_per_rank == "auto" else int(threads_per_rank)
     width = min(max(threads, 1), len(cores))
@@ -42,7 +42,7 @@ def apply_threads(
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
     if not bind_cores:
-        return threads, cores
+        return threads, cores  # all that it may use
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigurationError(
             "bind_cores=True was given, but this operating system cannot pin a process to cores;"

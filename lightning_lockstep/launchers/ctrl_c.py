@@ -20,18 +20,19 @@ from lightning_lockstep.distributed.failure.process_exit import leaving
 __all__ = ["watch_interrupts"]
 
 
+# on_stuck: is called on a thread of its own, and ends the process by force; patience: [s]
 def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callable[[], None]:
     """Call ``on_stuck`` when Ctrl-C was pressed and ``patience`` seconds later this process is still about to end.
 
     That is, when Python's handler was not reached, or was and the process is leaving because of a failure. A program
-    that handles the ``KeyboardInterrupt`` itself goes on.
+    that handles the ``KeyboardInterrupt`` itself goes on. The function returned ends the watch.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    if before != -1:
+    if before != -1:  # another library uses it, so nothing is watched
         signal.set_wakeup_fd(before)
         reader.close()
         writer.close()

@@ -32,21 +32,19 @@ class SignalForwarding:
     def __init__(
         self, send: Callable[[int], None], force: Callable[[], None], *, limit: float = _LIMIT
     ) -> None:
-        self._send, self._force, self._limit = send, force, limit
-        self.asked: signal.Signals | None = None
+        self._send, self._force, self._limit = send, force, limit  # limit: [s]
+        self.asked: signal.Signals | None = None  # the first that asked the ranks to end
         self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> SignalForwarding:
-        """Take the signals over."""
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             for number in _PASSED_ON:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: a handler in C
                     self._before[number] = signal.signal(number, self._arrived)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put the handlers back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -68,7 +68,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Any,  # travels to the ranks
         supervisor: RankSupervisor,
         *,
         start_method: Literal["spawn", "fork", "forkserver"],

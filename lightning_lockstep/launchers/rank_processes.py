@@ -33,15 +33,20 @@ class BadEnd:
 
     rank: int
     pid: int
-    returncode: int
-    since: float
+    returncode: int  # negative for a signal
+    since: float  # when this was noticed, by the monotonic clock [s]
 
 
 class RankProcesses:
     """Runs one function in several processes that are copies of this one."""
 
     def __init__(
-        self, run: Callable[[int], None], *, number: int, grace_period: float, between: Callable[[], None]
+        self,
+        run: Callable[[int], None],  # called in each with its number
+        *,
+        number: int,
+        grace_period: float,  # for the others once one has failed; half of it until they are asked to end [s]
+        between: Callable[[], None],  # called again and again while they run
     ) -> None:
         context = multiprocessing.get_context("fork")
         self.processes = [context.Process(target=run, args=(rank,)) for rank in range(number)]
@@ -51,7 +56,6 @@ class RankProcesses:
         self._signalled = False
 
     def start(self) -> None:
-        """Start all of them."""
         try:
             for process in self.processes:
                 process.start()
@@ -82,6 +86,7 @@ class RankProcesses:
                 )
         self._look()  # at those that have ended since
         self._between()
+        # One of them may be the cause of all.
         return [end for end in self.bad if end.since - self.bad[0].since < _SETTLE]
 
     def running(self) -> list[int]:
@@ -89,7 +94,6 @@ class RankProcesses:
         return [rank for rank, process in enumerate(self.processes) if process.pid and process.is_alive()]
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether a rank that was started has ended."""
         return self.processes[rank].exitcode is not None
 
     def interrupt(self) -> None:

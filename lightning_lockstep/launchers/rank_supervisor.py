@@ -50,7 +50,6 @@ class SupervisorSettings(GuardSettings):
     bind_cores: bool = False
 
     def check(self, faults: Faults) -> None:
-        """See :meth:`GuardSettings.check`."""
         super().check(faults)
         threads = self.threads_per_rank
         faults.check(self.on_rank_failure == "abort", "on_rank_failure", self.on_rank_failure, "'abort'")
@@ -71,11 +70,13 @@ class RankSupervisor:
 
     def __init__(self, settings: SupervisorSettings) -> None:
         self.settings = settings
-        self.propagation: FailurePropagation | None = None
-        self.guard: CollectiveGuard | None = None
-        self.threads = 0
-        self.cores: tuple[int, ...] = ()
+        self.propagation: FailurePropagation | None = None  # None until the ranks have met
+        self.guard: CollectiveGuard | None = None  # None until the ranks have met, and where it is off
+        self.threads = 0  # until the launch
+        self.cores: tuple[int, ...] = ()  # numbers of those that it may use
+        # Called before this process is ended by force; a launcher ends its children here.
         self.on_force: Callable[[], None] | None = None
+        # Whether the process that started this rank, and is no rank, prints what has failed.
         self.parent_prints = notebook_rank() is not None
         self._trainer: Callable[[], Any] = _no_trainer
 
@@ -89,7 +90,6 @@ class RankSupervisor:
         call_on_sigterm(trainer, self._told_to_end)
 
     def apply_threads(self, *, local_rank: int, local_world_size: int) -> None:
-        """Set this rank's CPU threads and cores."""
         self.threads, self.cores = apply_threads(
             self.settings.threads_per_rank,
             bind_cores=self.settings.bind_cores,
@@ -98,14 +98,17 @@ class RankSupervisor:
         )
 
     def ranks_have_met(self, *, prints_report: bool) -> Communicator:
-        """Open the side channel and begin to listen for failures."""
+        """Open the side channel and begin to listen for failures.
+
+        All ranks come here together, right after they have met; each waits until rank 0 has come too.
+        """
         communicator = current_communicator()
         if communicator.world_size > 1:
             communicator.side_channel.silence_limit = self.settings.silence_limit
             self.propagation = propagation_on(communicator.side_channel)
             self.propagation.arm()
             self.propagation.grace_period = self.settings.grace_period
-            self.propagation.prints_report = prints_report
+            self.propagation.prints_report = prints_report  # of another rank's failure
             self.propagation.parent_prints = self.parent_prints
             self.propagation.where = self._where
             self.propagation.on_force = self.on_force

@@ -101,7 +101,6 @@ class _StartedRanks:
         return [rank for rank, process in enumerate(self.processes, 1) if process.poll() is None]
 
     def kill(self) -> None:
-        """Kill the children that still run."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -128,8 +127,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         return bool(self.cluster_environment.creates_processes_externally)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the ranks of this node unless that has been done, then run ``function`` under the supervisor.
-        """
+        """Start the ranks of this node unless that has been done, then run ``function`` under the supervisor."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
@@ -223,7 +221,7 @@ def _is_orderly(code: int) -> bool:
     return code in (0, _NOT_FLUSHED, expected_exit())
 
 
-def forget_earlier_job(patience: float) -> None:
+def forget_earlier_job(patience: float) -> None:  # patience: for ranks that are still busy [s]
     """End the ranks of an earlier job of this process and destroy its process group."""
     global _started
     if _started is None:

@@ -38,7 +38,7 @@ _SWITCHES: dict[str, Any] = {
 
 
 def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
-    """Look for what is wrong with the configuration of one training run."""
+    """Look for what is wrong with the configuration of one training run: on rank 0, before others start."""
     faults = [*_prepared(config), *_switches(config), *_unfit(config)]
     for key in component_keys(config):
         faults += checks.missing_faults(key)

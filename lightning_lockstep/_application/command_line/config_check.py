@@ -41,9 +41,9 @@ JobCheck = Callable[[DictConfig, TargetChecks], list[Fault]]
 class Checked(NamedTuple):
     """What the checks of a command line have found."""
 
-    faults: list[Fault]
-    quoted: dict[str, str]
-    old_names: list[str]
+    faults: list[Fault]  # each once, in the order of the command line
+    quoted: dict[str, str]  # overrides that Hydra must be given in another form, by the form typed
+    old_names: list[str]  # what to write instead of those that are still read
 
 
 def preflight(
@@ -52,7 +52,7 @@ def preflight(
     config_name: str | None,
     check: JobCheck | None,
     *,
-    alone: bool = True,
+    alone: bool = True,  # no other rank has been started yet
 ) -> Checked:
     """Look for everything that is wrong with a command line."""
     setup_globals()

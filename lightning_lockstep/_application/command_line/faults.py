@@ -13,7 +13,8 @@ from lightning_lockstep._console import say
 class Fault:
     """One thing that is wrong."""
 
-    text: str
+    text: str  # what was given, what was expected, how to fix it
+    # Shown only to those who ask for stack traces.
     error: BaseException | None = field(default=None, compare=False)
 
 

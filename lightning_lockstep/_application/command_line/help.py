@@ -27,7 +27,7 @@ def help_text(
     """Return what `--help` prints, in the form of the program's `hydra.help.template`."""
     setup_globals()
     loader = Loader(search_path, config_name, overrides)
-    config = loader.compose(overrides)
+    config = loader.compose(overrides)  # a HydraException where they lead to none
     if config.hydra.help.app_name == config.hydra.job.name:
         with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
             config.hydra.help.app_name = program
@@ -44,7 +44,7 @@ def help_text(
     return f"{filled.rstrip()}\n"
 
 
-def comments(text: str, package: str = "") -> dict[str, str]:
+def comments(text: str, package: str = "") -> dict[str, str]:  # package: key below which the file is put
     """Return the comment at the end of the line of each key of a config file, by the whole key."""
     lines = text.splitlines()
     return dict(_comments(yaml.compose(text, Loader=yaml.SafeLoader), lines, package))

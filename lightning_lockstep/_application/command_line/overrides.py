@@ -33,8 +33,9 @@ class Composed:
     """What the overrides of one job lead to."""
 
     faults: list[Fault] = field(default_factory=list)
-    config: DictConfig | None = None
-    typed: dict[str, str] = field(default_factory=dict)
+    config: DictConfig | None = None  # of those that are right, with its `hydra` node
+    typed: dict[str, str] = field(default_factory=dict)  # the override as typed, by key
+    # Groups whose wrong choice was replaced by the nearest one; faults in its files are not reported.
     guessed: list[str] = field(default_factory=list)
 
 
@@ -60,7 +61,7 @@ def parse(lines: list[str]) -> tuple[list[Override], list[Fault]]:
 
 
 def variants(overrides: list[Override], *, multirun: bool) -> tuple[list[list[str]], list[Fault]]:
-    """Divide a sweep into jobs in which every swept value occurs once."""
+    """Divide a sweep into jobs, one at least, in which every swept value occurs once."""
     faults = []
     values: list[list[str]] = []
     for override in overrides:
@@ -227,7 +228,7 @@ def _missing_key(loader: Loader, override: Override, config: DictConfig) -> str 
 
 
 def quote_numbers(loader: Loader, lines: list[str]) -> dict[str, str]:
-    """Find choices that Hydra would take for numbers: `precision=32` becomes `precision='32'`."""
+    """Return, by the override as typed, how to quote a choice that Hydra takes for a number: `precision='32'`."""
     numbers = (re.fullmatch(r"(\+?)([\w/]+)=(\d+)", line) for line in lines)
     return {
         found[0]: f"{found[1]}{found[2]}='{found[3]}'"

@@ -40,7 +40,7 @@ class TargetChecks:
 
     def __init__(self, config: DictConfig, typed: dict[str, str]) -> None:
         self.config = config
-        self.typed = typed
+        self.typed = typed  # overrides by key: a fault of that key is reported as typed
 
     def signature_faults(self) -> list[Fault]:
         """Settings that a target does not have, and values of a type that it does not take."""
@@ -70,6 +70,7 @@ class TargetChecks:
             )
         return faults
 
+    # given: arguments in place of those in the configuration
     def constructor_faults(self, component: str, **given: Any) -> list[Fault]:
         """What the constructor of `component` says about its settings, if it has no other effect."""
         node = OmegaConf.select(self.config, component, throw_on_missing=False)

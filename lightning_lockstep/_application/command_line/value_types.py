@@ -19,8 +19,8 @@ _PLAIN: dict[Any, str] = {int: "a whole number", float: "a number", str: "text",
 def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -> Expected | None:
     """Say what was expected if `value` certainly does not fit the type `hint`.
 
-    Judged are numbers, text, true and false, null and fixed choices, and unions of them; anything else
-    passes.
+    Judged are numbers, text, true and false, null and fixed choices, and unions of them; for anything else,
+    as for a value that fits, `None` is returned.
     """
     if hint is None or hint is Any or (value is None and default is None):
         return None

@@ -32,6 +32,7 @@ and the interface.
 )
 def network(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Test the network between ranks."""
+    # Ranks of torchrun, mpirun and srun do not come here: see doctor.several_hosts.as_ranks.
     if machine.is_imitated:
         yield not_applicable("ranks", "no process can be started on an imitated machine")
         return

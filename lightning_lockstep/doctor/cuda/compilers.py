@@ -31,23 +31,20 @@ _NEWEST_GCC = {
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler."""
-
     path: str
-    version: str
+    version: str  # such as ``13.3.0``; empty if it reports none
     is_gcc: bool
 
     @property
     def major(self) -> int | None:
-        """The first number of its version."""
         numbers = release(self.version)
         return numbers[0] if numbers else None
 
 
 def host_compiler(machine: Machine, toolkit: Toolkit, *, with_cc: bool = True) -> Compiler | None:
-    """Return the compiler that nvcc of a toolkit calls in builds of torch extensions, ``None`` if there is none.
-    """
+    """Return the compiler that nvcc of a toolkit calls in builds of torch extensions, ``None`` if there is none."""
     beside = f"{toolkit.root}/bin/gcc"
+    # torch gives CC to nvcc before all else.
     cc = _words(machine.environment.get("CC", ""))[:1] if with_cc else []
     named = next(iter(cc), None) or _named_to_nvcc(machine)
     named = named or (beside if toolkit.root != "/usr" and machine.exists(beside) else "gcc")
@@ -63,7 +60,7 @@ def newest_gcc(cuda: str) -> int | None:
 
 
 def link_lines(machine: Machine, toolkit: Toolkit, newest: int) -> tuple[str, ...]:
-    """Return the lines that give a toolkit an older gcc, which may have to be installed first."""
+    """Return the lines that give a toolkit a gcc of at most this major version, installed first if need be."""
     older = _installed_gcc(machine, newest)
     lines = [] if older else [_install(machine, newest)]
     gcc = older or _path_after_install(machine, newest)

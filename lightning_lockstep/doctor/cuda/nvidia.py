@@ -35,31 +35,26 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver of this host."""
-
-    program: str | None
-    version: str = ""
-    cuda: str = ""
-    error: str = ""
-    has_hardware: bool = False
+    program: str | None  # nvidia-smi, None if it was not found
+    version: str = ""  # such as ``570.86.15``, empty if unknown
+    cuda: str = ""  # newest CUDA that it can run, such as ``12.8``, empty if unknown
+    error: str = ""  # of nvidia-smi if it cannot reach the driver
+    has_hardware: bool = False  # an NVIDIA GPU is plugged in, whether or not there is a driver
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of this host."""
-
     index: int
     name: str
-    memory: int = 0
-    capability: tuple[int, ...] = ()
-    clock: int = 0
-    link: str = ""
-    lanes: int = 0
-    bus_id: str = ""
+    memory: int = 0  # in all [MiB]; 0 if unknown
+    capability: tuple[int, ...] = ()  # such as ``(8, 6)``; empty if unknown
+    clock: int = 0  # the highest [MHz]; 0 if unknown
+    link: str = ""  # PCIe generation and lanes that it could have, such as ``4x16``; empty if unknown
+    lanes: int = 0  # of PCIe, now; 0 if unknown
+    bus_id: str = ""  # such as ``00000000:3b:00.0``
 
 
 def driver(machine: Machine) -> Driver:
-    """Return what is known of the driver."""
     program = next((path for name in _PROGRAMS if (path := machine.which(name))), None)
     has_hardware = _has_hardware(machine)
     if program is None:
@@ -88,9 +83,8 @@ def find_gpus(machine: Machine) -> list[Gpu]:
 
 
 def with_capabilities(gpus: Sequence[Gpu], probed: Probed) -> list[Gpu]:
-    """Return GPUs with the compute capabilities that torch knows, where nvidia-smi is too old to list them.
-    """
-    devices = probed.facts.get("devices")
+    """Return GPUs with the compute capabilities that torch knows, where nvidia-smi is too old to list them."""
+    devices = probed.facts.get("devices")  # of the probe ``torch_devices``
     known = [_capability_of(device) for device in devices] if isinstance(devices, list) else []
     if len(known) != len(gpus):
         return list(gpus)

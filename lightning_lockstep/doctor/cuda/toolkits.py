@@ -48,15 +48,12 @@ _LIBRARY_FOLDERS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-li
 
 @dataclass(frozen=True)
 class Toolkit:
-    """One toolkit."""
-
-    root: str
-    version: str
-    libraries: str | None
+    root: str  # with links followed
+    version: str  # such as ``12.8.1``; empty if its compiler reports none
+    libraries: str | None  # the folder that holds ``libcudart.so``, if one does
 
     @property
     def major(self) -> int | None:
-        """The first number of its version."""
         numbers = release(self.version)
         return numbers[0] if numbers else None
 
@@ -77,8 +74,7 @@ def find_toolkits(machine: Machine) -> list[Toolkit]:
 
 
 def toolkit_in_use(machine: Machine) -> Toolkit | None:
-    """Return the toolkit that builds find, as torch looks for it: ``CUDA_HOME``, ``PATH``, then ``/usr/local/cuda``.
-    """
+    """Return the toolkit that builds find, as torch looks for it: ``CUDA_HOME``, ``PATH``, then ``/usr/local/cuda``."""
     home = machine.environment.get("CUDA_HOME") or machine.environment.get("CUDA_PATH")
     if not home and (found := toolkit_on_path(machine)) is not None:
         return found

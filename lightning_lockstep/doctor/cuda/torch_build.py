@@ -14,10 +14,10 @@ __all__ = ["TorchBuild", "torch_build"]
 class TorchBuild:
     """The installed torch."""
 
-    version: str
-    cuda: str = ""
+    version: str  # empty where it is not installed
+    cuda: str = ""  # CUDA that it was built with, such as ``12.8``; empty without
     is_rocm: bool = False
-    is_known: bool = True
+    is_known: bool = True  # its files name what it was built for
 
 
 def torch_build(machine: Machine) -> TorchBuild:

@@ -11,8 +11,7 @@ _MOST_DIGITS = 9
 
 
 def release(version: str | None) -> tuple[int, ...]:
-    """Return the numbers at the beginning of a version, such as ``(2, 9, 0)`` of ``2.9.0+cu128``; empty if none.
-    """
+    """Return the numbers at the beginning of a version, such as ``(2, 9, 0)`` of ``2.9.0+cu128``; empty if none."""
     match = re.match(r"\s*[vV]?(\d+(?:\.\d+)*)", version or "", re.ASCII)
     if match is None:
         return ()

@@ -35,13 +35,16 @@ _KEYS = {
 
 
 class ImitatedMachine:
-    """A machine that answers from a record; see :class:`lightning_lockstep.doctor.machines.machine.Machine`.
-    """
+    """A machine that answers from a record; see :class:`lightning_lockstep.doctor.machines.machine.Machine`."""
 
     is_imitated = True
 
     def __init__(self, record: Mapping[str, Any], root: Path | None = None) -> None:
-        self._root = root
+        # In the record, each of which may be missing: ``files`` (text by path), ``links`` (target by path),
+        # ``commands`` (by command line: what it prints, or ``output``, ``error`` and ``exit``), ``packages``
+        # (version by name), ``probes`` (facts by name, or ``error``), ``environment``, ``python``, ``limits``
+        # and ``host``.
+        self._root = root  # files are looked for below it too
         self.host = str(record.get("host", "imitated"))
         self.environment: Mapping[str, str] = {
             "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -75,7 +78,6 @@ class ImitatedMachine:
         return Completed(1, "", f"{command[0]}: nothing is recorded for {shlex.join(command)}")
 
     def which(self, program: str) -> str | None:
-        """Return the path under which the recorded ``PATH`` finds a program."""
         if "/" in program:
             return program if self.exists(program) else None
         folders = self.environment.get("PATH", "").split(":")
@@ -83,7 +85,6 @@ class ImitatedMachine:
         return next((path for path in paths if self.exists(path)), None)
 
     def read_text(self, path: str, *, whole: bool = False) -> str | None:
-        """Return what a recorded file holds."""
         real = self.real_path(path)
         if real in self._files:
             return self._files[real]
@@ -94,7 +95,6 @@ class ImitatedMachine:
             return None
 
     def exists(self, path: str) -> bool:
-        """Return whether a file or folder is recorded."""
         real = self.real_path(path)
         if real in self._files or any(name.startswith(f"{real}/") for name in [*self._files, *self._links]):
             return True
@@ -102,11 +102,9 @@ class ImitatedMachine:
         return below is not None and below.exists()
 
     def glob(self, pattern: str) -> list[str]:
-        """Return the recorded paths that match a pattern."""
         return sorted({path for path in self._paths() if _matches(path, pattern)})
 
     def real_path(self, path: str) -> str:
-        """Return a path with the recorded links followed."""
         path = posixpath.normpath(path)
         for _ in range(_MOST_LINKS):
             link = next((link for link in self._links if path == link or path.startswith(f"{link}/")), None)
@@ -117,7 +115,6 @@ class ImitatedMachine:
         return path
 
     def probe(self, name: str, *arguments: str, timeout: float = 60.0) -> Probed:
-        """Return what is recorded for a probe."""
         made = self._probes.get(name)
         if not isinstance(made, Mapping):
             return Probed(error=str(made) if made else "nothing is recorded for it")
@@ -138,7 +135,7 @@ class ImitatedMachine:
 
 
 def read_machine(path: Path) -> ImitatedMachine:
-    """Return the machine that a record describes."""
+    """Return the machine that a record describes, a YAML or JSON file, or a folder with the machine's files."""
     root = path if path.is_dir() else None
     file = next((path / name for name in _RECORDS if (path / name).exists()), None) if root else path
     return ImitatedMachine({} if file is None else _read_record(file), root)
@@ -148,7 +145,7 @@ def check_record(path: Path) -> None:
     """Check that a record can be read, before checks begin to."""
     if not (path.is_file() or path.is_dir()):
         raise ConfigurationError(f"--sysroot {path}: expected a file or a folder.")
-    read_machine(path)
+    read_machine(path)  # each check reads it again, so it cannot be a pipe
 
 
 def _read_record(file: Path) -> Mapping[str, Any]:

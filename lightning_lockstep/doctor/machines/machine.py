@@ -13,11 +13,10 @@ __all__ = ["Completed", "Limits", "Machine", "Probed", "Python"]
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe has printed. A probe is a process of its own that may import torch, DeepSpeed or mpi4py.
-    """
+    """What a probe has printed. A probe is a process of its own that may import torch, DeepSpeed or mpi4py."""
 
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    error: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)  # empty where the probe failed
+    error: str = ""  # why it failed, in one line
 
 
 @dataclass(frozen=True)
@@ -26,13 +25,12 @@ class Python:
 
     executable: str
     version: str
-    include: str
+    include: str  # folder of its headers
     site_packages: str
-    packages: Mapping[str, str]
-    folders: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str]  # version by distribution, in lower case with ``-`` between words
+    folders: Mapping[str, str] = field(default_factory=dict)  # by distribution; else ``site_packages``
 
     def folder_of(self, package: str) -> str:
-        """Return the folder in which a distribution was found."""
         return self.folders.get(package, self.site_packages)
 
 
@@ -40,14 +38,14 @@ class Python:
 class Limits:
     """What processes here may use."""
 
-    cores: int
+    cores: int  # that this process may use
     host_cores: int
-    memory: int
-    memory_limited_by: str
-    host_memory: int
-    open_files: int | None
-    shared_memory: int | None
-    locked_memory: int | None
+    memory: int  # most that processes here can have [bytes]
+    memory_limited_by: str  # what sets that, in words
+    host_memory: int  # [bytes]
+    open_files: int | None  # of one process; None: no limit
+    shared_memory: int | None  # size of ``/dev/shm`` [bytes]; None: there is none
+    locked_memory: int | None  # of one process [bytes]; None: no limit
 
 
 class Machine(Protocol):

@@ -7,7 +7,7 @@ from lightning_lockstep.doctor.machines.machine import Machine
 __all__ = ["pci_devices"]
 
 
-def pci_devices(machine: Machine, vendor: str) -> list[str]:
+def pci_devices(machine: Machine, vendor: str) -> list[str]:  # vendor: such as ``0x10de``
     """Return the folders in which the kernel describes the devices of a vendor."""
     files = machine.glob("/sys/bus/pci/devices/*/vendor")
     return [

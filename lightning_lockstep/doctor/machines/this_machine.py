@@ -33,17 +33,14 @@ class ThisMachine:
 
     @cached_property
     def host(self) -> str:
-        """Its host name."""
         return socket.gethostname()
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The environment variables of this process."""
         return os.environ
 
     @cached_property
     def python(self) -> Python:
-        """The Python that runs this."""
         paths = sysconfig.get_paths()
         version = ".".join(map(str, sys.version_info[:3]))
         packages, folders = _packages(sys.path)
@@ -51,7 +48,6 @@ class ThisMachine:
 
     @cached_property
     def limits(self) -> Limits:
-        """What processes here may use."""
         import psutil
 
         from lightning_lockstep._system import memory_limit, usable_cores
@@ -73,11 +69,9 @@ class ThisMachine:
         return run_program(command, timeout, {**os.environ, "LC_ALL": "C"})
 
     def which(self, program: str) -> str | None:
-        """Return the path under which ``PATH`` finds a program."""
         return shutil.which(program)
 
     def read_text(self, path: str, *, whole: bool = False) -> str | None:
-        """Return what a file holds."""
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
                 return file.read(-1 if whole else _MOST)
@@ -85,18 +79,15 @@ class ThisMachine:
             return None
 
     def exists(self, path: str) -> bool:
-        """Return whether there is such a file or folder."""
         try:
             return Path(path).exists()
         except (OSError, ValueError):
             return False
 
     def glob(self, pattern: str) -> list[str]:
-        """Return the paths that match a pattern."""
         return sorted(str(path) for path in Path("/").glob(pattern.lstrip("/")))
 
     def real_path(self, path: str) -> str:
-        """Return a path with all links followed."""
         return os.path.realpath(path)
 
     def probe(self, name: str, *arguments: str, timeout: float = 60.0) -> Probed:

@@ -31,11 +31,11 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_P2P_DISABLE")
 
 
 class Agent:
-    """The agent of one rank."""
-
     def __init__(self, rank: int, started: RankProcess | None = None, checks: Checks | None = None) -> None:
         self.rank = rank
+        # The coordinator may ask for them, but cannot say which, or with what options.
         self._of_this_host = checks
+        # MPI may have been started already, to find the coordinator.
         self._processes: dict[str, RankProcess] = {} if started is None else {"mpi4py": started}
         self._debug_folders: dict[str, str] = {}
         self._listener: socket.socket | None = None
@@ -66,7 +66,6 @@ class Agent:
             self.close()
 
     def close(self) -> None:
-        """End what is left."""
         for backend in list(self._processes):
             self._end(backend)
         if self._listener is not None:

@@ -22,10 +22,10 @@ class StepFault:
     """The error of one rank in the step that failed."""
 
     rank: int
-    kind: str
+    kind: str  # ``ended`` (its process died), ``silent`` (its host does not answer), ``error``, or ``late``
     error: str
-    debug: str = ""
-    printed: str = ""
+    debug: str = ""  # what NCCL has written
+    printed: str = ""  # to standard error, by its process
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class BackendResult:
     """How the test of a backend went."""
 
     backend: str
-    step: str = ""
+    step: str = ""  # the one that failed; empty where none did
     faults: tuple[StepFault, ...] = ()
-    answers: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
+    answers: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)  # by step and rank
 
     @property
     def passed(self) -> bool:
@@ -58,11 +58,11 @@ class BackendResult:
 
 def try_backend(
     group: AgentGroup,
-    backend: str,
-    address: str,
+    backend: str,  # what follows a ``+`` distinguishes two tests of one backend
+    address: str,  # of rank 0, as the others reach it
     *,
     environ: Callable[[int], Mapping[str, str]] = lambda rank: {},
-    patience: float = 1.0,
+    patience: float = 1.0,  # factor for all deadlines
 ) -> BackendResult:
     """Take the steps of a backend on all ranks, up to the first that fails."""
     answers: dict[str, Mapping[int, Mapping[str, Any]]] = {}

@@ -22,8 +22,11 @@ _ALL_PAIRS = 16  # hosts up to which every pair is tried; beyond, each tries the
 class Connections:
     """What the hosts of a group have seen of each other."""
 
+    # By (from, to): the address at which ``to`` was reached, and from which interface.
     reached: Mapping[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    # By (from, to): what was tried and failed.
     failed: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    # By host: the addresses that each host name resolves to there.
     resolved: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
 
     def address_of_first(self, group: AgentGroup) -> str | None:

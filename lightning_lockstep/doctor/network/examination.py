@@ -18,6 +18,7 @@ _SMALL_SHARED_MEMORY = 2**28  # per rank of a host, below which NCCL or loaders 
 
 def examine(group: AgentGroup, *, mpi: bool, patience: float = 1.0) -> Iterator[Finding]:
     """Yield what each stage finds, in the order in which ranks would meet the fault."""
+    # mpi: the ranks are those of an MPI job, so MPI can be tested on them; patience: factor for all deadlines
     yield from reported_ranks(group)
     if len(group.ranks) < 2:
         return

@@ -17,19 +17,17 @@ _END = 10.0  # longest wait for an agent of this process to end [s]
 
 
 class AgentGroup:
-    """The agents of the ranks."""
-
     def __init__(
         self,
         links: Mapping[int, Link],
         size: int,
-        missing: Mapping[int, str],
-        threads: Sequence[threading.Thread] = (),
+        missing: Mapping[int, str],  # why a rank has no agent, as far as known
+        threads: Sequence[threading.Thread] = (),  # in which agents of this process serve
     ) -> None:
         self._threads = threads
         self.links, self.size, self.missing = dict(links), size, dict(missing)
-        self.facts: dict[int, dict[str, Any]] = {}
-        self.fixes: dict[int, tuple[str, ...]] = {}
+        self.facts: dict[int, dict[str, Any]] = {}  # about its host, as each rank has reported
+        self.fixes: dict[int, tuple[str, ...]] = {}  # lines to paste for a rank that has not
         self._number = 0
 
     @property
@@ -46,7 +44,6 @@ class AgentGroup:
         return found
 
     def host(self, rank: int) -> str:
-        """Return the host of a rank."""
         return str(self.facts.get(rank, {}).get("host", "?"))
 
     def give_hosts_unique_names(self) -> None:
@@ -66,11 +63,11 @@ class AgentGroup:
     def ask(
         self,
         do: str,
-        within: float,
-        given: Mapping[str, Any] | Callable[[int], Mapping[str, Any]],
+        within: float,  # that it may take there [s]
+        given: Mapping[str, Any] | Callable[[int], Mapping[str, Any]],  # the same for all, or by rank
         ranks: list[int] | None = None,
     ) -> dict[int, dict[str, Any]]:
-        """Have agents do something; return the answer of each."""
+        """Have agents do something; return the answer of each, with ``silent`` where one has ended or is late."""
         asked = self.ranks if ranks is None else ranks
         self._number += 1
         answers: dict[int, dict[str, Any]] = {}
@@ -89,7 +86,6 @@ class AgentGroup:
         return answers
 
     def close(self) -> None:
-        """Let the agents end."""
         for link in self.links.values():
             link.close()
         for thread in self._threads:

@@ -39,8 +39,8 @@ class JoinedRank:
     rank: int
     size: int
     local_rank: int
-    address: str | None
-    by_mpi: bool = False
+    address: str | None  # of rank 0, by the environment variables; None where they do not say
+    by_mpi: bool = False  # it is a rank of an MPI job
 
     @property
     def ports(self) -> list[int]:

@@ -73,7 +73,7 @@ class Link:
         reader: IO[bytes],
         writer: _Writer,
         close: Callable[[], None],
-        signer: _Signer | None = None,
+        signer: _Signer | None = None,  # None where nobody else has the two ends, as with pipes
     ) -> None:
         self._reader, self._writer, self._close, self._signer = reader, writer, close, signer
         self._received: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -82,7 +82,7 @@ class Link:
 
     @classmethod
     def of_socket(cls, connection: socket.socket, signer: _Signer | None = None) -> Link:
-        """Return the link over a connected socket."""
+        """Return the link over a connected socket, which is closed with it."""
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -90,7 +90,6 @@ class Link:
         return cls(reader, writer, lambda: _shut(connection), signer)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message."""
         line = json.dumps(message).encode()
         try:
             self._writer.write((self._signer.signed(line) if self._signer else line) + b"\n")
@@ -98,7 +97,7 @@ class Link:
         except (OSError, ValueError) as error:
             raise ClosedError(str(error)) from error
 
-    def receive(self, timeout: float) -> dict[str, Any] | None:
+    def receive(self, timeout: float) -> dict[str, Any] | None:  # timeout: [s]
         """Return the next message, or ``None`` when the time is over."""
         try:
             message = self._received.get(timeout=max(timeout, 0.001))
@@ -110,7 +109,6 @@ class Link:
         return message
 
     def close(self) -> None:
-        """End the connection."""
         self._close()
         if self._thread is not threading.current_thread():
             self._thread.join(_END)
@@ -137,7 +135,7 @@ def _shut(connection: socket.socket) -> None:
 
 
 def listen_at(address: str, ports: list[int]) -> socket.socket:
-    """Return a socket that listens at the first free port."""
+    """Return a socket that listens at the first free port; of 0, at any."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in ports:
         with suppress(OSError):
@@ -146,7 +144,7 @@ def listen_at(address: str, ports: list[int]) -> socket.socket:
 
 
 def accept_ranks(server: socket.socket, token: str, expected: set[int], timeout: float) -> dict[int, Link]:
-    """Return the link of every rank that has come in time."""
+    """Return the link of every rank that has come in time [s]."""
     found: dict[int, Link] = {}
     deadline = time.monotonic() + timeout
     while expected - set(found) and (left := deadline - time.monotonic()) > 0:
@@ -166,9 +164,8 @@ def accept_ranks(server: socket.socket, token: str, expected: set[int], timeout:
 
 def connect(
     addresses: list[tuple[str, int]], token: str, rank: int, timeout: float
-) -> tuple[Link | None, str]:
-    """Return the link to the coordinator, tried at each address until the time is over, or why there is none.
-    """
+) -> tuple[Link | None, str]:  # timeout: [s]
+    """Return the link to the coordinator, tried at each address until the time is over, or why there is none."""
     deadline = time.monotonic() + timeout
     faults: dict[str, str] = {}
     while time.monotonic() < deadline:

@@ -28,6 +28,7 @@ class RankProcess:
     """A probe that answers to steps."""
 
     def __init__(self, program: str, arguments: list[str], environ: Mapping[str, str]) -> None:
+        # environ: beside the variables of this process
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when a step fails
         command = [sys.executable, "-u", str(Path(str(probes.__path__[0]), program)), *arguments]
         if sys.platform == "linux":  # Linux kills it when this process ends
@@ -45,7 +46,11 @@ class RankProcess:
         threading.Thread(target=self._read, name="doctor-rank", daemon=True).start()
 
     def step(self, name: str, within: float, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Have it take a step; return its answer, or how it did not answer."""
+        """Have it take a step; return its answer, or how it did not answer.
+
+        Where ``ok`` is false there is an ``error`` too, and ``late`` (not within that time [s]) or ``ended`` (exit
+        code).
+        """
         began = time.monotonic()
         assert self._process.stdin is not None
         with suppress(OSError):
@@ -76,7 +81,7 @@ class RankProcess:
                 if stream is not None:
                     stream.close()
 
-    def leave(self, patience: float) -> None:
+    def leave(self, patience: float) -> None:  # patience: [s]
         """Let it end by itself, as ranks of MPI must; end it when the time is over."""
         with suppress(OSError):
             if self._process.stdin is not None:

@@ -108,7 +108,7 @@ def _why(report: HostReport) -> str:
 
 
 def gather_ranks(me: JoinedRank, checks: Checks) -> AgentGroup:
-    """Return the agents of all ranks of a job, this one's among them."""
+    """Return the agents of all ranks of a job, this one's among them; called on rank 0."""
     started = None
     if me.address is None:
         started = _start_mpi(me)
@@ -134,7 +134,7 @@ def gather_ranks(me: JoinedRank, checks: Checks) -> AgentGroup:
     return _with_facts(AgentGroup({0: own, **others}, me.size, missing, [thread]))
 
 
-def join(me: JoinedRank, checks: Checks) -> str:
+def join(me: JoinedRank, checks: Checks) -> str:  # checks: by this rank's own command line
     """Be the agent of a rank other than 0; return why that was not possible, or nothing."""
     started = None
     if me.address is None:

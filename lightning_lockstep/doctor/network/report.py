@@ -30,7 +30,6 @@ _STEPS = {
 
 
 def backend_finding(group: AgentGroup, result: BackendResult) -> Finding:
-    """Return the finding of a backend test."""
     if not result.passed:
         return _failure(group, result)
     latency = max(result.value("speed", "latency").values())
@@ -103,7 +102,7 @@ def _fix(result: BackendResult, blamed: Sequence[StepFault]) -> list[str]:
     return []
 
 
-def rate(size: float) -> str:
+def rate(size: float) -> str:  # size: [bytes/s]
     """Return a transfer rate such as ``3.2 GB/s``."""
     return f"{size / 1e9:.1f} GB/s" if size >= 1e9 else f"{size / 1e6:.0f} MB/s"
 

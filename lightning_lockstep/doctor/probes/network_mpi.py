@@ -45,7 +45,6 @@ class Rank:
         return {"value": json.loads(self.world.bcast(data, root=0))}
 
     def barrier(self, **_: Any) -> None:
-        """Wait for all."""
         self.world.Barrier()
 
     def all_reduce(self, **_: Any) -> None:

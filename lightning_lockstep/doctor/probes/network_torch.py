@@ -85,7 +85,6 @@ class Rank:
         )
 
     def barrier(self, **_: Any) -> None:
-        """Wait for all."""
         self.dist.barrier()
         self._wait()
 

@@ -37,7 +37,6 @@ class ChecksOfRanks:
         self._began = time.monotonic()
 
     def running(self) -> dict[str, float]:
-        """Return what runs now, with how long it has [s]."""
         return {f"{self._me.size} ranks of {self._me.started_by}": time.monotonic() - self._began}
 
     def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:

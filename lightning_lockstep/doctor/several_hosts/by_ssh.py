@@ -38,12 +38,10 @@ class ChecksOnHosts:
         self._began: float | None = None
 
     def running(self) -> dict[str, float]:
-        """Return what runs now, each with how long it has [s]."""
         there = {} if self._began is None else {f"{len(self._hosts)} hosts": time.monotonic() - self._began}
         return {**there, **self._here.running()}
 
     def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
-        """Run the checks and yield a result for each."""
         if self._there:
             yield from self._on_hosts(tick)
         yield from self._here.results(tick)

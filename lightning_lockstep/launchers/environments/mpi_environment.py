@@ -37,40 +37,34 @@ class MPIEnvironment(ClusterEnvironment):
 
     @property
     def rendezvous(self) -> MPIRendezvous:
-        """Where the ranks meet."""
+        # The first access must happen on every rank alike: it starts MPI where mpi4py is installed.
         return agree_on_rendezvous(**asdict(self.mpi_rank))
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Whether another program has started the ranks: yes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Address of rank 0."""
         return self.rendezvous.address
 
     @property
     def main_port(self) -> int:
-        """Port at which rank 0 listens."""
         return self.rendezvous.port
 
     def world_size(self) -> int:
-        """Return the number of ranks."""
         return self.mpi_rank.size
 
     def set_world_size(self, size: int) -> None:
         """Do nothing: the program that started the ranks has decided."""
 
     def global_rank(self) -> int:
-        """Return this rank."""
         return self.mpi_rank.rank
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the program that started the ranks has decided."""
 
     def local_rank(self) -> int:
-        """Return this rank on its node."""
         return self.mpi_rank.local_rank
 
     def node_rank(self) -> int:

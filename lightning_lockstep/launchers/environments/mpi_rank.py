@@ -34,7 +34,7 @@ SRUN = "srun"
 class MPIRank:
     """The rank that this process is, by the environment variables of the program that started it."""
 
-    started_by: str
+    started_by: str  # such as ``Open MPI's mpirun``
     rank: int
     size: int
     local_rank: int

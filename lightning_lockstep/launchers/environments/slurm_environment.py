@@ -79,7 +79,7 @@ class SlurmStepEnvironment(SLURMEnvironment):
         step: SlurmStep | None = None,
         *,
         auto_requeue: bool = True,
-        requeue_signal: Signals | None = None,
+        requeue_signal: Signals | None = None,  # None: SIGUSR1
     ) -> None:
         # Lightning's own constructor refuses --ntasks without --ntasks-per-node.
         ClusterEnvironment.__init__(self)
@@ -103,7 +103,7 @@ class SlurmStepEnvironment(SLURMEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Address of rank 0."""
+        """Address of rank 0; a `LaunchError` where its name cannot be resolved here."""
         given = os.environ.get("MASTER_ADDR")
         if given:
             return _checked(given)
@@ -113,7 +113,6 @@ class SlurmStepEnvironment(SLURMEnvironment):
 
     @property
     def main_port(self) -> int:
-        """Port at which rank 0 listens."""
         given = os.environ.get("MASTER_PORT", "")
         reserved = re.match(r"\d+", os.environ.get("SLURM_STEP_RESV_PORTS", ""))
         if given.isdigit():
@@ -123,25 +122,21 @@ class SlurmStepEnvironment(SLURMEnvironment):
         return _FIRST_PORT + zlib.crc32(self.slurm_step.name.encode()) % _PORTS
 
     def world_size(self) -> int:
-        """Return the number of tasks of the step."""
         return self.slurm_step.size
 
     def set_world_size(self, size: int) -> None:
         """Do nothing: srun has decided."""
 
     def global_rank(self) -> int:
-        """Return this rank."""
         return self.slurm_step.rank
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: srun has decided."""
 
     def local_rank(self) -> int:
-        """Return this rank on its node."""
         return self.slurm_step.local_rank
 
     def node_rank(self) -> int:
-        """Return the number of this rank's node."""
         return self.slurm_step.node
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:

@@ -27,14 +27,14 @@ class SlurmStep:
 
     job: str
     step: str
-    restarts: str
+    restarts: str  # how often the job was requeued
     rank: int
     size: int
     local_rank: int
-    node: int
+    node: int  # its number among those of the step
     tasks_per_node: tuple[int, ...]
-    nodes: str
-    cluster: str = ""
+    nodes: str  # as Slurm abbreviates their names, such as ``node[5-9,12]``
+    cluster: str = ""  # two clusters on one host number their jobs alike
 
     @property
     def local_size(self) -> int:
@@ -74,7 +74,7 @@ def _number(text: str) -> int:
 
 
 def counts_in(listed: str) -> tuple[int, ...]:
-    """Return the numbers in a list such as ``2(x3),1``."""
+    """Return the numbers in a list such as ``2(x3),1``, as ``SLURM_TASKS_PER_NODE`` has it."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
         counts += [int(count)] * int(times or 1)
@@ -82,7 +82,7 @@ def counts_in(listed: str) -> tuple[int, ...]:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first of several nodes."""
+    """Return the first of several nodes: ``node[5-9,12]``, ``node1,node2`` or ``node1 node2``."""
     first = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes)
     return first.split(" ")[0].split(",")[0]
 

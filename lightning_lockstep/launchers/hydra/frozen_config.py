@@ -75,6 +75,7 @@ def config_to_bytes(config: DictConfig | None) -> bytes:
 
 def config_from_bytes(data: bytes) -> DictConfig | None:
     """Return what :func:`config_to_bytes` was given."""
+    # LaunchError: it does not come from a rank of this job; UnpicklingError: it is no configuration.
     config: DictConfig | None = _ConfigUnpickler(io.BytesIO(verified(data))).load()
     return config
 

@@ -18,8 +18,7 @@ __all__ = ["program_arguments"]
 
 
 def program_arguments(started_in: str) -> tuple[list[str], str | None]:
-    """Return what follows the interpreter on the command line, and the folder in which it means this program.
-    """
+    """Return what follows the interpreter on the command line, and the folder in which it means this program."""
     function = _function_sent_here()
     if function is not None:
         return _program_of(function, started_in)

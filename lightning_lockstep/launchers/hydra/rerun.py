@@ -42,8 +42,8 @@ _written: tuple[DictConfig, str, int] | None = None
 
 
 def current_hydra_config() -> DictConfig | None:
-    """Return the complete configuration of the Hydra job that is running: the program's and Hydra's own."""
-    module = sys.modules.get("hydra.core.hydra_config")
+    """Return the whole configuration of the Hydra job that is running, the program's and Hydra's own, if any."""
+    module = sys.modules.get("hydra.core.hydra_config")  # Hydra is never imported here
     if module is None or not module.HydraConfig.initialized():
         return None
     return whole_config(module.HydraConfig.instance().cfg.hydra)
@@ -144,6 +144,7 @@ def _config_file(config: DictConfig) -> str:
     if _written is not None:
         os.close(_written[2])
     content = pickled(for_other_ranks(freeze(config)))
+    # Only processes of this user can read it, and it is gone when this process is.
     handle, path = tempfile.mkstemp(prefix="lockstep-config-", suffix=".pickle")
     nameless = Path(f"/proc/{os.getpid()}/fd/{handle}")
     if nameless.exists():

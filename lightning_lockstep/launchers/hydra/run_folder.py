@@ -61,6 +61,7 @@ def run_folder(wanted: str) -> str:
     """Return the folder of this run: the one of its former attempt, or a new one called ``wanted``.
 
     Where that is taken, ``wanted-1``, ``wanted-2`` and so on are tried. The folder is made, so no other run gets it.
+    Rank 0 calls this, for all.
     """
     if _only_looking.get():
         return _claimed.get(wanted, wanted)

@@ -51,11 +51,9 @@ class MPIRunSettings:
 
 @dataclass(frozen=True)
 class MPIRun:
-    """An mpirun."""
-
     path: str
-    kind: str
-    version: str
+    kind: str  # ``open_mpi`` or ``hydra`` (MPICH, Intel MPI, MVAPICH)
+    version: str  # the first line of what it prints about itself
 
     @property
     def prefix(self) -> str:
@@ -86,9 +84,9 @@ def mpirun_command(
     mpirun: MPIRun,
     settings: MPIRunSettings,
     *,
-    num_processes: int,
+    num_processes: int,  # per node
     num_nodes: int,
-    variables: Sequence[str] = (),
+    variables: Sequence[str] = (),  # names of those that ranks on other hosts get beside the usual ones
 ) -> list[str]:
     """Return the command that starts the ranks, up to the program."""
     size = str(num_processes * num_nodes)

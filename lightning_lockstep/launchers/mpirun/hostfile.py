@@ -21,7 +21,7 @@ class Host:
     """A line of a hostfile."""
 
     name: str
-    slots: int | None = None
+    slots: int | None = None  # how many ranks it takes; None: the file does not say
 
 
 def read_hostfile(path: Path) -> list[Host]:
@@ -55,7 +55,7 @@ def is_host_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def checked_hosts(hosts: Sequence[Host], given: str) -> list[Host]:
+def checked_hosts(hosts: Sequence[Host], given: str) -> list[Host]:  # given: where from, for messages
     """Return the hosts, if each has the name of one."""
     if wrong := [host.name for host in hosts if not is_host_name(host.name)]:
         raise LaunchError(

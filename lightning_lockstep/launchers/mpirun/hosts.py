@@ -61,10 +61,10 @@ class HostReport:
     """What a check of one host has found."""
 
     host: str
-    ssh: str
-    python: str = ""
-    packages: Mapping[str, str] | None = None
-    daemon: str = ""
+    ssh: str  # ``ok``, ``local``, or the error of ssh
+    python: str = ""  # version of Python there, or what went wrong
+    packages: Mapping[str, str] | None = None  # versions of those that must agree
+    daemon: str = ""  # mpirun's, as a shell there that is not interactive finds it; empty for none
     cores: int | None = None
 
 
@@ -91,7 +91,7 @@ def hosts_for(settings: MPIRunSettings, *, num_processes: int, num_nodes: int) -
 
 
 def check_hosts(hosts: Sequence[Host], mpirun: MPIRun, settings: MPIRunSettings) -> None:
-    """Make sure that ranks can be started on all hosts."""
+    """Make sure that ranks can be started on all hosts; asking takes as long as the slowest, at most 46 s."""
     with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
         reports = list(pool.map(lambda host: ask_host(host.name, settings.ssh_args), hosts))
     fault = hosts_fault(reports, this_host()) or mpirun_fault(hosts, mpirun, settings)

@@ -41,6 +41,7 @@ class OutputRelay:
     streams.
     """
 
+    # streams: each of mpirun's with where its lines go: standard output, standard error
     def __init__(self, *streams: tuple[IO[bytes], TextIO | None]) -> None:
         self._ranks_began, self._host_lost = threading.Event(), threading.Event()
         self._sinks = [
@@ -100,7 +101,7 @@ class _Remarks:
     """Leaves mpirun's remarks out; holds back one line at most, which may be the first of one."""
 
     def __init__(self) -> None:
-        self.held: tuple[str, str] | None = None
+        self.held: tuple[str, str] | None = None  # mark and text of that line
         self._inside: set[str] = set()  # marks of ranks, or of mpirun itself, in the midst of a remark
 
     def without(self, mark: str, text: str) -> str:

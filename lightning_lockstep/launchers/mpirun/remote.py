@@ -21,8 +21,7 @@ ANSWER = 40
 
 
 def is_this_host(name: str) -> bool:
-    """Return whether a host of a hostfile is the one on which this process runs, to which no ssh is needed.
-    """
+    """Return whether a host of a hostfile is the one on which this process runs, to which no ssh is needed."""
     own = socket.gethostname()
     if name in ("localhost", own, own.partition(".")[0]):
         return True
@@ -37,6 +36,7 @@ def python_on(
     if is_this_host(host):
         return [sys.executable, *arguments]
     line = remote_python(arguments)
+    # The word comes after all that the shell of that host prints by itself.
     return ssh_command(host, f"echo {shlex.quote(first)}; {line}" if first else line, ssh_args)
 
 
@@ -47,8 +47,7 @@ def ssh_command(host: str, remote: str, ssh_args: Sequence[str] = ()) -> list[st
 
 
 def remote_python(arguments: Sequence[str]) -> str:
-    """Return the line of shell that runs this Python there, in the folder and with the search path of here.
-    """
+    """Return the line of shell that runs this Python there, in the folder and with the search path of here."""
     path = os.environ.get("PYTHONPATH", "")
     python = f"PYTHONPATH={shlex.quote(path)} {shlex.quote(sys.executable)} {shlex.join(arguments)}"
     return f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; {python}"

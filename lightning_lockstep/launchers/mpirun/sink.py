@@ -23,10 +23,10 @@ class Sink:
 
     def __init__(self, target: TextIO | None, name: str, on_fault: Callable[[str], None]) -> None:
         self._target, self._name, self._on_fault = target, name, on_fault
-        self._said = False
+        self._said = False  # on_fault is called once
         self._ending: float | None = None
         self._descriptor: int | None = None
-        self.moved = 0.0
+        self.moved = 0.0  # when something was last written, by the monotonic clock [s]
         if isinstance(target, io.TextIOWrapper):  # not what a program has put in its place
             with suppress(OSError, ValueError):
                 self._descriptor = target.fileno()

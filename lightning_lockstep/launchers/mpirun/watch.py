@@ -28,13 +28,12 @@ _LEFT = 5.0  # how long ranks may outlive their mpirun [s]
 
 
 class MPIRunWatch:
-    """Waits for an mpirun."""
-
     def __init__(self, ranks: int, patience: float) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-mpirun-")
-        self.ended_folder = Path(self._folder.name)
+        self.ended_folder = Path(self._folder.name)  # where each rank here that exits normally leaves a note
+        # ranks: on this host; patience: for mpirun after the last of them, unless all exited normally [s]
         self.ranks, self.patience = ranks, patience
-        self.overdue = False
+        self.overdue = False  # mpirun had to be killed
         self._here: list[psutil.Process] = []
         self._began = False
         self._since: float | None = None
@@ -43,7 +42,8 @@ class MPIRunWatch:
     def wait(self, process: subprocess.Popen[bytes], on_end: Callable[[], None] = lambda: None) -> int:
         """Wait for mpirun to end; return its exit code.
 
-        Signals are passed on. Ctrl-C goes to mpirun, which ends the ranks; a second one kills it.
+        Signals are passed on. Ctrl-C goes to mpirun, which ends the ranks; a second one kills it. mpirun is in a
+        session of its own: what is sent to this process group does not reach it.
         """
 
         def send(number: int) -> None:

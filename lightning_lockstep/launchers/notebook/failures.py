@@ -46,7 +46,7 @@ class MemoryWatch:
         """Note how much memory is left; to be called now and then."""
         self._least = min(self._least, _system.memory_left())
 
-    def explains(self, returncode: int) -> bool:
+    def explains(self, returncode: int) -> bool:  # returncode: negative for a signal
         """Return whether a rank that ended with this code was killed because memory ran out."""
         if -returncode not in _FOR_MEMORY:
             return False
@@ -72,7 +72,11 @@ def note_raised(folder: Path, error: BaseException, *, rank: int, world_size: in
 
 
 def error_of_ranks(
-    folder: Path, ended: Sequence[BadEnd], *, world_size: int, memory: MemoryWatch
+    folder: Path,
+    ended: Sequence[BadEnd],  # those that failed together with the first one
+    *,
+    world_size: int,
+    memory: MemoryWatch,  # since before the launch
 ) -> BaseException:
     """Return what the kernel raises for ranks that failed.
 
@@ -118,8 +122,7 @@ def plainly_in_cell() -> Iterator[None]:
 
 
 def show_in_cell(error: BaseException, text: str) -> BaseException:
-    """Have IPython show ``text`` for ``error`` when nobody catches it, instead of the frames of the launch.
-    """
+    """Have IPython show ``text`` for ``error`` when nobody catches it, instead of the frames of the launch."""
     error._render_traceback_ = partial(str.splitlines, text)  # type: ignore[attr-defined]
     return error
 

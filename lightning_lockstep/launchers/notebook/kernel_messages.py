@@ -70,7 +70,6 @@ class MessageReader:
             yield json.loads(line)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

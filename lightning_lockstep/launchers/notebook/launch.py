@@ -45,14 +45,13 @@ class _Launch:
 
 def run_in_ranks(
     function: Callable[..., Any],
-    args: Sequence[Any],
+    args: Sequence[Any],  # not copied: shared with this process until a rank writes into them
     *,
     world_size: int,
-    grace_period: float,
-    before: Sequence[Callable[[int, int], None]] = (),
+    grace_period: float,  # how long the others may take to end when one has failed [s]
+    before: Sequence[Callable[[int, int], None]] = (),  # called in every rank first: with rank, world_size
 ) -> Any:
-    """Run ``function(*args)`` in every rank, show in the cell what they print, and return what rank 0 returned.
-    """
+    """Run ``function(*args)`` in every rank, show in the cell what they print, and return what rank 0 returned."""
     check_kernel()
     stay()  # an earlier launch may have failed, and the program continued
     prepare_fork()

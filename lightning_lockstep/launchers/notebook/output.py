@@ -50,11 +50,9 @@ class RankOutput:
             rank.collect()
 
     def __enter__(self) -> RankOutput:
-        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Show all that is left."""
         self.close()
 
     def close(self) -> None:
