@@ -24,7 +24,6 @@ from lightning_lockstep._application.command_line.faults import Fault, show_faul
 from lightning_lockstep._application.command_line.help import help_text
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
 from lightning_lockstep._application.stopped_job import Stop, StopElsewhere, ranks_run
-from lightning_lockstep._console import say
 from lightning_lockstep._doors.hydra_internals import flush_loggers, get_args_parser, search_path_of
 from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.failure.process_exit import expect_exit, leaving, return_failure
@@ -60,6 +59,16 @@ def hydra_main(
     anything is started; the configuration is resolved once, on rank 0, and every rank gets that; ranks
     other than rank 0 write no folder and no job log, however they were started. Under torchrun or srun
     rank 0 sends it to the others: one write to the store for each job.
+
+    Args:
+        config_path: Folder of the program's configs, relative to its file; or `pkg://package.of.configs`.
+        config_name: Primary config.
+        version_base: As in `hydra.main`.
+        check: Looks at the frozen configuration of each job before it is started.
+        prepare: Changes the configuration of a job just before it is frozen.
+
+    Ranks: every rank of a program calls the decorated function. Only rank 0 reads the command line; under
+        torchrun or srun it sends the configuration of each job to the others, one write to the store a job.
     """
 
     def decorate(program: Program) -> Callable[[], Any]:
@@ -127,12 +136,10 @@ class _Application:
     def _check(self, check: JobCheck | None) -> None:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
         with without_claiming():
-            faults, quoted, old_names = preflight(
+            faults, quoted = preflight(
                 self.arguments, search_path, self.config_name, check, alone=self.channel.ranks is None
             )
         sys.argv[1:] = [quoted.get(argument, argument) for argument in sys.argv[1:]]
-        for sentence in old_names:
-            say(f"{program_name()}: {sentence}")
         if faults:
             show_faults(program_name(), faults, stack_traces=stack_traces())
             sys.exit(UNUSABLE)

@@ -43,7 +43,6 @@ def _no_trainer() -> None:
 class SupervisorSettings(GuardSettings):
     """What a user may set about the life cycle of a rank; see the strategies for the meaning."""
 
-    on_rank_failure: Literal["abort"] = "abort"
     grace_period: float = 10.0
     silence_limit: float = 120.0
     threads_per_rank: int | Literal["auto"] = "auto"
@@ -52,7 +51,6 @@ class SupervisorSettings(GuardSettings):
     def check(self, faults: Faults) -> None:
         super().check(faults)
         threads = self.threads_per_rank
-        faults.check(self.on_rank_failure == "abort", "on_rank_failure", self.on_rank_failure, "'abort'")
         faults.number("grace_period", self.grace_period, what="seconds", above=0, such_as=10)
         faults.number("silence_limit", self.silence_limit, what="seconds", above=0, such_as=120)
         enough = threads == "auto" or (is_whole(threads) and threads >= 1)

@@ -38,7 +38,6 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
     Args:
         start_method: How the ranks of a node are started where no other program does: ``popen`` runs the program
             again, ``spawn``, ``fork`` and ``forkserver`` use multiprocessing (``fork`` in notebooks).
-        on_rank_failure: ``abort``: when a rank fails, all end.
         grace_period: Time from learning of a failure until a rank is ended by force [s].
         silence_limit: How long a rank may be stopped, or its host unreachable, before that counts as a failure
             [s]. A rank that runs sends heartbeats, whatever it does.
@@ -76,7 +75,6 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         self,
         *,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        on_rank_failure: Literal["abort"] = "abort",
         grace_period: float = 10.0,
         silence_limit: float = 120.0,
         uneven_inputs: Literal["error", "truncate", "join"] = "error",

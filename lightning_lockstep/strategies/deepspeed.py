@@ -78,7 +78,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
         remove_stale_locks: Whether locks may be removed that a killed build of DeepSpeed's operations has left behind.
         exclude_frozen_parameters: Whether checkpoints leave out parameters without gradients.
         start_method: As for :class:`LockstepDDPStrategy`; so are the following.
-        on_rank_failure: What happens when a rank fails.
         grace_period: Time from learning of a failure until a rank is ended by force [s].
         silence_limit: How long a rank may be stopped, or its host unreachable [s].
         uneven_inputs: What happens when ranks have different numbers of training batches.
@@ -115,7 +114,6 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
         remove_stale_locks: bool = False,
         exclude_frozen_parameters: bool = False,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        on_rank_failure: Literal["abort"] = "abort",
         grace_period: float = 10.0,
         silence_limit: float = 120.0,
         uneven_inputs: Literal["error", "truncate", "join"] = "error",

@@ -52,7 +52,6 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before
             each collective, which costs some microseconds; so it is also under ``guard="watch"``.
         cuda_aware: Whether the MPI library takes CUDA memory; by default the library is asked.
-        shared_memory: Has no effect any more; the next release will not take it.
         hostfile: File with the hosts to start ranks on and their slots, in the form of the mpirun in use.
         mpirun: The command that starts ranks; by default the one beside this Python, else the one in
             ``PATH``.
@@ -78,7 +77,6 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         backend: Literal["auto", "mpi4py", "gloo", "nccl", "mpi"] = "auto",
         check: bool = True,
         cuda_aware: bool | None = None,
-        shared_memory: bool | None = None,
         hostfile: str | Path | None = None,
         mpirun: str | None = None,
         mpirun_args: Sequence[str] = (),
@@ -99,11 +97,6 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         )
         super().__init__(cluster_environment=cluster_environment, **options)
         environment = self.cluster_environment
-        if shared_memory is not None and (environment is None or environment.global_rank() == 0):
-            _warn_once(
-                f"shared_memory={shared_memory} no longer has an effect: all sums over mpi4py are sent as messages of"
-                " the MPI library. Remove it: the next release will not accept it."
-            )
         if isinstance(environment, MPIEnvironment):
             # Lightning takes every rank for rank 0 until the ranks are connected, and would print on each.
             rank_zero_only.rank = environment.global_rank()  # type: ignore[attr-defined]

@@ -69,8 +69,8 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
 
     Args:
         downcast_bf16: With precision ``bf16-true``: whether float64 becomes float32 rather than bfloat16.
-        on_rank_failure: As for :class:`LockstepDDPStrategy`, like all that follows.
-        grace_period: Time from learning of a failure until a rank is ended by force [s].
+        grace_period: As for :class:`LockstepDDPStrategy`, like all that follows: time from learning of a failure
+            until a rank is ended by force [s].
         silence_limit: How long a rank may be stopped, or its host unreachable, before that counts as a failure [s].
         uneven_inputs: When ranks have different numbers of training batches: ``error``, ``truncate`` or ``join``.
         threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node.
@@ -97,7 +97,6 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
         self,
         *,
         downcast_bf16: bool = False,
-        on_rank_failure: Literal["abort"] = "abort",
         grace_period: float = 10.0,
         silence_limit: float = 120.0,
         uneven_inputs: Literal["error", "truncate", "join"] = "error",

@@ -67,7 +67,7 @@ def test_what_choices_share_goes_to_the_place_of_the_choice() -> None:
     strategy = composed("+lockstep/strategy@trainer.strategy=deepspeed_stage_1").trainer.strategy
     assert strategy._target_ == "lightning_lockstep.LockstepDeepSpeedStrategy"
     assert strategy.stage == 1
-    assert strategy.on_rank_failure == "abort"
+    assert strategy.grace_period == 10
 
 
 def test_without_a_place_the_second_name_composes_where_the_first_does() -> None:

@@ -134,14 +134,6 @@ def test_all_wrong_options_come_at_once() -> None:
         LockstepMPIStrategy(backend="mpi")
 
 
-def test_the_option_shared_memory_does_nothing_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    LockstepMPIStrategy()
-    assert caplog.text == ""
-    for _ in range(2):
-        LockstepMPIStrategy(shared_memory=False)
-    assert caplog.text.count("shared_memory=False no longer has an effect") == 1
-
-
 BROKEN = """
 import sys
 import lightning

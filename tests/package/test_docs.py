@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import lightning_lockstep
-from lightning_lockstep._exports import MOVED
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(lightning_lockstep.__file__).parent
@@ -57,9 +56,7 @@ def missing_of(page: Path) -> list[str]:
 
 
 def is_there(path: str) -> bool:
-    """Whether there is such a module, or one whose text has the name, or such an old path that is still read."""
-    if path in MOVED:
-        return True
+    """Whether there is such a module, or one whose text has the name."""
     module = PACKAGE
     *folders, last = path.split(".")
     for part in folders:

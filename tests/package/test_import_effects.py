@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep._exports import MOVED
-
 # Engines and tools that only somebody who asks for them should pay for. Lightning itself imports some of
 # them (torchmetrics: matplotlib, transformers), so what counts is what our import adds to Lightning's.
 NOT_OURS = [
@@ -119,8 +117,7 @@ def test_it_imports_no_engine(imported: Any) -> None:
 def test_it_imports_few_modules_of_its_own(imported: Any) -> None:
     """The public names are loaded when first used: the rooms stay untouched until then."""
     own = {name.split(".", 1)[1] for name in imported["modules"] if name.startswith("lightning_lockstep.")}
-    old_paths = {old.rpartition(".")[0] for old in MOVED}
-    assert own - old_paths == {"_exports", "_lightning", "_program", "_registry", "callbacks", "strategies"}
+    assert own == {"_exports", "_lightning", "_program", "_registry", "callbacks", "errors", "strategies"}
 
 
 def test_it_registers_its_strategies_and_takes_none_away(imported: Any) -> None:

@@ -85,11 +85,13 @@ def test_an_unknown_argument(project: Path) -> None:
     assert "usage: scripts/setup [run|dev|xla]" in done.stderr
 
 
-def check_docstrings(project: Path, module: str) -> subprocess.CompletedProcess[str]:
+def check_docstrings(project: Path, module: str, private: str = "") -> subprocess.CompletedProcess[str]:
     package = project / "lightning_lockstep"
     package.mkdir()
-    (package / "_exports.py").write_text('EXPORTS: dict[str, str] = {"thing": "module"}\n')
+    (package / "__init__.pyi").write_text("from lightning_lockstep.module import thing as thing\n")
+    (package / "__init__.py").touch()
     (package / "module.py").write_text(module)
+    (package / "_private.py").write_text(private)
     script = project / "scripts" / "check_docstrings.py"
     return subprocess.run(
         [shutil.which("python3") or "python3", script], capture_output=True, text=True, timeout=60
@@ -118,6 +120,24 @@ def test_the_docstring_check_passes_a_whole_docstring(project: Path) -> None:
     done = check_docstrings(project, text)
     assert done.returncode == 0
     assert "1 public names, 0 faults" in done.stdout
+
+
+WHOLE = 'def thing(a):\n    """Do.\n\n    Args:\n        a: It.\n\n    Ranks: any; sends nothing.\n    """\n'
+SECTION = '    """Do.\n\n    Returns:\n        It.\n    """\n'
+
+
+@pytest.mark.parametrize(
+    ("private", "name"),
+    [
+        (f"def _part(a):\n{SECTION}", "_part"),
+        (f"class _Part:\n    def go(self):\n    {SECTION}", "_Part.go"),
+        (f"def _whole():\n    def inner():\n    {SECTION}", "_whole._.inner"),
+    ],
+)
+def test_a_section_of_a_private_name_is_found(project: Path, private: str, name: str) -> None:
+    done = check_docstrings(project, WHOLE, private)
+    assert done.returncode == 1
+    assert f" {name}: a private name has a section in its docstring" in done.stdout
 
 
 PIP_THAT_NOTES = r"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +13,6 @@ from types import ModuleType
 import pytest
 
 import lightning_lockstep
-from lightning_lockstep import errors
-from lightning_lockstep._exports import new_path
 from tests.helpers import run_ranks
 
 STRATEGIES = [
@@ -137,18 +136,41 @@ def test_a_room_has_exactly_its_names_and_its_files_stay_importable(room: str) -
         _ = package.Nothing
 
 
-@pytest.mark.parametrize("module", ["__init__", *(f"{room}/__init__" for room in ROOMS)])
-def test_type_checkers_see_the_names_that_are_there_at_run_time(module: str) -> None:
-    """They read the imports under TYPE_CHECKING, the program reads the table: it must be one list."""
-    path = Path(lightning_lockstep.__file__).parent / f"{module}.py"
-    tree = ast.parse(path.read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    typed = set()
-    for node in block.body:
-        assert isinstance(node, ast.ImportFrom)
-        for alias in node.names:
-            typed |= set(errors.__all__) if alias.name == "*" else {alias.asname}
-    assert typed == set(ROOMS.get(module.partition("/")[0], SURFACE))
+# Every public name, used; `reveal_type` shows what a checker takes it for.
+PROGRAM = """
+import lightning_lockstep
+from lightning_lockstep import {surface}
+from lightning_lockstep.callbacks import {callbacks}
+from lightning_lockstep.demo import {demo}
+from lightning_lockstep.distributed import {distributed}
+from lightning_lockstep.launchers import {launchers}
+from lightning_lockstep.strategies import {strategies}
+
+version: str = lightning_lockstep.__version__
+{revealed}
+lightning_lockstep.NoSuchName
+"""
+
+
+@pytest.mark.slow
+def test_a_strict_type_checker_knows_every_public_name(tmp_path: Path) -> None:
+    """The stub is what mypy and editors read, and what the program loads names by: one list for both."""
+    names = {room: ", ".join(found) for room, found in ROOMS.items()}
+    revealed = "\n".join(f"reveal_type(lightning_lockstep.{name})" for name in SURFACE)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(surface=", ".join(SURFACE), revealed=revealed, **names))
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={tmp_path}", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=Path(lightning_lockstep.__file__).parents[1],
+    )
+    said = done.stdout.splitlines()
+    (error, _) = (line for line in said if "note: Revealed type" not in line)
+    assert 'Module has no attribute "NoSuchName"' in error, done.stdout
+    assert len(said) == len(SURFACE) + 2
+    assert [line for line in said if 'is "Any"' in line] == []
 
 
 def star_import(package: str) -> tuple[list[str], list[str]]:
@@ -169,7 +191,7 @@ def test_a_page_names_nothing_private(path: Path) -> None:
     """What a page for users names by its whole path is there, and is named by the package or by its room."""
     for dotted in sorted(set(re.findall(r"\blightning_lockstep\.\w+\.[\w.]*\w", path.read_text()))):
         package, _, name = dotted.rpartition(".")
-        if dotted not in COMMANDS and new_path(dotted) is None and name != "X":
+        if dotted not in COMMANDS and name != "X":
             assert name in importlib.import_module(package).__all__, dotted
 
 

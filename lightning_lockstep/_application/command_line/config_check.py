@@ -24,15 +24,11 @@ from lightning_lockstep._application.command_line.overrides import (
     quote_numbers,
     variants,
 )
-from lightning_lockstep._application.command_line.targets import TargetChecks, target_nodes
+from lightning_lockstep._application.command_line.targets import TargetChecks
 from lightning_lockstep._doors.hydra_internals import Loader
-from lightning_lockstep._exports import new_path, renamed
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import first_line
 from lightning_lockstep.launchers.hydra.rerun import freeze
-
-# Old key -> new key of a choice that was renamed; the old one is removed after the next release.
-_RENAMED_KEYS = {"callbacks.breakpoint": "callbacks.stop_together"}
 
 # A program's own checks of one job: from its configuration and its checks to what is wrong.
 JobCheck = Callable[[DictConfig, TargetChecks], list[Fault]]
@@ -43,7 +39,6 @@ class Checked(NamedTuple):
 
     faults: list[Fault]  # each once, in the order of the command line
     quoted: dict[str, str]  # overrides that Hydra must be given in another form, by the form typed
-    old_names: list[str]  # what to write instead of those that are still read
 
 
 def preflight(
@@ -64,7 +59,7 @@ def preflight(
     try:
         loader = Loader(search_path, name, lines)
     except (HydraException, OSError) as error:
-        return Checked([*faults, Fault(first_line(error), error)], {}, [])
+        return Checked([*faults, Fault(first_line(error), error)], {})
     if name is not None and not loader.is_choice("", name):
         known = loader.choices("")
         faults.append(
@@ -73,22 +68,20 @@ def preflight(
                 f" There is: {', '.join(known)}."
             )
         )
-        return Checked(faults, {}, [])
+        return Checked(faults, {})
     quoted = quote_numbers(loader, lines)
     overrides, _ = parse([quoted.get(line, line) for line in lines])
     jobs, sweep_faults = variants(overrides, multirun=arguments.multirun)
     faults += sweep_faults
-    old_names: list[str] = []
     for number, job in enumerate(jobs):
         composed = compose_job(loader, job)
         faults += composed.faults
         if composed.config is not None:
             faults += check_job(composed, number, check)
             faults += [] if alone else _launcher_faults(composed.config)
-            old_names += _old_names(composed.config)
     for typed, line in quoted.items():
         faults = [Fault(fault.text.replace(line, typed), fault.error) for fault in faults]
-    return Checked(_in_order_typed(faults, lines), quoted, list(dict.fromkeys(old_names)))
+    return Checked(_in_order_typed(faults, lines), quoted)
 
 
 def check_job(composed: Composed, number: int, check: JobCheck | None) -> list[Fault]:
@@ -112,18 +105,6 @@ def _launcher_faults(config: DictConfig) -> list[Fault]:
             " sweep together. Start the program once, without them; each job then starts ranks of its own."
         )
     ]
-
-
-def _old_names(config: DictConfig) -> Iterator[str]:
-    for key, node in target_nodes(config):
-        if OmegaConf.is_interpolation(node, "_target_"):
-            continue
-        target = str(node["_target_"])
-        new = new_path(target)
-        if new is not None:
-            yield renamed(f"{key}._target_={target}", new)
-        if key in _RENAMED_KEYS and target == "lightning_lockstep.StopTogether":
-            yield renamed(key, _RENAMED_KEYS[key])
 
 
 @contextmanager
