@@ -5,27 +5,34 @@ from __future__ import annotations
 import importlib
 import sys
 
-from lightning_lockstep._lightning import __main__ as lightning
+from lightning_lockstep._lightning import _PRIVATE
+from lightning_lockstep._lightning.internals import INHERITED, TOUCHED
 
 # Module of a door, its name there and the title of its list.
 _DOORS = (
     ("torch_internals", "TORCH", "Private names of torch"),
     ("torch_internals", "TORCH_IF_THERE", "Private names of torch that some builds or releases lack"),
-    ("deepspeed_internals", "DEEPSPEED", "Private names of DeepSpeed"),
-    ("hydra_internals", "HYDRA", "Private names of Hydra and OmegaConf"),
+    ("deepspeed_internals", "DEEPSPEED", "Private or undocumented names of DeepSpeed"),
+    ("hydra_internals", "HYDRA", "Private names of Hydra"),
+    ("hydra_internals", "OMEGACONF", "Private names of OmegaConf"),
 )
 
 
 def main() -> None:
-    """Print the lists of Lightning's names, and one of each other door."""
-    lightning.main()
+    """Print the three lists of Lightning's names, and one of each other door."""
+    lists = {
+        "Private classes and functions of Lightning": dict(_PRIVATE.values()),
+        "Private names of a Lightning class that subclasses of ours override or use": INHERITED,
+        "Private names of Lightning's objects": TOUCHED,
+    }
     for module, name, title in _DOORS:
         try:
-            door = getattr(importlib.import_module(f"lightning_lockstep._doors.{module}"), name)
+            lists[title] = getattr(importlib.import_module(f"lightning_lockstep._doors.{module}"), name).names
         except ImportError:  # the package, or what it needs, is not installed
             continue
-        lines = [f"    {path}: {why}" for path, why in sorted(door.names.items())]
-        sys.stdout.write("\n".join([f"{title}: {len(lines)}", *lines, ""]))
+    for title, reasons in lists.items():
+        lines = [f"    {name}: {why}" for name, why in sorted(reasons.items())]
+        sys.stdout.write("\n".join([f"{title}: {len(reasons)}", *lines, ""]))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
-from rich.status import Status
+from rich.status import Status as Spinner
 
 __all__ = ["Progress", "Running"]
 
@@ -28,7 +28,7 @@ class Progress:
 
     def __init__(self, to: Console, checks: Running) -> None:
         self._checks, self._ended = checks, 0
-        self._line = Status("", console=to) if to.is_terminal else None
+        self._line = Spinner("", console=to) if to.is_terminal else None
 
     def __enter__(self) -> Progress:
         if self._line is not None:
