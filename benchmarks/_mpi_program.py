@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions, register_mpi_backend
 from lightning_lockstep.distributed.mpi.operations import LIMITS
-from lightning_lockstep.launchers.environments.mpi_environment import MPIEnvironment
+from lightning_lockstep.launchers.environments import MPIEnvironment
 
 SIZES = {"4 KB": 2**12, "1 MB": 2**20, "25 MB": 25 * 2**20, "100 MB": 100 * 2**20}
 

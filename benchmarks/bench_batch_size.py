@@ -23,7 +23,7 @@ from benchmarks._fit import BARE
 from benchmarks.engine import Comparison, Report, interleave
 from lightning_lockstep import AutoBatchSize
 from lightning_lockstep.batch_size import search_run
-from lightning_lockstep.batch_size.memory.meter import MemoryMeter, MemoryUse
+from lightning_lockstep.batch_size.memory import MemoryMeter, MemoryUse
 
 WALL = 600
 FULL = "CUDA out of memory. Tried to allocate 20.00 MiB"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from benchmarks import _deepspeed_job as job
 from benchmarks._fit import WIDTHS
 from benchmarks.engine import Comparison, Report, Table, interleave
-from lightning_lockstep.deepspeed.memory_formula import estimate_memory
+from lightning_lockstep.deepspeed.memory_estimate import estimate_memory
 from tests.helpers import run_ranks
 
 PEER, OURS, WATCHED = "deepspeed.initialize", "lockstep_deepspeed", "with OverflowDetector"

@@ -74,7 +74,7 @@ def seconds(act: Act, calls: int) -> float:
 
 @contextmanager
 def verified() -> Iterator[None]:
-    from lightning_lockstep.distributed.guard.verification.verify import CallVerifier
+    from lightning_lockstep.distributed.guard.verify import CallVerifier
 
     verifier = CallVerifier()
     verifier.start()

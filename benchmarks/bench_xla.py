@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import _xla_job as job
 from benchmarks.engine import Comparison, Report, Table
-from lightning_lockstep.xla.availability import check_torch_xla
+from lightning_lockstep.xla.runtime import check_torch_xla
 
 ROOT = Path(__file__).resolve().parents[1]
 

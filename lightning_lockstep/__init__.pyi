@@ -2,15 +2,15 @@ from lightning_lockstep.batch_size.find_executable import (
     find_executable_batch_size as find_executable_batch_size,
 )
 from lightning_lockstep.callbacks import *
-from lightning_lockstep.distributed.rank_order import in_rank_order as in_rank_order
-from lightning_lockstep.distributed.uneven.gather_uneven import gather_uneven as gather_uneven
+from lightning_lockstep.distributed.coordination.gather_uneven import gather_uneven as gather_uneven
+from lightning_lockstep.distributed.coordination.rank_order import in_rank_order as in_rank_order
 from lightning_lockstep.errors import *
 from lightning_lockstep.logs import get_logger as get_logger
 from lightning_lockstep.notebook import notebook_launcher as notebook_launcher
-from lightning_lockstep.numerics.float32 import run_in_fp32 as run_in_fp32
-from lightning_lockstep.overflow.spots import detect_overflow as detect_overflow
-from lightning_lockstep.stopping.breakpoint import check_breakpoint as check_breakpoint
-from lightning_lockstep.stopping.breakpoint import set_breakpoint as set_breakpoint
+from lightning_lockstep.numerics.precision import run_in_fp32 as run_in_fp32
+from lightning_lockstep.overflow.frames import detect_overflow as detect_overflow
+from lightning_lockstep.stopping.stop_requests import check_breakpoint as check_breakpoint
+from lightning_lockstep.stopping.stop_requests import set_breakpoint as set_breakpoint
 from lightning_lockstep.strategies import LockstepDDPStrategy as LockstepDDPStrategy
 from lightning_lockstep.strategies import LockstepDeepSpeedStrategy as LockstepDeepSpeedStrategy
 from lightning_lockstep.strategies import LockstepMPIStrategy as LockstepMPIStrategy

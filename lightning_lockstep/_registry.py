@@ -1,13 +1,45 @@
-"""Which strategy names ``Trainer(strategy="...")`` knows, and how each is made."""
+"""The strategies that Lightning knows by name, registered when the package is imported."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
+from pathlib import PurePath
 from typing import Any
 
-from lightning_lockstep._program import is_doctor
+# -- Which program this process is, as far as an import of the package has to know --
+
+
+_COMMAND = "lockstep-doctor"
+_MODULE = "lightning_lockstep.doctor"
+
+
+def is_doctor() -> bool:
+    """Return whether this process is the doctor, or one that it has started.
+
+    The doctor has to answer where torch or Lightning cannot be imported, and at once where they can. So the
+    package registers no strategies in its processes, which would import both.
+    """
+    program = sys.argv[0] if sys.argv else ""
+    if program != "-m":  # what Python puts there until it has found the module of `python -m`
+        return PurePath(program).name == _COMMAND
+    return any(_is_of_the_doctor(name) for name in _module_of_this_program())
+
+
+def _module_of_this_program() -> list[str]:
+    given = sys.orig_argv
+    return [after for option, after in pairwise(given) if option == "-m"][:1]
+
+
+def _is_of_the_doctor(module: str) -> bool:
+    return module == _MODULE or module.startswith(f"{_MODULE}.")
+
+
+# -- Which strategy names ``Trainer(strategy="...")`` knows, and how each is made --
+
 
 _DDP_START_METHODS = {
     "lockstep_ddp": ("popen", "DDP that keeps all ranks in step"),
@@ -24,7 +56,7 @@ def _make(module: str, name: str, **arguments: Any) -> Any:
 
 def _register(name: str, description: str, module: str, cls: str, **arguments: Any) -> None:
     # Not above: it imports torch, which the doctor's processes have to do without.
-    from lightning_lockstep._lightning import StrategyRegistry
+    from lightning_lockstep._doors.lightning import StrategyRegistry
 
     if name not in StrategyRegistry:
         factory: Callable[..., Any] = partial(_make, module, cls)
@@ -45,7 +77,7 @@ def register_strategies() -> None:
     _register(
         "lockstep_xla_spmd",
         "one process over all XLA devices",
-        "strategies.xla_spmd",
+        "strategies.xla",
         "LockstepXLASPMDStrategy",
     )
     deepspeed = partial(_register, module="strategies.deepspeed", cls="LockstepDeepSpeedStrategy")

@@ -1,16 +1,25 @@
-"""What this process may use of its host: cores, CPU time and memory, with the limits of its control group."""
+"""The host: cores and memory, programs run with a deadline, files written whole."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 import psutil
 
-__all__ = ["cpu_limit", "kills_for_memory", "memory_left", "memory_limit", "usable_cores"]
+from lightning_lockstep._text import say
+
+# -- What this process may use of its host: cores, CPU time and memory, with the limits of its control group
+
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -110,3 +119,128 @@ def _counter(file: Path, name: str = "oom_kill") -> int:
     """Return the value of one line of a file whose lines are a name and a whole number."""
     lines = (line.split() for line in file.read_text().splitlines())
     return int({line[0]: line[1] for line in lines if len(line) == 2}[name])
+
+
+# -- Programs that are run with a deadline, and of which nothing stays behind --
+
+
+NOT_FOUND, NOT_EXECUTABLE, OUT_OF_TIME = 127, 126, 124
+# More than this of an output is not read: no tool that is run here says so much [bytes].
+_MOST = 1_000_000
+
+# The groups of the programs that run now; sets change in one step, so that threads need no lock.
+_groups: set[int] = set()
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A program that has run."""
+
+    returncode: int  # 127: no such program; 126: it cannot be run; 124: its time was over
+    output: str = ""  # what it wrote to standard output
+    error: str = ""  # what it wrote to standard error
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it ended with 0."""
+        return self.returncode == 0
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is no such program."""
+        return self.returncode == NOT_FOUND
+
+    @property
+    def is_unusable(self) -> bool:
+        """Whether there is such a file, which is no program that can be run here."""
+        return self.returncode == NOT_EXECUTABLE
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether it was ended because its time was over."""
+        return self.returncode == OUT_OF_TIME
+
+
+def run_program(
+    command: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None
+) -> Completed:
+    """Run a program in its own group and wait ``timeout`` [s] for it; what it has started ends with it."""
+    # Files, not pipes: a pipe is only at its end when the last process that a program has left behind is.
+    with memory_file() as output, memory_file() as errors:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                env=None if environment is None else dict(environment),
+                start_new_session=True,
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return Completed(NOT_FOUND, "", f"{command[0]}: not found")
+        except (OSError, ValueError) as error:  # not executable, another architecture, a null in an argument
+            return Completed(NOT_EXECUTABLE, "", str(error))
+        _groups.add(process.pid)
+        try:
+            returncode = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            returncode = OUT_OF_TIME
+        finally:
+            end_group(process.pid)
+            process.wait()
+            _groups.discard(process.pid)
+        return Completed(returncode, text_of(output, _MOST), text_of(errors, _MOST))
+
+
+def end_programs() -> None:
+    """End all programs that :func:`run_program` runs now: a group of its own each, which outlives this process."""
+    for pid in list(_groups):
+        end_group(pid)
+
+
+def end_group(pid: int) -> None:
+    """End all processes of the group that ``pid`` leads, at once."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def memory_file() -> IO[bytes]:
+    """Return an empty file that needs no disk, which may be full or read-only."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("lockstep"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def text_of(file: IO[bytes], most: int = -1) -> str:  # most [bytes]; -1: all
+    """Return what has been written to a file, from its beginning; who writes to it may go on meanwhile."""
+    size = os.fstat(file.fileno()).st_size
+    # Not read(), which moves the place where the other process writes next.
+    return os.pread(file.fileno(), size if most < 0 else min(most, size), 0).decode("utf-8", "replace")
+
+
+# -- Files beside a run, such as reports: there whole or not at all, and no run ends because one cannot be
+# written
+
+
+def write_whole(path: Path, content: str | bytes) -> str | None:
+    """Write a file beside its place and move it there, so that whoever looks finds all of it.
+
+    Returns why that was not possible, such as ``No space left on device``; what stood there before stays.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        return error.strerror or str(error)
+    return None
+
+
+def write_report(path: Path, content: str | bytes) -> None:
+    """Write a report into a run's folder for whoever looks there later; print why if that is not possible."""
+    why = write_whole(path, content)
+    if why is not None:
+        say(f"lightning-lockstep: {path.name} could not be written to {path.parent}: {why}.")

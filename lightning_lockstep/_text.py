@@ -1,21 +1,14 @@
-"""Figures, lists and errors as they stand in messages: one spelling of each in the whole package."""
+"""Text of messages: figures, plurals, lists, nearest names, tables; and what is printed to standard error."""
 
 from __future__ import annotations
 
+import io
 import signal
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-__all__ = [
-    "counted",
-    "exit_in_words",
-    "first_line",
-    "listed",
-    "ranges",
-    "ranks_in_words",
-    "size_in_words",
-    "time_in_words",
-]
+# -- Figures, lists and errors as they stand in messages: one spelling of each in the whole package --
 
 
 def counted(number: int, what: str, plural: str = "") -> str:
@@ -81,3 +74,33 @@ def exit_in_words(returncode: int) -> str:  # of Popen: negative for a signal
     with suppress(ValueError):
         return f"killed by {signal.Signals(-returncode).name}"
     return f"killed by signal {-returncode}"
+
+
+# -- Tables inside the text of errors --
+
+
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return an indented table without lines, colours or trailing blanks, as wide as its cells need."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*headings, box=None, padding=(0, 0, 0, 2), pad_edge=True, header_style="")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console = Console(file=io.StringIO(), width=10_000, color_system=None)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+# -- What this package prints to the standard error stream, where progress bars live too --
+
+
+def say(text: str) -> None:
+    """Print ``text`` in one piece, so that lines of other processes do not get into it.
+
+    A stream that is closed, full or a broken pipe ends no run: what cannot be written is dropped.
+    """
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
+        sys.stderr.flush()

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from lightning_lockstep._console import say
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._system import usable_cores
-from lightning_lockstep.launchers.notebook.failures import plainly_in_cell
-from lightning_lockstep.launchers.notebook.launch import run_in_ranks
-from lightning_lockstep.xla.forked import become_xla_rank, check_xla_untouched, num_xla_ranks
+from lightning_lockstep._text import say
+from lightning_lockstep.launchers.notebook_ranks import plainly_in_cell, run_in_ranks
+from lightning_lockstep.xla.runtime import become_xla_rank, check_xla_untouched, num_xla_ranks
 
 __all__ = ["notebook_launcher"]
 

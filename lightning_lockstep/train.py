@@ -6,7 +6,8 @@
 
 See `docs/hydra.md`. A program of your own builds on the same parts:
 
-    from lightning_lockstep.train import hydra_main, train
+    from lightning_lockstep._application.entry import hydra_main
+    from lightning_lockstep._application.run import run as train
 
     @hydra_main(config_path="conf", config_name="config")
     def main(config):
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from lightning_lockstep._application.command_line.checks import check_training, prepare_training
+from lightning_lockstep._application.checks import check_training, prepare_training
 from lightning_lockstep._application.entry import hydra_main
 from lightning_lockstep._application.run import run as train
 

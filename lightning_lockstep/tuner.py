@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from lightning_lockstep._lightning import (
+from lightning_lockstep._doors.lightning import (
     BatchSizeFinder,
     LightningDataModule,
     LightningModule,
     Tuner,
     _MultiProcessingLauncher,
 )
-from lightning_lockstep._lightning.internals import search_only
+from lightning_lockstep._doors.lightning_internals import faults_as_lightnings, search_only
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
-from lightning_lockstep.callbacks.drop_in import faults_as_lightnings
 
 __all__ = ["LockstepTuner"]
 

@@ -13,15 +13,14 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_lockstep._console import say
-from lightning_lockstep._environment import JOB_TOKEN
-from lightning_lockstep.distributed.interfaces import on_one_host
+from lightning_lockstep._settings import JOB_TOKEN
+from lightning_lockstep._text import say
 from lightning_lockstep.distributed.process_group import rendezvous_store
-from lightning_lockstep.distributed.side_channel.job_token import known_job_token, signed, verified
+from lightning_lockstep.distributed.rendezvous import known_job_token, on_one_host, signed, verified
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.environments.cluster_environment import detect_environment
-from lightning_lockstep.launchers.environments.slurm_step import find_slurm_step
-from lightning_lockstep.launchers.hydra.frozen_config import config_from_bytes, config_to_bytes
+from lightning_lockstep.launchers.environments import detect_environment
+from lightning_lockstep.launchers.hydra import config_from_bytes, config_to_bytes
+from lightning_lockstep.launchers.rank_variables import find_slurm_step
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

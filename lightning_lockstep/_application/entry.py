@@ -1,4 +1,4 @@
-"""From the command line to the program's own function, on every rank."""
+"""From the command line to the program's own function, on every rank; the help; how an error leaves a job."""
 
 from __future__ import annotations
 
@@ -6,37 +6,194 @@ import argparse
 import functools
 import os
 import pickle
+import re
+import shutil
+import string
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import yaml
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log, env_override, setup_globals
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
-from lightning_lockstep._application.command_line.config_check import JobCheck, preflight, run_requested
-from lightning_lockstep._application.command_line.faults import Fault, show_faults
-from lightning_lockstep._application.command_line.help import help_text
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
-from lightning_lockstep._application.stopped_job import Stop, StopElsewhere, ranks_run
-from lightning_lockstep._doors.hydra_internals import flush_loggers, get_args_parser, search_path_of
+from lightning_lockstep._application.overrides import JobCheck, preflight, run_requested
+from lightning_lockstep._application.values import Fault, show_faults
+from lightning_lockstep._doors.hydra_internals import (
+    Loader,
+    flush_loggers,
+    get_args_parser,
+    node_at,
+    plain_value,
+    search_path_of,
+)
 from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.failure.process_exit import expect_exit, leaving, return_failure
-from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
+from lightning_lockstep.distributed.failure.uncaught import error_from_bytes, error_to_bytes, fold_tracebacks
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.launchers.hydra.rerun import (
+from lightning_lockstep.launchers.hydra import (
     current_hydra_config,
     for_other_ranks,
+    forget_run_folders,
     freeze,
+    without_claiming,
     without_hydra,
 )
-from lightning_lockstep.launchers.hydra.run_folder import forget_run_folders, without_claiming
+
+# -- How an error of the program gets past Hydra, and out of the process of a job, to the program that
+# prints it
+
+
+class Stop(BaseException):
+    """Carries an error past Hydra, which would print it in its own way and lose its exit code."""
+
+    def __init__(self, error: BaseException, *, running: bool) -> None:
+        super().__init__(error)
+        self.error = error
+        self.running = running  # ranks were, when it was raised
+
+
+class StopElsewhere(Exception):  # noqa: N818
+    """Carries an error out of a job in another process: the program that reads the job's result finds a `Stop`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        (error,) = self.args
+        error = error.error if isinstance(error, Stop) else error
+        return _stop, (error_to_bytes(error), ranks_run())
+
+
+def _stop(sent: bytes, running: bool) -> Stop:
+    return Stop(error_from_bytes(sent), running=running)
+
+
+def ranks_run() -> bool:
+    """Return whether ranks of this program run, or have run and failed."""
+    return leaving() or process_group_exists()
+
+
+# -- The text of `--help`: the groups and keys of a program, each key with the comment that its config file
+# has for it
+
+
+_COLUMN = 36  # where comments begin, unless the key is longer
+_WIDEST = 120  # characters, on a terminal that is wider
+
+
+def help_text(
+    program: str, search_path: ConfigSearchPath, config_name: str | None, overrides: list[str]
+) -> str:
+    """Return what `--help` prints, in the form of the program's `hydra.help.template`."""
+    setup_globals()
+    loader = Loader(search_path, config_name, overrides)
+    config = loader.compose(overrides)  # a HydraException where they lead to none
+    if config.hydra.help.app_name == config.hydra.job.name:
+        with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
+            config.hydra.help.app_name = program
+    files = loader.files(overrides)
+    notes: dict[str, str] = {}
+    for _, text, package in files:
+        notes = {**comments(text, package), **notes}  # the file that introduces a key explains it best
+    template = string.Template(str(config.hydra.help.template))
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    filled = template.safe_substitute(
+        APP_CONFIG_GROUPS="\n".join(_groups(loader, config, [name for name, *_ in files], width)),
+        CONFIG="\n".join(_keys(config, notes, loader.groups(), width)),
+    )
+    return f"{filled.rstrip()}\n"
+
+
+def comments(text: str, package: str = "") -> dict[str, str]:  # package: key below which the file is put
+    """Return the comment at the end of the line of each key of a config file, by the whole key."""
+    lines = text.splitlines()
+    return dict(_comments(yaml.compose(text, Loader=yaml.SafeLoader), lines, package))
+
+
+def _comments(node: yaml.Node | None, lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for name, value in node.value:
+        key = f"{prefix}.{name.value}" if prefix else str(name.value)
+        nested = isinstance(value, yaml.MappingNode) and not value.flow_style
+        # Behind the value where it stands in the line of its key.
+        mark = name.end_mark if nested or value.end_mark.line != name.end_mark.line else value.end_mark
+        found = re.match(r":?\s+#\s*(.+)", lines[mark.line][mark.column :])
+        if found:
+            yield key, found[1].strip()
+        yield from _comments(value, lines, key)
+
+
+def _groups(loader: Loader, config: DictConfig, files: list[str], width: int) -> Iterator[str]:
+    single = config.hydra.runtime.choices
+    for group in loader.groups():
+        choices = loader.choices(group)
+        if group == "hydra" or not choices:
+            continue
+        # Hydra notes no choice for a group of which several were taken.
+        several = [name.removeprefix(f"{group}/") for name in files if name.startswith(f"{group}/")]
+        taken = single.get(group, several or None)
+        yield from _entry(f"{group}={_plain(taken)}", ", ".join(choices), width)
+
+
+def _keys(config: DictConfig, notes: dict[str, str], groups: list[str], width: int) -> Iterator[str]:
+    """The program's own keys, then those of each group behind an empty line."""
+    names = [str(name) for name in config if name != "hydra"]
+    for name in sorted(names, key=groups.__contains__):
+        lines = list(_lines(name, node_at(config, name), notes, width))
+        if lines and name in groups:
+            yield ""
+        yield from lines
+
+
+def _lines(key: str, node: object, notes: dict[str, str], width: int) -> Iterator[str]:
+    if isinstance(node, DictConfig):
+        if key in notes:
+            yield from _entry(key, notes[key], width)
+        for name in map(str, node):
+            if name != "_target_":
+                yield from _lines(f"{key}.{name}", node_at(node, name), notes, width)
+        return
+    yield from _entry(f"{key}={_plain(node)}", notes.get(key, ""), width)
+
+
+def _entry(left: str, right: str, width: int) -> Iterator[str]:
+    """Two columns; the right one is wrapped, and begins below a left one that is too long."""
+    indent = " " * _COLUMN
+    wrapped = textwrap.wrap(right, max(width - _COLUMN, 20)) or [""]
+    left = f"  {left}"
+    if len(left) + 2 > _COLUMN and right:
+        yield left
+        left = ""
+    yield f"{left:<{_COLUMN}}{wrapped[0]}".rstrip()
+    yield from (f"{indent}{line}" for line in wrapped[1:])
+
+
+def _plain(node: object) -> str:
+    """A value as it is typed on the command line; an interpolation as it is written in the config."""
+    raw = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
+    value = plain_value(raw)
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value == "":
+        return "''"
+    if isinstance(value, list):
+        return f"[{','.join(map(_plain, value))}]"
+    return str(value)
+
+
+# -- From the command line to the program's own function, on every rank --
+
 
 Program = Callable[[DictConfig], Any]
 #: Exit code of a command line or configuration that cannot be used.

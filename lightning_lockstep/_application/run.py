@@ -2,33 +2,188 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hydra.utils
 import torch
-from omegaconf import DictConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_lockstep._application.build import Components, build
-from lightning_lockstep._application.failure_file import keep_failure
-from lightning_lockstep._application.quiet import QuietRanks, leave_out_noise
-from lightning_lockstep._application.summary import Summary, read_metrics, show, write, written
-from lightning_lockstep._application.tracking import LogConfiguration, finish
-from lightning_lockstep._application.tracking import places as logger_places
-from lightning_lockstep._console import say
-from lightning_lockstep._lightning import (
+from lightning_lockstep._application.records import (
+    LogConfiguration,
+    Summary,
+    finish,
+    is_logger,
+    keep_failure,
+    missing_package,
+    read_metrics,
+    show,
+    write,
+    written,
+)
+from lightning_lockstep._application.records import places as logger_places
+from lightning_lockstep._application.values import objections, target_of
+from lightning_lockstep._doors.lightning import (
     Callback,
     CSVLogger,
+    MisconfigurationException,
     MLFlowLogger,
     WandbLogger,
     _extract_batch_size,
     _MultiProcessingLauncher,
     seed_everything,
 )
-from lightning_lockstep._lightning.internals import weights_as_they_are
-from lightning_lockstep._lightning.loader_classes import restore_data_classes
-from lightning_lockstep.launchers.mpirun.launcher import ran_under_mpirun
+from lightning_lockstep._doors.lightning_internals import restore_data_classes, weights_as_they_are
+from lightning_lockstep._text import say
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.launchers.environments import hide_srun_hint
+from lightning_lockstep.launchers.mpirun import ran_under_mpirun
+
+# -- Leaves out of the output what is for the developers of other packages, or for nobody --
+
+
+# How messages of Lightning begin that say nothing about the run.
+_NOISE = (
+    "💡 Tip",
+    "GPU available: False",
+    "TPU available: False",
+    "Restoring states from the checkpoint path",
+    "Restored all states from the checkpoint",
+    "Loaded model weights from the checkpoint",
+    "`weights_only` was not set",
+    "Loading `train_dataloader` to estimate",
+    "Experiment with name",  # MLflow's, which is made where it is missing
+)
+_LOGGERS = tuple(
+    f"{family}.{module}"
+    for family in ("lightning.pytorch", "pytorch_lightning")
+    for module in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector", "loggers.mlflow")
+)
+# Loggers that say how MLflow makes its file, and how DeepSpeed tries a compiler.
+_TALKATIVE = ("mlflow.store", "alembic", "compilers")
+_THEIRS = r"(lightning|pytorch_lightning|torch|hydra|omegaconf)\."
+
+
+class _NoNoise(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the message is for readers."""
+        return not record.getMessage().startswith(_NOISE)
+
+
+_FILTER = _NoNoise()
+
+
+def leave_out_noise() -> None:
+    """Show neither advertisements, nor deprecations inside other packages, nor messages without news."""
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_FILTER)
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for category in (DeprecationWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=_THEIRS)
+    warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")
+    hide_srun_hint()
+
+
+class QuietRanks(Callback):
+    """Takes :func:`leave_out_noise` along to ranks that are spawned, which get a copy of every callback."""
+
+    def __init__(self) -> None:
+        leave_out_noise()
+
+    def __reduce__(self) -> tuple[type[QuietRanks], tuple[()]]:
+        return QuietRanks, ()  # without a state a copy would be made without any call
+
+
+# -- Builds what one training run consists of, and says everything that is wrong with its settings --
+
+
+# What a user's settings lead to, as opposed to a bug, whose traceback is wanted.
+_ABOUT_SETTINGS = (ConfigurationError, MisconfigurationException, ValueError, ImportError)
+
+
+@dataclass(frozen=True)
+class Components:
+    """What one training run consists of."""
+
+    model: Any
+    data: Any
+    trainer: Any
+
+
+def component_keys(config: DictConfig) -> list[str]:
+    """Keys of everything that `build` makes, in the order in which it is made."""
+    several = [
+        f"{group}.{name}" for group in ("callbacks", "checkpoint", "logger") for name in _names(config, group)
+    ]
+    return ["data", "model", *several, "strategy", "trainer"]
+
+
+def _names(config: DictConfig, group: str) -> list[str]:
+    node = config.get(group)
+    if not isinstance(node, DictConfig):
+        return []
+    return [str(name) for name in node if node[name] is not None and not str(name).startswith("_")]
+
+
+def build(config: DictConfig, *, own_callbacks: list[Any]) -> Components:
+    """Make model, data and Trainer."""
+    faults: list[str] = []
+    made = {key: _make(key, _node(config, key), faults) for key in component_keys(config) if key != "trainer"}
+    callbacks = [made[key] for key in made if key.startswith(("callbacks.", "checkpoint."))]
+    loggers = [made[key] for key in made if key.startswith("logger.")]
+    given = {
+        "callbacks": [*callbacks, *own_callbacks],
+        "logger": loggers or False,
+        "strategy": made["strategy"],
+    }
+    if config.trainer.get("enable_checkpointing") is None:
+        given["enable_checkpointing"] = bool(_names(config, "checkpoint"))
+    trainer = None
+    if not faults:
+        factory = hydra.utils.instantiate(config.trainer, _partial_=True, _convert_="all")
+        trainer = _attempt("trainer", lambda: factory(**given), faults)
+    if faults:
+        raise ConfigurationError(faults)
+    return Components(made["model"], made["data"], trainer)
+
+
+def _node(config: DictConfig, key: str) -> Any:
+    return OmegaConf.select(config, key)
+
+
+def _make(key: str, node: Any, faults: list[str]) -> Any:
+    if not isinstance(node, DictConfig):
+        return node  # a name that Lightning knows
+    if "_target_" not in node:
+        faults.append(f"{key} has no _target_, so no object can be created from it.")
+        return None
+    target = target_of(node)
+    missing = missing_package(target, key, node) if is_logger(target) else None
+    if missing is not None:
+        faults.append(str(missing))
+        return None
+    return _attempt(key, lambda: hydra.utils.instantiate(node, _convert_="all"), faults)
+
+
+def _attempt(key: str, make: Callable[[], Any], faults: list[str]) -> Any:
+    try:
+        return make()
+    except (HydraException, *_ABOUT_SETTINGS) as error:
+        if not isinstance(error.__cause__ or error, _ABOUT_SETTINGS):
+            raise
+        faults += [f"{key}: {text}" for text, _ in objections(error)]
+        return None
+
+
+# -- One training run: build, fit, validate, test, report --
 
 
 def run(config: DictConfig) -> float | None:

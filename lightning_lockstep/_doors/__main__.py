@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
-from lightning_lockstep._lightning import _PRIVATE
-from lightning_lockstep._lightning.internals import INHERITED, TOUCHED
+from lightning_lockstep._doors.lightning import _PRIVATE
+from lightning_lockstep._doors.lightning_internals import INHERITED, TOUCHED
 
 # Module of a door, its name there and the title of its list.
 _DOORS = (

@@ -25,21 +25,6 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
-__all__ = [
-    "HYDRA",
-    "OMEGACONF",
-    "Loader",
-    "flush_loggers",
-    "function_of_job",
-    "get_args_parser",
-    "is_command_line",
-    "locate",
-    "node_at",
-    "plain_value",
-    "put_value",
-    "search_path_of",
-    "whole_config",
-]
 
 _UTILS = "hydra._internal.utils"
 _LOADER = "hydra._internal.config_loader_impl.ConfigLoaderImpl"

@@ -7,11 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from lightning_lockstep.batch_size.memory.out_of_memory import Failure, release_memory
+from lightning_lockstep.batch_size.memory import Failure, release_memory
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
-
-__all__ = ["find_executable_batch_size"]
 
 
 def find_executable_batch_size(

@@ -1,28 +1,109 @@
-"""Where the batch size lives, and real batches of any size from there.
-
-It lives in an attribute (of the module, its hparams, the data module or its hparams) that the loader is made
-with, or in a DataLoader that was passed to ``fit()``.
-"""
+"""Where the batch size of a run lives, and real batches of any size."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
+from lightning_lockstep._doors.lightning import (
+    CombinedLoader,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    _lightning_get_all_attr_holders,
+)
+from lightning_lockstep._doors.lightning_internals import (
+    data_source,
+    divides_data,
+    drop_loaders,
+    loaders_in_use,
+)
 from lightning_lockstep._doors.torch_internals import forget_iterator
-from lightning_lockstep._lightning import CombinedLoader, LightningModule, Trainer
-from lightning_lockstep._lightning.internals import data_source, divides_data, drop_loaders, loaders_in_use
-from lightning_lockstep.batch_size.attributes import SizeAttributes
-from lightning_lockstep.batch_size.refused import SearchRefusedError
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.steps.engines import HasEngineTrials
+from lightning_lockstep.steps.capabilities import HasEngineTrials
 
-__all__ = ["BatchLoaders", "samples_of_rank", "with_batch_size"]
+# -- The error of a search that cannot begin --
+
+
+class SearchRefusedError(BatchSizeError, MisconfigurationException):
+    """A search is not possible on any rank; programs for ``BatchSizeFinder`` catch it as Lightning's."""
+
+
+# -- The attributes that hold a batch size, in the places where Lightning looks for them --
+
+
+class SizeAttributes:
+    """The batch size as attribute of the module, its hparams, the data module and its hparams, wherever it exists.
+
+    A property that cannot be set counts as none: it shows what another place holds.
+    """
+
+    def __init__(self, module: LightningModule, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __bool__(self) -> bool:
+        return bool(self._holders())
+
+    def __str__(self) -> str:
+        return " and ".join(f"{type(holder).__name__}.{self._name}" for holder in self._holders())
+
+    @property
+    def values(self) -> list[Any]:
+        """What each place holds, in Lightning's order."""
+        return [
+            holder[self._name] if isinstance(holder, dict) else getattr(holder, self._name)
+            for holder in self._holders()
+        ]
+
+    def set(self, size: int) -> None:
+        self._write([size] * len(self._holders()))
+
+    @contextmanager
+    def former_on_error(self) -> Iterator[None]:
+        """Put the former values back if the body raises."""
+        before = self.values
+        try:
+            yield
+        except BaseException:
+            self._write(before)
+            raise
+
+    @contextmanager
+    def former_afterwards(self) -> Iterator[None]:
+        """Put the former values back when the body ends."""
+        before = self.values
+        try:
+            yield
+        finally:
+            self._write(before)
+
+    def _holders(self) -> list[Any]:
+        # Looked up each time: restoring a module may replace its hparams.
+        found = _lightning_get_all_attr_holders(self._module, self._name)
+        return [holder for holder in found if not _is_read_only(holder, self._name)]
+
+    def _write(self, values: Sequence[Any]) -> None:
+        for holder, value in zip(self._holders(), values, strict=True):
+            if isinstance(holder, dict):
+                holder[self._name] = value
+            else:
+                setattr(holder, self._name, value)
+
+
+def _is_read_only(holder: Any, name: str) -> bool:
+    attribute = getattr(type(holder), name, None)
+    return isinstance(attribute, property) and attribute.fset is None
+
+
+# -- Where the batch size lives, and real batches of any size from there --
+# It lives in an attribute (of the module, its hparams, the data module or its hparams) that the loader is
+# made with, or in a DataLoader that was passed to ``fit()``.
 
 
 class BatchLoaders:

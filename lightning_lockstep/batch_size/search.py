@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["BinarySearch", "ModelSearch", "PowerSearch", "Proposal", "SizeSearch", "Trial", "search_for"]
-
 
 @dataclass(frozen=True)
 class Trial:

@@ -6,27 +6,27 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
-from lightning_lockstep._console import say
-from lightning_lockstep._lightning import BatchSizeFinder, LightningModule, Trainer, _TunerExitException
+from lightning_lockstep._doors.lightning import BatchSizeFinder, LightningModule, Trainer, _TunerExitException
+from lightning_lockstep._doors.lightning_internals import faults_as_lightnings
 from lightning_lockstep._settings import settings_of
-from lightning_lockstep.batch_size.loaders import BatchLoaders
-from lightning_lockstep.batch_size.memory.malloc import return_freed_memory
-from lightning_lockstep.batch_size.recovery.guarded_fit import guard_fit, refuse_engine, unguard_fit
-from lightning_lockstep.batch_size.recovery.recover import Recovery
-from lightning_lockstep.batch_size.refused import SearchRefusedError
-from lightning_lockstep.batch_size.report import SearchResult, keep_result, known_size, table
-from lightning_lockstep.batch_size.runnable import largest_to_try
+from lightning_lockstep._text import say
+from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError
+from lightning_lockstep.batch_size.memory import return_freed_memory
+from lightning_lockstep.batch_size.recovery import Recovery, guard_fit, refuse_engine, unguard_fit
 from lightning_lockstep.batch_size.search import SizeSearch, search_for
 from lightning_lockstep.batch_size.search_run import (
+    AutoBatchSizeSettings,
+    SearchResult,
     fingerprint_of,
+    keep_result,
+    known_size,
     meter_of_run,
     refuse_fixed_sizes,
     refuse_strategy,
     run_search,
+    table,
 )
-from lightning_lockstep.batch_size.settings import AutoBatchSizeSettings
-from lightning_lockstep.batch_size.trial import TrialRunner
-from lightning_lockstep.callbacks.drop_in import faults_as_lightnings
+from lightning_lockstep.batch_size.trial import TrialRunner, largest_to_try
 from lightning_lockstep.callbacks.effective_batch_size import (
     apply_size,
     in_fit,
@@ -35,10 +35,7 @@ from lightning_lockstep.callbacks.effective_batch_size import (
 )
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.steps.patching import replaced
-from lightning_lockstep.steps.random_state import RandomState
-from lightning_lockstep.steps.snapshot import Snapshot
-
-__all__ = ["AutoBatchSize"]
+from lightning_lockstep.steps.snapshot import RandomState, Snapshot
 
 
 class AutoBatchSize(BatchSizeFinder):

@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from lightning_lockstep._lightning import Callback, LightningModule, ModelCheckpoint, Trainer
+from lightning_lockstep._doors.lightning import Callback, LightningModule, ModelCheckpoint, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
 from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
-from lightning_lockstep.deepspeed.checkpoints.saving import consolidated_name
+from lightning_lockstep.deepspeed.checkpoints.resuming import consolidated_name
 from lightning_lockstep.errors import ConfigurationError
-
-__all__ = ["ConsolidateCheckpoints"]
 
 _log = logging.getLogger(__name__)
 

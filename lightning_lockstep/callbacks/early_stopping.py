@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_lockstep._lightning import EarlyStopping
-from lightning_lockstep._lightning.internals import logged_in_this_step
+from lightning_lockstep._doors.lightning import EarlyStopping
+from lightning_lockstep._doors.lightning_internals import faults_as_lightnings, logged_in_this_step
 from lightning_lockstep._settings import Faults, plain_number
-from lightning_lockstep.callbacks.drop_in import faults_as_lightnings
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.stopping.early_stopping_rule import (
+from lightning_lockstep.stopping.early_stopping import (
     MISSING,
     MODES,
     REDUCTIONS,
@@ -23,13 +22,11 @@ from lightning_lockstep.stopping.early_stopping_rule import (
     Entry,
     Progress,
     Reduced,
+    StepMetric,
     StopRule,
     combine,
     missing_message,
 )
-from lightning_lockstep.stopping.step_metric import StepMetric
-
-__all__ = ["SyncedEarlyStopping"]
 
 _numbers = itertools.count()
 

@@ -9,18 +9,15 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.overflow.detection.immediate import Detection
-from lightning_lockstep.overflow.detection.late import LateDetection
-from lightning_lockstep.overflow.report.actions import Counters
-from lightning_lockstep.overflow.report.contents import RankReport
-from lightning_lockstep.overflow.requirements import refuse_strategy
-from lightning_lockstep.overflow.settings import Action, Mode, OverflowSettings
+from lightning_lockstep.overflow.detect import Detection
+from lightning_lockstep.overflow.detect_late import LateDetection
+from lightning_lockstep.overflow.diagnose import Counters
+from lightning_lockstep.overflow.report import RankReport
+from lightning_lockstep.overflow.settings import Action, Mode, OverflowSettings, refuse_strategy
 from lightning_lockstep.steps.capabilities import capabilities_of
-
-__all__ = ["OverflowDetector"]
 
 
 class OverflowDetector(Callback):

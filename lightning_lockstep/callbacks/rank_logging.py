@@ -7,16 +7,13 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_lockstep._lightning import Callback
+from lightning_lockstep._doors.lightning import Callback
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs import logger
-from lightning_lockstep.logs.collector import NodeMerger
-from lightning_lockstep.logs.handlers import ConsoleHandler, ConsoleTakeover, RankFile, WarningHandler
-from lightning_lockstep.logs.sender import LineSender, sender_on
-
-__all__ = ["RankOrderedLogging"]
+from lightning_lockstep.logs.formats import ConsoleHandler, ConsoleTakeover, RankFile, WarningHandler
+from lightning_lockstep.logs.sender import LineSender, NodeMerger, sender_on
 
 # How long rank 0 waits at the end of a run for lines of other ranks that are under way [s].
 _AT_THE_END = 1.0

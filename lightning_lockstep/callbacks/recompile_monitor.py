@@ -6,15 +6,19 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_lockstep._console import say
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
-from lightning_lockstep.recompilation.sources import Compilation, CompilationSource, sources_for
-from lightning_lockstep.recompilation.steps import CompiledStep, StepCompilations, shapes_of
-from lightning_lockstep.static_shapes.run_loaders import batch_size_in_use
+from lightning_lockstep._text import say
+from lightning_lockstep.shapes.loaders import batch_size_in_use
+from lightning_lockstep.shapes.recompilation import (
+    Compilation,
+    CompilationSource,
+    CompiledStep,
+    StepCompilations,
+    shapes_of,
+    sources_for,
+)
 from lightning_lockstep.steps.capabilities import RunsLater
-
-__all__ = ["RecompileMonitor"]
 
 _log = logging.getLogger(__name__)
 

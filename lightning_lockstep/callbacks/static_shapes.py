@@ -8,25 +8,28 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm
 
-from lightning_lockstep._console import say
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
-from lightning_lockstep._lightning.internals import weigh_logged_values
+from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._doors.lightning_internals import weigh_logged_values
 from lightning_lockstep._settings import settings_of
+from lightning_lockstep._text import say
 from lightning_lockstep.callbacks.auto_batch_size import AutoBatchSize
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.static_shapes.batches import tensors_of
-from lightning_lockstep.static_shapes.real_samples import current, mean_of_real, real_samples
-from lightning_lockstep.static_shapes.run_loaders import (
+from lightning_lockstep.shapes.batches import (
+    Key,
+    StaticShapesSettings,
+    current,
+    mean_of_real,
+    real_samples,
+    tensors_of,
+)
+from lightning_lockstep.shapes.loaders import (
+    ShapedStages,
     batch_size_in_use,
     loader_of_run,
     refuse_joined_batches,
     stage_of,
 )
-from lightning_lockstep.static_shapes.settings import Key, StaticShapesSettings
-from lightning_lockstep.static_shapes.stages import ShapedStages
 from lightning_lockstep.steps.patching import put_in_place
-
-__all__ = ["StaticShapes"]
 
 _BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
 

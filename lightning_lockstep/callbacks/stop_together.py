@@ -9,24 +9,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep._lightning import Callback
-from lightning_lockstep._lightning.internals import cluster_environment_of, save_and_requeue
+from lightning_lockstep._doors.lightning import Callback
+from lightning_lockstep._doors.lightning_internals import cluster_environment_of, save_and_requeue
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement, StopDecision
 from lightning_lockstep.distributed.failure.process_exit import expect_exit
-from lightning_lockstep.distributed.stop_agreement import StepAgreement, StopDecision
 from lightning_lockstep.errors import Preempted
-from lightning_lockstep.launchers.environments.cluster_environment import requeue_signal
-from lightning_lockstep.stopping.breakpoint import (
-    check_breakpoint,
+from lightning_lockstep.launchers.environments import requeue_signal
+from lightning_lockstep.stopping.loader_position import LoaderPosition
+from lightning_lockstep.stopping.stop_requests import (
+    SignalWatch,
+    StopFileWatch,
     connect,
     count_in_fit,
-    set_breakpoint,
 )
-from lightning_lockstep.stopping.loader_position import LoaderPosition
-from lightning_lockstep.stopping.triggers import SignalWatch, StopFileWatch
-
-__all__ = ["StopTogether", "check_breakpoint", "set_breakpoint"]
 
 _log = logging.getLogger(__name__)
 PREEMPTED = "preempted"

@@ -8,21 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_lockstep._console import say
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
-from lightning_lockstep._lightning.internals import part_of_action
+from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._doors.lightning_internals import part_of_action
 from lightning_lockstep._settings import Faults
+from lightning_lockstep._text import say
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.steps.patching import put_in_place
-from lightning_lockstep.stragglers.collection import Collection
-from lightning_lockstep.stragglers.exchange import StragglerExchange
-from lightning_lockstep.stragglers.report import change_line, figures, missing_line, report
-from lightning_lockstep.stragglers.step_times import Part, StepTimer
-from lightning_lockstep.stragglers.tracker import StragglerTracker
-from lightning_lockstep.stragglers.verdict import NOBODY, Verdict
-
-__all__ = ["StragglerMonitor"]
+from lightning_lockstep.stragglers.exchange import Collection, StragglerExchange
+from lightning_lockstep.stragglers.report import StragglerTracker, change_line, figures, missing_line, report
+from lightning_lockstep.stragglers.verdict import NOBODY, Part, StepTimer, Verdict
 
 _log = logging.getLogger(__name__)
 

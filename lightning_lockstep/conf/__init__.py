@@ -22,7 +22,7 @@ from importlib import resources
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from lightning_lockstep.launchers.hydra.run_folder import RESOLVERS
+from lightning_lockstep.launchers.hydra import RESOLVERS
 
 # Hydra imports this package when it reads a config of it, so every app that uses one has the resolvers.
 for _name, _function in RESOLVERS.items():

@@ -1,30 +1,254 @@
-"""DeepSpeed's engine, made from what Lightning and this package know of the run."""
+"""The engine under Lightning's Trainer: what its ranks must agree on, where it keeps gradients, how it skips a step."""
 
 from __future__ import annotations
 
 import io
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+import socket
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_lockstep._doors.deepspeed_internals import (
     arguments_for_device,
+    bf16_gradients,
+    checking_overflow,
+    divided_gradients,
+    finding_overflow,
     forget_process_group,
+    fp16_groups,
+    has_local_overflow,
     has_process_group,
+    kind_of_optimizer,
+    let_gradients_go,
+    partition_gradients,
+    set_overflow,
+    torch_scaler_of_engine,
     without_op_for_shared_memory,
 )
-from lightning_lockstep.deepspeed.configuration.reading import for_evaluation
-from lightning_lockstep.distributed import at_shut_down
-from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.deepspeed.config import for_evaluation
+from lightning_lockstep.deepspeed.precision import LossScaleHistory, read_step
+from lightning_lockstep.distributed import Communicator, at_shut_down
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.patching import put_in_place, replaced
 
-__all__ = ["adopt_process_group", "divided_as_made", "evaluation_config", "make_engine"]
+# -- DeepSpeed's activation checkpointing, set as the configuration says --
+
+
+def configure_activation_checkpointing(config: Mapping[str, Any]) -> None:
+    """Set what ``deepspeed.checkpointing.checkpoint`` does, which it keeps in global variables.
+
+    Lightning's own hands over neither the number of checkpoints, without which contiguous memory is refused, nor
+    whether the device is waited for; and it leaves what another fit of this process has set.
+    """
+    import deepspeed
+
+    section = config.get("activation_checkpointing") or {}
+    deepspeed.checkpointing.configure(
+        mpu_=None,
+        partition_activations=section.get("partition_activations"),
+        contiguous_checkpointing=section.get("contiguous_memory_optimization"),
+        num_checkpoints=section.get("number_checkpoints"),
+        checkpoint_in_cpu=section.get("cpu_checkpointing"),
+        synchronize=section.get("synchronize_checkpoint_boundary"),
+        profile=section.get("profile"),
+    )
+
+
+# -- Work that each rank does alone, and whose faults are those of all --
+
+
+_Result = TypeVar("_Result")
+
+
+def agreed(communicator: Communicator, work: Callable[[], _Result]) -> _Result:
+    """Return the result here, or raise on all ranks the ConfigurationError that the work raises on some."""
+    result = None
+    faults: tuple[str, ...] = ()
+    try:
+        result = work()
+    except ConfigurationError as error:
+        faults = error.faults
+    failed = communicator.agree(bool(faults), "\n".join((socket.gethostname(), *faults)))
+    if not failed:
+        return result  # type: ignore[return-value]  # it has returned
+    said = {reason.partition("\n")[2] for reason in failed.reasons.values()}
+    if len(said) == 1 and len(failed.reasons) == communicator.world_size:
+        raise ConfigurationError(faults)
+    raise ConfigurationError(
+        [
+            f"rank {rank} on {host}: {' '.join(lines)}"
+            for rank, (host, *lines) in ((rank, text.splitlines()) for rank, text in failed.reasons.items())
+        ]
+    )
+
+
+# -- Which ranks see one and the same folder: those of a node, and those of several on a common file system
+
+
+_MARK = ".lockstep-folder"
+
+
+def mark_of(folder: Path) -> str:
+    """Return what tells this folder from all others, also from those of the same path on other hosts.
+
+    The first one leaves a file there that the others read. It is made by a link, which a file system makes once for all
+    hosts, whatever they have in their caches.
+    """
+    mark = folder / _MARK
+    own = folder / f"{_MARK}.{uuid.uuid4().hex}"
+    own.write_text(own.name)
+    try:
+        with suppress(FileExistsError):
+            os.link(own, mark)  # unlike open(), it never shows a file that is still empty
+        return mark.read_text()
+    except OSError:
+        return f"{socket.gethostname()}:{folder}"  # a file system without links
+    finally:
+        own.unlink()
+
+
+def forget_mark(folder: Path) -> None:
+    """Remove what :func:`mark_of` has left."""
+    (folder / _MARK).unlink(missing_ok=True)
+
+
+# -- Where DeepSpeed's engine keeps the gradients of this rank, and how it is made to skip an optimizer step
+# DeepSpeed has public functions for one whole gradient, which gather it from all ranks. What each step
+# needs is the part of all gradients that lies on this rank, which its optimizers keep in places of their
+# own. Each place is looked for by what an optimizer has; one that has none of them is refused by name.
+
+
+class GradientsOfEngine:
+    """Gradients and optimizer steps of a DeepSpeed engine, as one rank sees them."""
+
+    def __init__(self, engine: Any, history: LossScaleHistory | None = None) -> None:
+        self._engine, self._history = engine, history
+        self._gradients, self._skip_step = _ways(engine)
+
+    def steps_now(self) -> bool:
+        """Return whether the engine's next ``step()`` changes weights, and not only counts an accumulated batch."""
+        return bool(self._engine.is_gradient_accumulation_boundary())
+
+    def gradients(self) -> list[Tensor]:
+        """Return what this rank holds of the gradients accumulated so far; the same tensors at every step if it can."""
+        return list(self._gradients())
+
+    def known_bad(self) -> bool:
+        """Return whether the engine itself has found a bad value in this rank's part, as it does when offloading."""
+        return has_local_overflow(self._engine.optimizer)
+
+    def skip_step(self) -> None:
+        """Have the engine skip its next optimizer step as after an overflow of its own.
+
+        Weights and the optimizer's state stay, gradients are let go, the skip is counted, a dynamic loss scale
+        falls.
+        """
+        if self._history is not None:
+            self._history.expect_skip()
+        self._skip_step()
+
+    def loss_scale(self) -> tuple[float, float] | None:
+        """Return the loss scale and its floor (``min_loss_scale``, else 0); ``None`` where the loss is not scaled."""
+        outcome = read_step(self._engine)
+        if outcome is None or outcome.scale is None:
+            return None
+        return outcome.scale, outcome.floor or 0.0
+
+    def why_skips_are_too_many(self) -> str | None:
+        """Return what is not ordinary about the steps skipped so far; the same on every rank."""
+        return None if self._history is None else self._history.verdict()
+
+
+def _ways(engine: Any) -> tuple[Callable[[], Iterator[Tensor]], Callable[[], None]]:
+    """Return how to get at this rank's gradients, and how to skip a step."""
+    optimizer = engine.optimizer
+    kind = kind_of_optimizer(optimizer)
+    if kind == "stage 3":
+        return lambda: iter([divided_gradients(optimizer)]), lambda: _overflow_once(optimizer)
+    if kind == "stages 1 and 2":
+        return lambda: partition_gradients(optimizer), lambda: _overflow_once(optimizer)
+    if kind == "bf16":
+        groups = bf16_gradients(optimizer)
+        return lambda: (g for group in groups for g in group), lambda: _step_once(optimizer)
+    if kind == "fp16":
+        return lambda: _whole(fp16_groups(optimizer)), lambda: _found_once(optimizer)
+    if kind is None and isinstance(optimizer, Optimizer):  # stage 0, float32
+        return lambda: _whole(_groups(optimizer)), lambda: _without_gradients(engine, optimizer)
+    raise ConfigurationError(
+        f"OverflowDetector does not know where {type(optimizer).__name__} of this DeepSpeed keeps gradients."
+        " Use DeepSpeed 0.19, another stage of ZeRO, or strategy='lockstep_ddp' to find the overflow."
+    )
+
+
+def _groups(optimizer: Optimizer) -> list[list[Tensor]]:
+    return [group["params"] for group in optimizer.param_groups]
+
+
+def _whole(groups: list[list[Tensor]]) -> Iterator[Tensor]:
+    return (g for group in groups for parameter in group if (g := parameter.grad) is not None)
+
+
+# Each of these acts on the next step alone, and takes itself away.
+
+
+def _overflow_once(optimizer: Any) -> None:
+    """Let the method by which ZeRO's optimizer looks for an overflow report one, once."""
+    undo = ExitStack()
+
+    def found(*args: Any, **kwargs: Any) -> bool:
+        undo.close()
+        set_overflow(optimizer, True)
+        return True
+
+    for name, value in finding_overflow(optimizer, found).items():
+        undo.callback(put_in_place(optimizer, name, value))
+
+
+def _found_once(optimizer: Any) -> None:
+    undo = ExitStack()
+
+    def found(*args: Any, **kwargs: Any) -> bool:
+        undo.close()
+        return True
+
+    checker, values = checking_overflow(optimizer, found)
+    for name, value in values.items():
+        undo.callback(put_in_place(checker, name, value))
+
+
+def _step_once(optimizer: Any) -> None:
+    def step(*args: Any, **kwargs: Any) -> None:
+        put_back()
+        set_overflow(optimizer, True)
+        let_gradients_go(optimizer)
+
+    put_back = put_in_place(optimizer, "step", step)
+
+
+def _without_gradients(engine: Any, optimizer: Optimizer) -> None:
+    """Without gradients a plain optimizer changes nothing; torch's loss scaler needs to see that they are bad."""
+    scaled = torch_scaler_of_engine(engine) is not None
+    for group in _groups(optimizer):
+        for parameter in group:
+            if not scaled:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                with torch.no_grad():
+                    parameter.grad.fill_(float("nan"))
+
+
+# -- DeepSpeed's engine, made from what Lightning and this package know of the run --
+
 
 _log = logging.getLogger(__name__)
 

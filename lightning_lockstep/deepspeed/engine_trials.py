@@ -1,22 +1,26 @@
-"""Steps that DeepSpeed's engine makes on one rank alone, to see whether a batch fits into memory.
-
-The engine itself makes the step, with its buckets, its gathered parameters and its optimizer, so that it needs what the
-step of the run needs. What it sends is answered on the spot
-(:mod:`lightning_lockstep.distributed.local.collectives`), with tensors of the size of the real answer. The parameters
-that it gathers are then not the model's, which memory does not notice; see
-:class:`~lightning_lockstep.deepspeed.engine_state.EngineState` for how everything becomes what it was.
-"""
+"""Steps apart from the run: on the plain module or on the engine, whose state is put back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from lightning_lockstep._doors.deepspeed_internals import (
+    WITHOUT_STATE,
     alone_in_comparison,
     at_first_batch,
     attributes_of_trial,
+    autocast_dtype,
+    divides_parameters,
     largest_bucket,
     modules_in_forward,
     set_accumulation,
@@ -25,12 +29,251 @@ from lightning_lockstep._doors.deepspeed_internals import (
     train_batch_size,
     with_bucket,
 )
-from lightning_lockstep.deepspeed.configuration.reading import is_given, modern_spelling, section
-from lightning_lockstep.deepspeed.engine_state import EngineState
-from lightning_lockstep.deepspeed.loss_scale import LossScaleHistory
+from lightning_lockstep._doors.lightning import LightningModule, Precision
+from lightning_lockstep._doors.torch_internals import MODULES
+from lightning_lockstep.deepspeed.config import is_given, modern_spelling, section
+from lightning_lockstep.deepspeed.precision import LossScaleHistory, read_step
 from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.snapshot import StoredCopies
 
-__all__ = ["EngineTrials"]
+# -- Parameters that stand in for those of a module: the same values in the same memory, without hooks and
+# gradients
+
+
+@contextmanager
+def stand_in_parameters(root: nn.Module) -> Iterator[None]:  # its parameters are whole leaves
+    """Let backward passes of the body leave the parameters of ``root`` alone, and what listens to their gradients.
+
+    Each parameter is replaced by one that shares its memory. An engine that reduces a gradient as soon as autograd
+    has it (DeepSpeed) is not called, and gradients of the run stay as they are. A parameter that several modules
+    share is still shared.
+    """
+    places = [
+        (module, name, parameter)
+        for module in root.modules()
+        # Of the base class: a class of its own may rename them, or take no such arguments.
+        for name, parameter in nn.Module.named_parameters(module, recurse=False, remove_duplicate=False)
+    ]
+    stand_ins = {id(parameter): _sharing(parameter) for _, _, parameter in places}
+    try:
+        for module, name, parameter in places:
+            setattr(
+                module, name, stand_ins[id(parameter)]
+            )  # an LSTM keeps a list of its own up to date there
+        yield
+    finally:
+        for module, name, parameter in places:
+            setattr(module, name, parameter)
+
+
+def _sharing(parameter: nn.Parameter) -> nn.Parameter:
+    with torch.no_grad():
+        return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+
+
+# -- Forward and backward passes that DeepSpeed's engine does not notice, as a replay or a trial needs them
+
+
+@contextmanager
+def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Iterator[None]:
+    """Let the strategy's forward and backward be those of torch, in the precision that the engine would use.
+
+    In stages 0 to 2 of ZeRO parameters are replaced by others that share their memory. In stage 3 they stay,
+    and are gathered module by module as in training, by all ranks together; their gradients are computed and
+    let go. Either way no gradient reaches the engine.
+    """
+    divided = divides_parameters(engine)
+    with (
+        _divided_parameters(module, engine) if divided else stand_in_parameters(module),
+        _plain_precision(strategy, engine),
+    ):
+        yield
+
+
+@contextmanager
+def _plain_precision(strategy: Any, engine: Any) -> Iterator[None]:
+    """Let the strategy have a precision plugin that does not go through the engine."""
+    plugin = strategy.precision_plugin
+    strategy.precision_plugin = PlainPrecision(plugin, engine)
+    try:
+        yield
+    finally:
+        strategy.precision_plugin = plugin
+
+
+@contextmanager
+def _divided_parameters(module: LightningModule, engine: Any) -> Iterator[None]:
+    """Let a backward of the body compute gradients of divided parameters without accumulating them."""
+
+    def backward(loss: Tensor, *args: Any, gradient: Tensor | None = None, **kwargs: Any) -> None:
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        # After all other hooks of a parameter: so that whole gradients of all of them are never there together.
+        handles = [parameter.register_hook(_emptied) for parameter in parameters]  # type: ignore[no-untyped-call]
+        try:
+            # Unlike backward() it runs none of the hooks by which gradients are reduced.
+            torch.autograd.grad(loss, parameters, gradient, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    with replaced(module, backward=backward):
+        yield
+    engine.empty_partition_cache()  # what a module gathers that nothing runs backward through stays whole
+
+
+def _emptied(gradient: Tensor) -> Tensor:
+    """Return zeros of the same shape that take no memory."""
+    return gradient.new_zeros(()).expand_as(gradient)
+
+
+class PlainPrecision(Precision):
+    """Autocast and loss scaling as the engine's configuration asks for them, without the engine."""
+
+    def __init__(self, plugin: Precision, engine: Any) -> None:
+        super().__init__()
+        self.precision = plugin.precision
+        self._plugin, self._engine = plugin, engine
+        outcome = read_step(engine)
+        self._scale = 1.0 if outcome is None or outcome.scale is None else outcome.scale
+
+    def convert_input(self, data: Any) -> Any:
+        return self._plugin.convert_input(data)
+
+    def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override] # any context will do
+        """Return the autocast that the engine enters around a forward, if any."""
+        engine = self._engine
+        dtype = autocast_dtype(engine)
+        return nullcontext() if dtype is None else torch.autocast(engine.device.type, dtype=dtype)
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run the backward pass of torch, with gradients multiplied by the loss scale."""
+        if self._scale != 1:
+            kwargs.setdefault("gradient", torch.full_like(tensor, self._scale))
+        super().backward(tensor, model, optimizer, *args, **kwargs)
+
+
+# -- All that a step of DeepSpeed's engine changes, put back although the step may have ended anywhere --
+# The engine keeps its state in many objects: flags and counters, buckets half full of gradients, parameters
+# that are gathered or not, a trace of the order of modules. None of it is meant to be put back. So every
+# object of DeepSpeed that can be reached from the engine is remembered with its attributes, every list and
+# dictionary with what is in it, and every tensor with the memory that it stood for.
+
+
+_CONTAINERS = (list, deque, set, dict)
+# What these attributes lead to is no state of a step: the module's own is kept elsewhere; a bucket's memory, of up to
+# some GB of which a small model touches a part, is written before it is read.
+_LEFT_OUT = WITHOUT_STATE | {"module", MODULES}
+
+
+class EngineState:
+    """State of an engine, of its optimizer and of the parameters that they hold.
+
+    The structure is cheap to put back, and done after every step that may have failed; the values are stored outside
+    of the memory that is measured, and are put back once.
+    """
+
+    def __init__(self, engine: Any, module: nn.Module, others: Iterable[list[Any]] = ()) -> None:
+        self._put_back: list[Callable[[], None]] = []
+        self._memory: dict[int, Tensor] = {}
+        self._seen: dict[int, Any] = {}  # holds on to them, so that no id is taken twice
+        # The others are lists that steps change and the engine does not lead to.
+        waiting = [engine, *others, *module.parameters(), *module.buffers()]
+        while waiting:
+            waiting += self._keep(waiting.pop())
+        self._values = StoredCopies(list(self._memory.values()))
+
+    def restore_structure(self) -> None:
+        """Put back everything but the values of tensors."""
+        for put_back in self._put_back:
+            put_back()
+
+    def restore(self) -> None:
+        self.restore_structure()
+        self._values.write_to(list(self._memory.values()))
+
+    def __enter__(self) -> EngineState:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def _keep(self, value: Any) -> Iterator[Any]:
+        """Remember one object, and return what it leads to."""
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            yield from self._keep_tensor(value)
+            return
+        if isinstance(value, _CONTAINERS):
+            contents = dict(value) if isinstance(value, dict) else list(value)
+            self._put_back.append(partial(_refill, value, contents))
+            yield from (*contents.keys(), *contents.values()) if isinstance(contents, dict) else contents
+        elif isinstance(value, (tuple, frozenset)):
+            yield from value
+        if _is_engines(value):
+            yield from self._keep_attributes(value)
+
+    def _keep_attributes(self, value: Any) -> Iterator[Any]:
+        attributes = dict(vars(value))
+        self._put_back.append(partial(_refill, vars(value), attributes))
+        yield from (each for name, each in attributes.items() if name not in _LEFT_OUT)
+
+    def _keep_tensor(self, tensor: Tensor) -> Iterator[Any]:
+        attributes = dict(vars(tensor))
+        data, grad, flag = tensor.detach(), tensor.grad if tensor.is_leaf else None, tensor.requires_grad
+        self._put_back.append(partial(_reattach, tensor, data, grad, flag, attributes))
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and tensor.device.type != "meta":
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._memory.setdefault(storage.data_ptr(), flat)
+        yield from attributes.values()
+        if grad is not None:
+            yield grad
+
+
+def _is_engines(value: object) -> bool:
+    kind = type(value)
+    of_deepspeed = kind.__module__.split(".")[0] == "deepspeed"
+    return (of_deepspeed or isinstance(value, (Optimizer, LRScheduler))) and hasattr(value, "__dict__")
+
+
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    container.extend(contents) if isinstance(container, (list, deque)) else container.update(contents)
+
+
+def _reattach(
+    tensor: Tensor, data: Tensor, grad: Tensor | None, flag: bool, attributes: dict[str, Any]
+) -> None:
+    if not _is_same_memory(tensor, data):
+        tensor.data = data
+    if tensor.is_leaf:
+        tensor.grad = grad
+        tensor.requires_grad_(flag)
+    _refill(vars(tensor), attributes)
+
+
+def _is_same_memory(tensor: Tensor, data: Tensor) -> bool:
+    return (
+        tensor.data_ptr() == data.data_ptr()
+        and tensor.shape == data.shape
+        and tensor.stride() == data.stride()
+        and tensor.dtype == data.dtype
+    )
+
+
+# -- Steps that DeepSpeed's engine makes on one rank alone, to see whether a batch fits into memory --
+# The engine itself makes the step, with its buckets, its gathered parameters and its optimizer, so that it
+# needs what the step of the run needs. What it sends is answered on the spot
+# (:mod:`lightning_lockstep.distributed.local_collectives`), with tensors of the size of the real answer.
+# The parameters that it gathers are then not the model's, which memory does not notice; see
+# :class:`~lightning_lockstep.deepspeed.engine_trials.EngineState` for how everything becomes what it was.
+
 
 _NOT_TRIED = {
     "flops_profiler": "it profiles steps, also those of a trial",

@@ -27,8 +27,6 @@ from lightning_lockstep._doors.deepspeed_internals import (
 )
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
 
-__all__ = ["cuda_trouble", "import_deepspeed"]
-
 _log = logging.getLogger(__name__)
 
 _VARIABLE = "DS_ACCELERATOR"

@@ -8,14 +8,214 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 
-from lightning_lockstep._tables import plain_table
-from lightning_lockstep._text import size_in_words
-from lightning_lockstep.deepspeed.memory_formula import BUCKET, PRECISIONS, estimate_memory
+from lightning_lockstep._settings import Faults
+from lightning_lockstep._text import plain_table, size_in_words
 
-__all__ = ["estimate_table", "main"]
+# -- How much memory a model takes on a device and in a host, by the stage of ZeRO and by what is offloaded
+
+
+# Bytes of a weight and of its gradient while the model computes.
+_BYTES = {"16-mixed": 2, "16-true": 2, "bf16-mixed": 2, "bf16-true": 2, "32-true": 4}
+_FLOAT32 = 4
+# DeepSpeed's defaults, in elements.
+BUCKET = 500_000_000  # reduce_bucket_size
+_SUB_GROUP = 1_000_000_000  # sub_group_size
+_SWAP_BUFFERS = 4  # offload_optimizer.buffer_count
+_PARAM_BUFFERS = 5 * 100_000_000  # offload_param: buffer_count times buffer_size
 
 _STAGES = (0, 1, 2, 3)
+_PLACES = ("none", "cpu", "nvme")
+
+#: The precisions that are reckoned with.
+PRECISIONS = tuple(_BYTES)
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Memory by what lies in it [bytes]."""
+
+    weights: int = 0  # that the model computes with
+    gradients: int = 0  # and the float32 copies that the optimizer reads
+    master_weights: int = 0  # of float32, which the optimizer changes
+    optimizer_state: int = 0  # such as Adam's two moments
+    buffers: int = 0  # of the reduction of gradients, and of what moves between device, host and disk
+    largest_layer: int = 0  # weights and gradients of it, gathered from all ranks (stage 3)
+
+    @property
+    def total(self) -> int:
+        """All of them [bytes]."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What :func:`estimate_memory` returns."""
+
+    device: MemoryParts  # of each rank
+    host: MemoryParts  # of each node, for all its ranks
+    nvme: MemoryParts  # of each node, for all its ranks
+    # Of a node while its ranks build the model: a float32 copy each, in stage 3 of the largest layer [bytes].
+    host_at_start: int
+
+    @property
+    def host_peak(self) -> int:
+        """The most a node needs at once [bytes]."""
+        return max(self.host.total, self.host_at_start)
+
+
+def estimate_memory(
+    *,
+    parameters: int,
+    largest_layer: int | None = None,  # parameters of it, for stage 3; None: a twentieth of the model
+    ranks: int,
+    ranks_per_node: int,
+    stage: int,
+    offload_optimizer: str = "none",  # none, cpu or nvme: where gradients, master weights and state go
+    offload_param: str = "none",  # likewise the weights that are not used; stage 3 only
+    precision: str = "bf16-mixed",  # Lightning's name
+    optimizer_state_bytes: int = 8,  # a parameter: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD
+    bucket: int = BUCKET,  # DeepSpeed's reduce_bucket_size [elements]
+) -> MemoryEstimate:
+    """Return how much memory the states of a model take.
+
+    With P parameters, N ranks, n of them on a node, b bytes of a weight in the precision (2 or 4), L parameters in the
+    largest layer and s bytes of optimizer state for each parameter, a rank has [bytes]::
+
+        part             stage 0          stage 1       stage 2       stage 3       where, if offloaded
+        weights          b P              b P           b P           b P / N       offload_param
+        gradients        b P + 4 P        b P + 4 P/N   (b + 4) P/N   (b + 4) P/N   offload_optimizer, see below
+        master weights   4 P (0 if b=4)   4 P / N       4 P / N       4 P / N       offload_optimizer
+        optimizer state  s P              s P / N       s P / N       s P / N       offload_optimizer
+        buffers          -                b B           b B           b B           stay on the device
+        largest layer    -                -             -             2 b L         stays on the device
+
+    B is ``reduce_bucket_size``: DeepSpeed allocates all of it, however small the model; ``overlap_comm`` doubles it,
+    which is not counted. The 4 bytes of a gradient are the float32 copy that the optimizer reads; without offloading
+    it lives during the step only and at stage 3 is made for one sub-group (10^9 parameters) at a time. In float32
+    (b=4) stage 0 has neither such a copy nor master weights; ZeRO has both all the same.
+
+    Offloading the optimizer leaves the b P of stage 1 on the device, and of stages 2 and 3 nothing; the host gets
+    4 P/N, at stages 1 and 2 a buffer of b P/N to send the new weights through, at stage 3 the gradients of b bytes
+    too. Host and disk hold what all ranks of a node give them. With ``nvme`` the host holds buffers for each rank:
+    four times a sub-group in float32 for the optimizer, 5 x 10^8 weights for the parameters.
+
+    Not counted: activations, which grow with the batch and are often the most; layers that stage 3 keeps or fetches
+    ahead (``stage3_max_live_parameters``, up to b x 10^9 bytes); what CUDA and NCCL take (1 to 2 GiB); fragments.
+    """
+    layer = max(1, parameters // 20) if largest_layer is None else largest_layer
+    shape = _Shape(parameters, layer, ranks, ranks_per_node, stage, bucket)
+    shape.check(offload_optimizer, offload_param, precision, optimizer_state_bytes)
+    return shape.estimate(offload_optimizer, offload_param, _BYTES[precision], optimizer_state_bytes)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A model on its ranks."""
+
+    parameters: int
+    largest_layer: int
+    ranks: int
+    ranks_per_node: int
+    stage: int
+    bucket: int
+
+    def check(self, optimizer: str, param: str, precision: str, state_bytes: int) -> None:
+        faults = Faults("estimate_memory")
+        for field in fields(self):
+            if field.name != "stage":
+                faults.whole(field.name, getattr(self, field.name))
+        faults.whole("optimizer_state_bytes", state_bytes, least=0)
+        faults.choice("stage", self.stage, _STAGES)
+        faults.choice("precision", precision, list(_BYTES))
+        faults.choice("offload_optimizer", optimizer, _PLACES)
+        faults.choice("offload_param", param, _PLACES)
+        faults.raise_all()
+        least = 3 if optimizer == "nvme" else 0 if optimizer == "none" else 1
+        expected = f"stage {least} or higher for offload_optimizer={optimizer!r}"
+        faults.check(self.stage >= least, "stage", self.stage, expected)
+        faults.check(
+            param == "none" or self.stage == 3, "stage", self.stage, f"3 for offload_param={param!r}"
+        )
+        faults.check(
+            self.ranks % self.ranks_per_node == 0, "ranks", self.ranks, f"a multiple of {self.ranks_per_node}"
+        )
+        faults.check(
+            self.largest_layer <= self.parameters,
+            "largest_layer",
+            self.largest_layer,
+            "part of the parameters",
+        )
+        faults.raise_all()
+
+    def share(self, size: int) -> int:
+        """Return the bytes of a rank's partition of all parameters, ``size`` bytes each."""
+        return -(-self.parameters * size // self.ranks)
+
+    def estimate(self, optimizer: str, param: str, size: int, state_bytes: int) -> MemoryEstimate:
+        whole = self._partitioned(size, state_bytes) if self.stage else self._unpartitioned(size, state_bytes)
+        places = {
+            "none": vars(whole).copy(),
+            "cpu": vars(MemoryParts()).copy(),
+            "nvme": vars(MemoryParts()).copy(),
+        }
+        if optimizer != "none":
+            self._offload_optimizer(places, optimizer, size)
+        if param != "none":
+            self._offload_param(places, param, size)
+        host, nvme = self._of_node(places["cpu"]), self._of_node(places["nvme"])
+        return MemoryEstimate(MemoryParts(**places["none"]), host, nvme, self._at_start())
+
+    def _offload_optimizer(self, places: dict[str, dict[str, int]], to: str, size: int) -> None:
+        device, host, away = places["none"], places["cpu"], places[to]
+        for part in ("master_weights", "optimizer_state"):
+            away[part], device[part] = device[part], 0
+        away["gradients"] = self.share(_FLOAT32)
+        device["gradients"] = size * self.parameters if self.stage == 1 else 0
+        host["gradients" if self.stage == 3 else "buffers"] += self.share(size)
+        if to == "nvme":
+            host["buffers"] += _SWAP_BUFFERS * self._sub_group()
+
+    def _offload_param(self, places: dict[str, dict[str, int]], to: str, size: int) -> None:
+        places[to]["weights"], places["none"]["weights"] = places["none"]["weights"], 0
+        if to == "nvme":
+            places["cpu"]["buffers"] += size * _PARAM_BUFFERS
+
+    def _unpartitioned(self, size: int, state_bytes: int) -> MemoryParts:
+        copies = _FLOAT32 * self.parameters if size < _FLOAT32 else 0
+        return MemoryParts(
+            weights=size * self.parameters,
+            gradients=size * self.parameters + copies,
+            master_weights=copies,
+            optimizer_state=state_bytes * self.parameters,
+        )
+
+    def _partitioned(self, size: int, state_bytes: int) -> MemoryParts:
+        whole = size * self.parameters
+        copy = self._sub_group() if self.stage == 3 else self.share(_FLOAT32)
+        return MemoryParts(
+            weights=self.share(size) if self.stage == 3 else whole,
+            gradients=(whole if self.stage == 1 else self.share(size)) + copy,
+            master_weights=self.share(_FLOAT32),
+            optimizer_state=self.share(state_bytes),
+            buffers=size * self.bucket,
+            largest_layer=2 * size * self.largest_layer if self.stage == 3 else 0,
+        )
+
+    def _sub_group(self) -> int:
+        return min(self.share(_FLOAT32), _FLOAT32 * _SUB_GROUP)
+
+    def _of_node(self, parts: dict[str, int]) -> MemoryParts:
+        return MemoryParts(**{name: size * self.ranks_per_node for name, size in parts.items()})
+
+    def _at_start(self) -> int:
+        built = self.largest_layer if self.stage == 3 else self.parameters
+        return _FLOAT32 * built * self.ranks_per_node
+
+
+# -- A table of how much memory a model takes under each stage of ZeRO, before anything is started --
+# ``python -m lightning_lockstep.deepspeed.memory_estimate --model-params 7e9 --gpus 8`` prints it.
 
 
 def estimate_table(

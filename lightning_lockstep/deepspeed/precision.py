@@ -1,24 +1,227 @@
-"""The precision of a run under DeepSpeed: what the Trainer and DeepSpeed's configuration say together."""
+"""Precision and loss scale: what the Trainer and the configuration ask for together."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_lockstep._console import say
-from lightning_lockstep._doors.deepspeed_internals import has_own_boundaries, optimizer_steps
+from lightning_lockstep._doors.deepspeed_internals import (
+    given_scale,
+    has_own_boundaries,
+    last_overflow,
+    optimizer_steps,
+    scale_of_whole,
+    scale_of_zero,
+    torch_scaler,
+)
+from lightning_lockstep._doors.lightning import DeepSpeedPrecision, Precision
 from lightning_lockstep._doors.torch_internals import cpu_computes_in_float16
-from lightning_lockstep._lightning import DeepSpeedPrecision, Precision
-from lightning_lockstep.deepspeed.configuration.reading import section, stage_of
-from lightning_lockstep.deepspeed.configuration.trainer_values import PRECISIONS, precision_of
-from lightning_lockstep.deepspeed.loss_scale import LossScaleHistory, read_step
+from lightning_lockstep._text import say
+from lightning_lockstep.deepspeed.config import section, stage_of
+from lightning_lockstep.deepspeed.config_checks import PRECISIONS, precision_of
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import replaced
 
-__all__ = ["EnginePrecision", "cpu_has_float16", "resolve_deepspeed_precision", "supported_precisions"]
+# -- Whether skipped optimizer steps are ordinary, told from the history of the loss scale --
+# With 16 bits DeepSpeed multiplies the loss by a scale, skips the step when a gradient is not finite
+# ("OVERFLOW! Skipping step"), and halves the scale; after a window of good steps it doubles it and so finds
+# the edge again. So some skips belong to it: those by which a scale of 2^16 comes down at the start, and
+# one or two for each window. Others say that the model diverges, and look the same on the screen.
+
+
+# DeepSpeed's own default of loss_scale_window, for what has none [steps].
+_WINDOW = 1000
+# Steps that must do in a row until the scale has found its place; from then on skips are counted.
+_SETTLED = 10
+# At this scale a gradient in float16 overflows only from 65504 / 256 = 256 on: it is the gradient, not the scale.
+_LOW_SCALE = 2.0**8
+# Scales that are shown.
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What an engine says of its last optimizer step."""
+
+    skipped: bool | None  # weights stayed; None: only a scale that falls can tell (torch's scaler)
+    scale: float | None = None  # after the step; None: none is used (bf16)
+    is_dynamic: bool = False  # whether the scale adapts itself
+    floor: float | None = None  # smallest scale (min_loss_scale)
+    window: int | None = None  # good steps until a dynamic scale is doubled (loss_scale_window)
+    hysteresis: int = 1  # skips until a dynamic scale is halved
+    ends_at_floor: bool = False  # whether an overflow at the floor ends the run
+
+
+def read_step(engine: Any) -> StepOutcome | None:  # after step(), at a boundary of accumulation
+    """Return what an engine says of its last optimizer step; ``None``: nothing checks or scales gradients."""
+    optimizer = engine.optimizer
+    scaler, skipped = torch_scaler(engine), last_overflow(optimizer)
+    if scaler is not None:
+        return _of_torch(scaler, bool(skipped))
+    if skipped is None:
+        return None
+    given = given_scale(optimizer)
+    if given is not None:
+        return StepOutcome(skipped, _scale(given[0]))
+    of_zero = scale_of_zero(optimizer)
+    return StepOutcome(skipped, **(scale_of_whole(optimizer) if of_zero is None else of_zero))
+
+
+def _of_torch(scaler: Any, overflow: bool) -> StepOutcome:
+    """Return what torch's scaler says: it keeps the outcome of a step to itself, ZeRO may have skipped it before."""
+    return StepOutcome(
+        True if overflow else None,
+        float(scaler.get_scale()),
+        is_dynamic=True,
+        window=int(scaler.get_growth_interval()),
+    )
+
+
+def _scale(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+class LossScaleHistory:
+    """The loss scale of the last optimizer steps, and whether the skips among them are ordinary."""
+
+    def __init__(self, in_a_row: int = 8, *, keep: int = 1000) -> None:
+        # Too many once the scale has settled: each skip but the first halves it, so in 8 the gradients would
+        # have grown by a hundred times from one batch to the next.
+        self.in_a_row = in_a_row
+        self.steps = self.skips = self.skips_in_a_row = 0  # optimizer steps, skipped ones among them
+        self.scales: deque[float | None] = deque(maxlen=keep)
+        self._good_in_a_row = 0
+        self._asked = False
+        self._settled = False
+        self._skipped_at: deque[int] = deque(maxlen=keep)  # numbers of the skipped steps since it has settled
+        self._last: StepOutcome | None = None
+        self._told = ""
+
+    def expect_skip(self) -> None:
+        """Take the next step for one that is skipped on request, which says nothing about the loss scale."""
+        self._asked = True
+
+    def record(self, outcome: StepOutcome) -> None:
+        self.steps += 1
+        asked, self._asked = self._asked, False
+        if self._was_skipped(outcome) and not asked:
+            self.skips += 1
+            self.skips_in_a_row += 1
+            self._good_in_a_row = 0
+            if self._settled:
+                self._skipped_at.append(self.steps)
+        else:
+            self.skips_in_a_row = 0
+            self._good_in_a_row += 1
+            self._settled = self._settled or self._good_in_a_row >= _SETTLED
+        self.scales.append(outcome.scale)
+        self._last = outcome
+
+    def verdict(self) -> str | None:
+        """Return what is not ordinary about the skips, with the history of the scale; ``None`` if all of it is."""
+        found = self._found()
+        return None if found is None else f"{found[1]} {self.history()}"
+
+    def news(self) -> str | None:
+        """Return the verdict when it is another kind than the one before, so that a run says it once."""
+        kind, _ = self._found() or ("", "")
+        if kind == self._told:
+            return None
+        self._told = kind
+        return self.verdict()
+
+    def history(self) -> str:
+        """Return the last scales in words, such as ``Loss scale: 65536, 32768 (3 steps), 16384``."""
+        counted = f"{self.skips} of {self.steps} steps were skipped, the last {self.skips_in_a_row} in a row."
+        if not self.scales or self.scales[-1] is None:
+            return counted
+        return f"{counted} Loss scale: {', '.join(self._runs()[-_SHOWN:])}."
+
+    def _runs(self) -> list[str]:
+        runs: list[tuple[float | None, int]] = []
+        for scale in self.scales:
+            if runs and runs[-1][0] == scale:
+                runs[-1] = (scale, runs[-1][1] + 1)
+            else:
+                runs.append((scale, 1))
+        return [f"{scale:g}" + (f" ({count} steps)" if count > 1 else "") for scale, count in runs]
+
+    def _was_skipped(self, outcome: StepOutcome) -> bool:
+        if outcome.skipped is not None:
+            return outcome.skipped
+        before = self._last.scale if self._last is not None else None
+        return before is not None and outcome.scale is not None and outcome.scale < before
+
+    def _found(self) -> tuple[str, str] | None:
+        """Return the kind of verdict and its text."""
+        last = self._last
+        if last is None or not self.skips:
+            return None
+        if last.scale is None:
+            return self._unscaled()
+        if last.is_dynamic and last.floor is not None and last.scale <= last.floor:
+            return self._at_floor(last)
+        return self._too_many_in_a_row(last) or self._too_often(last)
+
+    def _unscaled(self) -> tuple[str, str] | None:
+        if not self.skips_in_a_row:
+            return None
+        return "unscaled", (
+            "A step was skipped though no loss scale is in use: a gradient is nan or infinite, which bf16 and"
+            " float32 reach only near 3e38. Look for the loss or the batch that causes it."
+        )
+
+    def _at_floor(self, last: StepOutcome) -> tuple[str, str]:
+        end = " The next overflow ends the run." if last.ends_at_floor else ""
+        return "floor", (
+            f"The loss scale has reached its floor, min_loss_scale={last.floor:g}: gradients overflow though"
+            f" they are hardly scaled, so the model is diverging or producing nan.{end} Lower the learning rate, clip"
+            " gradients, or train in bf16."
+        )
+
+    def _too_many_in_a_row(self, last: StepOutcome) -> tuple[str, str] | None:
+        if self.skips_in_a_row < self.in_a_row:
+            return None
+        if not last.is_dynamic:
+            return "in a row", (
+                f"{self.in_a_row} steps in a row or more were skipped, and the loss scale is fixed at {last.scale:g}:"
+                " no step will be made until it is lowered. Set fp16.loss_scale to 0 for one that adapts itself."
+            )
+        if last.hysteresis < self.in_a_row and len(set(list(self.scales)[-self.in_a_row :])) == 1:
+            return "stuck", (
+                f"{self.in_a_row} steps in a row or more were skipped, and the loss scale stays at {last.scale:g}:"
+                " nothing lowers it, so no step will be made. DeepSpeed does so for torch_autocast in float16 with"
+                " ZeRO; use fp16.enabled, or bfloat16."
+            )
+        if not self._settled and last.scale is not None and last.scale > _LOW_SCALE:
+            return None  # it comes down to where it belongs
+        return "in a row", (
+            f"{self.in_a_row} steps in a row or more were skipped, more than a loss scale needs to settle:"
+            " the loss or a gradient is nan or infinite at any scale. Look for the batch or the layer that causes it."
+        )
+
+    def _too_often(self, last: StepOutcome) -> tuple[str, str] | None:
+        window = last.window or _WINDOW
+        # A dynamic scale is tried out once in a window, and costs as many skips as its hysteresis then.
+        most = max(self.in_a_row, 4 * last.hysteresis)
+        if window < 2 * most or len(self._skipped_at) < most:
+            return None
+        took = self.steps - self._skipped_at[-most]
+        if took >= window:
+            return None
+        return "often", (
+            f"{most} of the last {took + 1} steps were skipped; a loss scale that fits skips"
+            f" {last.hysteresis} in {window} (loss_scale_window). Gradients have outliers: clip them, or lower the"
+            " learning rate."
+        )
+
+
+# -- The precision of a run under DeepSpeed: what the Trainer and DeepSpeed's configuration say together --
 
 
 class EnginePrecision(DeepSpeedPrecision):

@@ -1,22 +1,26 @@
-from lightning_lockstep.distributed.communicator import Agreement as Agreement
-from lightning_lockstep.distributed.communicator import Communicator as Communicator
-from lightning_lockstep.distributed.communicator import PendingReduction as PendingReduction
-from lightning_lockstep.distributed.communicator import SingleProcessCommunicator as SingleProcessCommunicator
+from lightning_lockstep.distributed.coordination.communicator import Agreement as Agreement
+from lightning_lockstep.distributed.coordination.communicator import Communicator as Communicator
+from lightning_lockstep.distributed.coordination.communicator import PendingReduction as PendingReduction
+from lightning_lockstep.distributed.coordination.communicator import (
+    SingleProcessCommunicator as SingleProcessCommunicator,
+)
+from lightning_lockstep.distributed.coordination.communicator import TorchCommunicator as TorchCommunicator
+from lightning_lockstep.distributed.coordination.communicator import at_shut_down as at_shut_down
+from lightning_lockstep.distributed.coordination.communicator import (
+    current_communicator as current_communicator,
+)
+from lightning_lockstep.distributed.coordination.communicator import shut_down as shut_down
+from lightning_lockstep.distributed.coordination.communicator import use_communicator as use_communicator
+from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement as StepAgreement
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation as FailurePropagation
 from lightning_lockstep.distributed.failure.record import FailureRecord as FailureRecord
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions as MPIBackendOptions
 from lightning_lockstep.distributed.mpi.backend import register_mpi_backend as register_mpi_backend
 from lightning_lockstep.distributed.process_group import RankGroup as RankGroup
 from lightning_lockstep.distributed.process_group import rendezvous_store as rendezvous_store
-from lightning_lockstep.distributed.side_channel.base import LocalSideChannel as LocalSideChannel
-from lightning_lockstep.distributed.side_channel.base import Message as Message
-from lightning_lockstep.distributed.side_channel.base import SideChannel as SideChannel
+from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel as LocalSideChannel
+from lightning_lockstep.distributed.side_channel.channel import Message as Message
+from lightning_lockstep.distributed.side_channel.channel import SideChannel as SideChannel
 from lightning_lockstep.distributed.side_channel.gather import Gather as Gather
 from lightning_lockstep.distributed.side_channel.gather import Gathered as Gathered
 from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel as ZeroMQSideChannel
-from lightning_lockstep.distributed.stop_agreement import StepAgreement as StepAgreement
-from lightning_lockstep.distributed.torch_communicator import TorchCommunicator as TorchCommunicator
-from lightning_lockstep.distributed.torch_communicator import at_shut_down as at_shut_down
-from lightning_lockstep.distributed.torch_communicator import current_communicator as current_communicator
-from lightning_lockstep.distributed.torch_communicator import shut_down as shut_down
-from lightning_lockstep.distributed.torch_communicator import use_communicator as use_communicator

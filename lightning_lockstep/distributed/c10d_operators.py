@@ -1,19 +1,38 @@
-"""The operators of torch's ``c10d``, by which torch.distributed calls its process groups through the dispatcher."""
+"""What torch's collectives look like to its dispatcher, and DDP's reducer and communication hooks."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lockstep._doors.torch_internals import ALL_GATHER_BASE, REDUCE_SCATTER_BASE, schema_of
+from lightning_lockstep._doors.torch_internals import (
+    ALL_GATHER_BASE,
+    FUNCTIONAL_NAMESPACE,
+    FUNCTIONAL_REDUCTIONS,
+    REDUCE_SCATTER_BASE,
+    REDUCE_SCATTER_METHOD,
+    check_reduced,
+    custom_class_schemas,
+    destroy_library,
+    functional_operator,
+    keys_after,
+    schema_of,
+    version_getter,
+)
 
-__all__ = ["OPERATIONS", "Operator", "answered_locally", "operator_named", "while_answered_locally"]
+# -- The operators of torch's ``c10d``, by which torch.distributed calls its process groups through the
+# dispatcher
+
 
 #: What torch.distributed calls the operation of each operator.
 OPERATIONS = {
@@ -91,3 +110,252 @@ def while_answered_locally() -> Iterator[None]:
 def answered_locally() -> bool:
     """Return whether collectives are answered on this rank now, so that no other rank takes part in them."""
     return _local > 0
+
+
+# -- How a collective reduces, read inside a kernel of torch's dispatcher --
+# Newer torch can be asked. Torch 2.9 hands its kernels a ``ReduceOp`` that Python cannot read. There the
+# kind is noted one call earlier: where Python calls a process group, and where a functional collective
+# enters the dispatcher. What is left is called by DDP's reducer and its communication hooks in C++, which
+# sum.
+
+
+_Kind: Any = dist.ReduceOp.RedOpType
+_READABLE: tuple[Any, ...] = (_Kind, dist.ReduceOp)
+
+_METHODS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    REDUCE_SCATTER_METHOD,
+    "reduce_scatter_tensor_coalesced",
+)
+_KEY = "BackendSelect"  # the last one before those of the backends
+_open = 0  # how many contexts have the kind noted
+_places = ExitStack()  # what was put in place for it
+_noted = threading.local()
+
+
+def reduction_kind(given: Any) -> str:
+    """Return how a collective reduces, such as ``sum``; in a kernel of torch 2.9 if that was noted."""
+    if isinstance(given, _READABLE):
+        return _name(given)
+    if _can_be_read():
+        return _name(_Kind(given.op()))
+    return getattr(_noted, "kind", "sum")
+
+
+def _name(given: Any) -> str:
+    kind = given if isinstance(given, _Kind) else _Kind(given.op)
+    return str(kind.name).lower()
+
+
+@contextmanager
+def noting_reductions() -> Iterator[None]:
+    """Have :func:`reduction_kind` know the kinds of what Python calls; nothing is done where torch can be asked.
+
+    Enter and leave it while no collective is being called.
+    """
+    if _can_be_read():
+        yield
+        return
+    _count(1)
+    try:
+        yield
+    finally:
+        _count(-1)
+
+
+@functools.cache
+def _can_be_read() -> bool:
+    return any(schema.name == "op" and "c10d.ReduceOp" in str(schema) for schema in custom_class_schemas())
+
+
+def _count(change: int) -> None:
+    global _open
+    with _lock:
+        before, _open = _open, _open + change
+        if not before:
+            for name in _METHODS:
+                method = getattr(dist.ProcessGroup, name)
+                _places.callback(setattr, dist.ProcessGroup, name, method)
+                setattr(dist.ProcessGroup, name, _noting_method(method))
+            library = torch.library.Library(FUNCTIONAL_NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
+            _places.callback(destroy_library, library)
+            for name in FUNCTIONAL_REDUCTIONS:
+                library.impl(name, _noting_kernel(name), _KEY, with_keyset=True)  # type: ignore[no-untyped-call]
+        elif not _open:
+            _places.close()
+
+
+def _noting_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        with _note(_kind_among((*args[1:], *kwargs.values()))):
+            return method(*args, **kwargs)
+
+    return noting
+
+
+def _noting_kernel(name: str) -> Callable[..., Any]:
+    overload = functional_operator(name)
+    position = [argument.name for argument in schema_of(overload).arguments].index("reduce_op")
+    after = keys_after(_KEY)
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        with _note(args[position]):
+            return overload.redispatch(keyset & after, *args)
+
+    return kernel
+
+
+@contextmanager
+def _note(kind: str) -> Iterator[None]:
+    before = getattr(_noted, "kind", "sum")
+    _noted.kind = kind
+    try:
+        yield
+    finally:
+        _noted.kind = before
+
+
+def _kind_among(args: tuple[Any, ...]) -> str:
+    """Return the kind that the arguments of a process group's method ask for; a sum where they name none."""
+    for given in args:
+        asked = getattr(given, "reduceOp", given)
+        if isinstance(asked, _READABLE):
+            return _name(asked)
+    return "sum"
+
+
+# -- Gradient compression hooks of DistributedDataParallel, by name --
+
+
+HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
+
+
+def compression_hook(
+    hook: str | Callable[..., Any] | None, state: object | None
+) -> tuple[Callable[..., Any] | None, object | None]:
+    """Return (hook, state) for a gradient compression hook given by name or as a function.
+
+    Source: https://pytorch.org/docs/stable/ddp_comm_hooks.html
+    """
+    if hook == "fp16_compress":
+        return default_hooks.fp16_compress_hook, state
+    if hook == "bf16_compress":
+        # Torch refuses its own function by its name without NCCL, though gloo reduces bfloat16 as well.
+        return lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket), state
+    if hook == "power_sgd":
+        made = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
+        return powerSGD_hook.powerSGD_hook, state or made
+    return hook, state  # type: ignore[return-value]
+
+
+# -- Finish a DDP step by hand on a rank whose backward ended early --
+# DDP reduces gradients in buckets while the backward runs. A rank that runs out of memory half way has sent
+# some buckets, and the other ranks wait for the rest. The reducer does not ask which backward a gradient
+# comes from: once the missing gradients have been computed in another way, a backward that touches just
+# those parameters makes it send the missing buckets in their usual order, and finish as if nothing had
+# happened. The other ranks cannot tell the difference, and no step pays for it beforehand.
+
+
+def ddp_of(model: object) -> DistributedDataParallel | None:
+    """Return ``model`` where it is a DDP wrapper."""
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def untouched_buckets(model: object) -> int:
+    """Return how much memory the first reduction will touch that its wrapper has only reserved [bytes]."""
+    ddp = ddp_of(model)
+    if ddp is None:
+        return 0
+    return sum(p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad)
+
+
+def why_not_resumable(model: object) -> str:
+    """Return why a step of this wrapper cannot be finished by hand, the same on all ranks; empty when it can."""
+    ddp = ddp_of(model)
+    if ddp is None:
+        return ""
+    if ddp.static_graph:
+        return "static_graph=True counts gradient hooks, which a step in micro-batches changes"
+    if ddp.mixed_precision is not None:
+        return "DDP's own mixed precision keeps copies of the parameters"
+    if any(isinstance(module, nn.SyncBatchNorm) for module in ddp.modules()):
+        return (
+            "SyncBatchNorm communicates in every forward, so one rank cannot run more of them than the others"
+        )
+    return ""
+
+
+class GradientMarks:
+    """Tells which parameters have got their gradient in a backward that ended early."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        # Right before the backward; about 0.1 us for each parameter.
+        # A gradient is either new, or accumulated in place, which raises its version.
+        version = version_getter()
+        self._before = [(g, -1 if g is None else version(g)) for g in [p.grad for p in parameters]]
+
+    def missing(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of the same ``parameters`` whose gradient has not arrived."""
+        version_now = version_getter()
+        return [
+            parameter
+            for parameter, (grad, version) in zip(parameters, self._before, strict=True)
+            if parameter.grad is grad and (grad is None or version_now(grad) == version)
+        ]
+
+
+def deliver_gradients(
+    ddp: DistributedDataParallel | None,  # its forward of this step was called
+    gradients: dict[nn.Parameter, Tensor | None],  # that DDP still waits for; emptied, so that none is copied
+    *,
+    backward_began: bool,
+) -> None:
+    """Let gradients arrive at their parameters as at the end of a backward.
+
+    Hooks of the parameters see each gradient once, it is added to ``.grad``, and DDP reduces it and finishes its
+    step.
+    """
+    reduces = ddp is not None and ddp.require_backward_grad_sync
+    parameters = list(gradients)
+    if ddp is None or not reduces or ddp.find_unused_parameters:
+        # Where nothing waits for it, and where DDP looks for unused ones, a parameter without stays without.
+        with_gradient = [p for p in parameters if gradients[p] is not None]
+        parameters = with_gradient or (parameters[:1] if reduces else [])
+    if not parameters:
+        return
+    arrival: Tensor = _Arrival.apply([gradients.pop(p) for p in parameters], *parameters)  # type: ignore[no-untyped-call]
+    gradients.clear()
+    if ddp is not None and reduces and not backward_began:
+        ddp.require_forward_param_sync = True
+        ddp.reducer.prepare_for_backward([arrival] if ddp.find_unused_parameters else [])
+    arrival.backward()  # type: ignore[no-untyped-call]
+    if ddp is not None and reduces:
+        check_reduced(ddp)  # RuntimeError: it cannot go on
+
+
+class _Arrival(torch.autograd.Function):
+    """Hands each input its gradient, zero where there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gradients, ctx.gradients = ctx.gradients, None
+        # One element seen many times: no memory is needed where memory has just run out.
+        return (
+            None,
+            *(
+                torch.zeros((), dtype=dtype, device=device).expand(shape) if gradient is None else gradient
+                for gradient, (shape, dtype, device) in zip(gradients, ctx.like, strict=True)
+            ),
+        )

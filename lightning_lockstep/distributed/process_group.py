@@ -20,25 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
-from lightning_lockstep._console import say
 from lightning_lockstep._doors.torch_internals import default_store
-from lightning_lockstep._text import first_line
-from lightning_lockstep.distributed.interfaces import ANY, listening_address
+from lightning_lockstep._text import first_line, say
+from lightning_lockstep.distributed.rendezvous import ANY, listening_address
 from lightning_lockstep.errors import LaunchError
-
-__all__ = [
-    "RankGroup",
-    "current_group",
-    "default_backend",
-    "forget_rendezvous",
-    "free_port",
-    "has_backend",
-    "host_rendezvous",
-    "process_group_exists",
-    "rendezvous_store",
-    "start_process_group",
-    "use_group",
-]
 
 # ------------------------------------------------------------------ the group of ranks
 

@@ -21,10 +21,10 @@
 The names imported here are those with which other packages write checks.
 """
 
-from lightning_lockstep.doctor.findings import CheckResult as CheckResult
-from lightning_lockstep.doctor.findings import Finding as Finding
-from lightning_lockstep.doctor.findings import Status as Status
-from lightning_lockstep.doctor.machines.machine import Completed as Completed
-from lightning_lockstep.doctor.machines.machine import Machine as Machine
-from lightning_lockstep.doctor.options import CheckOptions as CheckOptions
+from lightning_lockstep._system import Completed as Completed
+from lightning_lockstep.doctor.machine import Machine as Machine
+from lightning_lockstep.doctor.registry import CheckOptions as CheckOptions
+from lightning_lockstep.doctor.registry import CheckResult as CheckResult
+from lightning_lockstep.doctor.registry import Finding as Finding
+from lightning_lockstep.doctor.registry import Status as Status
 from lightning_lockstep.doctor.registry import check as check

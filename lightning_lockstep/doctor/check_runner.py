@@ -1,10 +1,12 @@
-"""Checks run in child processes, some at a time, each with a deadline; one that hangs or crashes is a finding."""
+"""Runs checks in processes, some at a time, each with a deadline; and the process in which one runs."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -14,15 +16,84 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
+from lightning_lockstep._system import end_group, end_programs, memory_file, text_of
 from lightning_lockstep._text import exit_in_words
-from lightning_lockstep.doctor.findings import CheckResult, Finding, problem
-from lightning_lockstep.doctor.machines.processes import end_group, memory_file, text_of
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import BUILT_IN, load_check
+from lightning_lockstep.doctor.imitated_machine import read_machine
+from lightning_lockstep.doctor.machine import Machine, ThisMachine
+from lightning_lockstep.doctor.registry import (
+    BUILT_IN,
+    Check,
+    CheckOptions,
+    CheckResult,
+    Finding,
+    load_check,
+    problem,
+)
 
-__all__ = ["Checks"]
+# -- The process in which one check runs: ``python -m lightning_lockstep.doctor.check_runner`` --
+# It reads from standard input which check, and answers on standard output with a line of JSON: what the
+# check needs. When a second line of standard input gives the deadline, it runs the check, and writes each
+# finding as it comes, and a last line when there are no more. What the check prints goes to standard error.
+# Standard input stays open as long as the doctor lives; when it closes, this process and all it has started
+# end.
+
+
+def main() -> None:
+    """Run the check that standard input names, and write what it finds."""
+    task = json.loads(sys.stdin.readline())
+    results = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # A check that hangs prints its stacks just before the doctor ends it.
+    faulthandler.dump_traceback_later(max(0.1, task["load_until"] - time.time()))
+    check = load_check(task["check"])
+    _write(results, {"timeout": check.timeout, "needs_ranks": check.needs_ranks})
+    faulthandler.cancel_dump_traceback_later()
+    if not (start := sys.stdin.readline()):
+        return  # the doctor has ended
+    threading.Thread(target=_end_with_the_doctor, daemon=True).start()
+    faulthandler.dump_traceback_later(max(0.1, json.loads(start)["deadline"] - time.time()))
+    machine = read_machine(Path(task["sysroot"])) if task["sysroot"] else ThisMachine()
+    with results:
+        for finding in _found(check, machine, CheckOptions.from_json(task["options"])):
+            _write(results, finding.to_json())
+        _write(results, None)
+
+
+def _write(results: IO[str], what: object) -> None:
+    results.write(json.dumps(what) + "\n")
+
+
+def run_check(name: str, machine: Machine, options: CheckOptions) -> CheckResult:
+    """Run a check in this process and return its result."""
+    began = time.monotonic()
+    findings = tuple(_found(load_check(name), machine, options))
+    return CheckResult(name, findings, time.monotonic() - began)
+
+
+def _found(check: Check, machine: Machine, options: CheckOptions) -> Iterator[Finding]:
+    is_empty = True
+    for finding in check.function(machine, options):
+        is_empty = False
+        yield finding
+    if is_empty:
+        yield problem("the check itself", "The check returned no finding; a check must return at least one.")
+
+
+def _end_with_the_doctor() -> None:
+    os.read(sys.stdin.fileno(), 1)  # nothing is ever sent: it returns when the doctor has ended
+    end_programs()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
+
+
+# -- Checks run in child processes, some at a time, each with a deadline; one that hangs or crashes is a
+# finding
+
 
 # Checks of others are not imported here, but in their own process: so long that may take [s].
 _TO_LOAD = 60.0
@@ -33,7 +104,7 @@ _GRACE = 0.5
 _TO_END = 2.0
 # What a check waits in is of no interest, but which of its own lines called it.
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
-_WHAT_RUNS_PROGRAMS = ("lightning_lockstep/_processes.py", "doctor/machines/this_machine.py")
+_WHAT_RUNS_PROGRAMS = ("lightning_lockstep/_processes.py", "doctor/machine.py")
 # Lines of a check's own output that are shown when it fails.
 _SHOWN = 6
 
@@ -158,7 +229,7 @@ class _Child:
         self._options, self._sysroot = options, sysroot
         self._results, self._output = memory_file(), memory_file()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_lockstep.doctor.check_process"],
+            [sys.executable, "-m", "lightning_lockstep.doctor.check_runner"],
             stdin=subprocess.PIPE,
             stdout=self._results,
             stderr=self._output,

@@ -7,24 +7,76 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lightning_lockstep.doctor.machines.imitated_machine import check_record
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import BUILT_IN, check_names, load_check
-from lightning_lockstep.doctor.selection import Selection, select
+from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep.doctor.imitated_machine import check_record
+from lightning_lockstep.doctor.registry import (
+    BUILT_IN,
+    NOT_BY_DEFAULT,
+    CheckOptions,
+    Status,
+    check_names,
+    load_check,
+)
 from lightning_lockstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning_lockstep.doctor.check_runner import Checks
-    from lightning_lockstep.doctor.network.identity import JoinedRank
-    from lightning_lockstep.doctor.several_hosts.as_ranks import ChecksOfRanks
-    from lightning_lockstep.doctor.several_hosts.by_ssh import ChecksOnHosts
+    from lightning_lockstep.doctor.hosts import ChecksOfRanks, ChecksOnHosts
+    from lightning_lockstep.doctor.network_rendezvous import JoinedRank
 
-__all__ = ["exit_code", "main"]
+
+# -- Which checks a command line asks for, and which of their rows --
+
+
+# Its arguments are folders.
+_TAKES_FOLDERS = "run"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a command line asks for."""
+
+    names: tuple[str, ...]  # in the order in which they are started
+    folders: tuple[str, ...] = ()  # of runs
+    least: Status = Status.NOT_APPLICABLE  # only rows of this status or a worse one are shown
+
+
+def select(arguments: Sequence[str], only: str | None = None) -> Selection:
+    """Return what arguments ask for; without names all checks that need no arguments."""
+    known = check_names()
+    statuses = {status.value: status for status in Status}
+    wanted = [name for name in (only or "").split(",") if name]
+    least = [statuses[name] for name in wanted if name in statuses]
+    names, folders = [], []
+    for argument in [*arguments, *(name for name in wanted if name not in statuses)]:
+        if argument in known:
+            names.append(argument)
+        elif _TAKES_FOLDERS in names:
+            folders.append(argument)
+        else:
+            _raise_unknown(argument, known)
+    chosen = list(dict.fromkeys(names)) or [name for name in known if name not in NOT_BY_DEFAULT]
+    return Selection(
+        tuple(sorted(chosen, key=known.index)),
+        tuple(folders),
+        min(least, key=lambda status: status.severity, default=Status.NOT_APPLICABLE),
+    )
+
+
+def _raise_unknown(name: str, known: Sequence[str]) -> None:
+    raise ConfigurationError(
+        f"check {name!r}: expected one of {', '.join(known)}.{did_you_mean(name, known)}"
+    )
+
+
+# -- The command ``lockstep-doctor``: checks of this machine before a run, with the lines to paste --
+
 
 _PROGRAM = "lockstep-doctor"
 # 2 is what typer ends with when the command line cannot be used.
@@ -156,7 +208,7 @@ def _ssh_args(given: str) -> tuple[str, ...]:
 def _run(
     selection: Selection, options: CheckOptions, *, sysroot: Path | None, as_json: bool, strict: bool
 ) -> int:
-    from lightning_lockstep.doctor.findings import CheckResult
+    from lightning_lockstep.doctor.registry import CheckResult
 
     me = None if sysroot is not None else _rank_of_a_job()
     if me is not None and me.rank > 0:
@@ -169,7 +221,7 @@ def _run(
         typer.echo(json.dumps(_as_json(results, time.monotonic() - began), indent=2))
         return exit_code(results, strict=strict)
     from lightning_lockstep.doctor import table
-    from lightning_lockstep.doctor.progress import Progress
+    from lightning_lockstep.doctor.table import Progress
 
     to = table.console(of_a_rank=me is not None)
     table.print_heading(to)
@@ -185,7 +237,7 @@ def _run(
 
 def _rank_of_a_job() -> JoinedRank | None:
     """Return which rank this process is of several that torchrun, mpirun or srun has started."""
-    from lightning_lockstep.doctor.network.identity import joined_rank
+    from lightning_lockstep.doctor.network_rendezvous import joined_rank
 
     me = joined_rank()
     return me if me is not None and me.size > 1 else None
@@ -193,8 +245,8 @@ def _rank_of_a_job() -> JoinedRank | None:
 
 def _serve_rank_0(me: JoinedRank, selection: Selection, options: CheckOptions) -> int:
     """Do what rank 0 asks; rank 0 prints the table for all."""
-    from lightning_lockstep.doctor.network.rendezvous import join
-    from lightning_lockstep.doctor.several_hosts.as_ranks import checks_of_host
+    from lightning_lockstep.doctor.hosts import checks_of_host
+    from lightning_lockstep.doctor.network_rendezvous import join
 
     why = join(me, checks_of_host(selection.names, options))
     if why:
@@ -205,14 +257,14 @@ def _serve_rank_0(me: JoinedRank, selection: Selection, options: CheckOptions) -
 def _checks(
     selection: Selection, options: CheckOptions, sysroot: Path | None, me: JoinedRank | None
 ) -> Checks | ChecksOfRanks | ChecksOnHosts:
-    from lightning_lockstep.doctor.several_hosts.hosts import hosts_of
+    from lightning_lockstep.doctor.hosts import hosts_of
 
     if me is not None:
-        from lightning_lockstep.doctor.several_hosts.as_ranks import ChecksOfRanks
+        from lightning_lockstep.doctor.hosts import ChecksOfRanks
 
         return ChecksOfRanks(selection.names, options, me)
     if sysroot is None and (listed := hosts_of(options)):
-        from lightning_lockstep.doctor.several_hosts.by_ssh import ChecksOnHosts
+        from lightning_lockstep.doctor.hosts import ChecksOnHosts
 
         return ChecksOnHosts(selection.names, options, listed)
     from lightning_lockstep.doctor.check_runner import Checks
@@ -222,7 +274,7 @@ def _checks(
 
 def exit_code(results: Sequence[Any], *, strict: bool = False) -> int:
     """Return the exit code of the command: 0 without a problem, 1 with one, 3 with warnings under ``strict``."""
-    from lightning_lockstep.doctor.findings import Status, worst
+    from lightning_lockstep.doctor.registry import Status, worst
 
     status = worst(result.status for result in results)
     if status is Status.PROBLEM:
@@ -243,7 +295,7 @@ def _place(name: str, names: Sequence[str]) -> int:
 def _as_json(results: Sequence[Any], seconds: float) -> dict[str, Any]:
     import socket
 
-    from lightning_lockstep.doctor.findings import worst
+    from lightning_lockstep.doctor.registry import worst
 
     return {
         "host": socket.gethostname(),

@@ -1,16 +1,108 @@
-"""What the doctor prints: a block of rows for each check when it ends, then the commands to paste."""
+"""What is printed: the rows, those of several hosts merged, and the line with the checks that still run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Protocol
 
 from rich.console import Console
+from rich.status import Status as Spinner
 from rich.table import Table
 from rich.text import Text
 
-from lightning_lockstep.doctor.findings import CheckResult, Finding, Status, worst
+from lightning_lockstep.doctor.registry import CheckResult, Finding, Status, worst
 
-__all__ = ["console", "print_fixes", "print_heading", "print_result", "print_verdict"]
+# -- What several hosts have found, as one table: hosts that found the same in one row, others marked --
+
+
+_DIFFERS = "   <- differs"
+
+
+def merged(by_host: Mapping[str, Sequence[CheckResult]]) -> list[CheckResult]:
+    """Return one result for each check, with rows that name the hosts."""
+    names = dict.fromkeys(result.check for results in by_host.values() for result in results)
+    return [_merged_check(name, by_host) for name in names]
+
+
+def _merged_check(name: str, by_host: Mapping[str, Sequence[CheckResult]]) -> CheckResult:
+    found = {host: [r for r in results if r.check == name] for host, results in by_host.items()}
+    seconds = max(result.seconds for results in found.values() for result in results)
+    findings = {host: [f for r in results for f in r.findings] for host, results in found.items()}
+    subjects = dict.fromkeys(finding.subject for listed in findings.values() for finding in listed)
+    rows = [row for subject in subjects for row in _rows(subject, findings)]
+    return CheckResult(name, tuple(rows), seconds)
+
+
+def _rows(subject: str, findings: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
+    """Yield a row for each thing that was found under one subject, that of most hosts first."""
+    groups: dict[tuple[Finding, ...], list[str]] = {}
+    for host, listed in findings.items():
+        groups.setdefault(tuple(f for f in listed if f.subject == subject), []).append(host)
+    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+    for number, (same, hosts) in enumerate(ordered):
+        place = ", ".join(hosts)
+        if len(ordered) == 1 and len(hosts) > 1:
+            place = f"all {len(hosts)} hosts"
+        mark = _DIFFERS if number else ""
+        if not same and number:
+            yield replace(ordered[0][0][0], evidence=f"{place}: no such finding{mark}", fix=())
+        for finding in same:
+            fix = (f"# on {place}:", *finding.fix) if finding.fix else ()
+            yield replace(finding, evidence=f"{place}: {finding.evidence}{mark}", fix=fix)
+
+
+# -- The line below the rows with the checks that still run; only on a terminal --
+
+
+# A terminal is at least so wide; a longer line would wrap and not be wiped.
+_LONGEST = 78
+
+
+class Running(Protocol):
+    """Checks that run, here or elsewhere."""
+
+    names: tuple[str, ...]
+
+    def running(self) -> dict[str, float]:
+        """Return those that run now, each with how long it has [s]."""
+
+
+class Progress:
+    """Shows the line while its body runs, and wipes it after."""
+
+    def __init__(self, to: Console, checks: Running) -> None:
+        self._checks, self._ended = checks, 0
+        self._line = Spinner("", console=to) if to.is_terminal else None
+
+    def __enter__(self) -> Progress:
+        if self._line is not None:
+            self.tick()
+            self._line.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._line is not None:
+            self._line.stop()
+
+    def tick(self) -> None:
+        """Update the line."""
+        if self._line is not None:
+            running = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._checks.running().items())
+            text = f"{self._ended} of {len(self._checks.names)} checks ended; running: {running or '-'}"
+            self._line.update(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ...")
+
+    def has_ended(self) -> None:
+        """Count one more check that has ended."""
+        self._ended += 1
+        self.tick()
+
+
+# -- What the doctor prints: a block of rows for each check when it ends, then the commands to paste --
+
 
 _STYLES = {
     Status.OK: "green",

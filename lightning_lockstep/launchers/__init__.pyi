@@ -1,3 +1,1 @@
-from lightning_lockstep.launchers.environments.cluster_environment import (
-    detect_environment as detect_environment,
-)
+from lightning_lockstep.launchers.environments import detect_environment as detect_environment

@@ -18,18 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch.multiprocessing as mp
 
-from lightning_lockstep._lightning import (
+from lightning_lockstep._doors.lightning import (
     TrainerFn,
     _check_bad_cuda_fork,
     _check_missing_main_guard,
     _GlobalStateSnapshot,
     _MultiProcessingLauncher,
-)
-from lightning_lockstep.distributed.failure.exit_note import (
-    agreed_exit,
-    first_failure,
-    keep_notes_in,
-    note_agreed_exit,
 )
 from lightning_lockstep.distributed.failure.process_exit import (
     drop_what_nobody_reads,
@@ -37,23 +31,30 @@ from lightning_lockstep.distributed.failure.process_exit import (
     leave_without_waiting,
     stay,
 )
+from lightning_lockstep.distributed.failure.record import (
+    agreed_exit,
+    first_failure,
+    keep_notes_in,
+    note_agreed_exit,
+)
 from lightning_lockstep.distributed.failure.uncaught import show_plainly
 from lightning_lockstep.distributed.process_group import free_port
-from lightning_lockstep.distributed.side_channel.job_token import token_for_children
+from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
-from lightning_lockstep.launchers.environments.cluster_environment import LockstepEnvironment
-from lightning_lockstep.launchers.forwarding import SignalForwarding
-from lightning_lockstep.launchers.notebook.before_fork import check_kernel, prepare_fork
-from lightning_lockstep.launchers.notebook.begin import begin_rank
-from lightning_lockstep.launchers.notebook.failures import MemoryWatch, record_of_end, show_in_cell
-from lightning_lockstep.launchers.notebook.kernel_messages import in_kernel
-from lightning_lockstep.launchers.notebook.output import RankOutput
-from lightning_lockstep.launchers.rank_processes import BadEnd, end_with_parent
+from lightning_lockstep.launchers.environments import LockstepEnvironment
+from lightning_lockstep.launchers.notebook_output import RankOutput, begin_rank, in_kernel
+from lightning_lockstep.launchers.notebook_ranks import (
+    MemoryWatch,
+    check_kernel,
+    prepare_fork,
+    record_of_end,
+    show_in_cell,
+)
+from lightning_lockstep.launchers.rank_processes import BadEnd, SignalForwarding, end_with_parent
 
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 
-__all__ = ["SpawnedLauncher"]
 
 _IN_CELL = 0.1  # how often the cell of a notebook shows what has come [s]
 _PERIOD = 1.0  # how often the parent looks whether its ranks end in time after a signal [s]

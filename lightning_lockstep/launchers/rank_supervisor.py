@@ -1,9 +1,4 @@
-"""Per-rank life cycle: CPU threads, failure handling, exit report.
-
-Every strategy of ours holds one supervisor and calls it at the few moments that matter: the launch, the ranks
-having met, a step boundary. It knows the run by its communicator alone, so a strategy needs neither
-DistributedDataParallel nor a process group of torch to use it.
-"""
+"""The life of one rank: its CPU threads, its failures, its end."""
 
 from __future__ import annotations
 
@@ -17,22 +12,86 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_lockstep._lightning import SIGTERMException, _TunerExitException
-from lightning_lockstep._lightning.internals import (
+import torch
+
+from lightning_lockstep._doors.lightning import SIGTERMException, _TunerExitException
+from lightning_lockstep._doors.lightning_internals import (
     call_before_each_batch,
     call_on_sigterm,
     mark_sigterm_received,
 )
 from lightning_lockstep._settings import Faults, is_whole, settings_of
+from lightning_lockstep._system import usable_cores
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
-from lightning_lockstep.distributed.guard.settings import GuardSettings
-from lightning_lockstep.launchers.cpu_threads import apply_threads
-from lightning_lockstep.launchers.notebook.this_rank import notebook_rank
+from lightning_lockstep.distributed.guard.watch import GuardSettings
+from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["RankSupervisor", "SupervisorSettings"]
+# -- How many CPU threads a rank may use, and on which cores --
+
+
+def plan_threads(
+    threads_per_rank: int | Literal["auto"], *, cores: tuple[int, ...], local_rank: int, local_world_size: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the number of threads of a rank, and its own cores, which more ranks than cores share."""
+    share = max(1, len(cores) // local_world_size)
+    threads = share if threads_per_rank == "auto" else int(threads_per_rank)
+    width = min(max(threads, 1), len(cores))
+    first = (local_rank * width) % len(cores)
+    mine = tuple(cores[(first + i) % len(cores)] for i in range(width))
+    return threads, mine
+
+
+def apply_threads(
+    threads_per_rank: int | Literal["auto"], *, bind_cores: bool, local_rank: int, local_world_size: int
+) -> tuple[int, tuple[int, ...]]:
+    """Set the number of threads of this rank, and pin it to its cores if asked.
+
+    ``OMP_NUM_THREADS`` set by the user (or by ``torchrun``) wins over ``auto``.
+    """
+    cores = usable_cores()
+    threads, mine = plan_threads(
+        threads_per_rank, cores=cores, local_rank=local_rank, local_world_size=local_world_size
+    )
+    chosen_outside = os.environ.get("OMP_NUM_THREADS", "")
+    if threads_per_rank == "auto" and chosen_outside.isdigit() and int(chosen_outside) > 0:
+        threads = int(chosen_outside)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    if not bind_cores:
+        return threads, cores  # all that it may use
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigurationError(
+            "bind_cores=True was given, but this operating system cannot pin a process to cores;"
+            " leave it out, or bind with the program that starts the ranks."
+        )
+    os.sched_setaffinity(0, mine)
+    return threads, mine
+
+
+# -- Which rank of a notebook this process is, if it is one --
+
+
+_rank: int | None = None
+
+
+def become_rank(rank: int) -> None:
+    """Note that this process is a rank that a notebook has started."""
+    global _rank
+    _rank = rank
+
+
+def notebook_rank() -> int | None:
+    """Return the number of this rank, or ``None`` in a process that no notebook has started."""
+    return _rank
+
+
+# -- Per-rank life cycle: CPU threads, failure handling, exit report --
+# Every strategy of ours holds one supervisor and calls it at the few moments that matter: the launch, the
+# ranks having met, a step boundary. It knows the run by its communicator alone, so a strategy needs neither
+# DistributedDataParallel nor a process group of torch to use it.
 
 
 def _no_trainer() -> None:

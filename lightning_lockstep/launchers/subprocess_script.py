@@ -1,14 +1,11 @@
-"""Starts the ranks of this node by running the same program again, and watches them.
-
-The first process of a node is a rank itself and the parent of the others. The variables that tell a rank who
-it is go into the children's environment only, so that the parent can start the ranks of a next job (a Hydra
-multirun does) as if there had been none before.
-"""
+"""Ranks that run the same program again, watched by the first; Ctrl-C on a terminal."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,12 +13,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from lightning_lockstep._console import say
-from lightning_lockstep._environment import LAUNCHER_PID, launcher_pid
-from lightning_lockstep._lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
-from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep._doors.lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
+from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
+from lightning_lockstep._text import ranks_in_words, say
 from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.process_exit import (
     at_exit,
@@ -34,14 +31,86 @@ from lightning_lockstep.distributed.failure.process_exit import (
 )
 from lightning_lockstep.distributed.failure.record import describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous, host_rendezvous
-from lightning_lockstep.distributed.side_channel.job_token import token_for_children
-from lightning_lockstep.launchers.ctrl_c import watch_interrupts
-from lightning_lockstep.launchers.environments.cluster_environment import LockstepEnvironment
+from lightning_lockstep.distributed.rendezvous import token_for_children
+from lightning_lockstep.launchers.environments import LockstepEnvironment
 
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 
-__all__ = ["ScriptLauncher", "current_job", "rank_command"]
+
+# -- Ctrl-C for a main thread that sits in a collective --
+# Python runs signal handlers on the main thread, between two bytecodes, which a rank that waits in C++ for
+# a peer never reaches. But the handler in C writes the signal's number to a wake-up descriptor, which a
+# thread here reads.
+
+
+# on_stuck: is called on a thread of its own, and ends the process by force; patience: [s]
+def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callable[[], None]:
+    """Call ``on_stuck`` when Ctrl-C was pressed and ``patience`` seconds later this process is still about to end.
+
+    That is, when Python's handler was not reached, or was and the process is leaving because of a failure. A program
+    that handles the ``KeyboardInterrupt`` itself goes on. The function returned ends the watch.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    if before != -1:  # another library uses it, so nothing is watched
+        signal.set_wakeup_fd(before)
+        reader.close()
+        writer.close()
+        return lambda: None
+    watch = _Watch(reader, writer, on_stuck, patience)
+    watch.start()
+    return watch.end
+
+
+class _Watch:
+    def __init__(
+        self, reader: socket.socket, writer: socket.socket, on_stuck: Callable[[], None], patience: float
+    ) -> None:
+        # The signal handler knows the writer by number only: somebody has to hold the socket itself.
+        self._reader, self._writer = reader, writer
+        self._on_stuck, self._patience = on_stuck, patience
+        self._ended, self._handled = threading.Event(), threading.Event()
+        self._usual = signal.getsignal(signal.SIGINT)
+
+    def start(self) -> None:
+        if callable(self._usual):
+            signal.signal(signal.SIGINT, self._note)
+        threading.Thread(target=self._run, name="lockstep-interrupt", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            if signal.getsignal(signal.SIGINT) == self._note:
+                signal.signal(signal.SIGINT, self._usual)
+        self._writer.close()
+        time.sleep(0)
+        self._reader.close()
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._handled.set()
+        assert callable(self._usual)
+        self._usual(signum, frame)
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            while not self._ended.is_set() and (numbers := self._reader.recv(16)):
+                if signal.SIGINT in numbers and not self._ended.wait(self._patience):
+                    if leaving() or not self._handled.is_set():
+                        self._on_stuck()
+                        return
+                    self._handled.clear()
+
+
+# -- Starts the ranks of this node by running the same program again, and watches them --
+# The first process of a node is a rank itself and the parent of the others. The variables that tell a rank
+# who it is go into the children's environment only, so that the parent can start the ranks of a next job (a
+# Hydra multirun does) as if there had been none before.
+
 
 # How often the parent polls its children [s]; one system call per child.
 _LOOK_EVERY = 0.1
@@ -237,7 +306,7 @@ def forget_earlier_job(patience: float) -> None:  # patience: for ranks that are
 def rank_command() -> tuple[list[str], str | None]:
     """Return (command, folder) that runs this program again."""
     if "hydra.core.hydra_config" in sys.modules:
-        from lightning_lockstep.launchers.hydra.rerun import hydra_child_command
+        from lightning_lockstep.launchers.hydra import hydra_child_command
 
         by_hydra = hydra_child_command()
         if by_hydra is not None:

@@ -11,14 +11,12 @@ import traceback
 from types import FrameType
 from typing import Any
 
-from lightning_lockstep import _environment
-from lightning_lockstep._lightning import rank_zero_only
+from lightning_lockstep import _settings
+from lightning_lockstep._doors.lightning import rank_zero_only
 from lightning_lockstep._settings import Faults, is_whole
-from lightning_lockstep.distributed.side_channel.opening import known_rank
-from lightning_lockstep.logs.lines import call_of, format_message
+from lightning_lockstep.distributed.coordination.channel_opening import known_rank
+from lightning_lockstep.logs.ordering import call_of, format_message
 from lightning_lockstep.logs.sender import connected_sender, send_level, with_sender
-
-__all__ = ["RankLogger", "get_logger"]
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _host = socket.gethostname()
@@ -43,7 +41,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
     Ranks: any rank, at any time, with or without a distributed run; nothing is sent.
     """
-    level = _environment.log_level() if log_level is None else _checked(log_level)
+    level = _settings.log_level() if log_level is None else _checked(log_level)
     logger = logging.getLogger(name)
     if level is not None:
         logger.setLevel(level)

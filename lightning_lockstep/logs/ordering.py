@@ -1,19 +1,187 @@
-"""Which lines are printed when: the decisions of rank-ordered logging, without any threads or clocks.
-
-Lines of one call site wait for each other. They are printed in rank order when every rank that will ever log
-there has done so, or when the first of them has waited long enough.
-"""
+"""Log lines as data, and lines of all ranks brought into rank order."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
+from typing import Any, NamedTuple
 
-from lightning_lockstep.logs.lines import Line, by_rank, merge_equal
+from lightning_lockstep._text import ranks_in_words
 
-__all__ = ["Batch", "LineOrdering", "same_text"]
+# -- A log line on its way between ranks, and how equal lines of several ranks become one --
+
+
+# Attributes that every LogRecord has; whatever else a record carries came with `extra`.
+_BLANK = vars(logging.makeLogRecord({}))
+_STANDARD = frozenset(_BLANK) | {"message", "asctime", "taskName"}
+
+#: One call of a logger, as its caller hands it over: ((logger, level, path, line), text, created, function,
+#: trace, extra). A plain tuple, since the caller waits while it is made.
+LogCall = tuple[tuple[str, int, str, int], str, float, str, str, dict[str, Any]]
+
+_NOTHING: Mapping[str, Any] = {}
+
+
+class CallSite(NamedTuple):
+    """Which call of a program a line comes from, and how often its rank has made that call before.
+
+    Ranks that run the same program make the same call at the same site; that is how their lines are matched.
+    """
+
+    logger: str
+    level: int
+    path: str
+    line: int
+    repeat: int
+
+
+class Line(NamedTuple):
+    """One message of one or several ranks."""
+
+    site: CallSite
+    ranks: tuple[int, ...]  # that logged it, rising
+    hosts: tuple[str, ...]  # theirs, in the same order
+    text: str  # with the arguments filled in
+    created: float  # when the first of them logged it [s since the epoch]
+    function: str = ""  # that made the call
+    trace: str = ""  # formatted exception; empty: none
+    extra: Mapping[str, Any] = _NOTHING  # what the caller passed as ``extra``, as far as JSON can hold it
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Any]) -> Line:
+        """Return the line that JSON has made a list of."""
+        site, ranks, hosts, *rest = packed
+        return cls(CallSite(*site), tuple(ranks), tuple(hosts), *rest)
+
+
+def format_message(msg: object, args: Any) -> str:
+    """Return the text as :meth:`logging.LogRecord.getMessage` would, and a text even if the arguments do not fit."""
+    try:
+        text = str(msg)
+        if args:
+            one_mapping = len(args) == 1 and isinstance(args[0], Mapping) and args[0]
+            text = text % (args[0] if one_mapping else args)
+    except Exception as error:  # as in `logging`, a faulty line must not end the program
+        return f"{msg!r} with {args!r}, which cannot be filled in: {type(error).__name__}: {error}"
+    return text
+
+
+def call_of(record: logging.LogRecord) -> LogCall:
+    """Return the call that made a log record of this rank, with its arguments filled in."""
+    trace = ""
+    if record.exc_info:
+        trace = logging.Formatter().formatException(record.exc_info)
+    if record.stack_info:
+        trace = f"{trace}\n{record.stack_info}".strip()
+    site = (record.name, record.levelno, record.pathname, record.lineno)
+    text = format_message(record.msg, record.args)
+    return site, text, record.created, record.funcName or "", trace, _as_json(extra_of(record))
+
+
+def extra_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return what the caller passed as ``extra``."""
+    return {k: v for k, v in vars(record).items() if k not in _STANDARD and not k.startswith("lockstep_")}
+
+
+def line_of(call: LogCall, *, rank: int, host: str, repeat: int) -> Line:
+    """Return the line of one rank, which has made the same call ``repeat`` times before."""
+    (logger, level, path, number), text, created, function, trace, extra = call
+    site = CallSite(logger, level, _resolved(path), number, repeat)
+    return Line(site, (rank,), (host,), text, created, function, trace, extra)
+
+
+def record_of(line: Line, *, prefix: str | None = None) -> logging.LogRecord:
+    """Return the record that prints ``line`` where lines are collected; no prefix: its ranks in brackets."""
+    site = line.site
+    prefix = f"[{ranks_in_words(line.ranks)}] " if prefix is None else prefix
+    filename = site.path.rpartition("/")[2]
+    standard = {
+        "name": site.logger,
+        "levelno": site.level,
+        "levelname": logging.getLevelName(site.level),
+        "pathname": site.path,
+        "filename": filename,
+        "module": filename.rpartition(".")[0] or filename,
+        "lineno": site.line,
+        "funcName": line.function,
+        "msg": prefix + line.text,
+        "created": line.created,
+        "msecs": (line.created - int(line.created)) * 1000.0,
+        "exc_text": line.trace or None,
+        "lockstep_prefix": prefix,
+        "lockstep_ranks": line.ranks,
+        "lockstep_hosts": line.hosts,
+        "lockstep_collected": True,
+    }
+    record = _blank_record()
+    record.__dict__.update({**line.extra, **standard})
+    return record
+
+
+def merge_equal(lines: Iterable[Line]) -> list[Line]:
+    """Make one line of those with the same text, ordered by their lowest rank."""
+    same: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        same.setdefault((line.text, line.trace), []).append(line)
+    merged = [group[0] if len(group) == 1 else _merged(group) for group in same.values()]
+    return sorted(merged, key=by_rank)
+
+
+def by_rank(line: Line) -> tuple[int, ...]:
+    """Return what lines of one call site are sorted by."""
+    return line.ranks
+
+
+@lru_cache(maxsize=1000)
+def _resolved(path: str) -> str:
+    """Return the one name of a file that one rank may know as ``../train.py`` and another by a link."""
+    return os.path.realpath(path)
+
+
+def _blank_record() -> logging.LogRecord:
+    if logging.getLogRecordFactory() is not logging.LogRecord:
+        return logging.makeLogRecord({})
+    # What the constructor finds out about the thread and the caller is about to be replaced.
+    record = logging.LogRecord.__new__(logging.LogRecord)
+    record.__dict__.update(_BLANK)
+    record.process = os.getpid()
+    return record
+
+
+def _merged(group: list[Line]) -> Line:
+    hosts = {rank: host for line in group for rank, host in zip(line.ranks, line.hosts, strict=True)}
+    ranks = tuple(sorted(hosts))
+    return group[0]._replace(
+        ranks=ranks,
+        hosts=tuple(hosts[rank] for rank in ranks),
+        created=min(line.created for line in group),
+    )
+
+
+def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
+    if not extra:
+        return extra
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(extra, default=str))
+    except (TypeError, ValueError):  # keys that JSON cannot hold, a list that holds itself
+        copy = {name: str(value) for name, value in extra.items()}
+    return copy
+
+
+# -- Which lines are printed when: the decisions of rank-ordered logging, without any threads or clocks --
+# Lines of one call site wait for each other. They are printed in rank order when every rank that will ever
+# log there has done so, or when the first of them has waited long enough.
+
 
 # How many printed keys are remembered for lines that come after theirs were printed.
 _REMEMBERED = 10_000
@@ -123,3 +291,105 @@ class LineOrdering:
 def same_text(line: Line) -> Hashable:
     """Return a key under which equal lines of all ranks belong together, wherever they were logged."""
     return line.site.logger, line.site.level, line.text, line.site.repeat
+
+
+# -- Lets several threads bring lines to one ordering without making any of them wait for a slow console --
+
+
+Work = Callable[[], list[Batch]]
+
+
+class OrderingThread:
+    """Owns a :class:`LineOrdering` and prints what comes out of it.
+
+    The receiving thread does its work at once and prints, without a detour over another thread. The main
+    thread only queues its work; the next thread that has access to the ordering does it.
+    """
+
+    def __init__(
+        self,
+        ordering: LineOrdering,
+        # Called by one thread at a time, in the order in which batches were ready.
+        print_batch: Callable[[Batch], None],
+        *,
+        name: str,  # of the thread that prints what has waited long enough
+        look_every: float,  # time between two of its looks [s]
+    ) -> None:
+        self.ordering, self._print_batch, self._look_every = ordering, print_batch, look_every
+        self._queued: deque[Work] = deque()
+        self._ready: deque[Batch] = deque()
+        self._access = threading.Lock()
+        self._printing = threading.RLock()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._ended = False
+        self._name = name
+        self._thread: threading.Thread | None = None
+
+    def receive(self, packed: Sequence[Sequence[Any]]) -> None:
+        """Take lines of other ranks, packed, and print what is ready, on this thread."""
+        now = time.monotonic()
+        self._queue(lambda: [batch for p in packed for batch in self.ordering.add(Line.unpack(p), now)])
+        self._run()
+
+    def add(self, make: Callable[[], Line]) -> None:
+        """Take a line of this rank, made on another thread in the order of the calls; returns at once."""
+        now = time.monotonic()
+        self._queue(lambda: self.ordering.add(make(), now))
+        # A line that can only wait wakes nobody: whoever comes to the ordering next takes it along, the
+        # thread of this object at the latest. The order matters: the line was queued before this look. So
+        # whoever fills the ordering now finds the line queued, too, or this look finds the ordering filled.
+        if not self.ordering.empty:
+            self._wake.put(None)
+
+    def do(self, work: Work) -> None:
+        """Have ``work`` done soon, on another thread; returns at once."""
+        self._queue(work)
+        self._wake.put(None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a line waits for those of other ranks."""
+        return bool(self._queued) or self.ordering.holds_lines
+
+    def flush(self) -> None:
+        """Print all that is held back, here, and wait for a thread that is just printing."""
+        self._queued.append(lambda: self.ordering.flush(time.monotonic()))
+        # Another thread may have access, with lines in hand that it has not laid out for printing yet.
+        # The limit is for a signal handler that has interrupted its own thread there.
+        if self._access.acquire(timeout=1.0):
+            self._access.release()
+        self._run()
+
+    def stop(self) -> None:
+        self._ended = True
+        self._wake.put(None)
+
+    def _queue(self, work: Work) -> None:
+        self._queued.append(work)
+        if self._thread is None and not self._ended:
+            self._thread = threading.Thread(target=self._print_when_due, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        """Do the work that is queued, unless another thread is about to, and print."""
+        while self._queued and self._access.acquire(blocking=False):
+            try:
+                while self._queued:
+                    self._ready.extend(self._queued.popleft()())
+            finally:
+                self._access.release()
+        with self._printing:
+            while self._ready:
+                self._print_batch(self._ready.popleft())
+
+    def _print_when_due(self) -> None:
+        while not self._ended:
+            self._queued.append(lambda: self.ordering.due(time.monotonic()))
+            self._run()
+            with self._access:
+                due = self.ordering.next_due()
+            if self._queued:
+                continue  # somebody came while this thread had access, and has left work here
+            patience = self._look_every if due is None else max(0.0, due - time.monotonic())
+            with suppress(queue.Empty):
+                self._wake.get(timeout=min(patience, self._look_every))

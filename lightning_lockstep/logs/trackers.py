@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lightning_lockstep._lightning import MLFlowLogger as _MLFlowLogger
-from lightning_lockstep._lightning import WandbLogger as _WandbLogger
-from lightning_lockstep._lightning import rank_zero_experiment
+from lightning_lockstep._doors.lightning import MLFlowLogger as _MLFlowLogger
+from lightning_lockstep._doors.lightning import WandbLogger as _WandbLogger
+from lightning_lockstep._doors.lightning import rank_zero_experiment
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed.failure.uncaught import keep_hook
-
-__all__ = ["MLFlowLogger", "WandbLogger", "has_wandb_account", "tracking_uri_of"]
 
 _SQLITE = "sqlite:///"
 # A client of a server connects when it is first asked for something, one of a local store makes that store at once.

@@ -1,25 +1,128 @@
-"""Precision plugins that do exactly what Lightning's precision names say.
-
-Lightning turns ``16-mixed`` on a CPU into ``bf16-mixed`` and only warns. Here a name does what it says on the
-run's device, or is refused with the names that would work.
-"""
+"""Precision: modules kept in float32, and what the precision strings of Lightning mean."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from lightning_lockstep._lightning import (
-    MixedPrecision,
-    Precision,
-    _convert_precision_to_unified_args,
-)
-from lightning_lockstep._lightning.internals import given_to_trainer
+from lightning_lockstep._doors.lightning import MixedPrecision, Precision, _convert_precision_to_unified_args
+from lightning_lockstep._doors.lightning_internals import given_to_trainer
+from lightning_lockstep._doors.torch_internals import tree_flatten, tree_map
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.numerics.statistics import LOW_PRECISION
 
-__all__ = ["resolve_precision", "requested_precision", "supported_precisions"]
+# -- Modules that compute in float32 whatever the precision around them --
+
+
+def run_in_fp32(module: nn.Module) -> nn.Module:
+    """Make a module compute in float32, with autocast off, whatever the precision around it.
+
+    Inputs of float16 or bfloat16 come in as float32; outputs go back to the dtype of the first
+    floating-point input (of the parameters where there is none, as for an embedding). Parameters that are
+    themselves float16 or bfloat16 are cast for the computation only: gradients reach them, the optimizer and
+    ``state_dict`` see no difference. An output too large for the dtype it goes back to is infinite again; then
+    choose the module around this one.
+
+    Args:
+        module: Any module. Calling this again does nothing.
+
+    Returns:
+        The same module.
+
+    Ranks: every rank alike; nothing is sent. Works below DDP.
+    """
+    if not runs_in_fp32(module):
+        module.forward = _Float32Forward(module, module.__dict__.get("forward"))
+    return module
+
+
+def undo_run_in_fp32(module: nn.Module) -> nn.Module:
+    """Undo :func:`run_in_fp32`; a module that was never changed stays as it is."""
+    wrapper = module.__dict__.get("forward")
+    if isinstance(wrapper, _Float32Forward):
+        if wrapper.former is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = wrapper.former
+    return module
+
+
+def runs_in_fp32(module: nn.Module) -> bool:
+    """Return whether :func:`run_in_fp32` was applied to this very module."""
+    return isinstance(module.__dict__.get("forward"), _Float32Forward)
+
+
+class _Inner(nn.Module):
+    """Gives ``functional_call`` a module whose forward is the original one of another."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner = module
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+class _Float32Forward:
+    """Takes the place of ``module.forward``."""
+
+    def __init__(self, module: nn.Module, former: Callable[..., Any] | None) -> None:
+        self.former = former
+        forward = former if former is not None else type(module).forward.__get__(module)
+        self._inner = _Inner(module, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._inner.inner
+        leaves, _ = tree_flatten((args, kwargs))
+        given = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
+        example = given if given is not None else next(_floating(module), None)
+        device = (example.device if example is not None else torch.device("cpu")).type
+        with torch.autocast(device, enabled=False):
+            args, kwargs = tree_map(_widen, (args, kwargs))
+            output = self._compute(module, args, kwargs)
+        if example is None or example.dtype not in LOW_PRECISION:
+            return output
+        return tree_map(lambda x: _narrow(x, example.dtype), output)
+
+    def _compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        low = {
+            f"inner.{name}": tensor
+            for source in (module.named_parameters(), module.named_buffers())
+            for name, tensor in source
+            if tensor.dtype in LOW_PRECISION
+        }
+        if not low:
+            return self._inner(*args, **kwargs)
+        wide = {name: tensor.float() for name, tensor in low.items()}
+        output = torch.func.functional_call(self._inner, wide, args, kwargs)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if f"inner.{name}" in wide:
+                    buffer.copy_(wide[f"inner.{name}"])
+        return output
+
+
+def _floating(module: nn.Module) -> Iterator[Tensor]:
+    return (p for p in module.parameters() if p.is_floating_point())
+
+
+def _widen(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value
+
+
+def _narrow(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype is torch.float32 else value
+
+
+# -- Precision plugins that do exactly what Lightning's precision names say --
+# Lightning turns ``16-mixed`` on a CPU into ``bf16-mixed`` and only warns. Here a name does what it says on
+# the run's device, or is refused with the names that would work.
+
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lightning_lockstep._lightning import (
+from lightning_lockstep._doors.lightning import (
     DummyLogger,
     LightningModule,
     PassThroughProfiler,
@@ -24,18 +24,16 @@ from lightning_lockstep._lightning import (
     _Closure,
     _ManualOptimization,
 )
-from lightning_lockstep._lightning.internals import (
+from lightning_lockstep._doors.lightning_internals import (
     accumulating,
     closure_parts,
     no_model_averaging,
     optimizer_step_hooks,
 )
-from lightning_lockstep.distributed.local.collectives import LocalAnswers, local_collectives
+from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.distributed.process_group import process_group_exists
-from lightning_lockstep.steps.engines import StepsApart
+from lightning_lockstep.steps.capabilities import StepsApart
 from lightning_lockstep.steps.patching import replaced
-
-__all__ = ["isolated", "on_plain_module", "run_forward_backward", "run_step"]
 
 
 @contextmanager
@@ -51,7 +49,7 @@ def isolated(
     The strategy steps on the module itself and not on its distributed wrapper, so no gradient is reduced.
     ``self.log`` does nothing. Collectives of the strategy and of ``torch.distributed`` are answered on the
     spot, as if every rank held what this rank holds; see
-    :mod:`lightning_lockstep.distributed.local.collectives`. A body that needs what only another rank has gets
+    :mod:`lightning_lockstep.distributed.local_collectives`. A body that needs what only another rank has gets
     an ``UnansweredCollectiveError``.
     """
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out

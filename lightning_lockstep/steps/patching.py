@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-__all__ = ["put_in_place", "replaced"]
-
 _ABSENT = object()
 
 

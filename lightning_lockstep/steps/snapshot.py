@@ -1,17 +1,17 @@
-"""State that a training step may change, put back bit for bit.
-
-A :class:`Snapshot` is made of parts, each of which is cheap enough to be used on its own: a trial of a batch size
-puts everything back, a replay all but parameters and optimizers, a split step what a forward leaves behind.
-What the step only writes to is replaced by something empty where that is enough (gradients, a fresh optimizer's
-state), else copied: to host memory from a device, so that a copy does not take the memory that is being
-measured or has run out.
-"""
+"""The state of a run, kept and put back exactly: weights, optimizers, loops, attributes, random numbers."""
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import random
+import sys
+import tempfile
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -20,30 +20,196 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_lockstep._doors.lightning_internals import untoggled_flags
 from lightning_lockstep._doors.torch_internals import (
+    BUFFERS,
+    MODULES,
+    PARAMETERS,
     buffer_places,
     buffers_at,
     copy_each,
     put_buffer,
     version_getter,
 )
-from lightning_lockstep._lightning.internals import untoggled_flags
-from lightning_lockstep.steps.module_attributes import ModuleAttributes
-from lightning_lockstep.steps.random_state import RandomState
-from lightning_lockstep.steps.stored_copies import StoredCopies
 
-__all__ = [
-    "BufferCopies",
-    "Generators",
-    "Gradients",
-    "ModuleAttributes",
-    "OptimizerState",
-    "ScalerState",
-    "Snapshot",
-    "TensorValues",
-    "whole_run",
-    "without_tensors",
-]
+# -- The state of every random number generator that a training step may draw from --
+
+
+@dataclass
+class RandomState:
+    """State of the generators of torch (CPU and CUDA), Python and numpy."""
+
+    torch_cpu: Tensor
+    torch_cuda: dict[int, Tensor]  # by index of the device
+    python: Any
+    numpy: Any  # of the global generator; None: numpy is not in use
+
+    @classmethod
+    def capture(cls, device: torch.device | None = None) -> RandomState:
+        """Take the states, of CUDA that of ``device`` or all in use; nothing is read from a device."""
+        return cls(torch.get_rng_state(), _cuda_states(device), random.getstate(), _numpy_state())
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch_cpu)
+        for index, state in self.torch_cuda.items():
+            torch.cuda.set_rng_state(state, index)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            _numpy.forget()
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+def _cuda_states(device: torch.device | None) -> dict[int, Tensor]:
+    # The state of a CUDA generator lives on the host: a seed and an offset.
+    if device is not None and device.type != "cuda":
+        return {}
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return {}
+    if device is not None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return {index: torch.cuda.get_rng_state(index)}
+    return dict(enumerate(torch.cuda.get_rng_state_all()))
+
+
+class _NumpyState:
+    """State of numpy's global generator, asked for only when it has moved: that takes longer than all else here.
+
+    Its Mersenne Twister is compared through numpy's ctypes interface. Normal numbers come in pairs, and the one
+    left over is not part of it: while there is one, the state is asked for each time.
+    """
+
+    _SIZE = 624 * 4 + 4  # the numbers of the Mersenne Twister and its position in them [bytes]
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._memory = (ctypes.c_char * self._SIZE)()
+        self._bytes = b""
+        self._state: Any = None
+
+    def forget(self) -> None:
+        """Ask for the state the next time, moved or not."""
+        self._state = None
+
+    def __call__(self, numpy: Any) -> Any:
+        generator = numpy.random.get_bit_generator()
+        if not isinstance(generator, numpy.random.MT19937):
+            return numpy.random.get_state(legacy=False)
+        if generator is not self._generator:
+            self._generator, self._state = generator, None
+            self._memory = (ctypes.c_char * self._SIZE).from_address(generator.ctypes.state_address)
+        now = self._memory.raw
+        if self._state is None or self._state["has_gauss"] or now != self._bytes:
+            self._bytes, self._state = now, numpy.random.get_state(legacy=False)
+        return self._state
+
+
+_numpy = _NumpyState()
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else _numpy(numpy)
+
+
+# -- Plain attributes of a module that a training step may change, put back in the objects that held them
+
+
+class ModuleAttributes:
+    """Plain attributes of a module and its submodules: modes, counters, lists, states of torchmetrics.
+
+    Containers and tensors are put back in place, where others may hold them.
+    """
+
+    # Parameters are never exchanged, buffers' values are a matter of their own, and the rest is Lightning's.
+    _OTHERS = frozenset({PARAMETERS, MODULES, "_trainer", "_fabric", "trainer"})
+
+    def __init__(self, module: nn.Module) -> None:
+        # An engine that divides them keeps them in containers too, and they may be whole or in parts by then.
+        self._parameters = {id(parameter) for parameter in module.parameters()}
+        self._kept = [
+            (m, {name: self._kept_value(name, v) for name, v in vars(m).items() if name not in self._OTHERS})
+            for m in module.modules()
+        ]
+
+    def _kept_value(self, name: str, value: Any) -> Callable[[], Any]:
+        if name == BUFFERS:
+            return partial(_refill, value, dict(value), {})
+        return _kept(value, set(self._parameters))
+
+    def restore(self) -> None:
+        for module, kept in self._kept:
+            attributes = vars(module)
+            for name in [name for name in attributes if name not in kept and name not in self._OTHERS]:
+                del attributes[name]
+            for name, put_back in kept.items():
+                attributes[name] = put_back()
+
+
+def _kept(value: Any, seen: set[int]) -> Callable[[], Any]:
+    """Return a function that gives the very same object back, with what is in it now."""
+    if not isinstance(value, (Tensor, list, set, dict)) or id(value) in seen:
+        return partial(_same, value)
+    if isinstance(value, Tensor):
+        return partial(_with_values, value, value.detach().cpu().clone())
+    seen.add(id(value))
+    items = dict(value) if isinstance(value, dict) else list(value)
+    numbered = items.items() if isinstance(items, dict) else enumerate(items)
+    inner = {k: _kept(item, seen) for k, item in numbered if isinstance(item, (Tensor, list, set, dict))}
+    return partial(_refill, value, items, inner)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _with_values(tensor: Tensor, values: Tensor) -> Tensor:
+    if tensor.is_inference():
+        return values.to(tensor.device)
+    # Writing raises the version, which a graph that is still to be run backward would take for a change.
+    if not torch.equal(tensor.detach().cpu(), values):
+        with torch.no_grad():
+            tensor.copy_(values)
+    return tensor
+
+
+def _refill(container: Any, items: Any, inner: dict[Any, Callable[[], Any]]) -> Any:
+    for key, put_back in inner.items():
+        items[key] = put_back()
+    container.clear()
+    container.extend(items) if isinstance(container, list) else container.update(items)
+    return container
+
+
+# -- Values of tensors, stored where they do not take the memory that is measured or has run out --
+
+
+class StoredCopies:
+    """Values of tensors, in host memory for those of a device, in a file for the others."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        # It lives as long as this object; the system deletes it when it is closed.
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
+        torch.save([t.detach() for t in tensors if t.device.type == "cpu"], self._file)
+        self._copies = [t.detach().cpu() for t in tensors if t.device.type != "cpu"]
+
+    def write_to(self, tensors: list[Tensor]) -> None:
+        """Write the values into the tensors, or into others of their shapes and devices."""
+        self._file.seek(0)
+        stored = iter(torch.load(self._file, weights_only=True))
+        copies = iter(self._copies)
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.copy_(next(stored) if tensor.device.type == "cpu" else next(copies))
+
+
+# -- State that a training step may change, put back bit for bit --
+# A :class:`Snapshot` is made of parts, each of which is cheap enough to be used on its own: a trial of a
+# batch size puts everything back, a replay all but parameters and optimizers, a split step what a forward
+# leaves behind. What the step only writes to is replaced by something empty where that is enough
+# (gradients, a fresh optimizer's state), else copied: to host memory from a device, so that a copy does not
+# take the memory that is being measured or has run out.
+
 
 # Buffers up to this size [elements] are copied at each refresh; batch norm changes its own without a trace.
 _SMALL = 65_536

@@ -16,10 +16,8 @@ import torch
 from torch.random import fork_rng
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_lockstep._lightning import CombinedLoader
-from lightning_lockstep._lightning.internals import restart_training_iterators
-
-__all__ = ["LoaderPosition"]
+from lightning_lockstep._doors.lightning import CombinedLoader
+from lightning_lockstep._doors.lightning_internals import restart_training_iterators
 
 
 class LoaderPosition:

@@ -1,15 +1,149 @@
-"""What rank 0 prints and logs about stragglers."""
+"""What is remembered of slow ranks over a run, and how it is told."""
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from lightning_lockstep._tables import plain_table
-from lightning_lockstep._text import ranks_in_words
-from lightning_lockstep.stragglers.tracker import RankSummary, StragglerTracker, Window
-from lightning_lockstep.stragglers.verdict import Verdict
+from lightning_lockstep._text import plain_table, ranks_in_words
+from lightning_lockstep.stragglers.verdict import (
+    NOBODY,
+    ComparedStep,
+    Losses,
+    RankTimes,
+    Verdict,
+    decide,
+    joined,
+    losses_of,
+)
 
-__all__ = ["change_line", "conclusion_line", "figures", "missing_line", "report"]
+# -- The verdict as the run goes on, when it changes, and what the whole run comes to --
+
+
+# A verdict stands on the steps of the last windows, at least so many.
+_LOOK_BACK = 50
+# While a run goes on, fewer steps than this name nobody.
+_FEWEST = 20
+# Windows whose medians are kept for the table at the end.
+_KEPT_WINDOWS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What one window of steps has shown."""
+
+    first: int
+    since: int  # first step since the last decision, which too few steps put off
+    losses: Losses
+    before: Verdict  # the one before it
+    verdict: Verdict  # now, on the last windows together
+
+    @property
+    def changed(self) -> bool:
+        """Whether another rank is named now, or the same in another way."""
+        return not self.verdict.is_like(self.before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSummary:
+    """One rank over the whole run."""
+
+    rank: int
+    times: RankTimes | None  # medians; None: nothing came from it
+    last: int  # number of steps in which it was the last
+    share: float  # of all the time that was spent waiting
+
+
+class StragglerTracker:
+    """Takes compared steps in order and decides after each window."""
+
+    def __init__(self, world_size: int, *, every_n_steps: int, min_share: float) -> None:
+        self._world_size, self._every, self._min_share = world_size, every_n_steps, min_share
+        self.verdict: Verdict = NOBODY
+        self.total = Losses.none(world_size)  # over all steps so far
+        self._steps: list[ComparedStep] = []
+        self._since_collective: ComparedStep | None = None
+        self._recent: deque[Losses] = deque()
+        self._undecided_since: int | None = None
+        self._times: list[deque[RankTimes]] = [deque(maxlen=_KEPT_WINDOWS) for _ in range(world_size)]
+
+    def add(self, step: ComparedStep) -> Window | None:
+        """Take the next step; returns the window that it completes, if it does."""
+        self._steps.append(step)
+        return self._evaluate() if len(self._steps) >= self._every else None
+
+    def finish(self) -> Window | None:
+        """Return the last window, which may be shorter than the others."""
+        return self._evaluate(at_least=1) if self._steps else None
+
+    def conclusion(self) -> Verdict:
+        """Return the verdict on all steps so far."""
+        return decide(self.total, min_share=self._min_share)
+
+    def ranks(self) -> list[RankSummary]:
+        """Return each rank over all steps so far, in rank order."""
+        lost = sum(self.total.lost)
+        return [
+            RankSummary(
+                rank=rank,
+                times=_medians(self._times[rank]) if self._times[rank] else None,
+                last=self.total.last[rank],
+                share=self.total.lost[rank] / lost if lost else 0.0,
+            )
+            for rank in range(self._world_size)
+        ]
+
+    def _evaluate(self, *, at_least: int = _FEWEST) -> Window:
+        steps, self._steps = self._steps, []
+        measured = self._measured(steps)
+        losses = losses_of(measured, self._world_size)
+        self.total += losses
+        for rank, times in enumerate(self._times):
+            shown = measured if self.total.steps else steps
+            of_rank = [step.times[rank] for step in shown if rank in step.times]
+            if of_rank:
+                times.append(_medians(of_rank))
+        self._recent.append(losses)
+        while (
+            len(self._recent) > 1
+            and sum(one.steps for one in self._recent) - self._recent[0].steps >= _LOOK_BACK
+        ):
+            self._recent.popleft()
+        before = self.verdict
+        since = steps[0].step if self._undecided_since is None else self._undecided_since
+        self._undecided_since = since
+        together = sum(self._recent, start=Losses.none(self._world_size))
+        if losses.steps and together.steps >= at_least:  # a window of which nothing is known changes nothing
+            self._undecided_since = None
+            self.verdict = decide(together, min_share=self._min_share, before=before)
+        return Window(first=steps[0].step, since=since, losses=losses, before=before, verdict=self.verdict)
+
+    def _measured(self, steps: Sequence[ComparedStep]) -> list[ComparedStep]:
+        """Return one step for all that lies between two collectives, as where gradients are accumulated.
+
+        What comes after the last collective waits for the next window.
+        """
+        found: list[ComparedStep] = []
+        for step in steps:
+            before = self._since_collective
+            self._since_collective = step if before is None else joined(before, step)
+            if step.measured:
+                found.append(self._since_collective)
+            if (
+                step.measured or len(step.times) < 2
+            ):  # of less than two ranks nothing is known, not even whether
+                self._since_collective = None
+        return found
+
+
+def _medians(times: Sequence[RankTimes]) -> RankTimes:
+    return RankTimes(*(statistics.median(values) for values in zip(*times, strict=True)))
+
+
+# -- What rank 0 prints and logs about stragglers --
+
 
 # Beyond this number of ranks the table has those for which the others waited longest.
 _LONGEST_TABLE = 64

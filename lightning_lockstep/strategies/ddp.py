@@ -6,15 +6,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
-from lightning_lockstep._lightning import DDPStrategy, _register_ddp_comm_hook
+from lightning_lockstep._doors.lightning import DDPStrategy, _register_ddp_comm_hook
 from lightning_lockstep._settings import settings_of
-from lightning_lockstep.distributed.ddp.comm_hooks import compression_hook
+from lightning_lockstep.distributed.c10d_operators import compression_hook
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.hooks import LifecycleHooks
 from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
 from lightning_lockstep.strategies.options import DDPSettings, options_of_ddp, reject_unknown
-
-__all__ = ["LockstepDDPStrategy"]
 
 # Options of Lightning's DDPStrategy beside those of DistributedDataParallel.
 _OF_LIGHTNING = (

@@ -2,52 +2,194 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from lightning_lockstep._console import say
 from lightning_lockstep._doors.deepspeed_internals import destroy
-from lightning_lockstep._exports import public
-from lightning_lockstep._lightning import (
+from lightning_lockstep._doors.lightning import (
     DDPStrategy,
+    DeepSpeedStrategy,
+    LightningModule,
     MisconfigurationException,
     Precision,
+    TrainerFn,
 )
+from lightning_lockstep._exports import public
 from lightning_lockstep._settings import settings_of
-from lightning_lockstep.deepspeed.activation_checkpointing import configure_activation_checkpointing
-from lightning_lockstep.deepspeed.agreement import agreed
-from lightning_lockstep.deepspeed.builds.loading import prepared_where_loaded
-from lightning_lockstep.deepspeed.builds.preparation import prepare_ops
-from lightning_lockstep.deepspeed.configuration.given import device_type_given
-from lightning_lockstep.deepspeed.configuration.named_options import with_named_options
-from lightning_lockstep.deepspeed.configuration.ops import needed_ops
-from lightning_lockstep.deepspeed.configuration.reading import read_config
-from lightning_lockstep.deepspeed.configuration.run_config import RunConfig
+from lightning_lockstep._text import say
+from lightning_lockstep.deepspeed.builds import prepare_ops, prepared_where_loaded
+from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
+from lightning_lockstep.deepspeed.checkpoints.resuming import (
+    load_plain_weights,
+    resume_redivided,
+    whole_checkpoint,
+    whole_folder,
+    writers_differ,
+)
+from lightning_lockstep.deepspeed.config import read_config, with_named_options
+from lightning_lockstep.deepspeed.config_checks import device_type_given
+from lightning_lockstep.deepspeed.config_completion import RunConfig
+from lightning_lockstep.deepspeed.device_support import needed_ops
 from lightning_lockstep.deepspeed.engine import (
+    GradientsOfEngine,
     adopt_process_group,
+    agreed,
+    configure_activation_checkpointing,
     divided_as_made,
     evaluation_config,
     make_engine,
 )
+from lightning_lockstep.deepspeed.engine_trials import EngineTrials, without_engine
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.deepspeed.precision import resolve_deepspeed_precision
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.launchers.mpirun.command import MPIRunSettings
-from lightning_lockstep.strategies.deepspeed_checkpoints import DeepSpeedCheckpoints
-from lightning_lockstep.strategies.deepspeed_steps import DeepSpeedSteps
+from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
+from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.hooks import LifecycleHooks
 from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
 from lightning_lockstep.strategies.mpi import MPIStartup
 from lightning_lockstep.strategies.options import DeepSpeedSettings, reject_unknown
 
-__all__ = ["LockstepDeepSpeedStrategy"]
+# -- How a strategy that runs DeepSpeed makes its training steps, and what other features can do with them
+
+
+class DeepSpeedSteps(DeepSpeedStrategy):
+    """Lightning's strategy, with steps that can be looked into, and whose loop steps the optimizer."""
+
+    _run_config: RunConfig
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Whether the engine decides when the optimizer steps: no, Lightning's loop does, as under any strategy.
+
+        Lightning counts from the start of each epoch and steps after its last batch, DeepSpeed goes on counting.
+        """
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Do nothing around an accumulated batch: the engine knows that, and reduces what its stage needs."""
+        yield
+
+    @property
+    def step_capabilities(self) -> Capabilities:
+        """What can be done with a training step: DeepSpeed's engine runs it, on all ranks together."""
+        return Capabilities(
+            whole_gradients=False, step_alone=False, replays="together" if self.zero_stage_3 else "alone"
+        )
+
+    def engine_gradients(self) -> GradientsOfEngine:
+        """Return what this rank holds of the gradients, once the engine is set up for a fit."""
+        return GradientsOfEngine(self.model, getattr(self.precision_plugin, "history", None))
+
+    @property
+    def engine_trials(self) -> EngineTrials:
+        """Steps of the engine on one rank alone, to see what memory they need."""
+        return EngineTrials(self, self._run_config.given)
+
+    def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
+        """Let the body run ``module`` by autograd alone, and leave the engine as it was.
+
+        Stages 0 to 2 send nothing; in stage 3 all ranks do it together, since the parameters are gathered.
+        """
+        return without_engine(self, module, module.trainer.model)
+
+
+# -- How a strategy that runs DeepSpeed writes and loads checkpoints, whole folders and plain files alike
+
+
+class DeepSpeedCheckpoints(DeepSpeedStrategy):
+    """Lightning's strategy, with checkpoints that are whole or not there, for any number of ranks."""
+
+    lifecycle: RankLifecycle
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint folder, in place of one of that name once the new one is whole."""
+        target = self.broadcast(str(filepath))
+        with (
+            whole_folder(
+                target,
+                rank=self.global_rank,
+                is_first_of_node=self.local_rank == 0,
+                meet=self._meet,
+                gather=current_communicator().gather,
+            ) as draft,
+            warnings.catch_warnings(),
+        ):
+            # That parts of the weights go to several files, and how to join them: docs/deepspeed.md, shorter.
+            warnings.filterwarnings("ignore", message="When saving the DeepSpeed Stage 3 checkpoint")
+            super().save_checkpoint(checkpoint, draft, storage_options)
+
+    def _meet(self) -> None:
+        self.barrier()
+        self.lifecycle.check()  # a barrier does not wait once a rank has failed
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint folder of DeepSpeed, or a plain Lightning checkpoint, which has whole weights."""
+        if not is_deepspeed_checkpoint(checkpoint_path):
+            return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+        stage, communicator = self._complete_config["zero_optimization"]["stage"], current_communicator()
+        if not self._fits:
+            # DeepSpeed 0.19 itself cannot do this in stage 3, and only on as many ranks in the others.
+            return whole_checkpoint(checkpoint_path, self._module, communicator, divided=stage == 3)
+        folder = Path(checkpoint_path)
+        if not writers_differ(folder, communicator, stage=stage, half=self._half):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return resume_redivided(
+            self.model,
+            self._module,
+            folder,
+            communicator,
+            strict=self._module.strict_loading,
+            plain_only=bool(weights_only),
+        )
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _half(self) -> str | None:
+        """The section of the configuration that switches 16 bits on."""
+        sections = ((name, self._complete_config.get(name)) for name in ("bf16", "fp16"))
+        return next((name for name, inner in sections if (inner or {}).get("enabled")), None)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights into the model if the checkpoint has them; DeepSpeed has loaded its own."""
+        if "state_dict" not in checkpoint:
+            return
+        assert self.lightning_module is not None
+        load_plain_weights(self.model, self.lightning_module, checkpoint["state_dict"], strict=strict)
+        if self._fits and checkpoint.get("optimizer_states") and self.is_global_zero:
+            say(
+                "lightning-lockstep: the checkpoint is a plain one: its weights are loaded, and the state of the"
+                " optimizer starts fresh. A checkpoint folder of DeepSpeed has both."
+            )
+
+    @property
+    def _complete_config(self) -> dict[str, Any]:
+        assert self.config is not None
+        return self.config
+
+    @property
+    def _fits(self) -> bool:
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
+
+
+# -- DeepSpeed's ZeRO that keeps all ranks in step, on CUDA and on CPU --
+
 
 # Options of Lightning's DeepSpeedStrategy that are not about DeepSpeed.
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "precision_plugin")

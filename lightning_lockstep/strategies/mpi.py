@@ -13,27 +13,21 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_lockstep._lightning import ClusterEnvironment, rank_zero_only
-from lightning_lockstep._lightning.internals import given_to_trainer
+from lightning_lockstep._doors.lightning import ClusterEnvironment, rank_zero_only
+from lightning_lockstep._doors.lightning_internals import given_to_trainer
 from lightning_lockstep._settings import Faults
-from lightning_lockstep.distributed.failure.exit_note import note_orderly_end
+from lightning_lockstep.distributed.failure.record import note_orderly_end
 from lightning_lockstep.distributed.mpi import backend as mpi_backend
 from lightning_lockstep.distributed.mpi.progress import set_interruption
 from lightning_lockstep.distributed.mpi.runtime import abort_when_leaving
 from lightning_lockstep.distributed.process_group import has_backend
 from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError, RankFailedError
-from lightning_lockstep.launchers.environments.cluster_environment import (
-    LockstepEnvironment,
-    detect_environment,
-)
-from lightning_lockstep.launchers.environments.mpi_environment import MPIEnvironment
-from lightning_lockstep.launchers.mpirun.command import MPIRunSettings, find_mpirun
-from lightning_lockstep.launchers.mpirun.launcher import MPIRunLauncher
+from lightning_lockstep.launchers.environments import LockstepEnvironment, MPIEnvironment, detect_environment
+from lightning_lockstep.launchers.mpirun import MPIRunLauncher
+from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, find_mpirun
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.strategies.ddp import LockstepDDPStrategy
 from lightning_lockstep.strategies.lifecycle import RankStartup
-
-__all__ = ["LockstepMPIStrategy"]
 
 _log = logging.getLogger(__name__)
 _BACKENDS = ("auto", "mpi4py", "gloo", "nccl", "mpi")

@@ -10,12 +10,9 @@ from typing import Any, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lockstep._environment import debug
-from lightning_lockstep._settings import Faults, is_number, settings_of
-from lightning_lockstep.distributed.ddp.comm_hooks import HOOKS
+from lightning_lockstep._settings import Faults, debug, is_number, settings_of
+from lightning_lockstep.distributed.c10d_operators import HOOKS
 from lightning_lockstep.launchers.rank_supervisor import SupervisorSettings
-
-__all__ = ["DDPSettings", "DeepSpeedSettings", "LifecycleSettings", "options_of_ddp", "reject_unknown"]
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 UNEVEN_INPUTS = ("error", "truncate", "join")

@@ -13,18 +13,67 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
-from lightning_lockstep._lightning import TrainerFn
-from lightning_lockstep._lightning.internals import combined_training_loader, reloads_training_loader
+from lightning_lockstep._doors.lightning import TrainerFn
+from lightning_lockstep._doors.lightning_internals import combined_training_loader, reloads_training_loader
 from lightning_lockstep.distributed import Communicator, PendingReduction
+from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.steps.patching import replaced
 
-__all__ = ["EvenLoader", "StepPlan", "UnevenInputs", "batches_taken", "plan_steps"]
+# -- Losses of zero, with which a rank that has nothing to contribute still takes part in the reductions of
+# a step
+
+
+@contextmanager
+def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) -> Iterator[None]:
+    """Let a training step that returns ``None``, or whose batch is a padding batch, contribute gradients of zero.
+
+    The other ranks then get the reductions that they wait for.
+    """
+    original = module.training_step  # a callback may have put its own there, as OverflowDetector does
+
+    def contributing(*args: Any, **kwargs: Any) -> Any:
+        with gathered_entries() as entries:
+            output = original(*args, **kwargs)
+        if output is not None and not is_padding_batch():
+            return output
+        zero = zero_loss(module, entries)
+        return {**output, "loss": zero} if isinstance(output, Mapping) else zero
+
+    with replaced(module, training_step=contributing):
+        yield
+
+
+def zero_loss(module: Module, entries: Sequence[Tensor] = ()) -> Tensor:
+    """Return a loss of zero that depends on every trainable parameter, so that all gradients are zero.
+
+    ``entries`` are what this rank has gathered with gradients: the others wait for it in the backward, from
+    where it gets the gradients of what it has given them.
+    """
+    parts = [p.view(-1)[:1].sum() * 0.0 for p in module.parameters() if p.requires_grad and p.numel()]
+    parts += [entry.flatten()[:0].sum().real for entry in entries]  # no element, so no nan times zero
+    return torch.stack([part.float() for part in parts]).sum()
+
+
+# -- Ranks that have different numbers of batches --
+# Every rank must take the same number of steps: a rank that runs out of data goes on to validation while
+# the others wait for its gradients, and they hang, or gradients are added to values of another collective.
+# Here the ranks compare the lengths of their loaders before the first batch. Loaders without a length agree
+# before each batch whether all still have one; that reduction runs while the batch before it is computed.
+#
+# What the loop takes counts, not what the loaders have: a limit of the Trainer may end an epoch everywhere
+# at the same batch, and of several loaders a longer one may decide, which is known only once Lightning has
+# asked for all of them.
+
 
 _log = logging.getLogger(__name__)
 Policy = Literal["error", "truncate", "join"]

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_lockstep._console import say
-from lightning_lockstep._lightning import (
+from lightning_lockstep._doors.lightning import (
     Precision,
     Strategy,
     TrainerFn,
@@ -17,17 +16,38 @@ from lightning_lockstep._lightning import (
     move_data_to_device,
     set_shared_parameters,
 )
-from lightning_lockstep._lightning.internals import show_accelerator
+from lightning_lockstep._doors.lightning_internals import show_accelerator
+from lightning_lockstep._text import say
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.strategies.xla_pending import CAPABILITIES, XLAPending
-from lightning_lockstep.xla.accelerator import XLADevices
-from lightning_lockstep.xla.availability import check_accelerator, check_torch_xla
-from lightning_lockstep.xla.dtypes import DtypeReport
-from lightning_lockstep.xla.gradients import own_memory
-from lightning_lockstep.xla.lazy_run import LazyRun
-from lightning_lockstep.xla.precision import resolve_xla_precision
+from lightning_lockstep.xla.lazy_run import LazyRun, XLADevices
+from lightning_lockstep.xla.precision import DtypeReport, own_memory, resolve_xla_precision
+from lightning_lockstep.xla.runtime import XLARuntime, check_accelerator, check_torch_xla
 
-__all__ = ["XLASteps"]
+# -- What holds for every strategy of XLA devices, whose operations are called and run later --
+
+
+CAPABILITIES = Capabilities(sees_out_of_memory=False, runs_at_once=False)
+"""Of a training step that torch-xla compiles."""
+
+
+class XLAPending:
+    """The state of the devices' random numbers, which a step that is run again begins from."""
+
+    runtime: XLARuntime | None = None
+    _device = torch.device("cpu")
+
+    def device_seed(self) -> int:
+        """Return the state of the devices' random numbers; nothing is read from a device."""
+        return 0 if self.runtime is None else self.runtime.seed()
+
+    def set_device_seed(self, seed: int) -> None:
+        """Let the devices' random numbers go on from a state."""
+        if self.runtime is not None:
+            self.runtime.set_seed(seed)
+
+
+# -- What a strategy for XLA devices does around each step: what was called is compiled and run there, and
+# only there
 
 
 class XLASteps(XLAPending, Strategy):

@@ -1,27 +1,157 @@
-"""torch-xla as it works in this process: its devices, random numbers and compilations, and what runs pending work.
-
-The functions of ``torch_xla`` that have moved between its releases 2.5 and 2.9 are looked for here alone. What can be
-asked before torch-xla has its devices is in ``availability.py``.
-"""
+"""torch-xla in this process: whether it is there, its devices, ranks that are forked."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import os
+import sys
 from typing import Any
 
 import torch
 
-from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.xla.availability import (
-    check_torch_xla,
-    check_untouched,
-    find_device_type,
-    has_devices,
-)
+from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
 
-__all__ = ["XLARuntime", "compilations_begun_and_done", "compilations_so_far"]
+# -- What is known of torch-xla and its devices without starting any: installed, its variables, TPUs,
+# already in use
+
+
+# Variables that change what float32 means for a whole process, and what to write instead.
+_REFUSED = {
+    "XLA_USE_BF16": "precision=bf16-true",
+    "XLA_DOWNCAST_BF16": "precision=bf16-true and the strategy's downcast_bf16=True",
+    "XLA_USE_F16": "precision=bf16-true or bf16-mixed",
+    "XLA_USE_FP16": "precision=bf16-true or bf16-mixed",
+    "XLA_DOWNCAST_F16": "precision=bf16-true and the strategy's downcast_bf16=True",
+    "XLA_DOWNCAST_FP16": "precision=bf16-true and the strategy's downcast_bf16=True",
+}
+_NO = ("", "0", "false")
+
+
+def check_environment() -> None:
+    """Refuse the variables that torch-xla has deprecated for 16 bits.
+
+    They turn every float32 tensor of the process into 16 bits without its knowledge: metrics, logged means, counters.
+    """
+    found = [name for name in _REFUSED if os.environ.get(name, "").lower() not in _NO]
+    if found:
+        texts = [f"{name}={os.environ[name]}: expected {_REFUSED[name]} instead." for name in found]
+        raise ConfigurationError(
+            "These variables turn every float32 tensor into 16 bits, also metrics and what is logged, and torch-xla"
+            f" has deprecated them. Unset them. {' '.join(texts)}"
+        )
+
+
+def check_torch_xla(needed_for: str) -> None:
+    """Check that torch-xla is installed and not set to cast by itself; imports nothing."""
+    check_environment()
+    if importlib.util.find_spec("torch_xla") is None:
+        raise MissingExtraError("torch_xla", extra="xla", needed_for=needed_for)
+
+
+def has_devices() -> bool:
+    """Return whether torch-xla has its devices in this process already."""
+    extension = getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    return extension is not None and bool(extension._xla_runtime_is_initialized())
+
+
+def check_untouched(local_processes: int) -> None:
+    """Refuse to share devices among processes of which this one has them already."""
+    if has_devices():
+        raise LaunchError(
+            f"XLA was already used in this process, so its devices could not be shared among {local_processes} ranks:"
+            " expected no call of torch_xla.device(), no tensor on an XLA device and no earlier job in it. Make the"
+            " Trainer first and the tensors within its run, and start each job of a sweep as a program of its own."
+        )
+
+
+def find_device_type() -> str:
+    """Return the type of the devices that torch-xla has here or would choose: ``CPU`` or ``TPU``."""
+    return os.environ.get("PJRT_DEVICE", "TPU" if has_libtpu() and num_tpu_chips() else "CPU").upper()
+
+
+def has_libtpu() -> bool:
+    """Return whether torch-xla finds, or has found, the library without which it does not see a TPU."""
+    found = getattr(sys.modules.get("torch_xla"), "_found_libtpu", None)
+    if found is not None:
+        return bool(found)
+    return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
+
+
+def num_tpu_chips() -> int:
+    """Return how many chips of TPUs this host has, with torch-xla installed."""
+    return int(importlib.import_module("torch_xla._internal.tpu").num_available_chips())
+
+
+def check_accelerator(is_tpu: bool) -> None:
+    """Refuse to train on the CPU where the Trainer was to train on TPUs."""
+    if is_tpu and find_device_type() == "CPU":
+        why = (
+            "PJRT_DEVICE=CPU is set. Unset it"
+            if has_libtpu()
+            else "the package libtpu is missing. Install torch-xla with it: pip install 'torch-xla[tpu]==2.9.*', and"
+            " unset PJRT_DEVICE if it is set"
+        )
+        raise ConfigurationError(
+            f"accelerator='tpu', and torch-xla takes the CPU: expected a TPU, but {why}; or give the Trainer"
+            " accelerator='cpu' to train on virtual devices of the CPU."
+        )
+
+
+# -- XLA in ranks that are forked from one process: what is allowed before the fork, and what a rank sets
+# after it
+
+
+def check_xla_untouched() -> None:
+    """Refuse to fork a process in which torch-xla has its devices: a copy of it could not use them."""
+    if has_devices():
+        raise LaunchError(
+            "XLA was already used in this kernel, so its devices would not work in ranks that are forked from it:"
+            " expected no call of torch_xla.device(), no tensor and no model on an XLA device in any cell before."
+            " Restart the kernel, make the model on the CPU in a cell, and move it to the device inside the function"
+            " that the ranks run."
+        )
+
+
+def num_xla_ranks() -> int | None:
+    """Return how many ranks torch-xla has devices for on this host, without initialising it.
+
+    0: XLA runs on the CPU, where any number will do. ``None``: nothing asks for XLA, as torch-xla is not
+    installed, or there is neither a TPU nor ``PJRT_DEVICE``.
+    """
+    if importlib.util.find_spec("torch_xla") is None:
+        return None
+    given = os.environ.get("PJRT_DEVICE", "").upper()
+    if given == "CPU":
+        return 0
+    if given not in ("", "TPU") or not has_libtpu() or not num_tpu_chips():
+        return None
+    return int(importlib.import_module("torch_xla._internal.tpu").num_local_processes())
+
+
+def become_xla_rank(rank: int, world_size: int) -> None:  # of this host
+    """Set for torch-xla, before it is used here, which rank this process is.
+
+    On a TPU host this gives the rank its own chip.
+    """
+    chips = num_xla_ranks()
+    if chips is None:
+        return
+    if chips and world_size not in (1, chips):
+        raise ConfigurationError(
+            f"num_processes={world_size}: expected 1 or {chips}, one rank per chip of this TPU host."
+        )
+    os.environ.update(PJRT_LOCAL_PROCESS_RANK=str(rank), PJRT_LOCAL_PROCESS_COUNT=str(world_size))
+    if chips and world_size > 1:
+        importlib.import_module("torch_xla._internal.tpu").configure_topology(rank, world_size)
+
+
+# -- torch-xla as it works in this process: its devices, random numbers and compilations, and what runs
+# pending work
+#
+# The functions of ``torch_xla`` that have moved between its releases 2.5 and 2.9 are looked for here alone.
+# What can be asked before torch-xla has its devices is in ``availability.py``.
 
 
 class XLARuntime:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_lockstep._application.command_line.config_check import Checked, preflight
+from lightning_lockstep._application.checks import check_training
+from lightning_lockstep._application.overrides import Checked, preflight
 from lightning_lockstep._doors import hydra_internals
-from lightning_lockstep.train import check_training, main
+from lightning_lockstep.train import main
 
 
 def look_at(*arguments: str, alone: bool = True) -> Checked:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightning_lockstep._application.checkpoints import checkpoint_folders, find_checkpoint, note_begin
+from lightning_lockstep._application.checks import checkpoint_folders, find_checkpoint, note_begin
 from lightning_lockstep.errors import ConfigurationError
 
 

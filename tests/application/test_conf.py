@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import lightning_lockstep
-from lightning_lockstep.components import Trainer
+from lightning_lockstep._doors.lightning import Trainer
 from tests.application.command_lines import faults_of
 
 CONF = Path(lightning_lockstep.__file__).parent / "conf"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep._application.command_line.faults import Fault, describe
-from lightning_lockstep.demo.cnn import ConvNet
+from lightning_lockstep._application.values import Fault, describe
+from lightning_lockstep.demo.images import ConvNet
 from tests.application.command_lines import faults_of, only
 
 

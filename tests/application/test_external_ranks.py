@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_lockstep._application.command_line.checks import prepare_training
+from lightning_lockstep._application.checks import prepare_training
 from lightning_lockstep._application.config_channel import (
     ConfigChannel,
     ExternalRanks,
     Message,
     external_ranks,
 )
-from lightning_lockstep.distributed.side_channel import job_token
+from lightning_lockstep.distributed import rendezvous
 
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0", "SLURM_NODELIST": "n[1-2]"}
 
@@ -84,7 +84,7 @@ def test_a_configuration_that_goes_to_other_hosts_without_a_signature_is_announc
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("LOCKSTEP_JOB_TOKEN", raising=False)
-    monkeypatch.setattr(job_token, "_made", None)
+    monkeypatch.setattr(rendezvous, "_made", None)
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
     channel = ConfigChannel(ExternalRanks(0, 4, 2, "node1", 29500))

@@ -17,14 +17,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.hydra import rerun
-from lightning_lockstep.launchers.hydra.rerun import (
-    for_other_ranks,
-    freeze,
-    hydra_child_command,
-    without_hydra,
-)
-from lightning_lockstep.launchers.mpirun.config_variable import config_for_all_hosts
+from lightning_lockstep.launchers import hydra
+from lightning_lockstep.launchers.hydra import for_other_ranks, freeze, hydra_child_command, without_hydra
+from lightning_lockstep.launchers.mpirun import config_for_all_hosts
 
 
 @dataclass
@@ -55,9 +50,9 @@ def job() -> Any:
     HydraConfig.instance().set_config(config)
     yield config
     HydraConfig.instance().cfg = None
-    if rerun._written is not None:
-        os.close(rerun._written[2])
-    rerun._written = None
+    if hydra._written is not None:
+        os.close(hydra._written[2])
+    hydra._written = None
 
 
 def test_interpolations_become_values_and_types_stay() -> None:

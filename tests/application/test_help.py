@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_lockstep
-from lightning_lockstep._application.command_line.help import comments, help_text
+from lightning_lockstep._application.entry import comments, help_text
 from lightning_lockstep._doors import hydra_internals
 from lightning_lockstep.train import main
 

@@ -142,7 +142,7 @@ def test_a_wrong_command_line_is_one_message_and_exit_code_2(tmp_path: Path) -> 
 
 def test_what_a_users_own_constructor_objects_to_is_a_message_too(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
-        "from lightning_lockstep.demo.cnn import ConvNet\n"
+        "from lightning_lockstep.demo.images import ConvNet\n"
         "class Own(ConvNet):\n"
         "    def __init__(self, width: int):\n"
         "        raise ValueError('width is out of fashion')\n"
@@ -160,7 +160,7 @@ def test_what_a_users_own_constructor_objects_to_is_a_message_too(tmp_path: Path
 def test_settings_that_all_ranks_refuse_once_they_have_met_are_one_message_too(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from lightning_lockstep import ConfigurationError\n"
-        "from lightning_lockstep.demo.cnn import ConvNet\n"
+        "from lightning_lockstep.demo.images import ConvNet\n"
         "class Own(ConvNet):\n"
         "    def on_fit_start(self):\n"
         "        raise ConfigurationError('width=8: expected an even wider one.')\n"

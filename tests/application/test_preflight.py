@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lightning_lockstep._application.preflight import checks_for
+from lightning_lockstep._application.checks import checks_for
 from tests.distributed.mpi.launch import mpi_environ, why_no
 from tests.helpers import run_script
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lockstep._application.command_line.faults import Fault, show_faults
+from lightning_lockstep._application.values import Fault, show_faults
 
 
 def fault() -> Fault:

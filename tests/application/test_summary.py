@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep._application.summary import Summary, read_metrics, write, written
+from lightning_lockstep._application.records import Summary, read_metrics, write, written
 
 SUMMARY = Summary(
     metrics={"val_loss": 0.5, "train_loss": float("nan")},

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from lightning_lockstep._application.tracking import places, plain_configuration
-from lightning_lockstep._lightning import CSVLogger, DummyLogger
+from lightning_lockstep._application.records import places, plain_configuration
+from lightning_lockstep._doors.lightning import CSVLogger, DummyLogger
 from tests.application.command_lines import faults_of, only
 from tests.application.test_lockstep_train import path_with
 from tests.helpers import ScriptOutcome, run_script

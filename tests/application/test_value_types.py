@@ -10,7 +10,7 @@ from typing import Any, Literal, Optional, Union
 
 import pytest
 
-from lightning_lockstep._application.command_line.value_types import mismatch
+from lightning_lockstep._application.values import mismatch
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_lockstep.demo.cnn import ConvNet
-from lightning_lockstep.demo.digits import DigitsData
+from lightning_lockstep.demo.images import ConvNet, DigitsData
 from lightning_lockstep.distributed import current_communicator
 from tests.batch_size.models import trainer
 

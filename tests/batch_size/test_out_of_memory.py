@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_lockstep.batch_size.memory.meter import parse_bytes
-from lightning_lockstep.batch_size.memory.out_of_memory import attempt, is_out_of_memory, release_memory
+from lightning_lockstep.batch_size.memory import attempt, is_out_of_memory, parse_bytes, release_memory
 from lightning_lockstep.errors import ConfigurationError
 from tests.helpers import run_ranks
 
@@ -89,8 +88,7 @@ def test_amounts():
 
 
 def meter_and_wall() -> tuple[float, float, str, bool]:
-    from lightning_lockstep.batch_size.memory.limits import limited_memory
-    from lightning_lockstep.batch_size.memory.meter import meter_for
+    from lightning_lockstep.batch_size.memory import limited_memory, meter_for
 
     meter = meter_for(torch.device("cpu"), memory_limit=3 * 2**30)
     assert meter is not None

@@ -9,14 +9,8 @@ import pytest
 import torch
 
 from lightning_lockstep import find_executable_batch_size
-from lightning_lockstep.batch_size.effective_batch import plan_effective_batch, scaled_learning_rate
-from lightning_lockstep.batch_size.recovery.micro_batches import (
-    LogRecord,
-    merged_extra,
-    samples_in,
-    split,
-    volume,
-)
+from lightning_lockstep.batch_size.split_step import LogRecord, merged_extra, samples_in, split, volume
+from lightning_lockstep.callbacks.effective_batch_size import plan_effective_batch, scaled_learning_rate
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 from tests.helpers import run_ranks, world_size
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lockstep.batch_size.memory.out_of_memory import release_memory
+from lightning_lockstep.batch_size.memory import release_memory
 from lightning_lockstep.errors import BatchSizeError
 from tests.batch_size.models import FULL, Walled, trainer
 from tests.batch_size.same_run import strategy_for
@@ -335,7 +335,7 @@ class Regression(Big):
 
 def curves_with_and_without_room(ranks: int, folder: str) -> list[Any]:
     from lightning_lockstep import AutoBatchSize
-    from lightning_lockstep.batch_size.memory.malloc import return_freed_memory
+    from lightning_lockstep.batch_size.memory import return_freed_memory
 
     return_freed_memory()
     told: list[Any] = []

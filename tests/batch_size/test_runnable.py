@@ -11,9 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_lockstep import AutoBatchSize, BatchSizeError, EffectiveBatchSize
-from lightning_lockstep.batch_size.runnable import batches_fault, largest_runnable
-from lightning_lockstep.demo.cnn import ConvNet
-from lightning_lockstep.demo.digits import DigitsData
+from lightning_lockstep.batch_size.trial import batches_fault, largest_runnable
+from lightning_lockstep.demo.images import ConvNet, DigitsData
 from lightning_lockstep.distributed import current_communicator
 from tests.batch_size.models import FULL, PassedIn, Walled, trainer
 from tests.batch_size.same_run import strategy_for

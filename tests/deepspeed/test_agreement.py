@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from lightning_lockstep.deepspeed.agreement import agreed
+from lightning_lockstep.deepspeed.engine import agreed
 from lightning_lockstep.distributed import SingleProcessCommunicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from tests.helpers import run_ranks

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import AutoBatchSize, EffectiveBatchSize, LockstepDeepSpeedStrategy
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.errors import BatchSizeError
 from tests.batch_size.models import FULL, _FailsInBackward
 from tests.helpers import run_ranks, run_ranks_raw

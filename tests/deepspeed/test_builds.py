@@ -19,15 +19,15 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import LockstepDeepSpeedStrategy
-from lightning_lockstep._lightning import LightningModule, Trainer
-from lightning_lockstep.deepspeed.builds import locks as build_locks
-from lightning_lockstep.deepspeed.builds.preparation import (
+from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep.deepspeed import build_tools as build_locks
+from lightning_lockstep.deepspeed.build_tools import (
     BuildLock,
     find_build_locks,
-    prepare_ops,
+    missing_tools,
     remove_stale_locks,
 )
-from lightning_lockstep.deepspeed.builds.tools import missing_tools
+from lightning_lockstep.deepspeed.builds import prepare_ops
 from lightning_lockstep.distributed import current_communicator, shut_down
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from tests.helpers import RankOutcome, run_ranks, run_ranks_raw

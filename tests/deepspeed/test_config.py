@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_lockstep.deepspeed.configuration.named_options import with_named_options
-from lightning_lockstep.deepspeed.configuration.reading import modern_spelling, read_config, stage_of
+from lightning_lockstep.deepspeed.config import modern_spelling, read_config, stage_of, with_named_options
 from lightning_lockstep.errors import ConfigurationError
 from tests.deepspeed.example_configs import EXAMPLES
 

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lockstep.deepspeed.configuration import unsupported
-from lightning_lockstep.deepspeed.configuration.adapting import Limit, refuse_or_adapt
-from lightning_lockstep.deepspeed.configuration.completion import completed
-from lightning_lockstep.deepspeed.configuration.device_support import limits
-from lightning_lockstep.deepspeed.configuration.ops import can_build_op, needed_ops
-from lightning_lockstep.deepspeed.configuration.trainer_values import TrainerValues
+from lightning_lockstep.deepspeed import device_support
+from lightning_lockstep.deepspeed.config_checks import TrainerValues
+from lightning_lockstep.deepspeed.config_completion import completed
+from lightning_lockstep.deepspeed.device_support import (
+    Limit,
+    can_build_op,
+    limits,
+    needed_ops,
+    refuse_or_adapt,
+)
 from lightning_lockstep.deepspeed.engine import adopt_process_group
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.errors import ConfigurationError
@@ -118,7 +122,7 @@ def test_deepspeed_is_not_asked_where_no_op_is_needed() -> None:
 
 @pytest.mark.parametrize("has_float16", [True, False])
 def test_float16_is_refused_on_a_cpu_without_it(monkeypatch: pytest.MonkeyPatch, has_float16: bool) -> None:
-    monkeypatch.setattr(unsupported, "cpu_has_float16", lambda: has_float16)
+    monkeypatch.setattr(device_support, "cpu_has_float16", lambda: has_float16)
     config = {"fp16": {"enabled": True, "loss_scale": 0}}
     assert limits(config, "cuda") == []
     found = limits(config, "cpu")

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
-from lightning_lockstep._lightning import LightningModule, Trainer
+from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep.deepspeed.precision import cpu_has_float16
 from tests.deepspeed.example_configs import OF_DEEPSPEED
 from tests.helpers import run_ranks

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_lockstep._settings import Faults
-from lightning_lockstep.deepspeed.configuration import known_keys
-from lightning_lockstep.deepspeed.configuration.key_tables import (
+from lightning_lockstep.deepspeed import known_keys
+from lightning_lockstep.deepspeed.known_keys import (
     KNOWN,
     OPTIMIZER_PARAMS,
     OPTIMIZER_TYPES,
@@ -18,8 +18,8 @@ from lightning_lockstep.deepspeed.configuration.key_tables import (
     SAME,
     SCHEDULER_PARAMS,
     TORCH_ADAM_PARAMS,
+    check_keys,
 )
-from lightning_lockstep.deepspeed.configuration.known_keys import check_keys
 from tests.deepspeed.example_configs import EXAMPLES
 
 

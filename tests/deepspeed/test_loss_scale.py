@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lockstep.deepspeed.loss_scale import LossScaleHistory, StepOutcome, read_step
+from lightning_lockstep.deepspeed.precision import LossScaleHistory, StepOutcome, read_step
 from tests.helpers import run_ranks
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")

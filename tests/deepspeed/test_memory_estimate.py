@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_lockstep._text import size_in_words
-from lightning_lockstep.deepspeed.memory_estimate import estimate_table, main
-from lightning_lockstep.deepspeed.memory_formula import MemoryEstimate, estimate_memory
+from lightning_lockstep.deepspeed.memory_estimate import MemoryEstimate, estimate_memory, estimate_table, main
 from lightning_lockstep.errors import ConfigurationError
 from tests.helpers import run_ranks
 

@@ -20,9 +20,9 @@ from lightning_lockstep import (
     OverflowDetectedError,
     OverflowDetector,
 )
-from lightning_lockstep._lightning import Callback, LightningModule, Trainer
-from lightning_lockstep.deepspeed.gradient_check import GradientsOfEngine
-from lightning_lockstep.overflow.report.actions import Counters, Response
+from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep.deepspeed.engine import GradientsOfEngine
+from lightning_lockstep.overflow.diagnose import Counters, Response
 from lightning_lockstep.overflow.settings import OverflowSettings
 from tests.helpers import run_ranks
 from tests.helpers.ranks import run_ranks_raw

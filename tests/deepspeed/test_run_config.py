@@ -18,12 +18,11 @@ from hydra.errors import InstantiationException
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
-from lightning_lockstep._lightning import LightningModule, Trainer
+from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep._settings import Faults
-from lightning_lockstep.deepspeed.configuration.module_optimizer import check_module_optimizer, optimizer_of
-from lightning_lockstep.deepspeed.configuration.reading import without_nulls
-from lightning_lockstep.deepspeed.configuration.run_config import RunConfig
-from lightning_lockstep.deepspeed.configuration.trainer_values import TrainerValues
+from lightning_lockstep.deepspeed.config import without_nulls
+from lightning_lockstep.deepspeed.config_checks import TrainerValues
+from lightning_lockstep.deepspeed.config_completion import RunConfig, check_module_optimizer, optimizer_of
 from tests.deepspeed.example_configs import OF_TRANSFORMERS
 from tests.helpers import run_ranks
 
@@ -207,7 +206,7 @@ def test_an_accumulation_that_was_deduced_is_deduced_again(monkeypatch: pytest.M
 
     def of_a_loader(batch_size: int) -> tuple[int, int]:
         monkeypatch.setattr(
-            "lightning_lockstep.deepspeed.configuration.run_config.run_values",
+            "lightning_lockstep.deepspeed.config_completion.run_values",
             lambda *args, accumulation, **kwargs: TrainerValues(
                 batch_size=batch_size, world_size=2, accumulate_grad_batches=accumulation
             ),

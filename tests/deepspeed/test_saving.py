@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.deepspeed.checkpoints.saving import consolidated_name, whole_folder
+from lightning_lockstep.deepspeed.checkpoints.resuming import consolidated_name, whole_folder
 
 
 class Ranks:

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lockstep._lightning import Precision
+from lightning_lockstep._doors.lightning import Precision
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.deepspeed import precision as precision_module
-from lightning_lockstep.deepspeed.configuration.completion import completed
-from lightning_lockstep.deepspeed.configuration.named_options import with_named_options
-from lightning_lockstep.deepspeed.configuration.trainer_values import (
-    TrainerValues,
-    check_against_trainer,
-    precision_of,
-)
+from lightning_lockstep.deepspeed.config import with_named_options
+from lightning_lockstep.deepspeed.config_checks import TrainerValues, check_against_trainer, precision_of
+from lightning_lockstep.deepspeed.config_completion import completed
 from lightning_lockstep.deepspeed.engine import adopt_process_group
 from lightning_lockstep.deepspeed.importing import import_deepspeed
 from lightning_lockstep.deepspeed.precision import cpu_has_float16, resolve_deepspeed_precision

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_lockstep.demo import ByteGPT, ConvNet, DigitsData, SourceTextData
-from lightning_lockstep.demo.source_text import read_sources
+from lightning_lockstep.demo.text import read_sources
 from lightning_lockstep.errors import ConfigurationError, MissingExtraError
 
 
@@ -114,7 +114,7 @@ def test_the_transformer_cannot_see_what_comes_later() -> None:
 
 
 def test_the_digits_need_an_extra_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_lockstep.demo import digits
+    from lightning_lockstep.demo import images as digits
 
     monkeypatch.setattr(digits.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"lightning-lockstep\[demo\]"):
@@ -124,7 +124,7 @@ def test_the_digits_need_an_extra_and_say_so(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_digits_are_scikit_learns_with_and_without_its_file(monkeypatch) -> None:
     from sklearn.datasets import load_digits
 
-    from lightning_lockstep.demo import digits
+    from lightning_lockstep.demo import images as digits
 
     direct = digits._table_of_scikit_learn()
     monkeypatch.setattr(digits.importlib.util, "find_spec", lambda name: None)

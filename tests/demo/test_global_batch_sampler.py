@@ -6,11 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_lockstep.demo.global_batch_sampler import (
-    GlobalBatchPartition,
-    GlobalBatchSampler,
-    batch_size_per_rank,
-)
+from lightning_lockstep.demo.data import GlobalBatchPartition, GlobalBatchSampler, batch_size_per_rank
 from lightning_lockstep.errors import ConfigurationError
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_lockstep.distributed import FailurePropagation, current_communicator
-from lightning_lockstep.distributed.failure.attempts import Attempts
+from lightning_lockstep.distributed.failure.first_failure import Attempts
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.side_channel.base import Post
+from lightning_lockstep.distributed.side_channel.channel import Post
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
 from tests.helpers import run_ranks, run_ranks_raw
 

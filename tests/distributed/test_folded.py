@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lockstep.distributed.failure.folded import format_error, user_function
-from lightning_lockstep.distributed.failure.record import FailureRecord
+from lightning_lockstep.distributed.failure.record import FailureRecord, format_error, user_function
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
 from tests.helpers import run_script
 

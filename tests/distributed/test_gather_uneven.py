@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_lockstep import CollectiveMismatchError, ConfigurationError, gather_uneven
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
-from lightning_lockstep.distributed.local.collectives import local_collectives
+from lightning_lockstep.distributed.local_collectives import local_collectives
 from tests.helpers import kill_self, run_ranks, run_ranks_raw, world_size
 
 DTYPES = (

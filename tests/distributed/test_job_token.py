@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.distributed.side_channel import job_token
-from lightning_lockstep.distributed.side_channel.job_token import known_job_token, signed, verified
+from lightning_lockstep.distributed import rendezvous
+from lightning_lockstep.distributed.rendezvous import known_job_token, signed, verified
 from lightning_lockstep.errors import LaunchError
 from tests.helpers import run_ranks_raw
 
@@ -20,7 +20,7 @@ ON_ONE_HOST = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("LOCKSTEP_JOB_TOKEN", raising=False)
-    monkeypatch.setattr(job_token, "_made", None)
+    monkeypatch.setattr(rendezvous, "_made", None)
     for name, value in ON_ONE_HOST.items():
         monkeypatch.setenv(name, value)
     return tmp_path

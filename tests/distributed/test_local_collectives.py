@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as dist_nn
 
-from lightning_lockstep.distributed.local.collectives import UnansweredCollectiveError, local_collectives
+from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError, local_collectives
 from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_ranks, run_script
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lightning_lockstep
-from lightning_lockstep.distributed.failure.exit_note import agreed_exit, first_failure, orderly_ends
+from lightning_lockstep.distributed.failure.record import agreed_exit, first_failure, orderly_ends
 from tests.helpers import run_script
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
@@ -19,7 +19,7 @@ THE_ONES = {
     "distributed/failure/process_exit.py": {"os._exit", "atexit.register"},
     "distributed/failure/uncaught.py": {"sys.excepthook ="},
     # Programs of the doctor, which are no ranks of a run.
-    "doctor/network/agent.py": {"os._exit"},
+    "doctor/network_agent.py": {"os._exit"},
     "doctor/probes/network_torch.py": {"os._exit"},
 }
 
@@ -67,7 +67,7 @@ def test_every_way_is_seen(source: str, found: list[str]) -> None:
 
 
 def end(code: str, *, fresh: bool = False, **env: str) -> tuple[int | None, str, str]:
-    header = "from lightning_lockstep.distributed.failure import exit_note, process_exit, record, uncaught\n"
+    header = "from lightning_lockstep.distributed.failure import record as exit_note, process_exit, record, uncaught\n"
     outcome = run_script(
         [sys.executable, "-c", header + textwrap.dedent(code)],
         env=env,

@@ -28,10 +28,10 @@ from lightning_lockstep.distributed import (
     current_communicator,
     shut_down,
 )
-from lightning_lockstep.distributed.side_channel import peer_watch
-from lightning_lockstep.distributed.side_channel.job_token import channel_keys
-from lightning_lockstep.distributed.side_channel.receiver import sender_of
-from lightning_lockstep.distributed.stop_agreement import stop_agreement
+from lightning_lockstep.distributed.coordination.stop_agreement import stop_agreement
+from lightning_lockstep.distributed.rendezvous import channel_keys
+from lightning_lockstep.distributed.side_channel import connections
+from lightning_lockstep.distributed.side_channel.connections import sender_of
 from tests.helpers import run_ranks, run_ranks_raw
 
 
@@ -353,8 +353,8 @@ def test_a_peer_that_is_being_killed_and_still_answers_is_asked_again_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, gone = 0.0, list[int]()
-    monkeypatch.setattr(peer_watch, "time", SimpleNamespace(monotonic=lambda: now))
-    watch = peer_watch.PeerWatch(
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now))
+    watch = connections.PeerWatch(
         lambda: 60.0, on_gone=lambda rank, _: gone.append(rank), on_silent=lambda *_: None
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -378,7 +378,7 @@ def test_what_belongs_to_a_channel_is_made_once_and_goes_with_it() -> None:
 
 
 def test_a_peer_answers_heartbeats_as_long_as_its_connection_stands() -> None:
-    watch = peer_watch.PeerWatch(lambda: 60.0, on_gone=lambda *_: None, on_silent=lambda *_: None)
+    watch = connections.PeerWatch(lambda: 60.0, on_gone=lambda *_: None, on_silent=lambda *_: None)
     watch.add(1, "127.0.0.1", 1)
     assert not watch.answers(1)
     watch.connected(1)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_lockstep import check_breakpoint, set_breakpoint
 from lightning_lockstep.distributed import LocalSideChannel, current_communicator
-from lightning_lockstep.distributed.stop_agreement import StepAgreement
+from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from tests.helpers import run_ranks, run_ranks_raw
 
 

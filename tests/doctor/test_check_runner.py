@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_lockstep.doctor.check_runner import Checks
-from lightning_lockstep.doctor.findings import CheckResult, Status
-from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, Status
 
 OF_OTHERS = """
 import os, subprocess, sys, time

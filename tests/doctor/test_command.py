@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from lightning_lockstep.doctor.command import main
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.several_hosts.by_ssh import ChecksOnHosts
-from lightning_lockstep.launchers.mpirun.hostfile import Host
+from lightning_lockstep.doctor.hosts import ChecksOnHosts
+from lightning_lockstep.doctor.registry import CheckOptions
+from lightning_lockstep.launchers.mpi_hosts import Host
 from tests.doctor.machines import FOLDER
 
 OLD_KERNEL, HANGING_KERNEL = FOLDER / "kernel_old_ubuntu.yaml", FOLDER / "kernel_old_and_hangs.yaml"

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.doctor.check_process import run_check
-from lightning_lockstep.doctor.findings import CheckResult
-from lightning_lockstep.doctor.machines.imitated_machine import ImitatedMachine
-from lightning_lockstep.doctor.registry import BUILT_IN
+from lightning_lockstep.doctor.check_runner import run_check
+from lightning_lockstep.doctor.imitated_machine import ImitatedMachine
+from lightning_lockstep.doctor.registry import BUILT_IN, CheckResult
 from tests.doctor.machines import Case, cases
 
 SEEDS = 120

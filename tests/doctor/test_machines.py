@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lockstep.doctor.check_process import run_check
-from lightning_lockstep.doctor.findings import Status
-from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.check_runner import run_check
+from lightning_lockstep.doctor.registry import CheckOptions, Status
 from tests.doctor.machines import Case, cases, is_found
 
 CASES = [pytest.param(case, check, id=f"{case.name}-{check}") for case in cases() for check in case.expected]

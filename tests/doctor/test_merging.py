@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_lockstep.doctor.findings import CheckResult, Finding, Status, ok, problem
-from lightning_lockstep.doctor.several_hosts.merging import merged
+from lightning_lockstep.doctor.registry import CheckResult, Finding, Status, ok, problem
+from lightning_lockstep.doctor.table import merged
 
 
 def result(*findings: Finding) -> list[CheckResult]:

@@ -13,18 +13,21 @@ from typing import IO, TypeVar
 
 import pytest
 
-from lightning_lockstep.doctor.findings import Status
-from lightning_lockstep.doctor.network import agent, rendezvous
-from lightning_lockstep.doctor.network.backends import BackendResult, try_backend
-from lightning_lockstep.doctor.network.examination import devices_of_hosts, examine
-from lightning_lockstep.doctor.network.group import AgentGroup
-from lightning_lockstep.doctor.network.identity import joined_rank
-from lightning_lockstep.doctor.network.links import ClosedError, Link, accept_ranks, connect, listen_at
-from lightning_lockstep.doctor.network.rendezvous import agents_by_ssh, agents_here
-from lightning_lockstep.doctor.network.report import backend_finding
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.several_hosts.by_ssh import ChecksOnHosts
-from lightning_lockstep.launchers.mpirun.hostfile import Host
+from lightning_lockstep.doctor import network_agent, network_rendezvous
+from lightning_lockstep.doctor.hosts import ChecksOnHosts
+from lightning_lockstep.doctor.network_connections import BackendResult, try_backend
+from lightning_lockstep.doctor.network_examination import backend_finding, devices_of_hosts, examine
+from lightning_lockstep.doctor.network_links import (
+    AgentGroup,
+    ClosedError,
+    Link,
+    accept_ranks,
+    connect,
+    listen_at,
+)
+from lightning_lockstep.doctor.network_rendezvous import agents_by_ssh, agents_here, joined_rank
+from lightning_lockstep.doctor.registry import CheckOptions, Status
+from lightning_lockstep.launchers.mpi_hosts import Host
 from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_script
 
@@ -140,7 +143,7 @@ def test_a_coordinator_can_set_no_variable_that_loads_code() -> None:
 
 
 def test_a_coordinator_does_not_choose_checks_or_their_options() -> None:
-    link, thread = rendezvous._agent_here(agent.Agent(1))
+    link, thread = network_rendezvous._agent_here(network_agent.Agent(1))
     given = {"names": ["mpi"], "options": {"ssh_args": ["-o", "ProxyCommand=x"]}}
     link.send({"number": 1, "do": "checks", "given": given})
     answer = (link.receive(5) or {})["answer"]
@@ -208,14 +211,14 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_not_all_connections_to_a_host_begin_at_once(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
-    with_facts = rendezvous._with_facts
+    with_facts = network_rendezvous._with_facts
 
     def noted(group: AgentGroup, ranks: list[int]) -> AgentGroup:
         asked.append(ranks)
         return with_facts(group, ranks)
 
-    monkeypatch.setattr(rendezvous, "_with_facts", noted)
-    monkeypatch.setattr(rendezvous, "_AT_ONCE", 2)
+    monkeypatch.setattr(network_rendezvous, "_with_facts", noted)
+    monkeypatch.setattr(network_rendezvous, "_AT_ONCE", 2)
     group = agents_by_ssh(["192.0.2.7"], 3)  # an address that is nobody's
     try:
         assert group.ranks == [0, 1, 2] and not group.missing
@@ -274,7 +277,7 @@ def test_the_rank_that_fails_is_named(
     what: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 finds another torch than rank 0."""
-    monkeypatch.setattr(agent, "_VARIABLES", ("PYTHONPATH",))
+    monkeypatch.setattr(network_agent, "_VARIABLES", ("PYTHONPATH",))
     (tmp_path / "torch.py").write_text(what)
     group = agents_here(2)
     try:
@@ -294,7 +297,7 @@ def test_a_rank_that_is_late_is_named_and_the_others_do_not_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 stops itself, as a frozen process does, when it is to wait for the others."""
-    monkeypatch.setattr(agent, "_VARIABLES", ("PYTHONPATH",))
+    monkeypatch.setattr(network_agent, "_VARIABLES", ("PYTHONPATH",))
     program = (
         "import os, signal, sys\n"
         "sys.path.remove(os.path.dirname(__file__))\n"

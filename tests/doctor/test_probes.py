@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.doctor.check_process import run_check
-from lightning_lockstep.doctor.findings import Status
-from lightning_lockstep.doctor.machines.machine import Limits
-from lightning_lockstep.doctor.machines.processes import run_program
-from lightning_lockstep.doctor.machines.this_machine import ThisMachine
-from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep._system import run_program
+from lightning_lockstep.doctor.check_runner import run_check
+from lightning_lockstep.doctor.machine import Limits, ThisMachine
+from lightning_lockstep.doctor.registry import CheckOptions, Status
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")

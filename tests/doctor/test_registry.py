@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.doctor.findings import CheckResult, Finding, Status, worst
-from lightning_lockstep.doctor.machines.imitated_machine import read_machine
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import BUILT_IN, load_check
-from lightning_lockstep.doctor.selection import select
+from lightning_lockstep.doctor.command import select
+from lightning_lockstep.doctor.imitated_machine import read_machine
+from lightning_lockstep.doctor.registry import (
+    BUILT_IN,
+    CheckOptions,
+    CheckResult,
+    Finding,
+    Status,
+    load_check,
+    worst,
+)
 from lightning_lockstep.errors import ConfigurationError
 
 

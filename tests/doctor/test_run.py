@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lightning_lockstep._application.checkpoints import find_checkpoint
+from lightning_lockstep._application.checks import find_checkpoint
 from lightning_lockstep.doctor.checks.run import run
-from lightning_lockstep.doctor.findings import Finding, Status
-from lightning_lockstep.doctor.machines.this_machine import ThisMachine
-from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.machine import ThisMachine
+from lightning_lockstep.doctor.registry import CheckOptions, Finding, Status
 from tests.distributed.mpi.launch import mpi_environ
 from tests.helpers import run_script
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lockstep.doctor.findings import CheckResult, ok, problem, warning
+from lightning_lockstep.doctor.registry import CheckResult, ok, problem, warning
 from lightning_lockstep.doctor.table import console, print_fixes, print_result
 
 

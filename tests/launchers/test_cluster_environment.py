@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.environments.cluster_environment import (
+from lightning_lockstep.launchers.environments import (
     LockstepEnvironment,
-    check_has_device,
-)
-from lightning_lockstep.launchers.environments.slurm_environment import (
-    SlurmStep,
     SlurmStepEnvironment,
+    check_has_device,
     check_srun_is_used,
 )
+from lightning_lockstep.launchers.rank_variables import SlurmStep
 
 
 class ElasticEnvironment(LockstepEnvironment):

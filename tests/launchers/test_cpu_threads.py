@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.launchers.cpu_threads import plan_threads
-from lightning_lockstep.launchers.environments.cluster_environment import (
+from lightning_lockstep.launchers.environments import (
     LockstepEnvironment,
+    SlurmStepEnvironment,
     detect_environment,
     requeue_signal,
 )
-from lightning_lockstep.launchers.environments.slurm_environment import SlurmStepEnvironment
+from lightning_lockstep.launchers.rank_supervisor import plan_threads
 from tests.helpers import run_script
 
 
@@ -94,7 +94,7 @@ def test_ctrl_c_ends_a_main_thread_that_no_handler_reaches() -> None:
     """The main thread sits in C, as in a collective: Python cannot run its handler, the watch can act."""
     code = """
         import ctypes, os, signal, threading, time
-        from lightning_lockstep.launchers.ctrl_c import watch_interrupts
+        from lightning_lockstep.launchers.subprocess_script import watch_interrupts
 
         def stuck():
             print("ended by the watch", flush=True)
@@ -119,7 +119,7 @@ def test_ctrl_c_ends_a_main_thread_that_no_handler_reaches() -> None:
 def test_an_interrupt_that_python_handles_is_left_alone() -> None:
     code = """
         import os, signal, time
-        from lightning_lockstep.launchers.ctrl_c import watch_interrupts
+        from lightning_lockstep.launchers.subprocess_script import watch_interrupts
 
         end = watch_interrupts(lambda: os._exit(9), patience=0.3)
         for _ in range(2):

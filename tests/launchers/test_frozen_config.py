@@ -13,9 +13,9 @@ import pytest
 from hydra.conf import HydraConf
 from omegaconf import MISSING, OmegaConf
 
-from lightning_lockstep.distributed.side_channel.job_token import signed
+from lightning_lockstep.distributed.rendezvous import signed
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.hydra.frozen_config import config_from_bytes, config_to_bytes, pickled
+from lightning_lockstep.launchers.hydra import config_from_bytes, config_to_bytes, pickled
 
 
 class Color(Enum):

@@ -12,7 +12,7 @@ import pytest
 from hydra.core.utils import run_job
 
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.hydra.program import program_arguments
+from lightning_lockstep.launchers.hydra import program_arguments
 
 
 def arguments_in_job(function: FunctionType) -> list[str]:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.distributed.mpi.rendezvous import RankIdentity, identity_fault
+from lightning_lockstep.distributed.mpi.runtime import RankIdentity, identity_fault
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.launchers.environments.mpi_environment import MPIEnvironment, MPIRank, find_mpi_rank
-from lightning_lockstep.launchers.mpirun.command import MPIRunSettings
-from lightning_lockstep.launchers.mpirun.hosts import Host, HostReport, hosts_fault, hosts_for, read_hostfile
+from lightning_lockstep.launchers.environments import MPIEnvironment
+from lightning_lockstep.launchers.mpi_hosts import Host, HostReport, hosts_fault, hosts_for, read_hostfile
+from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
+from lightning_lockstep.launchers.rank_variables import MPIRank, find_mpi_rank
 from lightning_lockstep.strategies.mpi import LockstepMPIStrategy
 
 OPEN_MPI = {

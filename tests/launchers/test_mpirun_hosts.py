@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.mpirun.command import MPIRun, MPIRunSettings, find_mpirun
-from lightning_lockstep.launchers.mpirun.hosts import Host, mpirun_fault
+from lightning_lockstep.launchers.mpi_hosts import Host, mpirun_fault
+from lightning_lockstep.launchers.mpirun_command import MPIRun, MPIRunSettings, find_mpirun
 
 
 def script(path: Path, text: str) -> Path:

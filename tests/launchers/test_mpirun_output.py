@@ -14,8 +14,8 @@ from typing import TextIO
 
 import pytest
 
-from lightning_lockstep.launchers.mpirun import sink
-from lightning_lockstep.launchers.mpirun.output import OutputRelay
+from lightning_lockstep.launchers import mpirun_command
+from lightning_lockstep.launchers.mpirun_command import OutputRelay
 
 DASHES = "-" * 74  # as many as Open MPI prints
 LIMIT = 60.0  # only so that a hang ends the test
@@ -120,7 +120,7 @@ def full_disk() -> Iterator[TextIO]:
 def test_output_that_cannot_be_written_is_said_once_and_holds_nobody_up(
     place: object, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sink, "PATIENCE", 0.2)
+    monkeypatch.setattr(mpirun_command, "PATIENCE", 0.2)
     err = io.StringIO()
     # More than the pipe of a rank takes; in a full one it fits, since only an end lets ranks go on there.
     lines = 100 if place is full_pipe else 5000

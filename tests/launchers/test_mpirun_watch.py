@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from lightning_lockstep.launchers.mpirun.watch import MPIRunWatch, ranks_under
+from lightning_lockstep.launchers.mpirun import MPIRunWatch, ranks_under
 
 MPIRUN = """
     import os, signal, subprocess, sys, time

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.launchers.hydra.run_folder import (
+from lightning_lockstep.launchers.hydra import (
     forget_run_folders,
     new_version,
     run_folder,

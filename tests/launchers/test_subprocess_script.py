@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_lockstep.launchers import subprocess_script
-from lightning_lockstep.launchers.environments.cluster_environment import LockstepEnvironment
+from lightning_lockstep.launchers.environments import LockstepEnvironment
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 

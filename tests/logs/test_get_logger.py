@@ -115,7 +115,7 @@ def test_warning_once(name):
 
 
 def test_a_rank_known_only_from_the_environment_says_nothing_for_the_main_rank(name, monkeypatch):
-    from lightning_lockstep._lightning import rank_zero_only
+    from lightning_lockstep._doors.lightning import rank_zero_only
 
     monkeypatch.setattr(rank_zero_only, "rank", 3, raising=False)
     records = kept_on(name)

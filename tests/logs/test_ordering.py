@@ -9,16 +9,17 @@ import random
 import pytest
 
 from lightning_lockstep.distributed import LocalSideChannel
-from lightning_lockstep.logs.collector import Collector
-from lightning_lockstep.logs.lines import (
+from lightning_lockstep.logs.ordering import (
     CallSite,
     Line,
+    LineOrdering,
     call_of,
     line_of,
     merge_equal,
     record_of,
+    same_text,
 )
-from lightning_lockstep.logs.ordering import LineOrdering, same_text
+from lightning_lockstep.logs.sender import Collector
 
 
 def line(rank: int, text: str = "same", *, repeat: int = 0, level: int = 20, at: int = 7) -> Line:

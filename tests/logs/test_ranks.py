@@ -244,8 +244,7 @@ def test_in_rank_order():
 def merged() -> tuple[list[str], int]:
     """Ranks 2 and 3 play a second node: their lines go by way of rank 2."""
     from lightning_lockstep.distributed import current_communicator
-    from lightning_lockstep.logs.collector import LINES, NodeMerger
-    from lightning_lockstep.logs.sender import sender_on
+    from lightning_lockstep.logs.sender import LINES, NodeMerger, sender_on
 
     rank = dist.get_rank()
     log, kept = prepared("node", timeout=10.0)

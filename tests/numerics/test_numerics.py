@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lockstep import ConfigurationError, OverflowDetector, detect_overflow, run_in_fp32
-from lightning_lockstep.numerics.float32 import runs_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.gradients import GradientCheck
+from lightning_lockstep.numerics.precision import runs_in_fp32, undo_run_in_fp32
 from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statistics
-from lightning_lockstep.overflow.detection.underflow import adam_update_underflow, gradient_underflow
+from lightning_lockstep.overflow.step_check import adam_update_underflow, gradient_underflow
 
 INF, NAN = float("inf"), float("nan")
 

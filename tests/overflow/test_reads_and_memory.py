@@ -22,7 +22,7 @@ from lightning_lockstep import (
 )
 from lightning_lockstep.numerics.gradients import GradientCheck
 from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statistics
-from lightning_lockstep.steps.random_state import RandomState
+from lightning_lockstep.steps.snapshot import RandomState
 from tests.helpers import run_ranks
 from tests.overflow.models import MARK, WIDTH, Explode, Task, data, fit
 

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from lightning_lockstep import ConfigurationError, OverflowDetectedError, OverflowDetector
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.overflow.detection.step_check import StepCheck
-from lightning_lockstep.overflow.diagnosis.replay import StepRecord
+from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.settings import OverflowSettings
+from lightning_lockstep.overflow.step_check import StepCheck
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.steps.random_state import RandomState
-from lightning_lockstep.steps.snapshot import BufferCopies
+from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 from tests.overflow.models import BadBackward, Explode, Task, data, fit
 
 NAN = float("nan")

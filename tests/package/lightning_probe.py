@@ -17,11 +17,11 @@ pl = importlib.import_module(FAMILY)
 
 import torch  # noqa: E402
 
-from lightning_lockstep._lightning import internals  # noqa: E402
+from lightning_lockstep._doors import lightning_internals  # noqa: E402
 
 CLASSES = {
     getattr(importlib.import_module(f"{FAMILY}.{module}" if module else FAMILY), name): name
-    for name, module in internals.OWNERS.items()
+    for name, module in lightning_internals.OWNERS.items()
 }
 seen: dict[str, set[str]] = {name: set(dir(cls)) for cls, name in CLASSES.items()}
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_lockstep
 from lightning_lockstep import callbacks, demo, strategies
-from lightning_lockstep._application.command_line.targets import target_nodes
+from lightning_lockstep._application.values import target_nodes
 from lightning_lockstep._doors.hydra_internals import locate
 
 PACKAGE = Path(lightning_lockstep.__file__).parent

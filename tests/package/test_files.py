@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep._files import write_report, write_whole
+from lightning_lockstep._system import write_report, write_whole
 
 
 @pytest.mark.parametrize(("content", "written"), [("é\n", "é\n".encode()), (b"\x00", b"\x00")])

@@ -262,9 +262,11 @@ def test_a_planted_circle_between_two_files_is_found(tmp_path: Path) -> None:
     package = copy_of_the_package(tmp_path)
     with open(package / "stopping" / "triggers.py", "a") as file:
         file.write("\nif TYPE_CHECKING:\n    from lightning_lockstep.stopping.planted import Anything\n")
-    (package / "stopping" / "planted.py").write_text("from lightning_lockstep.stopping import triggers\n")
+    (package / "stopping" / "planted.py").write_text(
+        "from lightning_lockstep.stopping import stop_requests as triggers\n"
+    )
     found = circle_in(file_graph(package))
-    assert set(found) == {"lightning_lockstep.stopping.triggers", "lightning_lockstep.stopping.planted"}
+    assert set(found) == {"lightning_lockstep.stopping.stop_requests", "lightning_lockstep.stopping.planted"}
 
 
 def test_a_planted_upward_import_is_found(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep import _lightning
+from lightning_lockstep._doors import lightning
 from tests.helpers import run_script
 
 PROBE = """
 import json, sys
 {first}
-from lightning_lockstep import _lightning as door
+from lightning_lockstep._doors import lightning as door
 named = {{name: getattr(door, name) for name in [*door._PUBLIC, *door._PRIVATE]}}
 print(json.dumps({{
     "pytorch": door.PYTORCH, "fabric": door.FABRIC,
@@ -111,19 +111,19 @@ def test_a_program_on_one_family_does_not_get_the_other_too() -> None:
 
 
 def test_every_private_name_says_why() -> None:
-    assert [name for name, (_, why) in _lightning._PRIVATE.items() if len(why.split()) < 3] == []
+    assert [name for name, (_, why) in lightning._PRIVATE.items() if len(why.split()) < 3] == []
 
 
 def test_private_names_are_in_the_private_table() -> None:
-    assert [name for name in _lightning._PUBLIC if name.startswith("_")] == []
-    assert [name for name in _lightning._PRIVATE if not name.startswith("_")] == []
+    assert [name for name in lightning._PUBLIC if name.startswith("_")] == []
+    assert [name for name in lightning._PRIVATE if not name.startswith("_")] == []
 
 
 def test_type_checkers_see_the_same_names() -> None:
     """The names under TYPE_CHECKING and those in the tables are written twice: they must be one list."""
     import ast
 
-    tree = ast.parse(Path(_lightning.__file__).read_text())
+    tree = ast.parse(Path(lightning.__file__).read_text())
     block = next(
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
@@ -133,4 +133,4 @@ def test_type_checkers_see_the_same_names() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert typed == {*_lightning._PUBLIC, *_lightning._PRIVATE}
+    assert typed == {*lightning._PUBLIC, *lightning._PRIVATE}

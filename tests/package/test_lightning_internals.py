@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 import lightning_lockstep
-from lightning_lockstep import _lightning
-from lightning_lockstep._lightning import internals
+from lightning_lockstep._doors import lightning as _lightning
+from lightning_lockstep._doors import lightning_internals
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
 PROBE = Path(__file__).parent / "lightning_probe.py"
@@ -157,7 +157,7 @@ def attributes(family: str, path: str = "") -> dict[str, list[str]]:
 
 def missing(seen: dict[str, list[str]]) -> list[str]:
     """Which of the declared names the objects do not have."""
-    declared = {**internals.TOUCHED, **internals.INHERITED}
+    declared = {**lightning_internals.TOUCHED, **lightning_internals.INHERITED}
     return [name for name in declared if name.partition(".")[2] not in seen.get(name.partition(".")[0], ())]
 
 
@@ -168,7 +168,7 @@ def test_every_private_name_is_there(family: str) -> None:
 
 def test_each_name_that_is_taken_away_is_reported() -> None:
     seen = attributes("lightning.pytorch")
-    for name in {**internals.TOUCHED, **internals.INHERITED}:
+    for name in {**lightning_internals.TOUCHED, **lightning_internals.INHERITED}:
         cls, _, attribute = name.partition(".")
         rest = {**seen, cls: [known for known in seen[cls] if known != attribute]}
         assert missing(rest) == [name]
@@ -229,22 +229,27 @@ def inherited_uses() -> dict[str, set[str]]:
 
 @pytest.mark.allow_leaks("env:CUDA_DEVICE_ORDER")  # a probe of the doctor sets it before it imports torch
 def test_what_subclasses_use_of_a_private_base_is_declared() -> None:
-    declared = {**internals.INHERITED, **internals.TOUCHED}
+    declared = {**lightning_internals.INHERITED, **lightning_internals.TOUCHED}
     found = inherited_uses()
     assert {use: owners for use, owners in found.items() if not owners & set(declared)} == {}
     of_bases = set().union(*found.values())
-    assert [name for name in internals.INHERITED if name not in of_bases] == [], "declared, but not used"
+    assert [name for name in lightning_internals.INHERITED if name not in of_bases] == [], (
+        "declared, but not used"
+    )
 
 
 def test_the_list_can_be_printed() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_lockstep._lightning"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "lightning_lockstep._doors.lightning"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     for name in (
         *(path for path, _ in _lightning._PRIVATE.values()),
-        *internals.TOUCHED,
-        *internals.INHERITED,
+        *lightning_internals.TOUCHED,
+        *lightning_internals.INHERITED,
     ):
         assert re.search(rf"^    {re.escape(name)}: \w", done.stdout, re.MULTILINE), (
             f"{name} without a reason"

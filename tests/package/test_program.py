@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightning_lockstep._program import is_doctor
+from lightning_lockstep._registry import is_doctor
 
 DOCTOR = "lightning_lockstep.doctor"
 

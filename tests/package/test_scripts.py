@@ -88,7 +88,7 @@ def test_an_unknown_argument(project: Path) -> None:
 def check_docstrings(project: Path, module: str, private: str = "") -> subprocess.CompletedProcess[str]:
     package = project / "lightning_lockstep"
     package.mkdir()
-    (package / "__init__.pyi").write_text("from lightning_lockstep.module import thing as thing\n")
+    (package / "__init__.pyi").write_text("from lightning_lockstep.module import thing\n")
     (package / "__init__.py").touch()
     (package / "module.py").write_text(module)
     (package / "_private.py").write_text(private)

@@ -232,7 +232,7 @@ def test_a_private_import_is_found(tmp_path: Path) -> None:
         "from lightning_lockstep.logs.sender import sender_on",
         "from lightning_lockstep.logs import logger",
         "from lightning_lockstep import logs",
-        "from lightning_lockstep._lightning import Trainer",
+        "from lightning_lockstep._doors.lightning import Trainer",
         "import lightning_lockstep._system",
     ):
         path.write_text(line)

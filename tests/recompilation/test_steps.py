@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_lockstep.recompilation.advice import advice_on_shapes
-from lightning_lockstep.recompilation.sources import Compilation
-from lightning_lockstep.recompilation.steps import StepCompilations, shapes_of
+from lightning_lockstep.shapes.recompilation import Compilation, StepCompilations, advice_on_shapes, shapes_of
 
 ONE = Compilation("train.py:12 in forward", 1.5, "tensor 'x' size mismatch at index 0. expected 8, actual 5")
 LARGE, SMALL = ((8, 4), (8,)), ((5, 4), (5,))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_lockstep.static_shapes.batches import (
+from lightning_lockstep.shapes.batches import (
     longest_sequence,
     missing_keys,
     padded_samples,

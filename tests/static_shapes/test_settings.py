@@ -8,12 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from lightning_lockstep import StaticShapes
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.static_shapes.loaders import (
-    evaluation_loader,
-    fault_of_dropping,
-    loader_that_drops,
-    size_of,
-)
+from lightning_lockstep.shapes.loaders import evaluation_loader, fault_of_dropping, loader_that_drops, size_of
 
 ROWS = TensorDataset(torch.ones(20, 4))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_lockstep.steps.random_state import RandomState
+from lightning_lockstep.steps.snapshot import RandomState
 
 DRAWS = {
     "torch": lambda: torch.rand(3),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_lockstep.steps.stand_ins import stand_in_parameters
+from lightning_lockstep.deepspeed.engine_trials import stand_in_parameters
 
 
 class Model(nn.Module):

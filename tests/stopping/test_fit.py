@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_lockstep import Preempted, StopTogether, SyncedEarlyStopping, check_breakpoint
-from lightning_lockstep._lightning import Callback, EarlyStopping, SLURMEnvironment
+from lightning_lockstep._doors.lightning import Callback, EarlyStopping, SLURMEnvironment
 from tests.helpers import run_ranks, run_ranks_raw
 from tests.stopping.fits import (
     BATCHES,

@@ -8,11 +8,27 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from lightning_lockstep.stragglers.comparison import Clock, ComparedStep, RankTimes, StepComparer
-from lightning_lockstep.stragglers.report import change_line, conclusion_line, figures, report
-from lightning_lockstep.stragglers.step_times import CollectiveCallTime, RankStep
-from lightning_lockstep.stragglers.tracker import StragglerTracker, Window
-from lightning_lockstep.stragglers.verdict import NOBODY, Losses, Verdict, decide, losses_of
+from lightning_lockstep.stragglers.report import (
+    StragglerTracker,
+    Window,
+    change_line,
+    conclusion_line,
+    figures,
+    report,
+)
+from lightning_lockstep.stragglers.verdict import (
+    NOBODY,
+    Clock,
+    CollectiveCallTime,
+    ComparedStep,
+    Losses,
+    RankStep,
+    RankTimes,
+    StepComparer,
+    Verdict,
+    decide,
+    losses_of,
+)
 
 STEP = 0.1
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.guard.calls.flight_recorder import FlightRecorder
-from lightning_lockstep.distributed.side_channel.clock_offset import ClockOffset
+from lightning_lockstep.distributed.guard.guard import FlightRecorder
+from lightning_lockstep.distributed.side_channel.gather import ClockOffset
 from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_ranks, run_ranks_raw, run_script
 from tests.stragglers.fits import ALL, SLOW, fit

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep._lightning.internals import part_of_action
-from lightning_lockstep.distributed.guard.calls.recorded import Arrival
-from lightning_lockstep.stragglers.collection import Collection
-from lightning_lockstep.stragglers.step_times import OwnStep, RankStep, StepTimer, _Span, described
-from lightning_lockstep.stragglers.tracker import StragglerTracker
+from lightning_lockstep._doors.lightning_internals import part_of_action
+from lightning_lockstep.distributed.guard.records import Arrival
+from lightning_lockstep.stragglers.exchange import Collection
+from lightning_lockstep.stragglers.report import StragglerTracker
+from lightning_lockstep.stragglers.verdict import OwnStep, RankStep, StepTimer, _Span, described
 
 
 def test_of_a_backward_pass_the_last_collective_counts() -> None:

@@ -23,7 +23,7 @@ from lightning_lockstep import (
     LockstepDeepSpeedStrategy,
     SyncedEarlyStopping,
 )
-from lightning_lockstep._lightning import LightningModule, ModelCheckpoint, Trainer
+from lightning_lockstep._doors.lightning import LightningModule, ModelCheckpoint, Trainer
 from tests.distributed.mpi.launch import mpi_environ, why_no
 from tests.helpers import ScriptOutcome, run_ranks, run_script
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, gather_uneven
-from lightning_lockstep._lightning import CombinedLoader, LightningModule, Trainer, seed_everything
+from lightning_lockstep._doors.lightning import CombinedLoader, LightningModule, Trainer, seed_everything
 from tests.helpers import run_ranks
 
 QUIET = {

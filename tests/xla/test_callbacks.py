@@ -22,7 +22,7 @@ from lightning_lockstep import (
     get_logger,
     set_breakpoint,
 )
-from lightning_lockstep.batch_size.memory.out_of_memory import is_out_of_memory
+from lightning_lockstep.batch_size.memory import is_out_of_memory
 from tests.xla.counters import Counts
 from tests.xla.digits import CLOSE, Classifier, fitted, loaders, spmd, trainer
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_lockstep.xla import lazy_run
-from lightning_lockstep.xla.announcement import CompilationAnnouncer, CompilationWatch, where_in_run
+from lightning_lockstep.xla.lazy_run import CompilationAnnouncer, CompilationWatch, where_in_run
 from tests.xla.counters import compilations
 from tests.xla.digits import Classifier, fitted, loaders, spmd, trainer
 

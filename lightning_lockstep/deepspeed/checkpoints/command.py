@@ -13,13 +13,10 @@ from pathlib import Path
 
 import torch
 
-from lightning_lockstep._console import say
-from lightning_lockstep._text import size_in_words
+from lightning_lockstep._text import say, size_in_words
 from lightning_lockstep.deepspeed.checkpoints.consolidation import consolidate
 from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint
 from lightning_lockstep.errors import ConfigurationError
-
-__all__ = ["main"]
 
 _PROGRAM = "lockstep-consolidate"
 _LAST = Path("checkpoints", "last.ckpt")

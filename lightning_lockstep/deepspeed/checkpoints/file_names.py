@@ -11,15 +11,6 @@ from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import listed
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = [
-    "check_complete",
-    "check_kind",
-    "expected_names",
-    "has_experts",
-    "is_state_file",
-    "model_names",
-]
-
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(
     r"(?P<prefix>(?:[a-z]+\d+_)?)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt"

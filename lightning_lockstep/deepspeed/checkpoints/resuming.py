@@ -1,20 +1,27 @@
-"""A fit that resumes from a checkpoint folder, on as many ranks as have written it or on others."""
+"""A checkpoint folder written whole or not at all, loaded, and a fit resumed from it."""
 
 from __future__ import annotations
 
+import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._console import say
-from lightning_lockstep._doors.deepspeed_internals import divides_parameters, set_counters, train_batch_size
+from lightning_lockstep._doors.deepspeed_internals import (
+    divides_parameters,
+    refresh_copies,
+    set_counters,
+    train_batch_size,
+)
+from lightning_lockstep._doors.torch_internals import load_own_values
 from lightning_lockstep._settings import is_whole
-from lightning_lockstep.deepspeed.agreement import agreed
-from lightning_lockstep.deepspeed.checkpoints.consolidation import OWN_KEYS
+from lightning_lockstep._text import say
+from lightning_lockstep.deepspeed.checkpoints.consolidation import OWN_KEYS, Values, consolidated, find_values
 from lightning_lockstep.deepspeed.checkpoints.file_names import (
     check_complete,
     check_kind,
@@ -24,20 +31,184 @@ from lightning_lockstep.deepspeed.checkpoints.file_names import (
 from lightning_lockstep.deepspeed.checkpoints.files import (
     Checkpoint,
     files_of,
+    in_memory,
+    is_plain,
+    plain_entries,
     read_checkpoint,
     read_first,
 )
-from lightning_lockstep.deepspeed.checkpoints.loading import check_names, load_by_module
-from lightning_lockstep.deepspeed.checkpoints.optimizer_state import OptimizerState, read_optimizer_state
-from lightning_lockstep.deepspeed.checkpoints.partitions import find_values
-from lightning_lockstep.deepspeed.checkpoints.plain_data import is_plain, plain_entries
-from lightning_lockstep.deepspeed.checkpoints.plain_file import in_memory
-from lightning_lockstep.deepspeed.checkpoints.redivision import check_same_training, redivide
-from lightning_lockstep.deepspeed.checkpoints.values import Values
+from lightning_lockstep.deepspeed.checkpoints.redivision import (
+    OptimizerState,
+    check_same_training,
+    read_optimizer_state,
+    redivide,
+)
+from lightning_lockstep.deepspeed.engine import agreed, forget_mark, mark_of
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
 
-__all__ = ["resume_redivided", "writers_differ"]
+# -- A checkpoint folder that is either whole or not there --
+
+
+#: How the name of a plain checkpoint ends that was made of a folder.
+CONSOLIDATED = ".consolidated.ckpt"
+
+
+def consolidated_name(folder: Path) -> Path:
+    """Return the file beside a checkpoint folder that its weights go to."""
+    return folder.with_name(folder.name.removesuffix(".ckpt") + CONSOLIDATED)
+
+
+@contextmanager
+def whole_folder(
+    target: str,  # an address such as s3://... is written to directly
+    *,
+    rank: int,
+    is_first_of_node: bool,  # a node may have a folder of its own
+    meet: Callable[[], object],  # a barrier of all ranks
+    gather: Callable[[Any], Sequence[Any]],  # the values of all ranks, on all
+) -> Iterator[str]:
+    """Give the name of a folder to write into, which takes the place of ``target`` once all ranks have written.
+
+    A run that is killed meanwhile leaves the folder that was there before. The nodes find out which of them
+    share the folder before anything is written: whether it is still there afterwards, a network file system
+    may answer from a cache. A node that cannot write there raises an OSError on all ranks.
+    """
+    if "://" in target:
+        yield target
+        return
+    draft = Path(f"{target}.writing")
+    if is_first_of_node:
+        shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed while it wrote
+    meet()
+    mark, fault = _marked(draft) if is_first_of_node else ("", "")
+    marks, faults = zip(*gather((mark, fault)), strict=True)
+    if any(faults):
+        raise OSError("; ".join(dict.fromkeys(filter(None, faults))))
+    yield str(draft)
+    meet()
+    is_first_of_folder = is_first_of_node and marks.index(mark) == rank
+    if rank == 0:
+        _replace(draft, Path(target))
+    meet()
+    if is_first_of_folder and rank != 0 and draft.is_dir():
+        _replace(draft, Path(target))  # on a disk of this node
+
+
+def _marked(draft: Path) -> tuple[str, str]:
+    """Return what tells the folder from those of other nodes, and what went wrong; nothing is raised on one rank."""
+    try:
+        draft.mkdir(parents=True, exist_ok=True)
+        return mark_of(draft), ""
+    except OSError as error:
+        return "", str(error)
+
+
+def _replace(draft: Path, target: Path) -> None:
+    forget_mark(draft)
+    before = Path(f"{target}.before")
+    shutil.rmtree(before, ignore_errors=True)
+    if target.exists():
+        target.rename(before)
+    draft.rename(target)
+    if before.is_dir():
+        shutil.rmtree(before, ignore_errors=True)
+    else:
+        before.unlink(missing_ok=True)
+
+
+# -- Whole weights on their way into a model, which may be divided among the ranks --
+
+
+def whole_checkpoint(
+    folder: str | Path,
+    module: nn.Module,
+    communicator: Communicator,
+    *,
+    divided: bool,  # stage 3: rank 0's values go to all, the others get the names alone
+) -> dict[str, Any]:
+    """Return a checkpoint folder with whole weights, for any number of ranks; on all ranks together."""
+    reads = communicator.is_main or not divided
+    found = agreed(communicator, lambda: consolidated(folder) if reads else {})
+    if not divided:
+        return found
+    weights = found.pop("state_dict", {})
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    buffers = {name: None if name in parameters else value for name, value in weights.items()}
+    others, shared = communicator.broadcast((found, buffers))
+    return {**others, "state_dict": weights or shared}
+
+
+def load_plain_weights(
+    engine: Any,
+    module: nn.Module,
+    state: Mapping[str, Tensor],  # whole tensors; in stage 3 those of rank 0 count
+    *,
+    strict: bool = True,
+) -> None:
+    """Load whole weights into an engine's module, and into the float32 copies of its optimizer."""
+    if divides_parameters(engine):
+        check_names(module, state, strict)
+        load_by_module(module, state, divided=True)
+    else:
+        module.load_state_dict(state, strict=strict)
+    refresh_copies(engine.optimizer)
+
+
+def load_by_module(
+    module: nn.Module,
+    state: Mapping[str, Any],  # None: this rank has no values of it
+    *,
+    divided: bool,  # those of rank 0 go to all ranks, which call this together
+) -> None:
+    """Load whole weights one module at a time; only the values of that one are asked for."""
+    prefixes = {f"{name}." if name else "": one for name, one in module.named_modules(remove_duplicate=False)}
+    names: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
+    for name in state:
+        names[_prefix_of(name, prefixes)].append(name)
+    for prefix, one in prefixes.items():
+        with _whole(list(one.parameters(recurse=False)), divided):
+            known = {name: state[name] for name in names[prefix]}
+            _load_one(one, prefix, {name: value for name, value in known.items() if value is not None})
+
+
+def check_names(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Raise if a module and some weights have different names."""
+    names = set(module.state_dict())
+    missing, unexpected = sorted(names - set(state)), sorted(set(state) - names)
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, unexpected {unexpected}"
+        )
+
+
+def _whole(parameters: list[nn.Parameter], divided: bool) -> AbstractContextManager[object]:
+    if not divided:
+        return nullcontext()
+    import deepspeed
+
+    whole: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+    return whole
+
+
+def _prefix_of(name: str, prefixes: Collection[str]) -> str:
+    """Return the prefix of the innermost module that a name can belong to."""
+    while name not in prefixes:
+        name = name.rstrip(".").rpartition(".")[0]
+        name = f"{name}." if name else ""
+    return name
+
+
+def _load_one(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
+    errors: list[str] = []
+    load_own_values(module, prefix, state, errors)
+    if errors:
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join(errors)
+        )
+
+
+# -- A fit that resumes from a checkpoint folder, on as many ranks as have written it or on others --
 
 
 def writers_differ(

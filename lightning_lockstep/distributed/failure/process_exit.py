@@ -26,34 +26,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
-from lightning_lockstep._console import say
-from lightning_lockstep._lightning import _destroy_dist_connection
-
-__all__ = [
-    "at_exit",
-    "at_process_end",
-    "drop_what_nobody_reads",
-    "end_after_exit_functions",
-    "end_now",
-    "ends_with_error",
-    "expect_exit",
-    "expected_exit",
-    "failure_returned",
-    "flush_everything",
-    "leave_without_waiting",
-    "leaving",
-    "leaving_code",
-    "on_flush",
-    "printed_a_line",
-    "repeat_headline",
-    "return_failure",
-    "run_flushers",
-    "say_last",
-    "stay",
-    "wait_for_reports",
-    "was_last",
-    "writing_report",
-]
+from lightning_lockstep._doors.lightning import _destroy_dist_connection
+from lightning_lockstep._text import say
 
 _log = logging.getLogger(__name__)
 

@@ -22,10 +22,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_lockstep.distributed.failure.common_errors import REPORT_LIMIT
-from lightning_lockstep.distributed.failure.exit_note import forget_failure, note_failure
-from lightning_lockstep.distributed.failure.first_failure import FirstFailure
-from lightning_lockstep.distributed.failure.lost_peers import BETTER_REPORT, LostPeers
+from lightning_lockstep.distributed.failure.first_failure import (
+    BETTER_REPORT,
+    REPORT_LIMIT,
+    FirstFailure,
+    LostPeers,
+)
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
     expected_exit,
@@ -38,8 +40,10 @@ from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
     describe_error,
     describe_exit,
+    forget_failure,
     is_alike,
     is_broken_collective,
+    note_failure,
 )
 from lightning_lockstep.distributed.failure.uncaught import (
     end_within,
@@ -48,10 +52,8 @@ from lightning_lockstep.distributed.failure.uncaught import (
     print_last,
     show_plainly,
 )
-from lightning_lockstep.distributed.side_channel.base import SideChannel
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
-
-__all__ = ["FailurePropagation", "propagation_on"]
 
 # How much longer than the grace period, in which it waits for the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 2.0

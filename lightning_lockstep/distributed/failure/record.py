@@ -1,23 +1,123 @@
-"""What is known of the rank that failed first, and the text that reports it."""
+"""The record of a failure: what is known of it, printed, sent, and left for the process that started the rank."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from torch.distributed import DistError
 
-from lightning_lockstep._lightning import SIGTERMException
+from lightning_lockstep._doors.lightning import SIGTERMException
+from lightning_lockstep._settings import ended_folder, full_traceback
+from lightning_lockstep._system import write_whole
 from lightning_lockstep._text import exit_in_words
-from lightning_lockstep.distributed.failure.folded import format_error, user_function
+from lightning_lockstep.distributed.failure.process_exit import at_exit, ends_with_error, leaving
+from lightning_lockstep.errors import LockstepError, Preempted, RankFailedError
 
-__all__ = ["FailureRecord", "describe_error", "describe_exit", "is_alike", "is_broken_collective"]
+# -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
+# there were
+
+
+# What a package is called for readers, by the folder it is installed in.
+_FOLDED = {
+    "torch": "torch",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+    "lightning_fabric": "lightning",
+    "lightning_utilities": "lightning",
+    "hydra": "hydra",
+    "omegaconf": "hydra",
+    "deepspeed": "deepspeed",
+    "lightning_lockstep": "lightning_lockstep",
+}
+_OWN = Path(__file__).parents[2]
+_CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+_CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+def has_plain_message(error: BaseException) -> bool:
+    """Return whether the message of ``error`` says all that a reader needs: it is one of this package's own."""
+    return (
+        isinstance(error, LockstepError) and not isinstance(error, RankFailedError) and not full_traceback()
+    )
+
+
+def format_error(error: BaseException) -> str:
+    """Return the traceback of ``error`` as text that ends with a newline.
+
+    Frames of torch, Lightning, Hydra and this package that follow each other are one line, but for the frame that
+    raised. An error of this package is its message alone. ``LOCKSTEP_FULL_TRACEBACK=1`` shows all there is.
+    """
+    if full_traceback():
+        return "".join(traceback.format_exception(error))
+    if has_plain_message(error):
+        return "".join(traceback.format_exception_only(type(error), error))
+    return "".join(_lines(traceback.TracebackException.from_exception(error)))
+
+
+def user_function(error: BaseException) -> str | None:
+    """Return the name of the user's function that Lightning called and that raised, such as ``training_step``."""
+    inside = False
+    for frame in traceback.extract_tb(error.__traceback__):
+        package = _package_of(frame.filename)
+        if inside and package is None:
+            return frame.name
+        inside = inside or package == "lightning"
+    return None
+
+
+def _lines(error: traceback.TracebackException) -> Iterator[str]:
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None:
+        yield from _lines(before)
+        yield _CAUSE if error.__cause__ is not None else _CONTEXT
+    if getattr(error, "exceptions", None):  # a group: Python draws its tree
+        yield from error.format(chain=False)
+        return
+    if error.stack:
+        yield "Traceback (most recent call last):\n"
+        yield from _frames(error.stack)
+    yield from error.format_exception_only()
+
+
+def _frames(stack: Iterable[traceback.FrameSummary]) -> Iterator[str]:
+    *frames, last = stack
+    hint = "; LOCKSTEP_FULL_TRACEBACK=1 shows them"
+    for folded, group in itertools.groupby(frames, key=lambda frame: _package_of(frame.filename) is not None):
+        found = list(group)
+        if not folded or len(found) == 1:
+            yield from traceback.StackSummary.from_list(found).format()
+            continue
+        names = {_package_of(frame.filename) or "" for frame in found}
+        yield f"  ... {len(found)} frames of {', '.join(sorted(names))}{hint}\n"
+        hint = ""
+    yield from traceback.StackSummary.from_list([last]).format()
+
+
+def _package_of(filename: str) -> str | None:
+    """Return the name of the package that a file belongs to, if frames of it are folded."""
+    path = Path(filename)
+    if path.is_relative_to(_OWN):
+        return "lightning_lockstep"
+    parts = path.parts
+    for place in ("site-packages", "dist-packages"):
+        if place in parts[:-1]:
+            return _FOLDED.get(parts[len(parts) - 1 - parts[::-1].index(place) + 1].removesuffix(".py"))
+    return None
+
+
+# -- What is known of the rank that failed first, and the text that reports it --
+
 
 Kind = Literal["exception", "exit", "signal", "vanished", "interrupt"]
 
@@ -218,3 +318,98 @@ def is_broken_collective(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(word in text for word in _BROKEN)
+
+
+# -- How a rank tells the process that started it how it ended, beyond its exit code --
+# A launcher of ours that is no rank itself gives its ranks a folder, and each rank leaves a note there:
+#
+# ================
+# ============================================================================================
+# ``<pid>.failed``  a rank failed; the record of the first one, the same from every rank ``<pid>.agreed``
+# all ranks left together on purpose, with an exit code of their own ``<pid>.ended``   this rank came to its
+# end in good order ================
+# ============================================================================================
+#
+# ``torchrun`` has a file of its own for a failure, which is written beside.
+
+
+_folder: Path | None = None
+
+
+def keep_notes_in(folder: Path) -> None:
+    """Leave the notes of this process in ``folder``; by default that of the environment variable, if any."""
+    global _folder
+    _folder = folder
+
+
+def note_failure(record: FailureRecord) -> None:
+    """Note which rank failed first; also for ``torchrun``, so that its closing summary has the traceback."""
+    _write("failed", record.to_json())
+    # Every rank that ends by it does so: torchrun's agent sums up whichever it sees end first.
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        content = {
+            "message": {
+                "message": record.headline(),
+                "extraInfo": {"py_callstack": record.traceback, "timestamp": str(int(time.time()))},
+            }
+        }
+        write_whole(Path(path), json.dumps(content))
+
+
+def forget_failure() -> None:
+    """Take the note of a failure back: the program has caught it."""
+    folder, of_torchrun = _notes_folder(), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    paths = [Path(of_torchrun)] if of_torchrun else []
+    paths += [folder / f"{os.getpid()}.failed"] if folder else []
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
+
+
+def note_agreed_exit(preempted: Preempted) -> None:
+    """Note that all ranks have left together on purpose."""
+    _write("agreed", json.dumps([preempted.reason, preempted.code, preempted.checkpoint]))
+
+
+def note_orderly_end() -> None:
+    """Leave a note at this process's exit if that is in good order."""
+
+    def note() -> None:
+        if not leaving() and not ends_with_error():
+            _write("ended", "")
+
+    at_exit(note)
+
+
+# -- for the process that has started the ranks -----------------------------------------------------
+
+
+def first_failure(folder: Path) -> FailureRecord | None:
+    """Return what the ranks noted of the one that failed first, or ``None``."""
+    for note in sorted(folder.glob("*.failed")):
+        return FailureRecord.from_json(note.read_text(encoding="utf-8"))
+    return None
+
+
+def agreed_exit(folder: Path) -> Preempted | None:
+    """Return the exit on which all ranks agreed, or ``None``."""
+    for note in sorted(folder.glob("*.agreed")):
+        return Preempted(*json.loads(note.read_text(encoding="utf-8")))
+    return None
+
+
+def orderly_ends(folder: Path) -> int:
+    """Return how many ranks of this host have ended in good order."""
+    return len(list(folder.glob("*.ended")))
+
+
+def _write(kind: str, content: str) -> None:
+    folder = _notes_folder()
+    if folder is not None and folder.is_dir():  # a rank on another host has no such folder
+        write_whole(folder / f"{os.getpid()}.{kind}", content)
+
+
+def _notes_folder() -> Path | None:
+    given = ended_folder()
+    return _folder or (Path(given) if given else None)

@@ -14,28 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_lockstep._console import say
-from lightning_lockstep.distributed.failure.folded import format_error
+from lightning_lockstep._text import say
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
     leave_without_waiting,
     say_last,
     was_last,
 )
+from lightning_lockstep.distributed.failure.record import format_error
 from lightning_lockstep.errors import RankFailedError
-
-__all__ = [
-    "end_within",
-    "error_from_bytes",
-    "error_to_bytes",
-    "fold_tracebacks",
-    "keep_hook",
-    "keep_quiet",
-    "on_uncaught",
-    "print_also",
-    "print_last",
-    "show_plainly",
-]
 
 
 def fold_tracebacks() -> None:

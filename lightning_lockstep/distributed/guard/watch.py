@@ -1,8 +1,4 @@
-"""Watches this rank's collectives: asks the others when one does not complete, and raises what comes of it.
-
-Nothing is sent while collectives complete in time. Everything here runs on a thread of its own, so that it works while
-the main thread waits in a collective, in C++.
-"""
+"""The thread that watches: which collective has been outstanding for too long, and what is done then."""
 
 from __future__ import annotations
 
@@ -13,37 +9,110 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from lightning_lockstep._console import say
+from lightning_lockstep._settings import Faults
+from lightning_lockstep._text import say
 from lightning_lockstep.distributed.c10d_operators import OPERATIONS
-from lightning_lockstep.distributed.guard.calls.group_names import group_titles
-from lightning_lockstep.distributed.guard.calls.recorded import CallRecorder, Outstanding, RecordedCall
-from lightning_lockstep.distributed.guard.ending.connections import (
+from lightning_lockstep.distributed.guard.activity import (
+    Activity,
     abort_devices,
     connections,
     end_connections,
 )
-from lightning_lockstep.distributed.guard.inquiry.asking import Answer, Inquiries
-from lightning_lockstep.distributed.guard.inquiry.question import Question
-from lightning_lockstep.distributed.guard.inquiry.rank_state import MESSAGES, RankState
-from lightning_lockstep.distributed.guard.inquiry.silence import Silence, SilentRanks
-from lightning_lockstep.distributed.guard.inquiry.verdict import Verdict
-from lightning_lockstep.distributed.guard.inquiry.waits import Waits
-from lightning_lockstep.distributed.guard.settings import GuardSettings
-from lightning_lockstep.distributed.guard.threads.activity import Activity
-from lightning_lockstep.distributed.guard.threads.main_thread import (
+from lightning_lockstep.distributed.guard.companion import end_host_sockets
+from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries, Silence, SilentRanks
+from lightning_lockstep.distributed.guard.rank_state import (
+    MESSAGES,
     WAIT,
     Position,
+    Question,
+    RankState,
     position,
     waits_for_import,
 )
-from lightning_lockstep.distributed.guard.verification.host_sockets import end_host_sockets
-from lightning_lockstep.distributed.side_channel.base import SideChannel
+from lightning_lockstep.distributed.guard.records import CallRecorder, Outstanding, RecordedCall, group_titles
+from lightning_lockstep.distributed.guard.verdict import Verdict
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.errors import CollectiveError
 
-__all__ = ["CollectiveWatch"]
+# -- What a user may set on the collective guard --
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings:
+    """Settings of the guard of a run."""
+
+    # watch: find out why a collective does not complete.
+    guard: Literal["off", "watch", "verify"] = "watch"  # verify: also compare before each collective
+    stall_timeout: float = 60.0  # how long one may take before the ranks compare where they are [s]
+    guard_history: int = 0  # how many of the last calls of each rank a report lists
+
+    def __post_init__(self) -> None:
+        faults = Faults()
+        self.check(faults)
+        faults.raise_all()
+
+    def check(self, faults: Faults) -> None:
+        """Add to ``faults`` what is wrong; a class with further settings checks those too."""
+        faults.choice("guard", self.guard, ("off", "watch", "verify"))
+        faults.number("stall_timeout", self.stall_timeout, what="seconds", above=0, such_as=60)
+        faults.whole("guard_history", self.guard_history, least=0)
+
+
+# -- How long this rank has waited in each of its incomplete collectives, and when it asks about one --
+
+
+class Waits:
+    """The waits of this rank; ``None`` stands for a send or receive."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout  # when a wait is asked about, and after how long again [s]
+        self._since: dict[Outstanding | None, float] = {}
+        self._next_question: dict[Outstanding | None, float] = {}
+
+    def update(
+        self,
+        outstanding: Sequence[Outstanding | None],
+        now: float,
+        ages: Callable[[], Mapping[Outstanding | None, float]],  # how long ago each was called [s]
+    ) -> None:
+        """Take note of what is incomplete now."""
+        known = ages() if any(one not in self._since for one in outstanding) else {}
+        self._since = {one: self._since.get(one, now - known.get(one, 0.0)) for one in outstanding}
+        self._next_question = {one: at for one, at in self._next_question.items() if one in self._since}
+
+    def put_off(self, seconds: float) -> None:
+        """Leave out of all waits a time in which this process was stopped [s]."""
+        self._since = {one: since + seconds for one, since in self._since.items()}
+
+    def longest(self, now: float) -> float:
+        """Return the longest wait [s]."""
+        return max((now - since for since in self._since.values()), default=0.0)
+
+    def due(self, now: float) -> list[tuple[Outstanding | None, float]]:
+        """Return what is to be asked about now, each with how long this rank has waited [s]; once in each timeout."""
+        due = [one for one in self._since if self._due_at(one) <= now]
+        self._next_question |= dict.fromkeys(due, now + self._timeout)
+        return [(one, now - self._since[one]) for one in due]
+
+    def until_due(self, now: float) -> float:
+        """Return how long until something is to be asked about [s]; infinity where nothing waits."""
+        return min((self._due_at(one) - now for one in self._since), default=float("inf"))
+
+    def _due_at(self, one: Outstanding | None) -> float:
+        return max(self._since[one] + self._timeout, self._next_question.get(one, 0.0))
+
+
+# -- Watches this rank's collectives: asks the others when one does not complete, and raises what comes of
+# it
+#
+# Nothing is sent while collectives complete in time. Everything here runs on a thread of its own, so that
+# it works while the main thread waits in a collective, in C++.
+
 
 _log = logging.getLogger(__name__)
 # Calls of each rank that are compared.

@@ -22,12 +22,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_lockstep._tables import plain_table
-from lightning_lockstep.distributed.guard.calls.group_names import WORLD, group_title
+from lightning_lockstep._text import plain_table
+from lightning_lockstep.distributed.guard.records import WORLD, group_title
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime, start_runtime
 from lightning_lockstep.errors import LaunchError
-
-__all__ = ["MPIBackendOptions", "default_options", "mpi_ranks", "register_mpi_backend"]
 
 NAME = "mpi4py"
 

@@ -6,16 +6,29 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_lockstep.doctor.cuda.builds import check_host_compiler, check_toolkits
-from lightning_lockstep.doctor.cuda.cuda_variables import check_variables
-from lightning_lockstep.doctor.cuda.nvidia import Driver, Gpu, driver, find_gpus, with_capabilities
-from lightning_lockstep.doctor.cuda.torch_build import TorchBuild, torch_build
-from lightning_lockstep.doctor.cuda.versions import major, short
-from lightning_lockstep.doctor.findings import Finding, Status, not_applicable, ok, problem, warning
-from lightning_lockstep.doctor.machines.machine import Machine
-from lightning_lockstep.doctor.machines.package_manager import has_dnf, system_install
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.doctor.cuda_builds import (
+    Driver,
+    Gpu,
+    TorchBuild,
+    check_host_compiler,
+    check_toolkits,
+    driver,
+    find_gpus,
+    torch_build,
+    with_capabilities,
+)
+from lightning_lockstep.doctor.cuda_toolkits import check_variables, major, short
+from lightning_lockstep.doctor.machine import Machine, has_dnf, system_install
+from lightning_lockstep.doctor.registry import (
+    CheckOptions,
+    Finding,
+    Status,
+    check,
+    not_applicable,
+    ok,
+    problem,
+    warning,
+)
 
 # Oldest driver that runs a CUDA of this major version.
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}

@@ -6,15 +6,19 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lightning_lockstep.doctor.cuda.nvidia import architectures, find_gpus, with_capabilities
-from lightning_lockstep.doctor.cuda.toolkits import install_line, toolkit_in_use
-from lightning_lockstep.doctor.cuda.torch_build import torch_build
-from lightning_lockstep.doctor.cuda.versions import short
-from lightning_lockstep.doctor.findings import Finding, Status, not_applicable, ok, problem, warning
-from lightning_lockstep.doctor.machines.machine import Machine, Probed
-from lightning_lockstep.doctor.machines.package_manager import system_install
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.doctor.cuda_builds import architectures, find_gpus, torch_build, with_capabilities
+from lightning_lockstep.doctor.cuda_toolkits import install_line, short, toolkit_in_use
+from lightning_lockstep.doctor.machine import Machine, Probed, system_install
+from lightning_lockstep.doctor.registry import (
+    CheckOptions,
+    Finding,
+    Status,
+    check,
+    not_applicable,
+    ok,
+    problem,
+    warning,
+)
 
 # What an operation is linked with, beside Python; those that begin with `fused` are compiled by nvcc.
 _NEEDS = {

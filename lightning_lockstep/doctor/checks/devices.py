@@ -8,13 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_lockstep._text import size_in_words
-from lightning_lockstep.doctor.cuda.nvidia import Gpu, find_gpus
-from lightning_lockstep.doctor.cuda.torch_build import torch_build
-from lightning_lockstep.doctor.cuda.versions import release
-from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
-from lightning_lockstep.doctor.machines.machine import Machine
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.doctor.cuda_builds import Gpu, find_gpus, torch_build
+from lightning_lockstep.doctor.cuda_toolkits import release
+from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.registry import (
+    CheckOptions,
+    Finding,
+    check,
+    not_applicable,
+    ok,
+    problem,
+    warning,
+)
 
 _MIB = 2**20
 # Clocks, and the speed of a matrix product, that differ by less than this are alike.

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lightning_lockstep.doctor.cuda.versions import release
-from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
-from lightning_lockstep.doctor.machines.machine import Machine
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.doctor.cuda_toolkits import release
+from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.registry import (
+    CheckOptions,
+    Finding,
+    check,
+    not_applicable,
+    ok,
+    problem,
+    warning,
+)
 
 _FIRST_GOOD = (5, 5)
 _TEST_TIMEOUT = 10.0

@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
-from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
-from lightning_lockstep.doctor.machines.machine import Machine
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import check
-from lightning_lockstep.doctor.several_hosts.hosts import hosts_of
-from lightning_lockstep.launchers.mpirun.command import MPIRun, MPIRunSettings, mpirun_of
-from lightning_lockstep.launchers.mpirun.hostfile import Host
-from lightning_lockstep.launchers.mpirun.hosts import (
+from lightning_lockstep.doctor.hosts import hosts_of
+from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.registry import (
+    CheckOptions,
+    Finding,
+    check,
+    not_applicable,
+    ok,
+    problem,
+    warning,
+)
+from lightning_lockstep.launchers.mpi_hosts import (
+    Host,
     HostReport,
     ask_host,
     host_advice,
@@ -21,8 +26,7 @@ from lightning_lockstep.launchers.mpirun.hosts import (
     mpirun_fault,
     this_host,
 )
-
-__all__ = ["mpi"]
+from lightning_lockstep.launchers.mpirun_command import MPIRun, MPIRunSettings, mpirun_of
 
 _WHY = """
 A job over MPI that hangs at its start is most often one of three: ranks started by the mpirun of another MPI than the

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_lockstep.doctor.findings import Finding, not_applicable
-from lightning_lockstep.doctor.machines.machine import Machine
-from lightning_lockstep.doctor.network.examination import examine
-from lightning_lockstep.doctor.network.launched_mpi import mpi_here
-from lightning_lockstep.doctor.network.rendezvous import agents_by_ssh, agents_here
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import check
-from lightning_lockstep.doctor.several_hosts.hosts import hosts_of
+from lightning_lockstep.doctor.hosts import hosts_of
+from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.network_examination import examine, mpi_here
+from lightning_lockstep.doctor.network_rendezvous import agents_by_ssh, agents_here
+from lightning_lockstep.doctor.registry import CheckOptions, Finding, check, not_applicable
 
 _WHY = """
 Most hangs at the start of a run are ranks that do not reach each other: a host name that another host cannot resolve, a

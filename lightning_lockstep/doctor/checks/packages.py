@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lightning_lockstep._text import size_in_words
-from lightning_lockstep.doctor.cuda.versions import release, short
-from lightning_lockstep.doctor.findings import Finding, ok, problem, warning
-from lightning_lockstep.doctor.machines.machine import Limits, Machine
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.doctor.cuda_toolkits import release, short
+from lightning_lockstep.doctor.machine import Limits, Machine
+from lightning_lockstep.doctor.registry import CheckOptions, Finding, check, ok, problem, warning
 
 _LIGHTNING = ("lightning", "pytorch-lightning")
 _MALICIOUS = ((2, 6, 2), (2, 6, 3))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
-from lightning_lockstep.doctor.machines.machine import Completed, Machine
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import check
-from lightning_lockstep.launchers.environments.slurm_step import (
-    INTERACTIVE,
-    SlurmStep,
-    counts_in,
-    find_slurm_step,
+from lightning_lockstep._system import Completed
+from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.registry import (
+    CheckOptions,
+    Finding,
+    check,
+    not_applicable,
+    ok,
+    problem,
+    warning,
 )
-
-__all__ = ["slurm"]
+from lightning_lockstep.launchers.rank_variables import INTERACTIVE, SlurmStep, counts_in, find_slurm_step
 
 _WHY = """
 Under Slurm it is srun that starts the ranks, one for each task. A batch script that starts `python` itself runs it

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_lockstep.doctor.cuda.versions import release, short
-from lightning_lockstep.doctor.findings import Finding, not_applicable, ok, problem, warning
-from lightning_lockstep.doctor.machines.machine import Machine
-from lightning_lockstep.doctor.machines.pci import pci_devices
-from lightning_lockstep.doctor.options import CheckOptions
-from lightning_lockstep.doctor.registry import check
+from lightning_lockstep.doctor.cuda_toolkits import release, short
+from lightning_lockstep.doctor.machine import Machine, pci_devices
+from lightning_lockstep.doctor.registry import (
+    CheckOptions,
+    Finding,
+    check,
+    not_applicable,
+    ok,
+    problem,
+    warning,
+)
 
 _DEPRECATED = {
     "XLA_USE_BF16": "use precision=bf16-true",

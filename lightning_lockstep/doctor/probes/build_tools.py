@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep.deepspeed.builds.locks import find_build_locks
-from lightning_lockstep.deepspeed.builds.tools import missing_tools
+from lightning_lockstep.deepspeed.build_tools import find_build_locks, missing_tools
 
 _LONGEST = 20.0
 # What is tested -> a program that needs it, and what it is linked with.

@@ -9,7 +9,7 @@ import sys
 def main() -> None:
     """Print its version, its accelerator, and the operations that are built or have a builder."""
     from lightning_lockstep._doors.deepspeed_internals import is_installed, make_op_builder, op_name
-    from lightning_lockstep.deepspeed.builds.tools import OPS
+    from lightning_lockstep.deepspeed.build_tools import OPS
     from lightning_lockstep.deepspeed.importing import import_deepspeed
     from lightning_lockstep.errors import LockstepError
 

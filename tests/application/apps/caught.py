@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from torch.utils.data import DataLoader
 
 from lightning_lockstep import LockstepDDPStrategy
-from lightning_lockstep.train import hydra_main
+from lightning_lockstep._application.entry import hydra_main
 
 
 class Model(LightningModule):

@@ -10,7 +10,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_lockstep.train import hydra_main
+from lightning_lockstep._application.entry import hydra_main
 
 PLAIN = os.environ.get("ECHO_MAIN") == "hydra"
 decorate = hydra.main("echo_conf", "echo", version_base="1.3") if PLAIN else hydra_main("echo_conf", "echo")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from lightning_lockstep._tables import plain_table
+from lightning_lockstep._text import plain_table
 from tests.distributed.guard.program_expectation import Guard, expected
 from tests.distributed.guard.program_model import DIVERGENCES, Kind, Program, random_program
 from tests.distributed.guard.program_rank import run_programs

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.distributed.guard.calls.call_report import (
+from lightning_lockstep.distributed.guard.records import (
     CollectiveCall,
     call_site,
     compares_calls,

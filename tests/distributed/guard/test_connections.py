@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from lightning_lockstep.distributed.guard.ending.connections import end_connections, ports_of
+from lightning_lockstep.distributed.guard.activity import end_connections, ports_of
 
 
 def test_of_a_silent_host_all_connections_are_ended_but_those_of_the_side_channel() -> None:

@@ -7,8 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.guard.calls.flight_recorder import FlightRecorder
-from lightning_lockstep.distributed.guard.calls.recorded import Outstanding
+from lightning_lockstep.distributed.guard.guard import FlightRecorder
+from lightning_lockstep.distributed.guard.records import Outstanding
 from tests.helpers import run_ranks
 
 

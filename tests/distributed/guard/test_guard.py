@@ -19,21 +19,19 @@ import torch.distributed as dist
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard import watch as watch_module
-from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall
+from lightning_lockstep.distributed.guard.activity import Activity
+from lightning_lockstep.distributed.guard.companion import CallHistory
 from lightning_lockstep.distributed.guard.guard import guard_on
-from lightning_lockstep.distributed.guard.settings import GuardSettings
-from lightning_lockstep.distributed.guard.threads.activity import Activity
-from lightning_lockstep.distributed.guard.threads.main_thread import (
+from lightning_lockstep.distributed.guard.rank_state import (
     MainThreadErrors,
     Position,
     position,
     waits_for_import,
 )
-from lightning_lockstep.distributed.guard.verification.call_history import CallHistory
-from lightning_lockstep.distributed.guard.verification.message_recorder import MessageRecorder
-from lightning_lockstep.distributed.guard.verification.verify import CallVerifier
-from lightning_lockstep.distributed.guard.watch import CollectiveWatch
-from lightning_lockstep.distributed.side_channel.base import LocalSideChannel
+from lightning_lockstep.distributed.guard.records import CollectiveCall
+from lightning_lockstep.distributed.guard.verify import CallVerifier, MessageRecorder
+from lightning_lockstep.distributed.guard.watch import CollectiveWatch, GuardSettings
+from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel
 from lightning_lockstep.errors import CollectiveStallError, ConfigurationError
 from tests.helpers import run_ranks
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.guard.verification import companion as companion_module
-from lightning_lockstep.distributed.guard.verification.companion import Companion
-from lightning_lockstep.distributed.guard.verification.host_sockets import end_host_sockets
+from lightning_lockstep.distributed.guard import companion as companion_module
+from lightning_lockstep.distributed.guard.companion import Companion, end_host_sockets
 from tests.helpers import run_ranks, run_ranks_raw
 
 

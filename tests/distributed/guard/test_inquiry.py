@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall
-from lightning_lockstep.distributed.guard.calls.recorded import Outstanding, RecordedCall
-from lightning_lockstep.distributed.guard.inquiry.asking import Answer, Inquiries
-from lightning_lockstep.distributed.guard.inquiry.question import Question
-from lightning_lockstep.distributed.guard.inquiry.rank_state import RankState
-from lightning_lockstep.distributed.guard.inquiry.silence import Silence
-from lightning_lockstep.distributed.side_channel.base import Message
+from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries, Silence
+from lightning_lockstep.distributed.guard.rank_state import Question, RankState
+from lightning_lockstep.distributed.guard.records import CollectiveCall, Outstanding, RecordedCall
+from lightning_lockstep.distributed.side_channel.channel import Message
 
 WANTED = Outstanding("world", 1)
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lightning_lockstep.distributed.guard.inquiry.silence import Silence, SilentRanks
+from lightning_lockstep.distributed.guard.inquiry import Silence, SilentRanks
 
 
 class Channel:

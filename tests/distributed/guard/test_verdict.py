@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.distributed.guard.calls.call_report import CollectiveCall
-from lightning_lockstep.distributed.guard.calls.recorded import Outstanding, RecordedCall
-from lightning_lockstep.distributed.guard.inquiry.question import Question
-from lightning_lockstep.distributed.guard.inquiry.rank_state import RankState
-from lightning_lockstep.distributed.guard.inquiry.verdict import Verdict, judge
-from lightning_lockstep.distributed.guard.threads.main_thread import Position
+from lightning_lockstep.distributed.guard.rank_state import Position, Question, RankState
+from lightning_lockstep.distributed.guard.records import CollectiveCall, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.verdict import Verdict, judge
 from lightning_lockstep.errors import CollectiveMismatchError, CollectiveStallError
 
 PAIR = "1 (ranks 0, 1)"

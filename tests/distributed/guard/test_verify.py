@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lockstep.distributed.guard.verification.verify import CallVerifier
+from lightning_lockstep.distributed.guard.verify import CallVerifier
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 from tests.helpers import run_ranks
 

@@ -16,14 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep import gather_uneven
 from lightning_lockstep.distributed.c10d_operators import OPERATIONS
-from lightning_lockstep.distributed.guard.verification.companion import Companion
-from lightning_lockstep.distributed.guard.verification.dispatch_hook import (
-    POINT_TO_POINT,
-    DispatchedCall,
-    Hook,
-)
-from lightning_lockstep.distributed.guard.verification.verify import CallVerifier
-from lightning_lockstep.distributed.local.collectives import local_collectives
+from lightning_lockstep.distributed.guard.call_description import POINT_TO_POINT, DispatchedCall, Hook
+from lightning_lockstep.distributed.guard.companion import Companion
+from lightning_lockstep.distributed.guard.verify import CallVerifier
+from lightning_lockstep.distributed.local_collectives import local_collectives
 from tests.helpers import run_ranks, run_ranks_raw
 
 pytestmark = pytest.mark.slow

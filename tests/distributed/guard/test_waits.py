@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lockstep.distributed.guard.calls.recorded import Outstanding
-from lightning_lockstep.distributed.guard.inquiry.waits import Waits
+from lightning_lockstep.distributed.guard.records import Outstanding
+from lightning_lockstep.distributed.guard.watch import Waits
 
 FIRST, SECOND = Outstanding("world", 7), Outstanding("of two", 1)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lockstep.distributed.guard.calls.call_report import compares_calls
+from lightning_lockstep.distributed.guard.records import compares_calls
 from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from tests.distributed.mpi.ranks_meet import meet
 

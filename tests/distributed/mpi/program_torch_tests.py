@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
-from lightning_lockstep.launchers.environments.mpi_environment import MPIEnvironment
+from lightning_lockstep.launchers.environments import MPIEnvironment
 from tests.helpers.patience import patience
 
 RANKS = 4  # some tests ask for exactly four

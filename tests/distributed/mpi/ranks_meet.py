@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_lockstep.distributed.mpi.backend import register_mpi_backend
-from lightning_lockstep.launchers.environments.mpi_environment import MPIEnvironment
+from lightning_lockstep.launchers.environments import MPIEnvironment
 
 
 def meet(seconds=60):

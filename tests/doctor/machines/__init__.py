@@ -13,10 +13,9 @@ from typing import Any
 
 import yaml
 
-from lightning_lockstep.doctor.check_process import run_check
-from lightning_lockstep.doctor.findings import CheckResult, Finding
-from lightning_lockstep.doctor.machines.imitated_machine import ImitatedMachine, read_machine
-from lightning_lockstep.doctor.options import CheckOptions
+from lightning_lockstep.doctor.check_runner import run_check
+from lightning_lockstep.doctor.imitated_machine import ImitatedMachine, read_machine
+from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, Finding
 
 FOLDER = Path(__file__).parent
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

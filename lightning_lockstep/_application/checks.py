@@ -1,0 +1,404 @@
+"""What is checked once the configuration is composed, before any rank starts."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_lockstep._application.config_channel import ExternalRanks, external_ranks
+from lightning_lockstep._application.run import component_keys
+from lightning_lockstep._application.values import Fault, TargetChecks, mismatch, target_of
+from lightning_lockstep._doors.lightning import LightningEnvironment
+from lightning_lockstep._settings import is_whole
+from lightning_lockstep._text import counted
+from lightning_lockstep.deepspeed.checkpoints.files import is_deepspeed_checkpoint, read_file
+from lightning_lockstep.deepspeed.checkpoints.resuming import CONSOLIDATED
+from lightning_lockstep.demo.data import batch_size_per_rank
+from lightning_lockstep.doctor.check_runner import Checks
+from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, Status
+from lightning_lockstep.doctor.table import console, print_fixes, print_heading, print_result, print_verdict
+from lightning_lockstep.errors import ConfigurationError, LaunchError
+from lightning_lockstep.launchers.environments import SlurmStepEnvironment
+from lightning_lockstep.launchers.rank_variables import find_slurm_step
+
+# -- Which checkpoint `ckpt_path` means --
+
+
+_LAST = Path("checkpoints", "last.ckpt")
+_BEGUN = ".begun"
+
+
+def note_begin(run_folder: Path) -> None:
+    """Leave a file in a run folder whose time is that at which the first attempt of the run began; on rank 0."""
+    with suppress(
+        OSError
+    ):  # it exists already; or nothing can be written: then only files in the folder are the run's
+        (run_folder / _BEGUN).touch(exist_ok=False)
+
+
+def checkpoint_folders(config: DictConfig, *, run_folder: Path, started_in: Path) -> list[Path]:
+    """Return where the components of a run, and Lightning after a signal of Slurm, save checkpoints."""
+    parts = [part for group in ("checkpoint", "callbacks") for part in _nodes(config.get(group))]
+    given = [OmegaConf.select(part, "dirpath") for part in parts]
+    root = OmegaConf.select(config, "trainer.default_root_dir")
+    given += [] if root is None else [root, f"{root}/checkpoints"]
+    base = run_folder if OmegaConf.select(config, "hydra.job.chdir") else started_in
+    return [Path(base, path) for path in given if path is not None and "://" not in str(path)]
+
+
+def _nodes(group: object) -> Iterable[DictConfig]:
+    values = group.values() if isinstance(group, DictConfig) else ()
+    return [value for value in values if isinstance(value, DictConfig)]
+
+
+def find_checkpoint(
+    given: str | None, *, run_folder: Path, started_in: Path, folders: Sequence[Path] = ()
+) -> str | None:
+    """Return the file, or the folder that DeepSpeed has written, that `ckpt_path` means."""
+    if given is None or "://" in given:
+        return given
+    if given == "auto":  # this run's newest from which a fit can go on, if there is one
+        found = _newest_of_this_run(run_folder.absolute(), folders)
+        return None if found is None else str(found)
+    if given == "last":  # the newest last.ckpt of this run folder or of those beside it
+        return str(_newest(run_folder))
+    path = Path(started_in, given).absolute()
+    if path.is_dir() and not is_deepspeed_checkpoint(path):
+        path = path / _LAST
+    if not (path.is_file() or is_deepspeed_checkpoint(path)):
+        raise ConfigurationError(f"ckpt_path={given}: there is no checkpoint {path}")
+    return str(path)
+
+
+def _newest_of_this_run(run_folder: Path, folders: Sequence[Path]) -> Path | None:
+    """Return the newest checkpoint of a run from which a fit can go on, of whatever callback, or of a requeue."""
+    found = {path for folder in (run_folder / "checkpoints", *folders) for path in folder.glob("*.ckpt")}
+    found |= set(run_folder.glob("hpc_ckpt_*.ckpt"))
+    ages = {path: path.stat().st_mtime for path in found if _belongs(path, run_folder)}
+    return next(filter(_can_be_resumed, sorted(ages, key=ages.__getitem__, reverse=True)), None)
+
+
+def _belongs(path: Path, run_folder: Path) -> bool:
+    """Return whether a checkpoint is this run's: others may save in a folder that is not the run's own."""
+    if path.is_relative_to(run_folder):
+        return True
+    begun = run_folder / _BEGUN
+    return begun.exists() and path.stat().st_mtime >= begun.stat().st_mtime
+
+
+def _can_be_resumed(path: Path) -> bool:
+    """Return whether a checkpoint was written to its end, and has more than the weights."""
+    if path.name.endswith(CONSOLIDATED):
+        return False
+    if path.is_dir():
+        return is_deepspeed_checkpoint(path)
+    if not zipfile.is_zipfile(path):  # torch's files are archives
+        return False
+    try:
+        return "optimizer_states" in read_file(path)
+    except ConfigurationError:
+        return True  # it holds what only Lightning will say about
+
+
+def _newest(run_folder: Path) -> Path:
+    run_folder = run_folder.absolute()
+    # Beside a run lie other runs; beside a job of a sweep lie its other jobs, beside the sweep other sweeps.
+    own = run_folder / _LAST
+    found = [own] if own.exists() else list(run_folder.parent.glob(f"*/{_LAST}"))
+    if not found:
+        raise ConfigurationError(
+            f"ckpt_path=last: no run under {run_folder.parent} has a {_LAST} yet; name a file or a run folder"
+        )
+    return max(found, key=lambda path: path.stat().st_mtime)
+
+
+# -- `debug=preflight`: the doctor's checks that matter for the chosen strategy, before any rank starts --
+
+
+_ON_GPUS = ("cuda", "devices")
+_WITHOUT_GPUS = ("cpu", "tpu")
+_done: dict[tuple[tuple[str, ...], CheckOptions], list[Fault]] = {}
+
+
+def preflight_faults(config: DictConfig) -> list[Fault]:
+    """Run the checks if the configuration asks for them, print their table, and return what stops the run.
+
+    The jobs of a sweep that ask for the same are checked once. Rank 0 calls this before any other rank is started: it
+    starts processes, and ranks of its own on this host where the run would start its ranks here.
+    """
+    if not config.get("preflight"):
+        return []
+    names, options = checks_for(config)
+    if (names, options) not in _done:
+        _done[names, options] = _run(names, options)
+    return _done[names, options]
+
+
+def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
+    """Return the checks that matter for a configuration, and their options."""
+    strategy = str(OmegaConf.select(config, "hydra.runtime.choices.strategy") or "")
+    names: list[str] = ["packages", "kernel"]
+    if str(OmegaConf.select(config, "trainer.accelerator")) not in _WITHOUT_GPUS:
+        names += _ON_GPUS
+    names += [name for name in ("deepspeed", "mpi", "xla") if strategy.startswith(name)]
+    if find_slurm_step() is not None:
+        names.append("slurm")
+    ranks = _ranks_here(config)
+    if strategy.startswith(("ddp", "mpi", "deepspeed")) and ranks > 1 and external_ranks() is None:
+        names.append("network")
+    hostfile = OmegaConf.select(config, "strategy.hostfile")
+    ssh_args = OmegaConf.select(config, "strategy.ssh_args") or ()
+    options = CheckOptions(
+        nproc=ranks,
+        hostfile=str(hostfile) if hostfile else None,
+        ssh_args=tuple(map(str, ssh_args)),
+        strategy=strategy,
+    )
+    return tuple(names), options
+
+
+def _ranks_here(config: DictConfig) -> int:
+    """Return how many ranks the run starts on this host: one for each device that the configuration names."""
+    devices: Any = OmegaConf.select(config, "trainer.devices")
+    listed = OmegaConf.is_list(devices) or (isinstance(devices, str) and "," in devices)
+    if listed:
+        return len(
+            [part for part in (devices.split(",") if isinstance(devices, str) else devices) if part != ""]
+        )
+    if str(devices) not in ("auto", "-1"):
+        return int(devices) if str(devices).isdecimal() else 1
+    if str(OmegaConf.select(config, "trainer.accelerator")) in _WITHOUT_GPUS:
+        return 1
+    import torch
+
+    return max(torch.cuda.device_count(), 1)  # asks the driver, and starts nothing on the devices
+
+
+def _run(names: tuple[str, ...], options: CheckOptions) -> list[Fault]:
+    checks, to = Checks(names, options), console(is_error=True)
+    results: list[CheckResult] = []
+    print_heading(to)
+    for result in checks.results():
+        results.append(result)
+        print_result(to, result, least=Status.WARNING if result.status is not Status.OK else Status.OK)
+    print_fixes(to, results, least=Status.WARNING)
+    print_verdict(to, results, sum(result.seconds for result in results))
+    sys.stderr.flush()
+    bad = [result.check for result in results if result.status is Status.PROBLEM]
+    if not bad:
+        return []
+    listed = ", ".join(bad)
+    return [
+        Fault(
+            f"debug=preflight: the checks above found problems ({listed}). Fix them, or leave out debug=preflight."
+        )
+    ]
+
+
+# -- What `lockstep-train` checks of a configuration as a whole, beyond its components --
+
+
+_SWITCHES: dict[str, Any] = {
+    "seed": int,
+    "fit": bool,
+    "validate": bool,
+    "test": bool,
+    "preflight": bool,
+    "ckpt_path": str | None,
+}
+
+
+def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
+    """Look for what is wrong with the configuration of one training run: on rank 0, before others start.
+
+    Args:
+        config: The frozen configuration with its `hydra` node.
+        checks: Checks of the values in it.
+
+    Ranks: rank 0, before any other is started.
+    """
+    faults = [*_prepared(config), *_switches(config), *_unfit(config)]
+    for key in component_keys(config):
+        faults += checks.missing_faults(key)
+        if key != "trainer":
+            faults += checks.constructor_faults(key)
+    # The Trainer checks devices, precision and loops; the ranks are not started yet.
+    faults += checks.constructor_faults(
+        "trainer", strategy="auto", logger=False, plugins=[LightningEnvironment()], default_root_dir=None
+    )
+    external = external_ranks()
+    uneven = _uneven_tasks()
+    counts = uneven or _external(config, external)
+    faults += [*_single_device(config), *counts, *_global_batch(config, external)]
+    # Takes seconds, and starts ranks: not for a configuration that cannot run anyway.
+    return faults or preflight_faults(config)
+
+
+def prepare_training(config: DictConfig) -> None:
+    """Decide on rank 0, for all ranks, what depends on this machine: the checkpoint and the devices.
+
+    Args:
+        config: The configuration of the job that begins, with its `hydra` node; changed.
+
+    Ranks: rank 0 only; reads environment variables and looks for files.
+    """
+    note_begin(Path(config.hydra.runtime.output_dir))
+    config.ckpt_path = _checkpoint(config)
+    ranks = external_ranks()
+    if ranks is None or ranks.per_node is None or ranks.count is None:
+        return
+    if OmegaConf.select(config, "trainer.devices") == "auto":
+        config.trainer.devices = ranks.per_node
+        config.trainer.num_nodes = ranks.count // ranks.per_node
+
+
+def _checkpoint(config: DictConfig) -> str | None:
+    runtime, given = config.hydra.runtime, config.get("ckpt_path")
+    run_folder, started_in = Path(runtime.output_dir), Path(runtime.cwd)
+    folders = []
+    if given == "auto":
+        folders = checkpoint_folders(config, run_folder=run_folder, started_in=started_in)
+    return find_checkpoint(given, run_folder=run_folder, started_in=started_in, folders=folders)
+
+
+def _prepared(config: DictConfig) -> list[Fault]:
+    try:
+        _checkpoint(config)
+    except ConfigurationError as error:
+        return [Fault(text, error) for text in error.faults]
+    except OmegaConfBaseException:
+        pass  # reported where the value is wrong
+    return []
+
+
+def _switches(config: DictConfig) -> list[Fault]:
+    faults = []
+    for name, hint in _SWITCHES.items():
+        value: Any = config.get(name)
+        expected = mismatch(value, hint)
+        if expected is not None:
+            faults.append(Fault(f"{name}={value}: expected {expected}."))
+    mode = OmegaConf.select(config, "objective.mode")
+    if mode not in ("min", "max"):
+        faults.append(Fault(f"objective.mode={mode}: expected min or max."))
+    return faults
+
+
+def _unfit(config: DictConfig) -> list[Fault]:
+    """A model that takes other samples than the data yields, where both classes say what."""
+    model, data = (target_of(OmegaConf.select(config, key)) for key in ("model", "data"))
+    takes, yields = getattr(model, "takes", None), getattr(data, "yields", None)
+    if not isinstance(takes, str) or not isinstance(yields, str) or takes == yields:
+        return []
+    fitting = [*_fitting("model", "takes", yields), *_fitting("data", "yields", takes)]
+    hint = f"Take {' or '.join(fitting)}." if fitting else "Choose two that fit each other."
+    return [
+        Fault(
+            f"{_choice(config, 'model')} does not fit {_choice(config, 'data')}: the model takes {takes}; the"
+            f" data are {yields}. {hint}"
+        )
+    ]
+
+
+def _choice(config: DictConfig, group: str) -> str:
+    choice = OmegaConf.select(config, f"hydra.runtime.choices.{group}")
+    return f"{group}={choice}" if choice else f"{group}._target_={config[group]._target_}"
+
+
+def _fitting(group: str, attribute: str, samples: str) -> list[str]:
+    """The choices of this package in a group whose classes name these samples."""
+    files = resources.files("lightning_lockstep.conf").joinpath(group).iterdir()
+    return sorted(
+        f"{group}={file.name.removesuffix('.yaml')}"
+        for file in files
+        if file.name.endswith(".yaml")
+        and getattr(target_of(OmegaConf.create(file.read_text())), attribute, None) == samples
+    )
+
+
+def _single_device(config: DictConfig) -> list[Fault]:
+    devices = OmegaConf.select(config, "trainer.devices")
+    if _strategy_name(config) == "auto" and isinstance(devices, int) and devices > 1:
+        return [
+            Fault(
+                f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp."
+            )
+        ]
+    return []
+
+
+def _strategy_name(config: DictConfig) -> Any:
+    strategy = config.get("strategy")
+    return strategy.get("name") if isinstance(strategy, DictConfig) else strategy
+
+
+def _ranks(config: DictConfig, external: ExternalRanks | None) -> int | None:
+    """How many ranks the run will have; `None` where the configuration does not say."""
+    devices, nodes = (OmegaConf.select(config, f"trainer.{key}") for key in ("devices", "num_nodes"))
+    if devices == "auto" and external is not None:
+        return external.count
+    if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
+        return devices * nodes
+    return None
+
+
+def _uneven_tasks() -> list[Fault]:
+    """Nodes of a Slurm step with different numbers of tasks, whatever the Trainer is given."""
+    step = find_slurm_step()
+    if step is None or len(set(step.tasks_per_node)) < 2:
+        return []
+    try:
+        SlurmStepEnvironment(step).validate_settings(max(step.tasks_per_node), len(step.tasks_per_node))
+    except LaunchError as error:
+        return [Fault(str(error), error)]
+    return []
+
+
+def _external(config: DictConfig, external: ExternalRanks | None) -> list[Fault]:
+    asked = _ranks(config, external)
+    if external is None or external.count is None or asked is None:
+        return []
+    devices, nodes = config.trainer.devices, config.trainer.num_nodes
+    started_on = external.count // external.per_node if external.per_node else None
+    if devices == "auto" and started_on is not None and nodes not in (1, started_on):
+        return [
+            Fault(
+                f"trainer.num_nodes={nodes}: {counted(external.count, 'rank')} started on"
+                f" {counted(started_on, 'node')}. Leave it out, or start them on as many nodes."
+            )
+        ]
+    if asked == external.count:
+        return []
+    step = find_slurm_step()
+    if step is not None and step.size == external.count and isinstance(devices, int):
+        try:
+            SlurmStepEnvironment(step).validate_settings(devices, nodes)
+        except LaunchError as error:  # with a table, and the flags of srun
+            return [Fault(str(error), error)]
+    return [
+        Fault(
+            f"trainer.devices={devices} on trainer.num_nodes={nodes} = {counted(asked, 'rank')}, but"
+            f" {external.count} were started. Leave both out, or start as many."
+        )
+    ]
+
+
+def _global_batch(config: DictConfig, external: ExternalRanks | None) -> list[Fault]:
+    size = OmegaConf.select(config, "data.global_batch_size")
+    accumulate = OmegaConf.select(config, "trainer.accumulate_grad_batches")
+    ranks = _ranks(config, external)
+    if not (is_whole(size) and is_whole(accumulate) and size > 0 and accumulate > 0 and ranks is not None):
+        return []
+    try:
+        batch_size_per_rank(size, ranks, accumulate)
+    except ConfigurationError as error:
+        return [Fault(f"data.{text}", error) for text in error.faults]
+    return []

@@ -1,1 +1,0 @@
-"""Everything that can be wrong with a command line, found before any rank starts, and its help."""

@@ -1,0 +1,233 @@
+"""What a run leaves: what its loggers are given, the closing table, `failure.json`."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_lockstep._doors.lightning import Callback, Logger
+from lightning_lockstep._system import write_report
+from lightning_lockstep._text import counted
+from lightning_lockstep.distributed.failure.record import FailureRecord, describe_error
+from lightning_lockstep.errors import MissingExtraError, RankFailedError
+from lightning_lockstep.launchers.hydra import freeze
+from lightning_lockstep.logs.trackers import WandbLogger, tracking_uri_of
+
+# -- What a run gives to its loggers besides metrics, which packages they need, and where they write --
+
+
+# class of a logger -> the packages any of which it works with; the first is named where all are missing
+_PACKAGES = {
+    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
+    "WandbLogger": ("wandb",),
+    "MLFlowLogger": ("mlflow",),
+}
+# Stores of MLflow that are databases, for which mlflow-skinny alone is not enough.
+_DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
+_HIDDEN = "***"
+# Names of settings and of environment variables whose values are secret.
+_SECRET = re.compile(
+    r"(?:^|_)(?:(?:api|access|private|secret)_?key|secret|passw(?:or)?d|credentials?|(?:api|auth|access)_?token)$|^token$",
+    re.IGNORECASE,
+)
+_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+_SHORTEST_SECRET = 8  # characters; a shorter value could be part of any text
+
+
+def is_logger(target: object) -> bool:
+    """Whether this is a class of loggers: making one may begin a run."""
+    return inspect.isclass(target) and issubclass(target, Logger)
+
+
+def missing_package(target: Any, key: str, settings: Mapping[Any, Any]) -> MissingExtraError | None:
+    """Return the error for a package that a logger needs and that is not installed, or `None`."""
+    name = next((cls.__name__ for cls in target.__mro__ if cls.__name__ in _PACKAGES), None)
+    if name is None:
+        return None
+    extra, needed = _PACKAGES[name][0], [_PACKAGES[name]]
+    uri = tracking_uri_of("", settings.get("tracking_uri"))
+    if name == "MLFlowLogger" and uri.startswith(_DATABASES):
+        needed += [("sqlalchemy",), ("alembic",)]
+    for choices in needed:
+        if not any(importlib.util.find_spec(package) for package in choices):
+            return MissingExtraError(choices[0], extra=extra, needed_for=key)
+    return None
+
+
+class LogConfiguration(Callback):
+    """Gives the configuration of the run to its loggers as hyperparameters, below the name `config`."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self._config = plain_configuration(config)
+        self._trains = bool(config.get("fit"))
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Log it once, in the process of the rank, before Lightning logs the model's own hyperparameters."""
+        if self._config and (stage == "fit" or not self._trains):
+            for logger in trainer.loggers:
+                logger.log_hyperparams({"config": self._config})
+            self._config = {}
+
+
+def plain_configuration(config: DictConfig, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return a configuration as plain values, with secrets replaced by `***`.
+
+    Secret are settings named so (`password`, `api_key`, ...), and what the environment has under such a name, where it
+    is part of a value.
+    """
+    environ = os.environ if environ is None else environ
+    secrets = [
+        value
+        for name, value in environ.items()
+        if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET
+    ]
+    plain = OmegaConf.to_container(freeze(config), resolve=False, enum_to_str=True)
+    hidden: dict[str, Any] = _hide(plain, secrets)
+    return hidden
+
+
+def _hide(value: Any, secrets: list[str]) -> Any:
+    if isinstance(value, dict):
+        return {
+            str(key): _HIDDEN if isinstance(item, str) and _SECRET.search(str(key)) else _hide(item, secrets)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_hide(item, secrets) for item in value]
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, _HIDDEN)
+    return value
+
+
+def places(loggers: list[Any]) -> dict[str, str]:
+    """Return where each logger has written, as rows of the closing table: a file, a folder or an address."""
+    found: dict[str, str] = {}
+    for logger in loggers:
+        place = getattr(logger, "location", None) or getattr(logger, "log_dir", None)
+        # The stand-in of a run without logs has a method for every name.
+        if isinstance(place, (str, os.PathLike)):
+            metrics = Path(place, "metrics.csv")
+            found[f"log ({type(logger).__name__})"] = str(metrics if metrics.exists() else place)
+    return found
+
+
+def finish(loggers: list[Any], *, failed: bool) -> None:
+    """End the runs of loggers that hold one open until the process ends, so that the next job begins its own."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.finish(failed=failed)
+
+
+# -- `failure.json` in the run folder: what is known of the failure that came first, for who looks there
+# later
+
+
+FAILURE_FILE = "failure.json"
+
+
+def keep_failure(trainer: Any, error: BaseException) -> None:
+    """Write what has ended a run to its folder; every rank may call it, rank 0 writes.
+
+    An error that was raised on another rank first comes with the record of that rank.
+    """
+    if isinstance(error, (SystemExit, KeyboardInterrupt)) or not trainer.is_global_zero:
+        return
+    record = error.record if isinstance(error, RankFailedError) else None
+    if not isinstance(record, FailureRecord):
+        record = describe_error(error, trainer.global_rank, trainer.world_size, lambda: _where(trainer))
+    write_report(Path(trainer.default_root_dir, FAILURE_FILE), record.to_json() + "\n")
+
+
+def _where(trainer: Any) -> Mapping[str, Any]:
+    return {
+        "epoch": trainer.current_epoch,
+        "step": trainer.global_step,
+        "stage": str(trainer.state.stage or "setup"),
+    }
+
+
+# -- The report at the end of a run: a table, and `summary.json` --
+
+
+_FILE = "summary.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of one run."""
+
+    metrics: dict[str, float]  # the last value of each
+    steps: int  # of the optimizer
+    epochs: int  # begun and ended
+    ranks: int
+    samples_per_second: float | None  # of all ranks in training, evaluation left out
+    wall_time: float  # from the first to the last line of the run [s]
+    files: dict[str, str]  # where things are, by what they are
+
+
+def write(summary: Summary, folder: Path) -> None:
+    """Write `summary.json` into the run folder; where that is not possible, say so."""
+    metrics = {
+        name: value if math.isfinite(value) else repr(value) for name, value in summary.metrics.items()
+    }
+    text = json.dumps({**asdict(summary), "metrics": metrics}, indent=2)
+    write_report(folder / _FILE, text + "\n")
+
+
+def written(folder: Path) -> tuple[int, int, int] | None:
+    """Return what identifies the `summary.json` that is in the run folder now; `None` where there is none."""
+    try:
+        found = (folder / _FILE).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def read_metrics(folder: Path, *, earlier: tuple[int, int, int] | None) -> dict[str, float]:
+    """Return the metrics that rank 0 has written into the run folder; none where it could not."""
+    if written(folder) == earlier:  # as it was before the run
+        return {}
+    try:
+        text = (folder / _FILE).read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    return {name: float(value) for name, value in json.loads(text)["metrics"].items()}
+
+
+def show(summary: Summary) -> None:
+    """Print the result as a table."""
+    table = Table(title="lightning-lockstep: run finished", show_header=False, title_justify="left")
+    for name in sorted(summary.metrics, key=_order):
+        table.add_row(name, f"{summary.metrics[name]:.4f}")
+    table.add_section()
+    table.add_row(
+        "steps", f"{summary.steps} in {counted(summary.epochs, 'epoch')} on {counted(summary.ranks, 'rank')}"
+    )
+    if summary.samples_per_second is not None:
+        table.add_row("samples/s", f"{summary.samples_per_second:,.0f}")
+    table.add_row("wall time", f"{summary.wall_time:.1f} s")
+    table.add_section()
+    here = Path.cwd()
+    for name, path in summary.files.items():
+        shown = Path(path).relative_to(here) if Path(path).is_relative_to(here) else Path(path)
+        table.add_row(name, Text(str(shown), overflow="fold"))
+    Console(width=None).print(table)
+
+
+def _order(name: str) -> tuple[int, str]:
+    first = name.split("_", 1)[0]
+    return ({"train": 0, "val": 1, "test": 2}.get(first, 3), name)

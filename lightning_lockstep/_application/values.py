@@ -1,0 +1,403 @@
+"""Values of a configuration compared with the signatures of what they configure."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import logging
+import re
+import traceback
+import types
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import hydra.utils
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_lockstep._application.records import is_logger, missing_package
+from lightning_lockstep._doors.hydra_internals import locate
+from lightning_lockstep._doors.lightning import MisconfigurationException
+from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep._text import first_line, say
+from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.launchers.hydra import inner_container
+
+# -- One thing that is wrong with a command line, and how several are shown --
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong."""
+
+    text: str  # what was given, what was expected, how to fix it
+    # Shown only to those who ask for stack traces.
+    error: BaseException | None = field(default=None, compare=False)
+
+
+def show_faults(
+    program: str, faults: Sequence[Fault], *, stack_traces: bool, outcome: str = "nothing was started"
+) -> None:
+    """Print all faults as one message to standard error."""
+    if stack_traces:
+        for fault in faults:
+            if fault.error is not None:
+                traceback.print_exception(fault.error)
+    say(describe(program, faults, stack_traces=stack_traces, outcome=outcome))
+
+
+def describe(
+    program: str,
+    faults: Sequence[Fault],
+    *,
+    stack_traces: bool = False,
+    outcome: str = "nothing was started",
+) -> str:
+    """Return the message of `show_faults`."""
+    count = "one fault" if len(faults) == 1 else f"{len(faults)} faults"
+    lines = [f"{program}: {count} in the configuration; {outcome}.", ""]
+    for number, fault in enumerate(faults, 1):
+        first, *rest = fault.text.splitlines() or [""]
+        lines += [f"  {number}. {first}", *(f"     {line}" for line in rest)]
+    if not stack_traces and any(fault.error is not None for fault in faults):
+        lines += ["", "HYDRA_FULL_ERROR=1 shows the exceptions behind this."]
+    return "\n".join([*lines, ""])
+
+
+# -- Does a value from a config fit the type that a signature asks for? --
+
+
+_PLAIN: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -> Expected | None:
+    """Say what was expected if `value` certainly does not fit the type `hint`.
+
+    Judged are numbers, text, true and false, null and fixed choices, and unions of them; for anything else,
+    as for a value that fits, `None` is returned.
+    """
+    if hint is None or hint is Any or (value is None and default is None):
+        return None
+    if isinstance(value, (DictConfig, ListConfig)):
+        return None
+    members = _members(hint)
+    words: list[str] = []
+    for member in members:
+        if member in _PLAIN:
+            if _fits(value, member):
+                return None
+            words.append(_PLAIN[member])
+        elif member is type(None):
+            if value is None:
+                return None
+            words.append("null")
+        elif typing.get_origin(member) is typing.Literal:
+            choices = typing.get_args(member)
+            if value in choices:
+                return None
+            words += [repr(choice) for choice in choices if isinstance(choice, str)] or [
+                repr(c) for c in choices
+            ]
+        elif _is_rich(member) and not isinstance(value, str) and value is not None:
+            words.append(_type_name(member))  # a number cannot be one of these
+        else:
+            return None
+    if _PLAIN[float] in words:
+        words = [word for word in words if word != _PLAIN[int]]
+    return Expected(tuple(dict.fromkeys(words)))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The kinds of value that would fit, in words; fixed choices in quotes."""
+
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        *others, last = self.words
+        return f"{', '.join(others)} or {last}" if others else last
+
+    def near(self, value: Any) -> str:
+        """The fixed choice nearest to `value`, as a question."""
+        choices = [word.strip("'") for word in self.words if word.startswith("'")]
+        return did_you_mean(value, choices) if isinstance(value, str) else ""
+
+
+def _members(hint: Any) -> list[Any]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [member for argument in typing.get_args(hint) for member in _members(argument)]
+    return [hint]
+
+
+def _fits(value: Any, plain: type) -> bool:
+    if plain is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if plain is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, plain)
+
+
+def _is_rich(member: Any) -> bool:
+    """Whether `member` is a class that no plain value is an instance of."""
+    origin = typing.get_origin(member) or member
+    return (
+        isinstance(origin, type)
+        and not issubclass(origin, (int, float, str, bool, enum.Enum))
+        and origin is not object
+    )
+
+
+def _type_name(member: Any) -> str:
+    origin = typing.get_origin(member) or member
+    return {list: "a list", dict: "a mapping", tuple: "a list"}.get(
+        origin, getattr(origin, "__name__", str(origin))
+    )
+
+
+# -- Do the values fit what they are given to? --
+# Every node with a `_target_` is compared with the signature of what it names: settings that it does not
+# have, values of another type. Classes of this package and of Lightning are made besides, since their
+# constructors check what a signature cannot say and have no effect. Not so loggers, which may begin a run,
+# and what others wrote, whose effects are unknown: they are made only when the run itself begins.
+
+
+_SPECIAL = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
+_HARMLESS = ("lightning_lockstep.", "lightning.pytorch.", "pytorch_lightning.")
+
+
+class TargetChecks:
+    """Checks of the values of one composed job."""
+
+    def __init__(self, config: DictConfig, typed: dict[str, str]) -> None:
+        self.config = config
+        self.typed = typed  # overrides by key: a fault of that key is reported as typed
+
+    def signature_faults(self) -> list[Fault]:
+        """Settings that a target does not have, and values of a type that it does not take."""
+        faults: list[Fault] = []
+        for key, node in target_nodes(self.config):
+            target, fault = self._locate(key, node)
+            if fault is not None:
+                faults.append(fault)
+            elif target is not None:
+                faults += self._signature(key, node, target)
+        return faults
+
+    def missing_faults(self, component: str) -> list[Fault]:
+        """Values below `component` that have to be given and were not."""
+        node = OmegaConf.select(self.config, component, throw_on_missing=False)
+        if not isinstance(node, DictConfig):
+            return []
+        faults = [
+            Fault(f"{component}.{key} is required: add {component}.{key}=...") for key in _missing(node)
+        ]
+        for key, reference in _dangling(node):
+            faults.append(
+                Fault(
+                    f"{component}.{key}: takes its value from {reference}, and this configuration has no such"
+                    " key."
+                )
+            )
+        return faults
+
+    # given: arguments in place of those in the configuration
+    def constructor_faults(self, component: str, **given: Any) -> list[Fault]:
+        """What the constructor of `component` says about its settings, if it has no other effect."""
+        node = OmegaConf.select(self.config, component, throw_on_missing=False)
+        if not isinstance(node, DictConfig) or "_target_" not in node or self.missing_faults(component):
+            return []
+        target, fault = self._locate(component, node)
+        if fault is not None or target is None or self._signature(component, node, target):
+            return []
+        if is_logger(target):
+            error = missing_package(target, component, node)
+            return [] if error is None else [Fault(str(error), error)]
+        if not all(map(_harmless, _targets(node))):
+            return []
+        return [Fault(self._label(component, text), error) for text, error in _try_to_make(node, given)]
+
+    def _locate(self, key: str, node: DictConfig) -> tuple[Callable[..., Any] | None, Fault | None]:
+        name = str(node["_target_"])
+        try:
+            return locate(name), None
+        except Exception as error:  # importing a module can raise anything; all of it is reported
+            cause: BaseException = error.__cause__ or error
+            hint = did_you_mean(name.rpartition(".")[2], _names_beside(name))
+            why = hint or f" {first_line(cause)}"
+            return None, Fault(f"{self._shown(f'{key}._target_')}: {name} cannot be imported.{why}", error)
+
+    def _signature(self, key: str, node: DictConfig, target: Callable[..., Any]) -> list[Fault]:
+        try:
+            parameters = inspect.signature(target).parameters
+        except (TypeError, ValueError):
+            return []  # written in C without a signature
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        hints = _hints(target)
+        called = getattr(target, "__name__", str(target))
+        faults: list[Fault] = []
+        for name in map(str, node):
+            if name in _SPECIAL:
+                continue
+            if name not in parameters:
+                if not open_ended:
+                    near = did_you_mean(name, parameters)
+                    faults.append(
+                        Fault(f"{self._shown(f'{key}.{name}')}: {called} has no setting {name!r}.{near}")
+                    )
+            elif not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name):
+                expected = mismatch(node[name], hints.get(name), default=parameters[name].default)
+                if expected is not None:
+                    shown = self._shown(f"{key}.{name}")
+                    faults.append(
+                        Fault(
+                            f"{shown}: expected {expected}, given {_say(node[name])}."
+                            f"{expected.near(node[name])}"
+                        )
+                    )
+        return faults
+
+    def _shown(self, key: str) -> str:
+        if key in self.typed:
+            return self.typed[key]
+        value = OmegaConf.select(self.config, key, throw_on_missing=False)
+        return f"{key}={value}" if isinstance(value, (str, int, float, bool)) else key
+
+    def _label(self, component: str, text: str) -> str:
+        """Put the key in front of what a constructor says, in place of the `name=value` it may open with."""
+        node = OmegaConf.select(self.config, component)
+        text = text.removeprefix(f"{str(node['_target_']).rpartition('.')[2]}: ")
+        name = re.split(r"[= ]", text, maxsplit=1)[0]
+        if name in node and name not in _SPECIAL:
+            return f"{self._shown(f'{component}.{name}')}: {text.removeprefix(f'{name}={node[name]!r}: ')}"
+        return f"{component}: {text}"
+
+
+def _names_beside(name: str) -> list[str]:
+    """Public names of the module or class that `name` is looked for in."""
+    place, _, wrong = name.rpartition(".")
+    try:
+        owner = locate(place)
+        return [other for other in getattr(owner, "__all__", dir(owner)) if other != wrong]
+    except Exception:  # the same: there is nothing to compare with
+        return []
+
+
+def _targets(node: DictConfig) -> Iterator[Callable[..., Any] | None]:
+    """Everything that is made when the node is."""
+    return (target_of(inner) for _, inner in _containers(node, "") if "_target_" in inner)
+
+
+def _harmless(target: Callable[..., Any] | None) -> bool:
+    return f"{getattr(target, '__module__', '')}.".startswith(_HARMLESS) and not is_logger(target)
+
+
+def target_of(node: object) -> Callable[..., Any] | None:
+    """What the `_target_` of a node names; `None` if it has none or that cannot be imported."""
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        return None
+    try:
+        target: Callable[..., Any] = locate(str(node["_target_"]))
+    except Exception:  # importing a module can raise anything; it is reported where the target is checked
+        return None
+    return target
+
+
+def settings_of(node: object) -> set[str] | None:
+    """Names of all settings that the target of a node has; `None` if it takes any or cannot be asked."""
+    target = target_of(node)
+    if target is None:
+        return None
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return None  # written in C without a signature
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set(parameters)
+
+
+def target_nodes(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    """Yield key and node of everything with a `_target_`, outermost first, without Hydra's own part."""
+    for key, node in _containers(config, ""):
+        if isinstance(node, DictConfig) and "_target_" in node and not OmegaConf.is_missing(node, "_target_"):
+            yield key, node
+
+
+def _containers(node: DictConfig | ListConfig, key: str) -> Iterator[tuple[str, DictConfig | ListConfig]]:
+    yield key, node
+    names: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))
+    for name in names:
+        if key or name != "hydra":
+            child = inner_container(node, name)
+            if child is not None:
+                yield from _containers(child, f"{key}.{name}" if key else str(name))
+
+
+def _missing(node: DictConfig) -> Iterator[str]:
+    """Keys below `node` whose value is `???`."""
+    for key, container in _containers(node, ""):
+        names: Any = container.keys() if isinstance(container, DictConfig) else range(len(container))
+        for name in names:
+            if OmegaConf.is_missing(container, name):
+                yield f"{key}.{name}" if key else str(name)
+
+
+def _dangling(node: DictConfig) -> Iterator[tuple[str, str]]:
+    """Keys below `node` whose interpolation was left over when everything else was resolved."""
+    for key, container in _containers(node, ""):
+        names: Any = container.keys() if isinstance(container, DictConfig) else range(len(container))
+        for name in names:
+            if OmegaConf.is_interpolation(container, name):
+                yield (f"{key}.{name}" if key else str(name)), _reference(container, name)
+
+
+def _reference(container: Any, name: Any) -> str:
+    """The interpolation itself, as it is written in the config."""
+    written: Any = OmegaConf.to_container(container, resolve=False)
+    return str(written[name])
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    function = target.__init__ if inspect.isclass(target) else target
+    try:
+        return typing.get_type_hints(inspect.unwrap(function))
+    except (NameError, TypeError, AttributeError):
+        return {}  # annotations that exist for type checkers only
+
+
+def _say(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+
+
+def _try_to_make(node: DictConfig, given: dict[str, Any]) -> list[tuple[str, BaseException]]:
+    """Make one component on the meta device and without logs, only for the faults that its constructor raises."""
+    import torch
+
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            hydra.utils.instantiate(node, _convert_="all", **given)
+    except (HydraException, OmegaConfBaseException) as error:
+        # Any other error may come from the meta device, and says nothing about the settings.
+        if isinstance(
+            error.__cause__ or error, (ValueError, TypeError, ImportError, MisconfigurationException)
+        ):
+            return objections(error)
+    finally:
+        logging.disable(logging.NOTSET)
+    return []
+
+
+def objections(error: BaseException) -> list[tuple[str, BaseException]]:
+    """What a failed instantiation says: all faults of a `ConfigurationError`, else its cause's first line."""
+    cause: BaseException = error.__cause__ or error
+    if isinstance(cause, ConfigurationError):
+        return [(text, cause) for text in cause.faults]
+    return [(first_line(cause), cause)]

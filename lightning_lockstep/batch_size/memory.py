@@ -1,0 +1,416 @@
+"""Memory: what counts as out of memory, how much there is, how a trial is kept within it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import re
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from lightning_lockstep._system import memory_limit
+from lightning_lockstep._text import first_line
+from lightning_lockstep.errors import ConfigurationError
+
+# -- How the C library keeps freed memory, which decides what a batch needs on CPU --
+# glibc returns a freed block to the system when it was large enough to be mapped by itself. It raises what
+# "large enough" means to the largest block freed so far (up to 32 MiB), and keeps the others for itself,
+# where the next batch's blocks may or may not fit into the holes. What a step needs then depends on all
+# that ran before it: half as much again was seen, and a size that fitted may not fit when it is tried
+# again.
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_RETURNED_FROM = 2**20
+_KEPT_UP_TO = 32 * 2**20  # where glibc's own growth ends
+
+
+@cache
+def _c_library() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+@cache
+def _function(name: str) -> Callable[..., int] | None:
+    return getattr(_c_library(), name, None)
+
+
+def trim() -> None:
+    """Return what malloc keeps unused to the system, where the C library can."""
+    function = _function("malloc_trim")
+    if function is not None:
+        function(0)
+
+
+def return_freed_memory() -> None:
+    """Let every block of 1 MiB or more go back to the system when it is freed.
+
+    Memory in use is then what is alive: the same step needs the same, whatever ran before it. The system has to
+    supply the pages again in the next step, which takes time. Does nothing where the C library is not glibc, or where
+    the environment has set its thresholds.
+    """
+    _set_thresholds(_RETURNED_FROM)
+
+
+def keep_freed_memory() -> None:
+    """Let freed blocks of up to 32 MiB stay with malloc, as glibc comes to do by itself."""
+    _set_thresholds(_KEPT_UP_TO)
+
+
+def _set_thresholds(size: int) -> None:
+    mallopt = _function("mallopt")
+    own = "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if mallopt is None or _function("gnu_get_libc_version") is None or own:
+        return
+    mallopt(_MMAP_THRESHOLD, size)
+    mallopt(_TRIM_THRESHOLD, 2 * size)
+
+
+# -- How much memory a trial used at its peak, and how much there is --
+# On CUDA the caching allocator knows. On CPU it is the kernel: what is counted is what the limit that binds
+# counts, so that a prediction meets the limit where it is. The kernel keeps the highest value itself;
+# samples would miss peaks, and the thread that takes them has a stack and an allocator's arena of its own.
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """Return the number of bytes in a number or in text such as ``"4GiB"`` or ``"500 MB"``."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and text > 0:
+        return int(text)
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]i?)?b?\s*", str(text).lower())
+    with suppress(ValueError):
+        size = float(found.group(1)) * {**_UNITS, **_BINARY_UNITS}[found.group(2) or ""] if found else 0.0
+        if size > 0:
+            return int(size)
+    raise ConfigurationError(
+        f"memory_limit={text!r} is not an amount of memory. Give a number of bytes, or text such as '4GiB'."
+    )
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Peak and limit of one trial [bytes]."""
+
+    peak: float | None  # None: not above an earlier peak, which hides it
+    limit: float
+
+
+class MemoryMeter(ABC):
+    """Reads the memory of one process on one device."""
+
+    source: str = ""  # where the limit comes from, for people
+    noise: float = 0.0  # peaks that differ by less say nothing [bytes]
+    judges: bool = False  # whether a size with a peak above the limit does not fit, though nothing was raised
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin to watch for the peak."""
+
+    @abstractmethod
+    def stop(self) -> MemoryUse:
+        """Return the peak since :meth:`start`, and the limit."""
+
+    @property
+    @abstractmethod
+    def headroom(self) -> float:
+        """What can still be taken now [bytes]."""
+
+
+def meter_for(
+    device: torch.device, *, memory_limit: int | None = None, local_ranks: int = 1, owed: int = 0
+) -> MemoryMeter | None:
+    """Return the meter of ``device``, or ``None`` where memory cannot be read."""
+    if device.type == "cuda":
+        return CUDAMeter(device, memory_limit)
+    if device.type == "cpu" and sys.platform == "linux":
+        return CPUMeter(memory_limit, local_ranks, owed)
+    return None
+
+
+class CUDAMeter(MemoryMeter):
+    """The caching allocator of one CUDA device."""
+
+    noise = 4 * 2**20  # blocks are rounded up to 2 MiB
+
+    def __init__(self, device: torch.device, memory_limit: int | None = None) -> None:
+        self.device, self.memory_limit = device, memory_limit
+        self.source = "memory_limit" if memory_limit else f"free memory of {device}"
+
+    @property
+    def headroom(self) -> float:
+        return self._limit() - torch.cuda.memory_allocated(self.device)
+
+    def start(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def stop(self) -> MemoryUse:
+        torch.cuda.synchronize(self.device)
+        return MemoryUse(float(torch.cuda.max_memory_allocated(self.device)), self._limit())
+
+    def _limit(self) -> float:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        available = free + torch.cuda.memory_reserved(self.device)
+        return float(min(available, self.memory_limit or available))
+
+
+class CPUMeter(MemoryMeter):
+    """The memory of this process, as the kernel counts it.
+
+    What is read depends on what binds: the address space where ``RLIMIT_AS`` does, which raises by itself, else
+    resident memory, which is what a process takes from its host or control group, and for which the kernel
+    kills.
+    """
+
+    noise = 24 * 2**20  # the allocator's caches come and go
+
+    def __init__(self, memory_limit: int | None = None, local_ranks: int = 1, owed: int = 0) -> None:
+        self._process = psutil.Process()
+        now = self._process.memory_info()
+        if memory_limit is None:
+            resident_limit, self.source = _host_limit(local_ranks)
+        else:
+            resident_limit, self.source = memory_limit, "memory_limit"
+        self.limit, self.judges = float(resident_limit), True
+        address_space, _ = self._process.rlimit(psutil.RLIMIT_AS)
+        unlimited = address_space == psutil.RLIM_INFINITY
+        if not unlimited and address_space - now.vms < resident_limit - now.rss:
+            self.limit, self.judges, self.source = float(address_space), False, "RLIMIT_AS"
+        # Owed: what the run will take and a trial does not [bytes]. It counts as if it were in use.
+        self._owed, self._peak_before = owed, 0
+        self._samples: _Samples | None = None
+
+    @property
+    def headroom(self) -> float:
+        now = self._process.memory_info()
+        return float(self.limit - self._owed - (now.rss if self.judges else now.vms))
+
+    @property
+    def data_limit(self) -> int:
+        """Private writable memory at which resident memory reaches the limit, from where it is now [bytes]."""
+        data: int = self._process.memory_info().data
+        return data + max(0, int(self.headroom))
+
+    def start(self) -> None:
+        self._peak_before = _peak("VmPeak")
+        if self.judges and not _reset_peak_of_resident(self._process):
+            self._samples = _Samples(self._process)
+
+    def stop(self) -> MemoryUse:
+        if not self.judges:
+            highest = _peak("VmPeak")
+            return MemoryUse(float(highest) if highest > self._peak_before else None, self.limit)
+        if self._samples is None:
+            return MemoryUse(float(_peak("VmHWM") + self._owed), self.limit)
+        samples, self._samples = self._samples, None
+        return MemoryUse(float(samples.stop() + self._owed), self.limit)
+
+
+class _Samples:
+    """Highest resident memory among samples, where the kernel does not let its own record be reset."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        self._process, self._highest = process, int(process.memory_info().rss)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="lockstep-memory", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        self._highest = max(self._highest, self._process.memory_info().rss)
+        return self._highest
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.001):
+            self._highest = max(self._highest, self._process.memory_info().rss)
+
+
+def _reset_peak_of_resident(process: psutil.Process) -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    # Some sandboxes accept the write and do nothing.
+    resident: int = process.memory_info().rss
+    return _peak("VmHWM") <= resident + 16 * 2**20
+
+
+def _peak(name: str) -> int:
+    """Return a highest value that the kernel keeps and psutil does not read [bytes]."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0
+
+
+def _host_limit(local_ranks: int) -> tuple[int, str]:
+    """Return (bytes for this process, where that comes from)."""
+    size, source = memory_limit()
+    return size // local_ranks, source if local_ranks == 1 else f"{source} / {local_ranks} ranks"
+
+
+# -- Limits memory during a trial, so that exceeding it raises instead of invoking the OOM killer --
+# On CPU nothing stops a process that takes too much until the kernel kills it. For the time of a trial the
+# process therefore bounds itself: an allocation beyond the limit fails with an ordinary error.
+
+
+@contextmanager
+def limited_memory(meter: MemoryMeter | None) -> Iterator[None]:
+    """Let allocations beyond the limit of ``meter`` fail while the body runs."""
+    if isinstance(meter, CPUMeter) and meter.judges and sys.platform == "linux":
+        with _data_limit(meter):
+            yield
+    elif isinstance(meter, CUDAMeter) and meter.memory_limit is not None:
+        total = torch.cuda.get_device_properties(meter.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, meter.memory_limit / total), meter.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, meter.device)
+    else:  # the limit raises by itself, or memory cannot be read
+        yield
+
+
+@contextmanager
+def _data_limit(meter: CPUMeter) -> Iterator[None]:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    ceiling = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
+    # Counted from now: pages that were given back, but whose addresses malloc keeps, can be used again.
+    resource.setrlimit(resource.RLIMIT_DATA, (min([meter.data_limit, *ceiling]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+# -- Which errors mean that memory ran out, and how to get it back --
+# Only errors that say so count. A shape error, a device-side assertion or a bug must surface at once, not
+# be mistaken for a batch that is too large.
+
+
+# What allocators and libraries write, in lower case. Each is specific enough not to appear in other errors.
+_TEXTS = (
+    "cuda out of memory",
+    "hip out of memory",
+    "xpu out of memory",
+    "mps backend out of memory",
+    "npu out of memory",  # Ascend
+    "module:pt_devmem allocation failed",  # HPU
+    "cuda error: out of memory",
+    "hip error: out of memory",
+    "cuda driver error: out of memory",
+    "cuda failure 'out of memory'",  # nccl, when it allocates its own buffers
+    "cuda failure 2 'out of memory'",
+    "defaultcpuallocator: can't allocate memory",
+    "defaultcpuallocator: not enough memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "cudnn_status_internal_error_host_allocation_failed",
+    "cudnn_status_internal_error_device_allocation_failed",
+    "cusolver_status_alloc_failed",
+    "cusparse_status_alloc_failed",
+    "cufft_alloc_failed",
+    "hipblas_status_alloc_failed",
+    "miopenstatusallocfailed",
+    "resource_exhausted",  # XLA
+    "error preparing computation: out of memory allocating",  # XLA on CPU
+    "ur_result_error_out_of_device_memory",  # XPU
+    "ur_result_error_out_of_host_memory",
+    "outofmemory",  # Metal: kIOGPUCommandBufferCallbackErrorOutOfMemory
+    "std::bad_alloc",
+)
+# cuDNN answers this too when no algorithm's workspace fits; it counts only while the GPU is nearly full.
+_CUDNN_UNSUPPORTED = "cudnn error: cudnn_status_not_supported"
+_NEARLY_FULL = 0.9
+
+
+def is_out_of_memory(error: BaseException, *, memory_is_short: Callable[[], bool] | None = None) -> bool:
+    """Return whether ``error`` says that memory ran out, on whatever device."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if _says_so(seen, memory_is_short or _cuda_is_nearly_full):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def _says_so(error: BaseException, memory_is_short: Callable[[], bool]) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    if any(known in text for known in _TEXTS):
+        return True
+    return _CUDNN_UNSUPPORTED in text and memory_is_short()
+
+
+def _cuda_is_nearly_full() -> bool:
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return False
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()
+    return torch.cuda.max_memory_reserved() + others >= _NEARLY_FULL * total
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How an attempt failed."""
+
+    summary: str  # the error's type and its first line
+    out_of_memory: bool
+    # None when memory ran out: its traceback would hold the tensors of the frames it passed.
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        name, line = type(error).__name__, first_line(error)
+        summary = name if line == name else f"{name}: {line}"
+        full = is_out_of_memory(error)
+        return cls(summary, full, None if full else error)
+
+
+def attempt(function: Callable[[], Any]) -> Failure | None:
+    """Call ``function`` and return how it failed, or ``None``.
+
+    When this returns, the ``except`` clause is over and nothing holds the frames of a call that ran out of
+    memory: what they held can be freed.
+    """
+    try:
+        function()
+    except Exception as error:
+        return Failure.of(error)
+    return None
+
+
+def release_memory(*, collect: bool = True) -> None:
+    """Give memory that nothing uses back to the device, or on CPU to the operating system.
+
+    Must not be called inside an ``except`` clause, whose error holds tensors.
+    """
+    if collect:
+        gc.collect()  # after an error reference cycles can hold tensors
+    device = torch.accelerator.current_accelerator(check_available=True)
+    # Not by torch.accelerator.empty_cache, which raises where torch does not know the allocator of the device.
+    backend: Any = None if device is None else getattr(torch, device.type, None)
+    if hasattr(backend, "empty_cache") and getattr(backend, "is_initialized", lambda: True)():
+        backend.empty_cache()
+    trim()

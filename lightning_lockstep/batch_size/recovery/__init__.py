@@ -1,1 +1,0 @@
-"""A batch that does not fit in mid-run."""

@@ -1,0 +1,165 @@
+"""How the ranks find the side channel: its address is a key in the store of their group.
+
+So opening it is no collective. Rank 0 begins to listen and sets the key; any other rank reads it when it first needs
+the channel. Where a group has no store (some MPI backends), the ranks use a broadcast instead, which all must then
+enter together.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError
+
+from lightning_lockstep._settings import JOB_TOKEN
+from lightning_lockstep._text import first_line
+from lightning_lockstep.distributed.failure.process_exit import at_process_end
+from lightning_lockstep.distributed.process_group import RankGroup, current_group
+from lightning_lockstep.distributed.rendezvous import (
+    ANY,
+    address_towards,
+    channel_keys,
+    fingerprint,
+    host_of,
+    known_job_token,
+    new_job_token,
+    own_address,
+)
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
+from lightning_lockstep.distributed.side_channel.zeromq import ZeroMQSideChannel
+from lightning_lockstep.errors import LaunchError
+
+_KEY = "lockstep/side_channel"
+# How long a connection to rank 0 may take once its address is known [s].
+_CONNECT_FOR = 60.0
+_lock = threading.Lock()
+_open: tuple[RankGroup, SideChannel] | None = None
+
+
+def known_rank() -> tuple[int, int] | None:
+    """Return (rank, world size) of the group that exists now, or ``None`` without one."""
+    group = current_group()
+    return None if group is None else (group.rank, group.world_size)
+
+
+def side_channel_if_open(*, open_if_easy: bool = False) -> SideChannel | None:
+    """Return the side channel of the current group if there is one, without waiting for a rank.
+
+    ``open_if_easy``: it is opened where that needs nobody, on rank 0 and on a rank that finds the address.
+    """
+    group = current_group()
+    if group is None:
+        return None
+    if _open is not None and _open[0] is group:
+        return _open[1]
+    if not open_if_easy or group.store is None or group.world_size < 2:
+        return None
+    if group.rank != 0 and not group.store.check([_KEY]):
+        return None
+    return open_side_channel()
+
+
+def open_side_channel(
+    *,
+    timeout: float | None = None,  # longest wait for rank 0 to set the address [s]; None: the group's own
+    broadcast: Callable[[Any], Any] | None = None,  # of rank 0's object, for groups without a store
+) -> SideChannel:
+    """Return the side channel of the current group, opened on the first call.
+
+    Rank 0 waits for nobody, the others until rank 0 has called it too.
+    """
+    global _open
+    group = current_group()
+    if group is None:
+        raise RuntimeError("The side channel connects a group of ranks, and there is none yet.")
+    with _lock:
+        if _open is not None:
+            if _open[0] is group:
+                return _open[1]
+            _open[1].close(0.0)  # of a group that is no more
+        if timeout is None:
+            # Torch gives the store of a group the group's own timeout; its annotations leave the attribute out.
+            given: Any = group.store
+            timeout = _CONNECT_FOR if given is None else given.timeout.total_seconds()
+        channel = _open_on(group, timeout, broadcast)
+        _open = (group, channel)
+        if multiprocessing.parent_process() is not None:
+            at_process_end(close_side_channel)
+        return channel
+
+
+def close_side_channel(timeout: float = 2.0) -> None:
+    """Close the side channel that is open, if any; see :meth:`SideChannel.close`."""
+    global _open
+    if _open is not None:
+        _open[1].close(timeout)
+    _open = None
+
+
+def _open_on(group: RankGroup, timeout: float, broadcast: Callable[[Any], Any] | None) -> ZeroMQSideChannel:
+    token = known_job_token()
+    if group.rank == 0:
+        made = token or new_job_token()
+        name = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        host = own_address(name)
+        channel = ZeroMQSideChannel(
+            0,
+            group.world_size,
+            host=host,
+            known_as=name if host == ANY else None,
+            keys=channel_keys(made),
+        )
+        # A token that came with the environment is known to all ranks and stays out of the store.
+        offer = [channel.address, None if token else made, fingerprint(made)]
+        _hand_out(group, json.dumps(offer), timeout, broadcast)
+        return channel
+    address, given, print_of_main = json.loads(_hand_out(group, "", timeout, broadcast))
+    if fingerprint(given or token or "") != print_of_main:
+        raise LaunchError(
+            f"Rank {group.rank} of {group.world_size} has another {JOB_TOKEN} than rank 0, or none. Give every rank of"
+            " the job the same, or none, and every job a MASTER_PORT of its own."
+        )
+    main_host = host_of(address)
+    channel = ZeroMQSideChannel(
+        group.rank,
+        group.world_size,
+        host=address_towards(main_host),
+        keys=channel_keys(given or token or ""),
+        main_address=address,
+    )
+    if not channel.wait_for_main(_CONNECT_FOR):
+        channel.close(0.0)
+        raise LaunchError(
+            f"Rank {group.rank} of {group.world_size} could not connect to the side channel of rank 0 at {address}"
+            f" within {_CONNECT_FOR:.0f} s. Let TCP connections between the ranks' hosts through (any port)."
+        )
+    return channel
+
+
+def _hand_out(group: RankGroup, mine: str, timeout: float, broadcast: Callable[[Any], Any] | None) -> str:
+    """Give rank 0's text to every rank; on rank 0 without waiting, where the group has a store."""
+    if group.store is None:
+        if broadcast is None:
+            raise RuntimeError(
+                "This group of ranks has no store, so the side channel can only be opened together."
+            )
+        return str(broadcast(mine))
+    if group.rank == 0:
+        group.store.set(_KEY, mine)
+        return mine
+    try:
+        group.store.wait([_KEY], timedelta(seconds=timeout))
+    except DistError as error:
+        raise LaunchError(
+            f"Rank {group.rank} of {group.world_size} waited up to {timeout:.0f} s for rank 0 to open the side channel."
+            " Rank 0 has not come so far: look at what it printed, or give the process group a longer timeout."
+            f" What torch said: {first_line(error)}"
+        ) from error
+    return bytes(group.store.get(_KEY)).decode()

@@ -1,0 +1,236 @@
+"""All ranks leave a loop after the same step, though only one of them wants to.
+
+Ranks are not at the same step when somebody asks: one may be late, another may have run ahead. So rank 0
+asks every rank for a promise, and picks the furthest one:
+
+    any rank         rank 0                        every rank (receiving thread)
+    --------         ------                        -----------------------------
+    request  ----->  PROMISE?   ----------------->  "I shall not go beyond step h before you decide"
+                                <-----------------  h = steps passed + 1
+                     last = max(h)
+                     COMMIT last  --------------->  leave after step `last`
+
+No rank can be beyond ``last`` when the decision arrives, since none goes beyond its own promise before. The
+main thread takes no part until a request exists: then it waits, at the step it has promised, for the few
+hundred microseconds that the decision may still need. Each rank counts steps for itself; every rank must
+count the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One rank's request that all ranks leave."""
+
+    rank: int  # that asked
+    kind: str  # ``breakpoint`` or ``preempted``; whatever the asking and the leaving side agree on
+    reason: str
+
+
+@dataclass(frozen=True)
+class StopDecision:
+    """What all ranks know alike when they leave."""
+
+    step: int  # number of steps after which all leave
+    requests: tuple[Request, ...]  # in the order in which rank 0 received them
+
+    @property
+    def reason(self) -> str:
+        """One line that names the ranks that asked and why."""
+        return "; ".join(f"rank {r.rank}: {r.reason}" for r in sorted(self.requests, key=lambda r: r.rank))
+
+    def asks_for(self, kind: str) -> bool:
+        return any(request.kind == kind for request in self.requests)
+
+
+class StepAgreement:
+    """Lets any rank request a stop at any time, and gives every rank the same step after which to leave.
+
+    Args:
+        channel: The side channel of the run.
+        name: Tells several agreements on one channel apart.
+        timeout: Longest wait for a rank's promise and for rank 0's decision [s].
+
+    Ranks: one object on every rank. Nothing is sent until a rank asks; then 4 messages per rank.
+    """
+
+    def __init__(self, channel: SideChannel, *, name: str = "stop", timeout: float = 60.0) -> None:
+        self.channel, self.timeout = channel, timeout
+        self.decision: StopDecision | None = None
+        self._passed = 0
+        self._attention = False
+        self._round = 0
+        self._promise: int | None = None
+        self._committed: StopDecision | None = None
+        self._news = threading.Condition(threading.RLock())
+        self._later: list[Message] = []
+        self._own: list[tuple[str, str]] = []
+        # rank 0 only: what was requested in this round, and who has promised what
+        self._requests: list[Request] = []
+        self._promises: dict[int, int] = {}
+        self._has_committed = False
+        self._timer: threading.Timer | None = None
+        self._topic = f"agree/{name}"
+        self._remove = channel.on(self._topic, self._take)
+
+    def request(self, reason: str, *, kind: str = "breakpoint") -> None:
+        """Ask that all ranks leave together, soon.
+
+        Args:
+            reason: Why, in one line.
+            kind: What for; comes back in the decision.
+
+        Ranks: any rank, alone, from any thread or signal handler; one message to rank 0, no waiting.
+        """
+        self._own.append((kind, reason))
+        self.channel.post(self._topic, ["request", self._round, kind, reason], to=0)
+
+    def unanswered(self, kind: str) -> list[str]:
+        """Return the reasons of this rank's own requests of a kind that no decision has answered yet."""
+        answered = {(r.kind, r.reason) for r in self.decision.requests} if self.decision else set()
+        return [reason for own, reason in self._own if own == kind and (own, reason) not in answered]
+
+    def passed(self) -> StopDecision | None:
+        """Count one step as done and return the decision if all ranks leave here.
+
+        Ranks: every rank, after each step, from one thread. Costs a fraction of a microsecond while nobody
+        has asked; once somebody has, waits for rank 0's decision at the step this rank has promised.
+        """
+        # The order matters: the receiving thread raises the flag before it reads the count, so either it
+        # sees this step counted, or this step sees the flag.
+        self._passed += 1
+        if not self._attention:
+            return None
+        return self._consider()
+
+    def start_over(self, *, keep_requests: bool = False) -> None:
+        """Forget the decision and count from zero.
+
+        Args:
+            keep_requests: Ask again for what this rank has asked for and no decision has answered.
+
+        Ranks: every rank, alike: at the same step, or before the first one.
+        """
+        with self._news:
+            answered = set(self.decision.requests) if self.decision is not None else set()
+            rank = self.channel.rank
+            again = [own for own in self._own if keep_requests and Request(rank, *own) not in answered]
+            self._round += 1
+            self._passed, self._attention = 0, False
+            self._promise = self._committed = self.decision = None
+            self._own.clear()
+            self._requests.clear()
+            self._promises.clear()
+            self._has_committed = False
+            self._stop_timer()
+            later, self._later = self._later, []
+        for message in later:
+            self._take(message)
+        for kind, reason in again:
+            self.request(reason, kind=kind)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._remove()
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _consider(self) -> StopDecision | None:
+        with self._news:
+            must_wait = self._promise is not None and self._passed >= self._promise
+            if must_wait and not self.channel.wait_for(self._news, self._may_go_on, self.timeout):
+                _log.warning(
+                    "rank %d received no stop decision from rank 0 within %.0f s; it continues without one",
+                    self.channel.rank,
+                    self.timeout,
+                )
+                self._attention, self._promise = False, None
+                return None
+            if self._committed is not None and self._passed >= self._committed.step:
+                self.decision = self._committed
+                self._attention = False
+            return self.decision
+
+    def _may_go_on(self) -> bool:
+        return self._committed is not None or self._promise is None or self._passed < self._promise
+
+    def _take(self, message: Message) -> None:
+        what, number, *rest = message.body
+        with self._news:
+            if number > self._round:
+                self._later.append(message)
+                return
+            if number < self._round:
+                return
+            if what == "request":
+                self._requested(Request(message.sender, *rest))
+            elif what == "promise?":
+                self._give_promise()
+            elif what == "promise":
+                self._promises[message.sender] = rest[0]
+                if len(self._promises) == self.channel.world_size:
+                    self._commit()
+            elif what == "commit":
+                step, requests = rest
+                self._committed = StopDecision(step, tuple(Request(*r) for r in requests))
+                self._attention = True
+                self._news.notify_all()
+
+    def _give_promise(self) -> None:
+        self._attention = True
+        self._promise = self._passed + 1
+        self.channel.post(self._topic, ["promise", self._round, self._promise], to=0)
+
+    def _requested(self, request: Request) -> None:
+        if self._committed is not None:
+            return  # all are leaving already
+        self._requests.append(request)
+        if len(self._requests) == 1:
+            everyone = range(self.channel.world_size)
+            self.channel.post(self._topic, ["promise?", self._round], to=everyone)
+            if self._committed is not None:
+                return  # one process alone answers at once
+            self._timer = threading.Timer(self.timeout / 2, self._no_answer, [self._round])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _no_answer(self, number: int) -> None:
+        with self._news:
+            if number != self._round or self._has_committed or not self._promises:
+                return
+            missing = sorted(set(range(self.channel.world_size)) - set(self._promises))
+            _log.warning(
+                "%s did not answer the request to stop within %.0f s; the other ranks stop without them",
+                ranks_in_words(missing),
+                self.timeout / 2,
+            )
+            self._commit()
+
+    def _commit(self) -> None:
+        # Once, whatever is still under way: a rank may have left already when a second decision arrives.
+        if self._has_committed:
+            return
+        self._has_committed = True
+        self._stop_timer()
+        requests = [[r.rank, r.kind, r.reason] for r in self._requests]
+        body = ["commit", self._round, max(self._promises.values()), requests]
+        self.channel.post(self._topic, body, to=range(self.channel.world_size))
+
+
+def stop_agreement(channel: SideChannel) -> StepAgreement:
+    """Return the agreement of a side channel on leaving together; the same one while the channel lives."""
+    return channel.own(StepAgreement)

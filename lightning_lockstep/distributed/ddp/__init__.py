@@ -1,1 +1,0 @@
-"""What is needed of DistributedDataParallel: its reducer and its communication hooks."""

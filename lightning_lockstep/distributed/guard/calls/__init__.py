@@ -1,1 +1,0 @@
-"""What each rank has called: torch's records and ours, brought into one form and compared."""

@@ -1,1 +1,0 @@
-"""How waits in the backend are ended, so that the error reaches the program."""

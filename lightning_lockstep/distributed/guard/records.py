@@ -1,0 +1,381 @@
+"""What each rank has called, in one form for all backends, and compared between ranks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from lightning_lockstep._doors.torch_internals import ranks_of_groups, stores_of_groups
+from lightning_lockstep._text import plain_table
+from lightning_lockstep.distributed.process_group import process_group_exists
+
+# -- What one rank called, and the report for ranks that called different things --
+# Nothing here depends on a backend: whoever compares the ranks describes each call as a
+# :class:`CollectiveCall`, brings the descriptions together, and raises with :func:`mismatch_report`.
+
+
+#: What backends call an exchange of parts whose sizes the ranks may choose.
+ALL_TO_ALL = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCall:
+    """One collective as one rank called it."""
+
+    operation: str  # in torch.distributed, such as ``all_reduce``
+    group: str
+    number: int = 0  # which collective of the group on this rank, from 1; 0: nobody counts
+    dtypes: tuple[str, ...] = ()  # such as ``("float32",)``
+    shapes: tuple[tuple[int, ...], ...] = ()
+    reduce_op: str | None = None  # such as ``sum``; None: it does not reduce
+    root: int | None = None  # sends to all or receives from all, or the peer of a send or receive
+    site: str = ""  # where it was called from, such as ``train.py:88 in training_step``
+    note: str = ""  # shown instead of the shapes, such as what is wrong with the arguments
+    uneven: bool = False  # shapes may differ between ranks, but for their numbers of dimensions
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the call as plain data, as JSON can hold it."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> CollectiveCall:
+        """Return the call that :meth:`to_data` has described, also after a way through JSON."""
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        known["dtypes"] = tuple(known.get("dtypes", ()))
+        known["shapes"] = tuple(tuple(shape) for shape in known.get("shapes", ()))
+        return cls(**known)
+
+    @property
+    def title(self) -> str:
+        """The operation with its reduction and root, such as ``reduce(sum) to 0``."""
+        return call_title(self.operation, self.reduce_op, self.root)
+
+    def compared(self) -> tuple[str, ...]:
+        """Return what must be equal on all ranks: operation, dtype and shape, as text, nothing left out."""
+        shapes = [len(shape) if self.uneven else tuple(shape) for shape in self.shapes]
+        return self.title, str(self.dtypes), self.note or str(shapes)
+
+    def columns(self) -> tuple[str, ...]:
+        """Return what the report shows: operation, dtype and shape."""
+        shapes = [str(tuple(shape)) for shape in self.shapes]
+        return self.title, _in_short(self.dtypes), self.note or _in_short(shapes)
+
+
+def call_title(operation: str, reduce_op: str | None, root: int | None) -> str:
+    """Return how messages name a call, such as ``broadcast from 1``."""
+    way = "to" if operation in ("reduce", "gather", "send") else "from"
+    return (
+        operation + (f"({reduce_op})" if reduce_op else "") + (f" {way} {root}" if root is not None else "")
+    )
+
+
+def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
+    """Return the text of a :class:`CollectiveMismatchError`: a table of the ranks, and what to do.
+
+    Rows that are not as most are marked.
+    """
+    columns = {rank: call.columns() for rank, call in calls.items()}
+    keys = {rank: call.compared() for rank, call in calls.items()}
+    for rank, call in calls.items():
+        prefix, suffix = _apart(call, calls.values())
+        columns[rank] = (prefix + columns[rank][0] + suffix, *columns[rank][1:])
+        keys[rank] = (prefix + keys[rank][0] + suffix, *keys[rank][1:])
+    compared = list(keys.values())
+    usual = max(compared, key=compared.count)
+    rows = [
+        (rank, *columns[rank], calls[rank].site, "" if keys[rank] == usual else "<- differs")
+        for rank in sorted(calls)
+    ]
+    table = plain_table(("rank", "operation", "dtype", "shape", "called from", ""), rows)
+    return f"ranks disagree on {_which(calls.values())}\n\n{table}\n\n{_remedy(calls, compared)}"
+
+
+def _apart(call: CollectiveCall, calls: Collection[CollectiveCall]) -> tuple[str, str]:
+    """Return what tells a call from others that are of another group, or are another one of their group."""
+    prefix = f"#{call.number} " if len({one.number for one in calls}) > 1 and call.number else ""
+    suffix = f" in {call.group!r}" if len({one.group for one in calls}) > 1 and call.group else ""
+    return prefix, suffix
+
+
+def _which(calls: Collection[CollectiveCall]) -> str:
+    groups, number = {call.group for call in calls}, min(call.number for call in calls)
+    if not any(groups):
+        return "what they send and receive"
+    if len(groups) > 1:
+        return "which operation comes next"
+    which = f"collective #{number}" if number else "a collective"
+    return f"{which} of group {groups.pop()!r}"
+
+
+def _remedy(calls: Mapping[int, CollectiveCall], compared: Sequence[tuple[str, ...]]) -> str:
+    operation, dtype, shape = (len(set(column)) > 1 for column in zip(*compared, strict=True))
+    if any(call.note for call in calls.values()):
+        return "Make the arguments of the ranks fit together before the call."
+    if operation:
+        return "Call the same collectives with the same arguments in the same order on every rank."
+    first = next(iter(calls.values()))
+    if shape and not dtype and first.operation in ALL_TO_ALL:
+        return (
+            "Let what each rank sends to another be as much as that expects from it (input_split_sizes here,"
+            " output_split_sizes there); guard='verify' shows both."
+        )
+    shapes = "numbers of dimensions" if first.uneven else "shapes"
+    what = " and ".join(name for name, differs in (("dtypes", dtype), (shapes, shape)) if differs)
+    instead = ""
+    if shape and not dtype and first.operation.startswith("all_gather"):
+        instead = ", or use lightning_lockstep.gather_uneven()"
+    return f"Make the {what or 'arguments'} equal on all ranks before the call{instead}."
+
+
+def _in_short(texts: Sequence[str]) -> str:
+    if len(set(texts)) == 1:
+        return texts[0] if len(texts) == 1 else f"{len(texts)} x {texts[0]}"
+    return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+
+
+def fingerprint(signature: Hashable) -> int:
+    """Return a whole number below 2^63 that stands for what must be equal on all ranks."""
+    digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()  # the same in every process
+    return int.from_bytes(digest, "big") >> 1
+
+
+def compares_calls(group: object) -> bool:
+    """Return whether a process group compares the calls of its ranks itself, so that nobody else needs to.
+
+    A backend says so by an attribute ``compares_calls`` of its process groups.
+    """
+    return bool(getattr(group, "compares_calls", False))
+
+
+_OF_LIBRARIES = {
+    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra", "deepspeed"),
+    __name__.partition(".")[0],
+}
+# Modules whose decorators and context managers stand between a user's call and torch.
+_WRAPPERS = {"contextlib", "functools", "typing_extensions"}
+
+
+def call_site() -> str:
+    """Return ``file.py:12 in function`` of the nearest caller outside torch, Lightning and this package.
+
+    ``backward`` where autograd has called it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("torch.autograd"):
+            break
+        if not is_library_module(name):
+            return site_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return "backward"
+
+
+def site_text(file: str, line: int, function: str) -> str:
+    """Return how messages name a place in a program, such as ``train.py:88 in training_step``."""
+    return f"{file.rpartition(os.sep)[2]}:{line} in {function}"
+
+
+def is_library_module(name: str) -> bool:
+    """Return whether a module is torch's, Lightning's or this package's, rather than the user's."""
+    return name.partition(".")[0] in _OF_LIBRARIES or name in _WRAPPERS
+
+
+def is_library_file(path: str) -> bool:
+    """Return whether a file is torch's, Lightning's or this package's, rather than the user's."""
+    return path.startswith((*_library_folders(), "<frozen"))
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    """Return the folders of those libraries that are loaded, and the files of the wrappers."""
+    folders = [file.rpartition(os.sep)[0] + os.sep for file in _files(_OF_LIBRARIES)]
+    return (*folders, *_files(_WRAPPERS))
+
+
+def _files(modules: Iterable[str]) -> list[str]:
+    loaded = (sys.modules.get(name) for name in modules)
+    return [module.__file__ for module in loaded if module is not None and module.__file__]
+
+
+# -- The collectives that a rank has called lately, whoever has recorded them --
+
+
+class Arrival(NamedTuple):
+    """When this rank has called a collective."""
+
+    group: str  # as `CollectiveCall.group` has it
+    number: int  # from 1; the same on every rank of the group
+    time: float  # [s since 1970, by this host's clock]
+
+
+class Outstanding(NamedTuple):
+    """A collective that this rank has called and that is not complete."""
+
+    group: str  # as `CollectiveCall.group` has it
+    number: int  # from 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedCall:
+    """One collective that this rank has called."""
+
+    call: CollectiveCall
+    started: float  # [s since 1970, by this host's clock]
+    done: bool
+
+    def to_data(self) -> dict[str, Any]:
+        """Return it as plain data, as JSON can hold it."""
+        return {"call": self.call.to_data(), "started": self.started, "done": self.done}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> RecordedCall:
+        """Return what :meth:`to_data` has described, also after a way through JSON."""
+        call = CollectiveCall.from_data(data["call"])
+        return cls(call=call, started=float(data["started"]), done=bool(data["done"]))
+
+
+class CallRecorder(Protocol):
+    """Knows which collectives this rank has called; any thread may ask it while the main thread waits in one."""
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether it has recorded anything yet."""
+        ...
+
+    def outstanding(self) -> Sequence[Outstanding]:
+        """Return the oldest incomplete collective of each group that has one; cheap enough to ask every second."""
+        ...
+
+    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
+        """Return the last calls of all groups, oldest first; ``sites``: with call sites, even if slow."""
+        ...
+
+    def arrivals(self, since: float) -> Sequence[Arrival]:
+        """Return when this rank has called its last ones, oldest first, from ``since`` on [s since 1970]."""
+        ...
+
+
+# -- What process groups are called in reports, alike on all of their ranks --
+
+
+#: The default process group.
+WORLD = "world"
+
+
+def group_title(name: str, ranks: Sequence[int]) -> str:
+    """Return what a group is called in reports, such as ``1 (ranks 0, 2)``; ranks as in the default group."""
+    return f"{name} (ranks {', '.join(map(str, ranks))})"
+
+
+def group_titles() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return title and ranks of each process group that this rank belongs to, by its name in torch."""
+    if not process_group_exists():
+        return {}
+    world = dist.group.WORLD
+    titles: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for group, ranks_of in ranks_of_groups().items():
+        if not isinstance(group, dist.ProcessGroup):
+            continue
+        ranks = tuple(sorted(ranks_of, key=ranks_of.__getitem__))
+        name: str = group.group_name
+        titles[name] = (WORLD if group is world else group_title(name, ranks), ranks)
+    return titles
+
+
+# -- The collectives of process groups that are written in Python, such as those of the backend ``mpi4py``
+
+
+class GroupRecorders:
+    """The recorders of such groups, which torch's flight recorder does not see: each has a ``call_recorder``."""
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether any of them has recorded anything yet."""
+        return any(recorder.is_recording for recorder in _group_recorders())
+
+    def outstanding(self) -> Sequence[Outstanding]:
+        """See :meth:`CallRecorder.outstanding`."""
+        return [one for recorder in _group_recorders() for one in recorder.outstanding()]
+
+    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
+        """See :meth:`CallRecorder.calls`."""
+        calls = [call for recorder in _group_recorders() for call in recorder.calls(sites=sites)]
+        return sorted(calls, key=lambda one: one.started)
+
+    def arrivals(self, since: float) -> Sequence[Arrival]:
+        """See :meth:`CallRecorder.arrivals`."""
+        arrivals = [one for recorder in _group_recorders() for one in recorder.arrivals(since)]
+        return sorted(arrivals, key=lambda one: one.time)
+
+
+def _group_recorders() -> list[CallRecorder]:
+    if not process_group_exists():
+        return []
+    return [group.call_recorder for group in stores_of_groups() if hasattr(group, "call_recorder")]
+
+
+# -- What calls of ranks must have in common, as far as their records tell --
+
+
+# Operations whose shapes may differ between ranks, by the names that backends give them.
+_OWN_SHAPES = {*ALL_TO_ALL, "scatter", "send", "recv"}
+
+
+def as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, CollectiveCall]:
+    """Return the calls without what peers in the same operation have not told.
+
+    The main thread of a rank that has gone on tells no reduction and no root any more; and in a scatter none but the
+    root records tensors. Roots that differ between those who tell them stay.
+    """
+    no_reduction = {call.operation for call in calls.values() if call.reduce_op is None}
+    no_root = {call.operation for call in calls.values() if call.root is None}
+    several_roots = {
+        name for name in no_root if len({c.root for c in calls.values() if c.operation == name} - {None}) > 1
+    }
+    no_tensors = {
+        call.operation for call in calls.values() if call.operation == "scatter" and not call.shapes
+    }
+    return {
+        rank: replace(
+            call,
+            reduce_op=None if call.operation in no_reduction else call.reduce_op,
+            root=None if call.operation in no_root - several_roots else call.root,
+            dtypes=() if call.operation in no_tensors else call.dtypes,
+            shapes=() if call.operation in no_tensors else call.shapes,
+        )
+        for rank, call in calls.items()
+    }
+
+
+def comparison_key(call: CollectiveCall, *, exactly: bool) -> tuple[str, ...]:
+    """Return what must be equal on all ranks of a call; less, where it is complete (not ``exactly``)."""
+    own_shapes = call.operation in _OWN_SHAPES
+    if exactly:
+        columns = call.compared()
+        return columns[:2] if own_shapes else columns
+    sizes = "" if own_shapes else str([_count(shape) for shape in call.shapes])
+    return call.operation, ",".join(call.dtypes), sizes
+
+
+def _count(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
+    """Return the ranks that did not call what most of them did."""
+    keys = {rank: (*call.compared(), call.group, call.number) for rank, call in calls.items()}
+    compared = list(keys.values())
+    usual = max(compared, key=compared.count)
+    return tuple(rank for rank, key in keys.items() if key != usual)

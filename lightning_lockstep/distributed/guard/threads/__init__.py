@@ -1,1 +1,0 @@
-"""What the threads of this process do, seen from another thread."""

@@ -1,1 +1,0 @@
-"""Compares what the ranks call before each collective: seen in torch's dispatcher, compared over a small gloo group."""

@@ -1,1 +1,0 @@
-"""Tensors whose shapes differ between the ranks, gathered."""

@@ -1,1 +1,0 @@
-"""The checks, each in a file of its name."""

@@ -1,1 +1,0 @@
-"""Drivers, toolkits and compilers, and the torch that they are for."""

@@ -1,1 +1,0 @@
-"""Which rank this process is, as Slurm, MPI, torchrun or the Trainer's plugins say."""

@@ -1,1 +1,0 @@
-"""Hydra programs started again as further ranks, with one configuration and one run folder."""

@@ -1,1 +1,0 @@
-"""Ranks that are started with mpirun."""

@@ -1,0 +1,333 @@
+"""The mpirun that is installed, its command line, and what becomes of its output."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import select
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TextIO
+
+from lightning_lockstep._system import run_program
+from lightning_lockstep.errors import ConfigurationError, LaunchError
+
+# -- Which mpirun to use, and the command line and environment with which it starts ranks --
+
+
+_VERSION = 20  # how long mpirun may take to say what it is [s]
+# Variables that ranks on other hosts need as they are here; mpirun passes the rest of its own.
+_PASSED_ON = (
+    *("PATH", "PYTHON", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_", "MKL_"),
+    *("LOCKSTEP_", "HYDRA_", "HF_", "CUDA_"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MPIRunSettings:
+    """How to start ranks; see :class:`LockstepMPIStrategy` for the meaning."""
+
+    hostfile: str | Path | None = None
+    mpirun: str | None = None
+    mpirun_args: tuple[str, ...] = ()
+    ssh_args: tuple[str, ...] = ()
+    grace_period: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.hostfile is not None and not Path(self.hostfile).is_file():
+            raise ConfigurationError(
+                f"hostfile={str(self.hostfile)!r}: there is no such file. Expected one host per line, such as"
+                " 'node1 slots=4' (Open MPI) or 'node1:4' (MPICH)."
+            )
+
+
+@dataclass(frozen=True)
+class MPIRun:
+    path: str
+    kind: str  # ``open_mpi`` or ``hydra`` (MPICH, Intel MPI, MVAPICH)
+    version: str  # the first line of what it prints about itself
+
+    @property
+    def prefix(self) -> str:
+        """The folder in which its MPI is installed."""
+        return str(Path(self.path).resolve().parent.parent)
+
+
+def find_mpirun(settings: MPIRunSettings) -> MPIRun | None:
+    """Return the mpirun to use: the given one, the one beside this Python, or the first in ``PATH``."""
+    beside = Path(sys.prefix, "bin", "mpirun")
+    path = settings.mpirun or (str(beside) if beside.exists() else shutil.which("mpirun"))
+    if path is None:
+        return None
+    answer = run_program([path, "--version"], _VERSION)
+    if answer.is_missing or answer.is_unusable or answer.timed_out:
+        why = f"no answer within {_VERSION} s" if answer.timed_out else answer.error.strip()
+        raise LaunchError(f"mpirun={path!r} cannot be run: {why}")
+    return mpirun_of(path, answer.output + answer.error)
+
+
+def mpirun_of(path: str, output: str) -> MPIRun:
+    """Return an mpirun by what it prints about itself."""
+    kind = "open_mpi" if re.search(r"Open MPI|OpenRTE|PRRTE", output) else "hydra"
+    return MPIRun(path, kind, next((line for line in output.splitlines() if line.strip()), ""))
+
+
+def mpirun_command(
+    mpirun: MPIRun,
+    settings: MPIRunSettings,
+    *,
+    num_processes: int,  # per node
+    num_nodes: int,
+    variables: Sequence[str] = (),  # names of those that ranks on other hosts get beside the usual ones
+) -> list[str]:
+    """Return the command that starts the ranks, up to the program."""
+    size = str(num_processes * num_nodes)
+    if mpirun.kind == "hydra":
+        command = [mpirun.path, "-l", "-n", size, "-ppn", str(num_processes)]
+        command += ["-f", str(settings.hostfile)] if settings.hostfile else []
+        return [*command, *settings.mpirun_args]
+    command = [mpirun.path, "-n", size, "--output", "tag", "--bind-to", "none"]
+    mapping = f"ppr:{num_processes}:node"
+    if settings.hostfile:
+        command += ["--hostfile", str(settings.hostfile), "--map-by", mapping, "--prefix", mpirun.prefix]
+        # A host that is lost without a message is noticed within seconds, not within two hours.
+        for name, value in (("time", 5), ("intvl", 3), ("probes", 3)):
+            command += ["--prtemca", f"oob_tcp_keepalive_{name}", str(value)]
+        command += _ssh(settings.ssh_args)
+        # By name only: the values are not for the process table.
+        for name in sorted({*variables, *(name for name in os.environ if name.startswith(_PASSED_ON))}):
+            command += ["-x", name]
+    else:
+        command += ["--map-by", f"{mapping}:OVERSUBSCRIBE"]
+    return [*command, *settings.mpirun_args]
+
+
+def hostname_command(mpirun: MPIRun, hosts: Sequence[str], ssh_args: Sequence[str]) -> list[str]:
+    """Return the command that prints the name of every host from there."""
+    names, count = ",".join(hosts), str(len(hosts))
+    if mpirun.kind == "hydra":
+        return [mpirun.path, "-hosts", names, "-ppn", "1", "-n", count, "hostname"]
+    command = [mpirun.path, "-H", names, "--prefix", mpirun.prefix, "-n", count, "--map-by", "ppr:1:node"]
+    return [*command, *_ssh(ssh_args), "hostname"]
+
+
+def mpirun_environ(settings: MPIRunSettings) -> dict[str, str]:
+    """Return the environment for mpirun and, through it, for the ranks."""
+    environ = dict(os.environ)
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        # Whoever runs this program as root has decided so; mpirun would ask once more.
+        environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if settings.ssh_args:
+        environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join(settings.ssh_args)
+    environ.setdefault("PYTHONUNBUFFERED", "1")
+    # When rank 0 has exited, torch's store prints stacks in C++ on every other rank, below the report.
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return environ
+
+
+def _ssh(ssh_args: Sequence[str]) -> list[str]:
+    return ["--prtemca", "plm_ssh_args", " ".join(ssh_args)] if ssh_args else []
+
+
+# -- Writes what the ranks print to a stream of this process, which may be closed, full or on a full disk
+
+
+#: How long a full pipe may take to be read on, once the ranks have ended or been told to [s].
+PATIENCE = 5.0
+_LOOK_EVERY = 0.5  # [s]
+
+
+class Sink:
+    """Writes past Python's buffer, whose lock a blocked write would hold when this process exits."""
+
+    def __init__(self, target: TextIO | None, name: str, on_fault: Callable[[str], None]) -> None:
+        self._target, self._name, self._on_fault = target, name, on_fault
+        self._said = False  # on_fault is called once
+        self._ending: float | None = None
+        self._descriptor: int | None = None
+        self.moved = 0.0  # when something was last written, by the monotonic clock [s]
+        if isinstance(target, io.TextIOWrapper):  # not what a program has put in its place
+            with suppress(OSError, ValueError):
+                self._descriptor = target.fileno()
+
+    def write(self, text: str) -> None:
+        """Write ``text``; wait while a pipe is full, unless the ranks are ending. Never raises."""
+        if self._target is None:
+            return
+        try:
+            if self._descriptor is None:
+                self._target.write(text)
+                self._target.flush()
+            else:
+                self._write(text.encode(self._target.encoding, errors="replace"), self._descriptor)
+        except (OSError, ValueError) as error:
+            self._failed(error)
+
+    def expect_end(self) -> None:
+        """From now on wait for a full pipe no longer than :data:`PATIENCE`."""
+        self._ending = self._ending or time.monotonic()
+
+    def is_stuck(self) -> bool:
+        """Return whether nothing has been written for longer than that."""
+        return self._ending is not None and time.monotonic() - max(self.moved, self._ending) > PATIENCE
+
+    def _write(self, data: bytes, descriptor: int) -> None:
+        while data:
+            while not select.select([], [descriptor], [], _LOOK_EVERY)[1]:
+                if self.is_stuck():
+                    raise TimeoutError(errno.ETIMEDOUT, "it is full and nobody reads it")
+            # A pipe that is ready takes this much without blocking.
+            data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
+            self.moved = time.monotonic()
+
+    def _failed(self, error: OSError | ValueError) -> None:
+        # A disk may have room again; a pipe whose reader is gone stays so.
+        if not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+            self._target = None
+        if not self._said:
+            self._said = True
+            self._on_fault(
+                f"lightning-lockstep: {self._name} cannot be written to ({error}). The ranks go on; what they"
+                " print there is lost.\n"
+            )
+
+
+# -- Passes on what mpirun prints: each line with its rank, without mpirun's remarks about a forced end --
+
+
+_TAGGED = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<\w+>:)? ?(.*)$", re.DOTALL)
+
+# What mpirun prints when the ssh that holds a daemon ends: at start a daemon that did not come up, later one lost.
+_DAEMON_ENDED = "daemon failed to report back after being spawned"
+_DAEMON_LOST = "lost communication with a remote daemon"
+
+# How often more mpirun would have printed what it has printed once.
+_COUNT = re.compile(r"\s*\d+ more process(es have| has) sent help message")
+
+# Open MPI prints its remarks between two such lines, each remark at once.
+_DASHES = "-" * 74
+_AT_ONCE = 0.2  # [s]
+# How those begin that are left out: the report of the rank that failed first comes last; what mpirun has to add is
+# less precise. The first of them comes from the rank that ends the job.
+_REMARKS = re.compile(
+    r"MPI_ABORT was invoked|(prterun|mpirun) (has exited|detected that one or more processes)"
+)
+
+_NAMES = ("standard output", "standard error")
+
+
+class OutputRelay:
+    """Relays the streams of one mpirun, each in a thread of its own.
+
+    It goes on reading when it can no longer write, so that the ranks go on too; that is said once, on the last of the
+    streams.
+    """
+
+    # streams: each of mpirun's with where its lines go: standard output, standard error
+    def __init__(self, *streams: tuple[IO[bytes], TextIO | None]) -> None:
+        self._ranks_began, self._host_lost = threading.Event(), threading.Event()
+        self._sinks = [
+            Sink(target, name, self.say) for name, (_, target) in zip(_NAMES, streams, strict=True)
+        ]
+        self._threads = [
+            threading.Thread(target=self._relay, args=(source, sink), daemon=True)
+            for (source, _), sink in zip(streams, self._sinks, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def host_lost(self) -> bool:
+        """Whether mpirun has lost the connection to a host."""
+        return self._host_lost.is_set()
+
+    def say(self, text: str) -> None:
+        """Print something of our own to standard error."""
+        self._sinks[-1].write(text)
+
+    def expect_end(self) -> None:
+        """Have the ranks wait no more for a stream that is full, since they have been told to end."""
+        for sink in self._sinks:
+            sink.expect_end()
+
+    def finish(self) -> None:
+        """Wait until everything has been passed on, as long as it is taken."""
+        self.expect_end()
+        for thread, sink in zip(self._threads, self._sinks, strict=True):
+            while thread.is_alive() and not sink.is_stuck():
+                thread.join(0.1)
+            thread.join(1.0)  # it may still be saying so
+
+    def _relay(self, source: IO[bytes], sink: Sink) -> None:
+        remarks = _Remarks() if sink is self._sinks[-1] else None
+        for line in _lines(source, lambda: remarks is not None and remarks.held is not None):
+            if line is None:
+                sink.write(remarks.release() if remarks else "")
+                continue
+            printed = line.decode(errors="replace").replace("\0", "")
+            tagged = _TAGGED.match(printed)
+            mark, text = (f"[rank {tagged[1]}] ", tagged[2]) if tagged else ("", printed)
+            self._take_note(text, by_rank=tagged is not None)
+            if not text.strip() or (not tagged and _COUNT.match(text)):
+                continue
+            sink.write(remarks.without(mark, text) if remarks else mark + text)
+
+    def _take_note(self, text: str, *, by_rank: bool) -> None:
+        if by_rank:
+            self._ranks_began.set()
+        elif _DAEMON_LOST in text or (self._ranks_began.is_set() and _DAEMON_ENDED in text):
+            self._host_lost.set()
+
+
+class _Remarks:
+    """Leaves mpirun's remarks out; holds back one line at most, which may be the first of one."""
+
+    def __init__(self) -> None:
+        self.held: tuple[str, str] | None = None  # mark and text of that line
+        self._inside: set[str] = set()  # marks of ranks, or of mpirun itself, in the midst of a remark
+
+    def without(self, mark: str, text: str) -> str:
+        """Return what may be printed now that this line has come."""
+        is_dashes = text.rstrip("\n") == _DASHES
+        if mark in self._inside:
+            self._inside -= {mark} if is_dashes else set()
+            return self.release()
+        if self.held is not None and self.held[0] == mark and _REMARKS.match(text):
+            self.held = None
+            self._inside.add(mark)
+            return ""
+        before = self.release()
+        if is_dashes:
+            self.held = mark, text
+            return before
+        return before + mark + text
+
+    def release(self) -> str:
+        """Return the line that is held back, which begins no remark."""
+        held, self.held = self.held, None
+        return "" if held is None else held[0] + held[1]
+
+
+def _lines(source: IO[bytes], is_holding: Callable[[], bool]) -> Iterator[bytes | None]:
+    """Yield each line; ``None`` at the end, and when no more has come at once after a line that is held back."""
+    rest = bytearray()
+    while True:
+        if is_holding() and not select.select([source], [], [], _AT_ONCE)[0]:
+            yield None
+        piece = os.read(source.fileno(), 1 << 16)
+        *lines, tail = piece.split(b"\n")
+        for line in lines:
+            yield bytes(rest + line + b"\n")
+            rest.clear()
+        rest += tail
+        if not piece:
+            yield from (bytes(rest), None) if rest else (None,)
+            return

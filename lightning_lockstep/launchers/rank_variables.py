@@ -1,0 +1,198 @@
+"""Which rank this process is, told from the environment variables of MPI and Slurm alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_lockstep._system import run_program
+from lightning_lockstep.errors import LaunchError
+
+# -- Which task of a Slurm step this process is, by the variables that srun sets for each step; imports no
+# torch
+
+
+#: Shells, which Lightning takes for interactive work: what is started in them is no task.
+INTERACTIVE = ("bash", "interactive")
+_ASK_SLURM = 10.0  # how long Slurm may take to give a node's address [s]
+
+
+@dataclass(frozen=True)
+class SlurmStep:
+    """The rank that this process is in a step of a Slurm job, by the variables that srun has set."""
+
+    job: str
+    step: str
+    restarts: str  # how often the job was requeued
+    rank: int
+    size: int
+    local_rank: int
+    node: int  # its number among those of the step
+    tasks_per_node: tuple[int, ...]
+    nodes: str  # as Slurm abbreviates their names, such as ``node[5-9,12]``
+    cluster: str = ""  # two clusters on one host number their jobs alike
+
+    @property
+    def local_size(self) -> int:
+        """Number of tasks on this node."""
+        return self.tasks_per_node[self.node] if self.node < len(self.tasks_per_node) else self.size
+
+    @property
+    def name(self) -> str:
+        """What tells this step from every other, of other jobs and of earlier runs of this job too."""
+        step = f"{self.job}.{self.step}.{self.restarts}"
+        return f"{step}@{self.cluster}" if self.cluster else step
+
+
+def find_slurm_step(environ: Mapping[str, str] | None = None) -> SlurmStep | None:
+    """Return which task of a Slurm step this process is, or ``None`` where srun has not started it."""
+    environ = os.environ if environ is None else environ
+    size, rank = environ.get("SLURM_STEP_NUM_TASKS", ""), environ.get("SLURM_PROCID", "")
+    # A batch script has the rank of a task, too, but not those of a step.
+    if not size.isdecimal() or not rank.isdecimal() or environ.get("SLURM_JOB_NAME") in INTERACTIVE:
+        return None
+    return SlurmStep(
+        job=environ.get("SLURM_JOB_ID", "0"),
+        step=environ.get("SLURM_STEP_ID", "0"),
+        restarts=environ.get("SLURM_RESTART_COUNT", "0"),
+        rank=int(rank),
+        size=int(size),
+        local_rank=_number(environ.get("SLURM_LOCALID", "0")),
+        node=_number(environ.get("SLURM_NODEID", "0")),
+        tasks_per_node=counts_in(environ.get("SLURM_STEP_TASKS_PER_NODE", size)),
+        nodes=environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", ""),
+        cluster=environ.get("SLURM_CLUSTER_NAME", ""),
+    )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def counts_in(listed: str) -> tuple[int, ...]:
+    """Return the numbers in a list such as ``2(x3),1``, as ``SLURM_TASKS_PER_NODE`` has it."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
+        counts += [int(count)] * int(times or 1)
+    return tuple(counts)
+
+
+def first_node(nodes: str) -> str:
+    """Return the first of several nodes: ``node[5-9,12]``, ``node1,node2`` or ``node1 node2``."""
+    first = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes)
+    return first.split(" ")[0].split(",")[0]
+
+
+@functools.cache
+def address_of_node(name: str) -> str:
+    """Return the name of a node if it can be resolved, else the address that Slurm knows it by."""
+    for address in (name, _address_by_slurm(name)):
+        if address:
+            with suppress(OSError):
+                socket.getaddrinfo(address, None)
+                return address
+    raise LaunchError(
+        f"Slurm names {name!r} as the node of rank 0, and {socket.gethostname()!r} cannot resolve that name. Put an"
+        " address of that node in front of srun: export MASTER_ADDR=..."
+    )
+
+
+def _address_by_slurm(name: str) -> str | None:
+    scontrol = shutil.which("scontrol")
+    if scontrol is None:
+        return None
+    answer = run_program([scontrol, "show", "node", "--oneliner", name], _ASK_SLURM)
+    found = re.search(r"\bNodeAddr=(\S+)", answer.output) if answer.succeeded else None
+    return found[1] if found else None
+
+
+# -- Ranks that mpirun, mpiexec or srun has started, recognised by environment variables alone --
+# =============== ====================================== ======================================= started by
+# rank and size                          the job is running if ===============
+# ====================================== ======================================= Open MPI
+# ``OMPI_COMM_WORLD_RANK``, ``_SIZE``    its session folder is there MVAPICH
+# ``MV2_COMM_WORLD_RANK``, ``_SIZE``     (always) Slurm           ``SLURM_PROCID``, ``SLURM_STEP_...``
+# there are ``PMI_*`` or ``PMIX_*`` too MPICH, Intel    ``PMI_RANK``, ``PMI_SIZE``             the
+# descriptor ``PMI_FD`` is open =============== ======================================
+# =======================================
+#
+# A shell that was started inside a job, or an `export` left behind, has such variables without being a
+# rank: hence the last column. mpi4py is not imported here: that would start MPI.
+
+
+#: Each rank that an mpirun or mpiexec has started has one of these.
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
+#: What :attr:`MPIRank.started_by` is for ranks of a Slurm step.
+SRUN = "srun"
+
+
+@dataclass(frozen=True)
+class MPIRank:
+    """The rank that this process is, by the environment variables of the program that started it."""
+
+    started_by: str  # such as ``Open MPI's mpirun``
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def find_mpi_rank(environ: Mapping[str, str] | None = None) -> MPIRank | None:
+    """Return the rank that this process is in an MPI job, or ``None`` when it is not part of one."""
+    environ = os.environ if environ is None else environ
+    return _open_mpi(environ) or _mvapich(environ) or _slurm(environ) or _hydra(environ)
+
+
+def _open_mpi(environ: Mapping[str, str]) -> MPIRank | None:
+    numbers = _numbers(environ, "OMPI_COMM_WORLD_{}", ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    session = environ.get("PMIX_SERVER_TMPDIR") or environ.get("OMPI_FILE_LOCATION")
+    if numbers is None or (session and not Path(session).exists()):
+        return None
+    if not any(name.startswith(("PMIX_", "OMPI_MCA_orte_", "OMPI_MCA_ess_")) for name in environ):
+        return None
+    return MPIRank("Open MPI's mpirun", *numbers)
+
+
+def _mvapich(environ: Mapping[str, str]) -> MPIRank | None:
+    numbers = _numbers(environ, "MV2_COMM_WORLD_{}", ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    return MPIRank("MVAPICH's mpirun", *numbers) if numbers else None
+
+
+def _slurm(environ: Mapping[str, str]) -> MPIRank | None:
+    step = find_slurm_step(environ)
+    by_mpi = any(name.startswith(("PMI_", "PMI2_", "PMIX_")) for name in environ)
+    if step is None or step.size < 2 or not by_mpi:
+        return None
+    if environ.get("PMI_SIZE", str(step.size)) != str(step.size):
+        return None  # srun has started the daemons of an mpiexec
+    return MPIRank(SRUN, step.rank, step.size, step.local_rank, step.local_size)
+
+
+def _hydra(environ: Mapping[str, str]) -> MPIRank | None:
+    numbers = _numbers(environ, "PMI_{}", ("RANK", "SIZE"))
+    descriptor = environ.get("PMI_FD", "")
+    if numbers is None or not (_is_open(descriptor) or "PMI_PORT" in environ):
+        return None
+    local = _numbers(environ, "MPI_{}", ("LOCALRANKID", "LOCALNRANKS")) or numbers
+    intel = any(name.startswith("I_MPI_") for name in environ)
+    return MPIRank("Intel MPI's mpiexec" if intel else "MPICH's mpiexec", *numbers, *local)
+
+
+def _is_open(descriptor: str) -> bool:
+    try:
+        os.fstat(int(descriptor))
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def _numbers(environ: Mapping[str, str], pattern: str, names: tuple[str, ...]) -> list[int] | None:
+    values = [environ.get(pattern.format(name), "") for name in names]
+    return [int(value) for value in values] if all(value.isdecimal() for value in values) else None

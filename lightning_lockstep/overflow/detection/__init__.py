@@ -1,1 +1,0 @@
-"""What is looked at in every step, and how little that costs."""

@@ -1,1 +1,0 @@
-"""Which module made the first bad value: the batch replayed with its frames recorded."""

@@ -1,0 +1,245 @@
+"""A bad batch run again with the same weights and random numbers, and the remedy that lets it pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lockstep._doors.lightning import LightningModule, Trainer
+from lightning_lockstep._doors.torch_internals import may_be_compiled
+from lightning_lockstep.numerics.precision import run_in_fp32, runs_in_fp32, undo_run_in_fp32
+from lightning_lockstep.numerics.statistics import module_names, parent_name
+from lightning_lockstep.overflow.frames import FrameRecorder, Producer
+from lightning_lockstep.steps.capabilities import RunsLater
+from lightning_lockstep.steps.isolated import isolated, run_forward_backward
+from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAttributes, RandomState, Snapshot
+
+# -- Which modules have to run in float32, found by trying them on the batch that failed --
+
+
+_ROUNDS = 16
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to do about it."""
+
+    modules: tuple[str, ...] = ()  # to run in float32; empty: that does not help
+    tried: bool = False  # the batch was replayed with them in float32 and passed
+    text: str = ""  # advice
+
+    def lines(self) -> list[str]:
+        """Return the lines to paste, and the advice."""
+        lines = []
+        if self.modules:
+            names = ", ".join(f'"{name}"' for name in self.modules)
+            tried = "the batch was run again this way and passed" if self.tried else "not tried"
+            lines += [
+                f"Remedy ({tried}):",
+                f"    in Python:            FP32Modules([{names}])",
+                f"    on the command line:  '{command_line(self.modules)}'",
+            ]
+        if self.text:
+            lines.append(f"Advice: {self.text}")
+        return lines
+
+
+def command_line(modules: Sequence[str]) -> str:
+    """Return the Hydra override that runs these modules in float32."""
+    return f"callbacks.fp32_modules.modules=[{','.join(modules)}]"
+
+
+def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None]) -> Remedy | None:
+    """Find modules which, run in float32, let the batch pass; ``None`` where float32 does not help.
+
+    Begins with the module that produced the first bad value. Where its output is too large for the dtype that
+    it goes back to, the module around it is tried; where another module fails next, that one is added. Each
+    attempt is one replay, 16 at most: ``run`` returns what produces the first bad value now.
+    """
+    by_name = {name: module for module, name in module_names(root).items()}
+    chosen: list[str] = []
+    candidate = first.module
+    for _ in range(_ROUNDS):
+        if not candidate or candidate not in by_name:
+            return None
+        chosen = [name for name in chosen if not _inside(name, candidate)] + [candidate]
+        with _in_float32([by_name[name] for name in chosen]):
+            now = run()
+        if now is None:
+            return Remedy(tuple(_shorter(chosen, by_name, run)), tried=True)
+        if now.kind in ("weight", "batch"):
+            return None
+        # Still inside a module that runs in float32: its result does not fit the dtype it goes back to.
+        stuck = next((name for name in chosen if _inside(now.module, name)), None)
+        candidate = parent_name(stuck) if stuck else now.module
+    return None
+
+
+def _shorter(
+    chosen: list[str], by_name: dict[str, nn.Module], run: Callable[[], Producer | None]
+) -> list[str]:
+    """Return the one module that holds all the chosen ones, where it does as well as they do."""
+    parents = {parent_name(name) for name in chosen}
+    parent = next(iter(parents))
+    if len(chosen) == 1 or len(parents) > 1 or parent not in by_name or not parent:
+        return chosen
+    with _in_float32([by_name[parent]]):
+        return [parent] if run() is None else chosen
+
+
+def advice(producer: Producer) -> str:
+    """Return advice as text, for when float32 modules cannot or do not help."""
+    if producer.kind == "batch":
+        return "The batch itself holds nan or inf. Check the samples named above, and the code that prepares them."
+    if producer.kind == "weight":
+        return (
+            "An earlier optimizer step made the weights nan or inf. Lower the learning rate,"
+            " raise the optimizer's eps, or use action='skip' from the start of the run."
+        )
+    if producer.low_precision:
+        return (
+            "Running modules in float32 did not help on this batch. Check the inputs of the first bad module (frames"
+            " above), clip gradients, lower the learning rate, or train in bf16-mixed or 32-true."
+        )
+    return (
+        "It computed in float32 already. Where its weights or inputs have become huge (frames above), lower the"
+        " learning rate or clip gradients. Otherwise look for a logarithm or division of zero, an exponential of a"
+        " large number, a mask that hides a whole row."
+    )
+
+
+def _inside(name: str, container: str) -> bool:
+    return name == container or name.startswith(f"{container}.")
+
+
+@contextmanager
+def _in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
+    changed = [module for module in modules if not runs_in_fp32(module)]
+    try:
+        for module in changed:
+            run_in_fp32(module)
+        yield
+    finally:
+        for module in changed:
+            undo_run_in_fp32(module)
+
+
+# -- Replaying one batch exactly as it was: same weights, same buffers, same random numbers --
+# A :class:`StepRecord` is made at the very start of ``training_step``, below DDP and inside autocast, so
+# that it holds what the model was given. It keeps references and a few small copies, never an activation.
+
+
+@dataclass
+class StepRecord:
+    """What it takes to replay one ``training_step``."""
+
+    function: Callable[..., Any]  # the ``training_step`` itself
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: RandomState  # at its start
+    buffers: BufferCopies  # at its start
+    batch_number: int  # from 0, over all epochs
+    batch_idx: int  # of the epoch
+    loss: Tensor | None = None  # detached, as it went into the backward; None: before that
+    optimizer_steps: int = 0  # begun inside it so far (manual optimization)
+    activation_flag: Tensor | None = None  # on the device: 0, or nan if one was bad; None: unchecked
+    stepped: bool = False  # an optimizer was about to step
+    skipped: bool = False  # such a step was skipped
+    notes: list[str] = field(default_factory=list)  # for the report
+    place: tuple[int, int] | None = None  # (epoch, optimizer step) at its start; None: those of now
+    device_seed: int | None = None  # of random numbers that a strategy keeps for its devices
+    bad_gradients: list[str] | None = None  # names, where the gradients are others by now
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """How a replay ended."""
+
+    loss: Tensor | None  # detached, as it went into the backward; None: there was none
+    answered: int  # collectives of the step that were answered on this rank alone
+
+
+def replay(
+    trainer: Trainer,
+    module: LightningModule,
+    record: StepRecord,
+    recorder: FrameRecorder,
+    *,
+    answer_collectives: bool,  # on this rank alone; otherwise all ranks must replay now
+    by_call: bool = False,  # within a call of the module, where a strategy's hooks gather parameters
+) -> Replayed:
+    """Run the recorded step again under a recorder, and leave no trace of it.
+
+    Gradients, buffers, random states, plain attributes of modules (metric states among them) and
+    ``requires_grad`` flags are put back. DDP is bypassed, so nothing is reduced; nothing is logged; no optimizer
+    steps. Costs one forward and one backward with hooks, and a second set of gradients while it runs.
+    """
+    losses: list[Tensor] = []
+    step = partial(_called_by, module, record.function) if by_call else record.function
+
+    @contextmanager
+    def backward(loss: Tensor) -> Iterator[None]:
+        losses.append(loss.detach())
+        recorder.begin_backward()
+        try:
+            yield
+        finally:
+            recorder.in_backward = False
+
+    with ExitStack() as stack:
+        stack.enter_context(_uncompiled())
+        now = RandomState.capture()
+        stack.enter_context(Snapshot(now, BufferCopies(module), ModuleAttributes(module), Gradients(module)))
+        record.random.restore()
+        stack.enter_context(_seeded(trainer, record.device_seed))
+        record.buffers.restore()
+        answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(recorder.recording())
+        recorder.check_batch(record.args[0] if record.args else None)
+        run_forward_backward(
+            trainer,
+            module,
+            partial(step, *record.args, **record.kwargs),
+            optimizer_steps=record.optimizer_steps,
+            around_backward=backward,
+        )
+        recorder.finish()
+    return Replayed(losses[-1] if losses else None, answers.count)
+
+
+@contextmanager
+def _seeded(trainer: Trainer, seed: int | None) -> Iterator[None]:
+    strategy = trainer.strategy
+    if seed is None or not isinstance(strategy, RunsLater):
+        yield
+        return
+    now = strategy.device_seed()
+    strategy.set_device_seed(seed)
+    try:
+        yield
+    finally:
+        strategy.set_device_seed(now)
+
+
+def _called_by(module: LightningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function in the place of ``module.forward``, once."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        put_back()
+        return function(*args, **kwargs)
+
+    put_back = put_in_place(module, "forward", forward)
+    return module(*args, **kwargs)
+
+
+def _uncompiled() -> Any:
+    """Run what ``torch.compile`` compiled as plain Python, where hooks fire."""
+    return torch.compiler.set_stance("force_eager") if may_be_compiled() else nullcontext()

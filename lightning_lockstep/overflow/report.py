@@ -1,0 +1,408 @@
+"""What all ranks have found, put together, drawn, printed and written."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_lockstep._system import write_report
+from lightning_lockstep._text import say
+from lightning_lockstep.distributed import Communicator, Gather, Gathered, Message
+from lightning_lockstep.distributed.failure.process_exit import writing_report
+from lightning_lockstep.errors import MissingExtraError
+from lightning_lockstep.overflow.activations import ActivationWatch
+from lightning_lockstep.overflow.frames import Frame, Producer
+from lightning_lockstep.overflow.replay import Remedy
+from lightning_lockstep.overflow.settings import OverflowSettings
+
+# -- The report: what one rank found, what all ranks found together, and how it is printed and written --
+
+
+_COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
+_NAMED = 12
+# What a report without a producer says first, by whether its replay was clean.
+_WITHOUT_PRODUCER = {
+    True: "clean; the bad value did not originate here",
+    False: "bad in training_step or in the module's own backward, outside of its modules",
+    None: "the batch was not replayed here",
+}
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """Where in the run a bad value was found."""
+
+    epoch: int  # from 0
+    step: int  # ``trainer.global_step``
+    batch_number: int  # from 0, over all epochs
+    batch_idx: int  # from 0, of the epoch
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, batch {self.batch_idx}, step {self.step}"
+
+
+@dataclass
+class RankReport:
+    """What one rank found."""
+
+    rank: int
+    host: str
+    occasion: Occasion
+    loss: float | None = None  # as it went into the backward; None: there was none
+    frames: list[Frame] = field(default_factory=list)  # of the forward, up to the first bad one
+    backward_frames: list[Frame] = field(default_factory=list)  # where the first bad value is a gradient
+    producer: Producer | None = None  # of the first bad value in the forward
+    backward_producer: Producer | None = None  # of the first bad gradient, from good ones
+    propagators: list[str] = field(default_factory=list)  # modules that passed it on
+    gradients: list[str] = field(default_factory=list)  # a line for each bad one, as reduced over all ranks
+    optimizer: list[str] = field(default_factory=list)  # a line for each bad entry of a state
+    remedy: Remedy = field(default_factory=Remedy)
+    notes: list[str] = field(default_factory=list)
+    clean: bool | None = None  # replaying gave no bad value on this rank; None: it was not replayed
+
+    @property
+    def is_origin(self) -> bool:
+        """Whether a bad value was first produced on this rank."""
+        return self.clean is False
+
+    def head(self) -> str:
+        """Return a few lines: what produced the bad value, and the remedy."""
+        first = self.producer or self.backward_producer
+        rank = f"rank {self.rank} (host {self.host})"
+        if first is None:
+            return f"{rank}: {_WITHOUT_PRODUCER[self.clean]}"
+        lines = [f"{rank}: {first.sentence()}"]
+        lines += [f"  {line}" for line in self.remedy.lines()]
+        return "\n".join(lines)
+
+    def text(self) -> str:
+        """Return the whole report of this rank as printed."""
+        lines = [f"--- rank {self.rank} on host {self.host}: {self.occasion}; loss {_number(self.loss)}"]
+        if self.frames and self.producer is not None:
+            lines += [f"Last {len(self.frames)} forward frames:", _COLUMNS, *(f.text() for f in self.frames)]
+        if self.backward_frames:
+            shown = len(self.backward_frames)
+            lines += [f"Last {shown} backward frames:", _COLUMNS, *(f.text() for f in self.backward_frames)]
+        lines.append("")
+        if self.producer is not None:
+            lines.append(f"Producer: {self.producer.sentence()}")
+        if self.backward_producer is not None:
+            lines.append(f"First bad gradient: {self.backward_producer.sentence()}")
+        if self.clean:
+            lines.append("Clean: replaying the batch on this rank produced no nan or inf.")
+        elif self.clean is False and self.producer is None and self.backward_producer is None:
+            lines.append(f"No producer: {_WITHOUT_PRODUCER[False]}.")
+        lines += _listed("Passed on by", self.propagators)
+        if self.rank == 0:  # they are the same on every rank
+            lines += _listed("Bad gradients (as reduced over all ranks)", self.gradients)
+        lines += _listed("Bad optimizer state", self.optimizer)
+        lines += [f"Note: {note}" for note in self.notes]
+        lines += self.remedy.lines()
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as values that JSON can hold."""
+        return {
+            "rank": self.rank,
+            "host": self.host,
+            **asdict(self.occasion),
+            "loss": _plain(self.loss),
+            "producer": asdict(self.producer) if self.producer else None,
+            "backward_producer": asdict(self.backward_producer) if self.backward_producer else None,
+            "propagators": self.propagators,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "remedy": asdict(self.remedy),
+            "notes": self.notes,
+            "frames": [_frame_json(frame) for frame in self.frames],
+            "backward_frames": [_frame_json(frame) for frame in self.backward_frames],
+        }
+
+
+def combined_head(occasion: Occasion, heads: Mapping[int, str], why: str) -> str:
+    """Return the text of the error, the same on every rank."""
+    lines = [f"Detected inf/nan during batch_number={occasion.batch_number} ({occasion}): {why}."]
+    return "\n".join([*lines, *(heads[rank] for rank in sorted(heads))])
+
+
+def combined_text(occasion: Occasion, texts: Mapping[int, str], why: str) -> str:
+    """Return the reports of all ranks in rank order, as printed and written; see :func:`combined_head`."""
+    head = f"\nDetected inf/nan during batch_number={occasion.batch_number} ({occasion}): {why}."
+    return "\n".join([head, *(texts[rank] for rank in sorted(texts))]) + "\n"
+
+
+def write(folder: Path, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Write a report as text and as JSON; where that is not possible, say so."""
+    write_report(folder / f"{stem}.txt", text)
+    write_report(folder / f"{stem}.json", json.dumps({"ranks": list(reports)}, indent=1))
+
+
+def _listed(title: str, lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    more = [f"    ... and {len(lines) - _NAMED} more"] if len(lines) > _NAMED else []
+    return [f"{title}:", *(f"    {line}" for line in lines[:_NAMED]), *more]
+
+
+def _frame_json(frame: Frame) -> dict[str, Any]:
+    values = [
+        {"label": v.label, "bad": v.bad, **(v.statistics.as_json() if v.statistics else {"kind": v.kind})}
+        for v in frame.values
+    ]
+    return {"module": frame.module, "type": frame.type, "bad": frame.bad, "values": values}
+
+
+def _plain(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6g}"
+
+
+# -- The picture of a report: how large each module's outputs were, against the largest number of the format
+
+
+_WORST = 6
+_FLOOR = 1e-8
+_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
+
+
+def draw(reports: Sequence[Mapping[str, Any]], history: Mapping[int, Mapping[str, float]]) -> bytes:
+    """Return a PNG of the modules' largest outputs, also of those of the steps before where recorded.
+
+    Drawn is the first report with a producer; ``history`` has, by step, the largest output of each module.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "matplotlib", extra="plot", needed_for="the picture of an overflow"
+        ) from error
+    report = next((r for r in reports if r["producer"] or r["backward_producer"]), reports[0])
+    frames = report["frames"] or report["backward_frames"]
+    many = len(history) > 1
+    figure = Figure(figsize=(15 if many else 9, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2 if many else 1, squeeze=False, width_ratios=[1, 1.4] if many else None)[0]
+    limit, dtype = _limit(frames)
+    _draw_frames(axes[0], frames, limit, dtype)
+    if many:
+        _draw_history(axes[1], history, limit, dtype, producer=(report["producer"] or {}).get("module"))
+    first = report["producer"] or report["backward_producer"] or {"module": "no module of this rank"}
+    figure.suptitle(
+        f"rank {report['rank']}, epoch {report['epoch']}, batch {report['batch_idx']}, step {report['step']}:"
+        f" first produced by {first['module'] or 'the LightningModule'}"
+    )
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    return content.getvalue()
+
+
+def _draw_frames(axes: Any, frames: Sequence[Mapping[str, Any]], limit: float, dtype: str) -> None:
+    """Draw a row per module call: smallest to largest magnitude of its outputs; the last is the bad one."""
+    names = []
+    for row, frame in enumerate(frames):
+        names.append(frame["module"] or frame["type"])
+        outputs = [v for v in frame["values"] if v["label"].startswith(("output", "grad")) and "abs_max" in v]
+        high = max((_axis_number(v["abs_max"], limit) for v in outputs), default=_FLOOR)
+        low = min((_axis_number(v["abs_min"], limit) for v in outputs), default=_FLOOR)
+        bad = any(v["bad"] for v in outputs)
+        axes.plot([max(low, _FLOOR), max(high, _FLOOR)], [row, row], color="0.75", linewidth=3, zorder=1)
+        axes.scatter(
+            [max(high, _FLOOR)],
+            [row],
+            color="tab:red" if bad else "tab:blue",
+            marker="X" if bad else "o",
+            zorder=2,
+        )
+    axes.axvline(limit, color="tab:red", linestyle="--", linewidth=1)
+    axes.text(limit, -0.8, f"{dtype} limit {limit:.3g}", color="tab:red", ha="right", va="bottom", fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlim(_FLOOR / 2, limit * 30)
+    axes.set_ylim(len(names) - 0.4, -1.6)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.set_xlabel("magnitude of the outputs (smallest to largest); X: nan or inf")
+    axes.set_title("the failing batch, in order of the calls", fontsize=10)
+
+
+def _draw_history(
+    axes: Any, history: Mapping[int, Mapping[str, float]], limit: float, dtype: str, *, producer: str | None
+) -> None:
+    """Draw a line per module over the steps; the producer and the largest while finite are named."""
+    modules = list(dict.fromkeys(name for magnitudes in history.values() for name in magnitudes))
+    steps = list(history)
+    curves = {name: [_axis_number(history[s].get(name, _FLOOR), limit) for s in steps] for name in modules}
+
+    def largest_finite(name: str) -> float:
+        values = (history[s].get(name, 0.0) for s in steps)
+        return max((v for v in values if math.isfinite(v)), default=0.0)
+
+    worst = sorted(modules, key=lambda name: (name != producer, -largest_finite(name)))[:_WORST]
+    for name in modules:
+        if name not in worst:
+            axes.plot(steps, [max(v, _FLOOR) for v in curves[name]], color="0.85", linewidth=0.8)
+    for index, name in enumerate(reversed(worst)):
+        label = (name or "(LightningModule)") + (" (produced it)" if name == producer else "")
+        style = (
+            {"color": "tab:red", "linewidth": 2.4}
+            if name == producer
+            else {"linewidth": 1.6, "color": _COLOURS[index % len(_COLOURS)]}
+        )
+        axes.plot(steps, [max(v, _FLOOR) for v in curves[name]], marker=".", label=label, **style)
+    axes.axhline(limit, color="tab:red", linestyle="--", linewidth=1)
+    axes.text(steps[0], limit, f"{dtype} limit {limit:.3g}", color="tab:red", va="bottom", fontsize=8)
+    axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("largest output magnitude; nan and inf drawn above the limit")
+    axes.set_title(f"all modules over the last {len(steps)} steps; the largest are named", fontsize=10)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.figure.legend(handles[::-1], labels[::-1], fontsize=7, ncols=2, loc="outside lower right")
+
+
+def _limit(frames: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
+    """Return the largest number of the narrowest format that any output was used in, and its name."""
+    best = (math.inf, "float32")
+    for frame in frames:
+        for value in frame["values"]:
+            name = value.get("used_as") or ""
+            dtype = getattr(torch, name, None)
+            if isinstance(dtype, torch.dtype) and not value["label"].startswith("input"):
+                best = min(best, (float(torch.finfo(dtype).max), name))
+    return best if math.isfinite(best[0]) else (float(torch.finfo(torch.float32).max), "float32")
+
+
+def _axis_number(value: Any, limit: float) -> float:
+    """Return a magnitude that can be drawn; nan and inf go above the limit."""
+    number = float(value)
+    return number if math.isfinite(number) else limit * 10
+
+
+# -- Collects the findings of all ranks over the side channel, prints them once and writes them to files --
+# No collective is involved, so nothing here can hang.
+
+
+_log = logging.getLogger(__name__)
+_SINGLE = "overflow/single-rank"
+_SINGLE_RANK_REPORTS = 5
+# Ranks that replay together are at most a step apart from each other [s].
+_PATIENCE = 30.0
+
+# Counts the runs of this process, alike on every rank, so that no two runs share a topic.
+_runs = 0
+
+
+class ReportPublisher:
+    """Collects the reports of all ranks; rank 0 prints them once, in rank order, and writes them to files."""
+
+    def __init__(self, communicator: Communicator, folder: Path, settings: OverflowSettings) -> None:
+        global _runs
+        _runs += 1
+        self.communicator, self.folder, self.settings = communicator, folder, settings
+        self._collections, self._single_reports = 0, 0
+        channel = communicator.side_channel
+        self._gather = Gather(channel, f"overflow/{_runs}", timeout=settings.timeout)
+        patience = min(settings.timeout, _PATIENCE)
+        self._arrivals = Gather(channel, f"overflow/{_runs}/arrivals", timeout=patience)
+        self._remove = channel.on(_SINGLE, self._print_single) if communicator.is_main else None
+
+    def close(self) -> None:
+        self._gather.close()
+        self._arrivals.close()
+        if self._remove is not None:
+            self._remove()
+
+    def collect(self, entry: Mapping[str, Any], *, to: int | None = None) -> Gathered:
+        """Send this rank's entry, which JSON can hold, and return those that came in time.
+
+        With ``to`` that rank alone receives them and waits; the others get back their own.
+        """
+        self._collections += 1
+        return self._gather.collect(self._collections, dict(entry), to=to)
+
+    def all_arrive(self) -> bool:
+        """Return whether all ranks get here in half a minute; one that does not may be in a collective."""
+        for _ in range(2):  # a late rank finds the messages of others that have left since; not a second time
+            self._collections += 1
+            if self._arrivals.collect(self._collections, None).missing:
+                return False
+        return True
+
+    @writing_report()
+    def publish(self, report: RankReport, why: str, watch: ActivationWatch | None) -> str:
+        """Print and write the reports of a hit that all know of; return the error's text, the same on all."""
+        gathered = self.collect(
+            {"head": report.head(), "origin": report.is_origin, "occasion": asdict(report.occasion)}
+        )
+        missing = {rank: f"rank {rank}: no report within {gathered.timeout:g} s" for rank in gathered.missing}
+        heads = {rank: entry["head"] for rank, entry in gathered.entries.items()} | missing
+        # With accumulated gradients the ranks may mean different batches; that of the first origin counts.
+        entries = list(gathered.entries.values())
+        occasion = Occasion(**next((e for e in entries if e["origin"]), entries[0])["occasion"])
+        pictured = report.is_origin and watch is not None and self.settings.report_dir is not None
+        history = watch.magnitudes() if pictured and watch is not None else {}
+        reports = self.collect(
+            {"text": report.text(), "json": report.as_json(), "history": history}, to=0
+        ).entries
+        stem = f"batch-{occasion.batch_number}"
+        head = combined_head(occasion, heads, why)
+        if self.communicator.is_main:
+            texts = missing | {rank: entry["text"] for rank, entry in reports.items()}
+            text = combined_text(occasion, texts, why)
+            say(text)
+            as_json = [entry["json"] for entry in reports.values()]
+            write(self.folder, stem, text, as_json)
+            # The steps before are drawn as they were on the rank whose report is drawn.
+            self._draw(stem, as_json, next((h for entry in reports.values() if (h := entry["history"])), {}))
+        return f"{head}\nFull report: {self.folder / f'{stem}.txt'}"
+
+    def may_publish_single(self) -> bool:
+        """Return whether this rank may report once more what it alone knows of; counts the call."""
+        self._single_reports += 1
+        return self._single_reports <= _SINGLE_RANK_REPORTS
+
+    def publish_single(self, report: RankReport) -> None:
+        """Have rank 0 print and write the report of this rank, which no other rank knows of."""
+        why = "seen on this rank only; it does not reach the gradients"
+        body = {
+            "text": combined_text(report.occasion, {report.rank: report.text()}, why),
+            "json": report.as_json(),
+            "batch": report.occasion.batch_number,
+        }
+        self.communicator.side_channel.post(_SINGLE, body, to=0)
+
+    def publish_trace(self, batch_number: int, text: str) -> None:
+        """Print and write the traced frames of all ranks, in rank order."""
+        entries = self.collect({"text": text}, to=0).entries
+        if self.communicator.is_main:
+            whole = "\n".join(entry["text"] for entry in entries.values())
+            say(whole)
+            write(self.folder, f"trace-batch-{batch_number}", whole, [])
+
+    def _print_single(self, message: Message) -> None:
+        text, stem = str(message.body["text"]), f"batch-{int(message.body['batch'])}-rank-{message.sender}"
+        say(text)
+        write(self.folder, stem, text, [message.body["json"]])
+
+    def _draw(self, stem: str, reports: list[Any], history: Mapping[Any, Any]) -> None:
+        if self.settings.report_dir is None or not reports:
+            return
+        # A broken matplotlib must not make rank 0 act differently from the others.
+        try:
+            content = draw(reports, {int(step): seen for step, seen in history.items()})
+        except MissingExtraError as error:
+            _log.warning("%s", error)
+        except Exception as error:
+            _log.warning("the picture of an overflow could not be drawn: %s: %s", type(error).__name__, error)
+        else:
+            write_report(self.folder / f"{stem}.png", content)

@@ -1,1 +1,0 @@
-"""What all ranks have found: put together, printed, written to files, acted on."""

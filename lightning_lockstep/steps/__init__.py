@@ -1,1 +1,0 @@
-"""One training step run alone on one rank."""

@@ -1,1 +1,0 @@
-"""When all ranks stop together."""
