@@ -167,7 +167,7 @@ def compiled_after_two_steps(variant: str, *, logs: str) -> int:
 
 def fit_stock(module: pl.LightningModule, data: Any) -> None:
     """Lightning's own strategy on one device, with our accelerator: its own take virtual devices for none."""
-    accelerator = importlib.import_module("lightning_lockstep.xla.lazy_run").XLADevices()
+    accelerator = importlib.import_module("lightning_lockstep.xla.steps").XLADevices()
     strategy = importlib.import_module("lightning.pytorch.strategies").SingleDeviceXLAStrategy(0)
     pl.Trainer(accelerator=accelerator, devices=1, strategy=strategy, max_epochs=EPOCHS, **BARE).fit(
         module, data

@@ -4,7 +4,7 @@ Importing this package registers its strategies with Lightning and does nothing 
 are loaded when first used. In the processes of ``lockstep-doctor`` it does not even that.
 """
 
-from lightning_lockstep._exports import attach_stub as _attach_stub
+from lightning_lockstep._registry import attach_stub as _attach_stub
 from lightning_lockstep._registry import register_strategies as _register_strategies
 
 __version__ = "0.1.0"

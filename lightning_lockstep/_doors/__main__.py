@@ -28,7 +28,7 @@ def main() -> None:
     for module, name, title in _DOORS:
         try:
             lists[title] = getattr(importlib.import_module(f"lightning_lockstep._doors.{module}"), name).names
-        except ImportError:  # the package, or what it needs, is not installed
+        except ImportError:  # noqa: PERF203  # the package, or what it needs, is not installed
             continue
     for title, reasons in lists.items():
         lines = [f"    {name}: {why}" for name, why in sorted(reasons.items())]

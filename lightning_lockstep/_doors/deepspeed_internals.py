@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_lockstep._doors.private_names import Door
+from lightning_lockstep._doors import Door
 
 if TYPE_CHECKING:
     import torch

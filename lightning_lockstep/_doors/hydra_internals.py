@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from lightning_lockstep._doors.private_names import Door
+from lightning_lockstep._doors import Door
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable

@@ -226,5 +226,3 @@ if TYPE_CHECKING:
 else:
     globals().update({name: _resolve(path) for name, path in _PUBLIC.items()})
     globals().update({name: _resolve(path) for name, (path, _) in _PRIVATE.items()})
-
-__all__ = [*_PUBLIC, *_PRIVATE]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.private_names import Door
+from lightning_lockstep._doors import Door
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel

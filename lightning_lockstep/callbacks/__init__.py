@@ -3,6 +3,6 @@
 The public names are loaded when first used.
 """
 
-from lightning_lockstep._exports import attach_stub
+from lightning_lockstep._registry import attach_stub
 
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -12,6 +12,6 @@ global batch that is the same on any number of ranks (`GlobalBatchSampler`), and
 checks of their settings that report every fault at once.
 """
 
-from lightning_lockstep._exports import attach_stub
+from lightning_lockstep._registry import attach_stub
 
 __getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -132,10 +132,10 @@ class Machine(Protocol):
         """
 
     def probe(self, name: str, *arguments: str, timeout: float = 60.0) -> Probed:
-        """Run a probe, a module of ``lightning_lockstep.doctor.probes``, in a process of its own.
+        """Run a probe of ``lightning_lockstep.doctor.probes`` in a process of its own.
 
         Args:
-            name: Of its module.
+            name: Of its function.
             arguments: Of its command line.
             timeout: Longest time [s].
         """
@@ -253,7 +253,8 @@ class ThisMachine:
 
     def probe(self, name: str, *arguments: str, timeout: float = 60.0) -> Probed:
         """Run a probe; the last line of its output is a JSON object."""
-        command = [sys.executable, "-m", f"lightning_lockstep.doctor.probes.{name}", *arguments]
+        module = "host" if name in ("build_tools", "shared_memory") else "libraries"
+        command = [sys.executable, "-m", f"lightning_lockstep.doctor.probes.{module}", name, *arguments]
         done = run_program(command, timeout, {**os.environ, "PYTHONUNBUFFERED": "1"})
         if done.timed_out:
             return Probed(error=f"it did not end within {timeout:.0f} s{_after(done)}")

@@ -10,8 +10,7 @@ from lightning_lockstep._doors.lightning import DDPStrategy, _register_ddp_comm_
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed.c10d_operators import compression_hook
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.strategies.hooks import LifecycleHooks
-from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
+from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
 from lightning_lockstep.strategies.options import DDPSettings, options_of_ddp, reject_unknown
 
 # Options of Lightning's DDPStrategy beside those of DistributedDataParallel.

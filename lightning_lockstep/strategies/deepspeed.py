@@ -20,7 +20,7 @@ from lightning_lockstep._doors.lightning import (
     Precision,
     TrainerFn,
 )
-from lightning_lockstep._exports import public
+from lightning_lockstep._registry import public
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.builds import prepare_ops, prepared_where_loaded
@@ -53,8 +53,7 @@ from lightning_lockstep.distributed.mpi.backend import MPIBackendOptions
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.strategies.hooks import LifecycleHooks
-from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
+from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
 from lightning_lockstep.strategies.mpi import MPIStartup
 from lightning_lockstep.strategies.options import DeepSpeedSettings, reject_unknown
 

@@ -1,58 +1,25 @@
-"""The life cycle of the ranks of a strategy, by composition: any strategy gets all of it by holding one object.
-
-A strategy need not inherit from DDP. It calls its :class:`RankLifecycle` where Lightning calls the strategy::
-
-    from lightning_lockstep.launchers import detect_environment
-    from lightning_lockstep.strategies import LifecycleSettings, RankLifecycle
-
-    class OwnStrategy(ParallelStrategy):
-        def __init__(self, **options):
-            super().__init__(cluster_environment=detect_environment())
-            self.lifecycle = RankLifecycle(self, LifecycleSettings(**options))
-
-        def _configure_launcher(self):
-            self._launcher = self.lifecycle.launcher()
-
-        def setup_environment(self):
-            super().setup_environment()
-            self.lifecycle.connect()
-
-        def process_dataloader(self, dataloader):
-            return self.lifecycle.process_dataloader(super().process_dataloader(dataloader))
-
-        def training_step(self, *args, **kwargs):
-            with self.lifecycle.contributing():
-                return super().training_step(*args, **kwargs)
-
-        def barrier(self, name=None):
-            if not self.lifecycle.failed:
-                ...
-
-        def teardown(self):
-            self.lifecycle.teardown()
-            super().teardown()
-"""
+"""What every strategy holds: the life cycle of its ranks, and the hooks where Lightning calls it."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
-from io import StringIO
 from typing import Any
 
-import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from lightning_lockstep._doors.lightning import Precision, rank_zero_only, reset_seed
-from lightning_lockstep._exports import public
+from lightning_lockstep._doors.lightning import (
+    ClusterEnvironment,
+    ParallelStrategy,
+    Precision,
+    rank_zero_only,
+    reset_seed,
+)
+from lightning_lockstep._doors.lightning_internals import given_to_trainer
+from lightning_lockstep._registry import public
 from lightning_lockstep._settings import launcher_pid
-from lightning_lockstep._text import ranges, say, size_in_words
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
 from lightning_lockstep.distributed.guard.guard import size_flight_recorder
@@ -66,95 +33,57 @@ from lightning_lockstep.launchers.environments import (
     belongs_to_slurm,
     check_has_device,
     check_srun_is_used,
+    detect_environment,
     hide_srun_hint,
 )
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
-from lightning_lockstep.strategies.options import LifecycleSettings
+from lightning_lockstep.strategies.options import (
+    LifecycleSettings,
+    mixed_gpus_warning,
+    placement_of,
+    show_placement,
+)
 from lightning_lockstep.strategies.uneven_inputs import UnevenInputs, every_rank_contributes
 from lightning_lockstep.xla.runtime import check_xla_untouched
 
-# -- Which rank runs where, shown once, and a warning that names the slowest GPU where GPUs differ --
-
-
-# Beyond this number of ranks the table names the first and the last of each host only.
-_LONGEST_TABLE = 64
-
-
-@dataclass(frozen=True)
-class RankPlacement:
-    """Where one rank runs."""
-
-    rank: int
-    host: str
-    device: str  # ``cpu`` or ``cuda:0``
-    device_name: str  # of the GPU, else the device's type
-    memory: int  # of the GPU or, for a CPU rank, of the host [bytes]; 0: not known
-    capability: tuple[int, int]  # of CUDA; (0, 0): another device
-    threads: int  # on the CPU
-    cores: tuple[int, ...]  # numbers of those that it may use
-
-
-def placement_of(
-    device: torch.device, *, rank: int, host: str, threads: int, cores: tuple[int, ...]
-) -> RankPlacement:
-    """Return where this rank runs; on CUDA this asks the driver."""
-    name, memory, capability = device.type.upper(), 0, (0, 0)
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        name, memory, capability = gpu.name, gpu.total_memory, (gpu.major, gpu.minor)
-    elif device.type == "cpu":
-        memory = psutil.virtual_memory().total
-    return RankPlacement(rank, host, str(device), name, memory, capability, threads, cores)
-
-
-def show_placement(placements: Sequence[RankPlacement]) -> None:
-    """Print the table of all ranks to standard error."""
-    table = Table(title=f"{len(placements)} ranks", title_justify="left")
-    for heading in ("rank", "host", "device", "memory", "threads", "cores"):
-        table.add_column(heading, justify="right" if heading in ("rank", "memory", "threads") else "left")
-    for place in _shortened(placements):
-        device = place.device if place.capability == (0, 0) else f"{place.device} {place.device_name}"
-        memory = size_in_words(place.memory or None)
-        table.add_row(str(place.rank), place.host, device, memory, str(place.threads), ranges(place.cores))
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    text = StringIO()
-    width = None if terminal else 100
-    Console(file=text, force_terminal=terminal, width=width).print(table)
-    say(text.getvalue())
-
-
-def mixed_gpus_warning(placements: Sequence[RankPlacement]) -> str | None:
-    """Return a warning that names the slowest GPU when the GPUs differ, else ``None``."""
-    gpus = [place for place in placements if place.capability != (0, 0)]
-    if len({(gpu.device_name, gpu.memory, gpu.capability) for gpu in gpus}) < 2:
-        return None
-    slowest = min(gpus, key=lambda gpu: (gpu.capability, gpu.memory))
-    fastest = max(gpus, key=lambda gpu: (gpu.capability, gpu.memory))
-    return (
-        "This run has mixed GPUs, and every step waits for the slowest:"
-        f" {_described(slowest)}, {_described(fastest)}."
-    )
-
-
-def _described(gpu: RankPlacement) -> str:
-    major, minor = gpu.capability
-    return (
-        f"rank {gpu.rank} on {gpu.host} has {gpu.device_name} ({size_in_words(gpu.memory)}, compute capability"
-        f" {major}.{minor})"
-    )
-
-
-def _shortened(placements: Sequence[RankPlacement]) -> list[RankPlacement]:
-    if len(placements) <= _LONGEST_TABLE:
-        return list(placements)
-    ends: dict[str, list[RankPlacement]] = {}
-    for place in placements:
-        first_and_last = ends.setdefault(place.host, [place, place])
-        first_and_last[1] = place
-    return [place for pair in ends.values() for place in dict.fromkeys(pair)]
+# -- The life cycle of the ranks of a strategy, by composition: any strategy gets all of it by holding one
+# object
+#
+# A strategy need not inherit from DDP. It calls its :class:`RankLifecycle` where Lightning calls the
+# strategy::
+#
+#     from lightning_lockstep.launchers import detect_environment
+#     from lightning_lockstep.strategies import LifecycleSettings, RankLifecycle
+#
+#     class OwnStrategy(ParallelStrategy):
+#         def __init__(self, **options):
+#             super().__init__(cluster_environment=detect_environment())
+#             self.lifecycle = RankLifecycle(self, LifecycleSettings(**options))
+#
+#         def _configure_launcher(self):
+#             self._launcher = self.lifecycle.launcher()
+#
+#         def setup_environment(self):
+#             super().setup_environment()
+#             self.lifecycle.connect()
+#
+#         def process_dataloader(self, dataloader):
+#             return self.lifecycle.process_dataloader(super().process_dataloader(dataloader))
+#
+#         def training_step(self, *args, **kwargs):
+#             with self.lifecycle.contributing():
+#                 return super().training_step(*args, **kwargs)
+#
+#         def barrier(self, name=None):
+#             if not self.lifecycle.failed:
+#                 ...
+#
+#         def teardown(self):
+#             self.lifecycle.teardown()
+#             super().teardown()
 
 
 # -- The life cycle of the ranks of a strategy, by composition: any strategy gets all of it by holding one
@@ -413,3 +342,130 @@ class RankLifecycle:
             warning = mixed_gpus_warning(placements)
             if warning:
                 _log.warning(warning)
+
+
+# -- What every strategy of this package does where Lightning calls it: it hands over to its
+# :class:`RankLifecycle`
+
+
+# -- The cluster environment that a strategy uses: given to it, given to the Trainer as a plugin, or
+# detected
+
+
+# Where a strategy keeps its environment, and whether that gives way to a plugin.
+_STATE = "lockstep_environment"
+
+
+class GivenEnvironment:
+    """The attribute ``cluster_environment`` of a strategy that detects its environment itself.
+
+    Lightning sets a strategy's environment only where it has none, and refuses a plugin beside one. So while a Trainer
+    with such a plugin is under construction, a detected environment is not shown, and the plugin takes its place.
+    One that was given to the strategy stays, and Lightning says that there are two.
+    """
+
+    def __get__(self, strategy: Any, owner: type | None = None) -> Any:
+        if strategy is None:
+            return self
+        environment, is_detected = vars(strategy).get(_STATE, (None, False))
+        return None if is_detected and _is_plugin_given() else environment
+
+    def __set__(self, strategy: Any, environment: Any) -> None:
+        vars(strategy)[_STATE] = environment, False
+
+    @staticmethod
+    def detected(strategy: Any, environment: ClusterEnvironment) -> None:
+        """Set an environment that gives way to one of the Trainer's plugins."""
+        vars(strategy)[_STATE] = environment, True
+
+    @staticmethod
+    def settle(strategy: Any) -> None:
+        """Keep the environment that the strategy has now; the Trainer is about to use it."""
+        vars(strategy)[_STATE] = strategy.cluster_environment, False
+
+
+def _is_plugin_given() -> bool:
+    plugins = given_to_trainer("plugins")
+    several = isinstance(plugins, Sequence) and not isinstance(plugins, str)
+    return any(isinstance(plugin, ClusterEnvironment) for plugin in (plugins if several else [plugins]))
+
+
+# -- What every strategy of this package does where Lightning calls it: it hands over to its
+# :class:`RankLifecycle`
+
+
+class LifecycleHooks(ParallelStrategy):
+    """Base of strategies of one process a device, in front of one of Lightning's strategies.
+
+    A class sets ``lifecycle`` before it calls the constructor of Lightning's, and afterwards
+    :meth:`detect_unless_given`.
+    """
+
+    lifecycle: RankLifecycle
+    cluster_environment: Any = GivenEnvironment()
+
+    @staticmethod
+    def detect_environment() -> ClusterEnvironment:
+        """Return the cluster environment of this process, by environment variables."""
+        return detect_environment()
+
+    def detect_unless_given(self, environment: ClusterEnvironment | None) -> None:
+        """Use the detected cluster environment unless one was given."""
+        if environment is None:
+            GivenEnvironment.detected(self, self.detect_environment())
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Name of the backend of the process group; ``None`` until the ranks are connected, if none was given."""
+        return self.lifecycle.startup.backend
+
+    def _configure_launcher(self) -> None:
+        # The Trainer is under construction here: the last moment at which a fault stops it before any rank.
+        GivenEnvironment.settle(self)
+        self._launcher = self.lifecycle.launcher()
+
+    def setup_distributed(self) -> None:
+        """Make the process group, open the side channel and show which rank runs where."""
+        self.lifecycle.connect()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Make every rank take the same number of training batches."""
+        return self.lifecycle.process_dataloader(super().process_dataloader(dataloader))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step, in which every rank contributes to the reductions."""
+        with self.lifecycle.contributing():
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step, unless the run is to stop."""
+        self.lifecycle.supervisor.at_step_boundary()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's test step, unless the run is to stop."""
+        self.lifecycle.supervisor.at_step_boundary()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's prediction step, unless the run is to stop."""
+        self.lifecycle.supervisor.at_step_boundary()
+        return super().predict_step(*args, **kwargs)
+
+    def is_padding_batch(self) -> bool:
+        """Return whether this rank's current training batch is a padding batch, which must contribute nothing."""
+        return self.lifecycle.is_padding_batch()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for every rank; after a failure, return at once."""
+        if not self.lifecycle.failed:
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+
+    def teardown(self) -> None:
+        """Release what the run used; the ranks stay connected for a next call of the Trainer."""
+        self.lifecycle.teardown()
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Do nothing: the package registers its strategies when it is imported."""

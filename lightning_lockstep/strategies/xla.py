@@ -26,8 +26,7 @@ from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationErro
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.numerics.precision import requested_precision
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.strategies.hooks import LifecycleHooks
-from lightning_lockstep.strategies.lifecycle import RankLifecycle, RankStartup
+from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
 from lightning_lockstep.strategies.options import LifecycleSettings
 from lightning_lockstep.strategies.xla_steps import XLASteps
 from lightning_lockstep.xla.replicas import DeviceMesh, Replicas, check_replicas

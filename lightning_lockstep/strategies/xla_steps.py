@@ -19,9 +19,8 @@ from lightning_lockstep._doors.lightning import (
 from lightning_lockstep._doors.lightning_internals import show_accelerator
 from lightning_lockstep._text import say
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.xla.lazy_run import LazyRun, XLADevices
-from lightning_lockstep.xla.precision import DtypeReport, own_memory, resolve_xla_precision
 from lightning_lockstep.xla.runtime import XLARuntime, check_accelerator, check_torch_xla
+from lightning_lockstep.xla.steps import DtypeReport, LazyRun, XLADevices, own_memory, resolve_xla_precision
 
 # -- What holds for every strategy of XLA devices, whose operations are called and run later --
 

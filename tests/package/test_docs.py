@@ -86,41 +86,52 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
     ]
 
 
-def test_every_folder_and_file_at_the_top_has_its_line_in_the_architecture() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    table = page[page.index("| room | holds |") : page.index("Who may import whom")]
-    folders = {path.parent.relative_to(PACKAGE) for path in PACKAGE.rglob("__init__.py")} - {Path(".")}
-    assert [
-        str(folder)
-        for folder in sorted(folders)
-        if f"`{folder.name}/`" not in table.replace(str(folder), folder.name)
-    ] == []
-    files = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
-    assert [name for name in sorted(files) if f"`{name}`" not in table] == []
+def rows_of(page: str) -> dict[str, str]:
+    """The rows of the table of rooms, by the names in their first column."""
+    table = page[page.index("| room | files |") : page.index("Who may import whom")]
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", table, re.MULTILINE)
+    return {name: text for first, text in rows for name in re.findall(r"`([^`]+)`", first)}
 
 
-# A row of the table of a folder's docstring: `name`, `folder/`, or several with commas.
-ROW = re.compile(r"^\| (`[^|]*`) \|", re.MULTILINE)
-HEAD = re.compile(r"^\| (?:file|file or folder|module) \| holds \|$", re.MULTILINE)
-TABLED = [path.parent for path in sorted(PACKAGE.rglob("__init__.py")) if HEAD.search(path.read_text())]
+def unnamed(rows: dict[str, str], package: Path) -> list[str]:
+    """Files of the package that the row of their folder does not name, and folders without a row."""
+    missing = []
+    for path in sorted(package.rglob("*.py")):
+        folder, name = path.parent.relative_to(package), path.name
+        if folder == Path("."):
+            missing += [] if name in rows or name == "__init__.py" else [name]
+        elif (row := rows.get(f"{folder}/")) is None:
+            missing.append(f"{folder}/")
+        elif not (f"`{path.stem}`" in row or "by its name" in row or name.startswith("__")):
+            missing.append(f"{folder}/{name}")
+    return missing
 
 
-def parts_of(folder: Path) -> set[str]:
-    files = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("__")}
-    return files | {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
-
-
-@pytest.mark.parametrize("folder", TABLED, ids=lambda folder: str(folder.relative_to(PACKAGE)))
-def test_the_table_of_a_folder_names_each_of_its_parts(folder: Path) -> None:
-    rows = ROW.findall((folder / "__init__.py").read_text())
+def test_the_architecture_names_each_folder_and_file() -> None:
+    rows = rows_of((ROOT / "docs" / "architecture.md").read_text())
+    assert unnamed(rows, PACKAGE) == []
+    gone = [name for name in rows if not (PACKAGE / name).exists()]
     named = [
-        name.split("/")[0] + "/" * ("/" in name) for row in rows for name in re.findall(r"`([^`]+)`", row)
+        (folder, name)
+        for folder, text in rows.items()
+        for name in re.findall(r"`(\w+)`", text)
+        if folder.endswith("/") and (PACKAGE / folder).is_dir()
     ]
-    assert set(named) == parts_of(folder)
+    gone += [
+        f"{folder}{name}"
+        for folder, name in named
+        if name.islower() and not any((place / f"{name}.py").is_file() for place in places(folder))
+    ]
+    assert gone == []
 
 
-def test_large_folders_have_a_table() -> None:
-    # docs/architecture.md has the rooms themselves; the files of callbacks/ have the names of what they hold.
-    exempt = {PACKAGE, PACKAGE / "callbacks"}
-    large = {path.parent for path in PACKAGE.rglob("__init__.py") if len(parts_of(path.parent)) > 10}
-    assert large - exempt <= set(TABLED)
+def places(folder: str) -> list[Path]:
+    """A row may have several folders in its first column; a file of any of them may be named."""
+    return [PACKAGE / folder, *(path for path in PACKAGE.iterdir() if path.is_dir())]
+
+
+def test_a_file_that_the_architecture_does_not_name_is_found(tmp_path: Path) -> None:
+    for name in ("room/named.py", "room/__init__.py", "room/other.py", "gone/file.py", "_top.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert unnamed({"room/": "`named`"}, tmp_path) == ["_top.py", "gone/", "room/other.py"]

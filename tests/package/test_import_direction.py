@@ -16,52 +16,22 @@ import lightning_lockstep
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
 
-GROUND = {
-    "errors",
-    "_exports",
-    "_lightning",
-    "_doors",
-    "_environment",
-    "_settings",
-    "_system",
-    "_tables",
-    "_console",
-    "_program",
-    "_files",
-    "_processes",
-    "_text",
-}
+GROUND = {"errors", "_doors", "_registry", "_settings", "_system", "_text"}
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
-FEATURES = MIDDLE | {
-    "overflow",
-    "batch_size",
-    "stragglers",
-    "deepspeed",
-    "xla",
-    "recompilation",
-    "static_shapes",
-}
+FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers", "deepspeed", "xla", "shapes"}
 PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 
 # room (folder or module at the top of the package) -> the rooms it may import; itself always
 ALLOWED: dict[str, set[str]] = {
     # at run time only these two; the public names for type checkers
-    "__init__": {"_exports", "_registry"} | FEATURES | {"strategies", "callbacks", "tuner", "notebook"},
-    "_exports": set(),
-    "_registry": {"_lightning", "_program"},
+    "__init__": {"_registry"} | FEATURES | {"strategies", "callbacks", "tuner", "notebook"},
+    "_registry": {"_doors"},
     "errors": set(),
-    "_lightning": set(),
-    "_doors": {"errors", "_lightning"},  # prints its list
-    "_environment": {"errors"},
+    "_doors": {"errors"},
     "_settings": {"errors"},
-    "_system": {"errors"},
-    "_tables": set(),
-    "_console": set(),
-    "_files": {"_console"},
-    "_processes": set(),
+    "_system": {"errors", "_text"},
     "_text": set(),
-    "_program": set(),
     "distributed": GROUND,
     "launchers": TALK,
     "numerics": TALK,
@@ -73,8 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "stragglers": TALK,
     "deepspeed": TALK | {"numerics", "steps"},
     "xla": TALK | {"numerics", "steps"},
-    "recompilation": TALK | {"xla"},
-    "static_shapes": TALK | {"batch_size"},
+    "shapes": TALK | {"batch_size", "xla"},
     "strategies": MIDDLE | {"deepspeed", "xla"},
     "callbacks": FEATURES,
     "tuner": FEATURES | {"callbacks"},
@@ -82,7 +51,6 @@ ALLOWED: dict[str, set[str]] = {
     # programs, what they build and what they train
     "conf": {"launchers"},  # names the resolver of run folders
     "demo": TALK,
-    "workloads": {"_exports"},
     "components": GROUND | {"logs"},
     "doctor": FEATURES,
     "_application": PARTS | {"doctor"},
@@ -180,7 +148,7 @@ def drawn_layers(page: str) -> dict[str, int]:
 def test_the_drawing_of_the_layers_agrees_with_the_table() -> None:
     """What a room may import stands below it; within the lowest row, the ground, any order will do."""
     heights = drawn_layers((Path(__file__).parents[2] / "docs" / "architecture.md").read_text())
-    ground = {room for room in ALLOWED if room.startswith("_")} - {"_application"} | {"errors", "workloads"}
+    ground = {room for room in ALLOWED if room.startswith("_")} - {"_application"} | {"errors"}
     assert set(ALLOWED) - ground <= set(heights), "a new room needs its place in the drawing"
     assert [
         f"{room} may import {lower}"
@@ -218,7 +186,7 @@ def foreign_private_names(package: Path) -> list[str]:
         if name.startswith("lightning_lockstep.")
         and name.split(".")[1] != room_of(path, package)
         and any(part.startswith("_") for part in name.split(".")[2:])
-        and name.split(".")[1] not in ("_lightning", "_doors")
+        and name.split(".")[1] != "_doors"
     ]
 
 
@@ -252,6 +220,51 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
+def folder_graph(package: Path) -> dict[str, set[str]]:
+    """Each folder below a room's own, or the room, with the folders that its files import.
+
+    An `__init__` only names what its folder offers, so it belongs to no folder; the files at the top of the package
+    are rooms by themselves, which `ALLOWED` has.
+    """
+    files = {module_name(path, package): path for path in sources(package)}
+    graph: dict[str, set[str]] = {}
+    for module, imported in file_graph(package).items():
+        if (folder := folder_of(files[module], package)) is not None:
+            others = {folder_of(files[name], package) for name in imported}
+            graph.setdefault(folder, set()).update(other for other in others if other not in (None, folder))
+    return graph
+
+
+def folder_of(path: Path, package: Path) -> str | None:
+    folder = path.parent.relative_to(package)
+    return None if path.name == "__init__.py" or folder == Path(".") else str(folder)
+
+
+def test_no_folders_import_each_other() -> None:
+    """Nor in a longer circle, sub-folders and the folder above them included: they would be one folder."""
+    assert circle_in(folder_graph(PACKAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "is_allowed"),
+    [
+        ("failure/record.py", "side_channel.zeromq", True),
+        ("side_channel/zeromq.py", "failure.record", False),
+        ("mpi/runtime.py", "guard.records", True),
+        ("guard/records.py", "mpi.runtime", False),
+        ("guard/records.py", "process_group", True),
+        ("process_group.py", "guard.records", False),  # the folder above
+    ],
+)
+def test_of_two_folders_only_one_may_import_the_other(
+    importer: str, imported: str, is_allowed: bool, tmp_path: Path
+) -> None:
+    package = copy_of_the_package(tmp_path)
+    with open(package / "distributed" / importer, "a") as file:
+        file.write(f"\n\ndef planted():\n    import lightning_lockstep.distributed.{imported}\n")
+    assert (circle_in(folder_graph(package)) == []) is is_allowed
+
+
 def copy_of_the_package(folder: Path) -> Path:
     return Path(
         shutil.copytree(PACKAGE, folder / "lightning_lockstep", ignore=shutil.ignore_patterns("*.pyc"))
@@ -260,10 +273,10 @@ def copy_of_the_package(folder: Path) -> Path:
 
 def test_a_planted_circle_between_two_files_is_found(tmp_path: Path) -> None:
     package = copy_of_the_package(tmp_path)
-    with open(package / "stopping" / "triggers.py", "a") as file:
+    with open(package / "stopping" / "stop_requests.py", "a") as file:
         file.write("\nif TYPE_CHECKING:\n    from lightning_lockstep.stopping.planted import Anything\n")
     (package / "stopping" / "planted.py").write_text(
-        "from lightning_lockstep.stopping import stop_requests as triggers\n"
+        "from lightning_lockstep.stopping import stop_requests\n"
     )
     found = circle_in(file_graph(package))
     assert set(found) == {"lightning_lockstep.stopping.stop_requests", "lightning_lockstep.stopping.planted"}
@@ -271,10 +284,10 @@ def test_a_planted_circle_between_two_files_is_found(tmp_path: Path) -> None:
 
 def test_a_planted_upward_import_is_found(tmp_path: Path) -> None:
     package = copy_of_the_package(tmp_path)
-    with open(package / "steps" / "__init__.py", "a") as file:
+    with open(package / "steps" / "isolated.py", "a") as file:
         file.write("\ndef f():\n    from lightning_lockstep.callbacks import OverflowDetector\n")
     (found,) = upward_imports(package)
-    assert "steps/__init__.py" in found and "lightning_lockstep.callbacks.OverflowDetector" in found
+    assert "steps/isolated.py" in found and "lightning_lockstep.callbacks.OverflowDetector" in found
 
 
 # Programs of the doctor, which it runs in processes of their own: what they test, they have to import.
@@ -313,7 +326,7 @@ def test_only_the_room_of_xla_asks_for_torch_xla() -> None:
 
 
 def test_lightning_comes_through_one_door() -> None:
-    assert used_outside("_lightning", LIGHTNING) == ""
+    assert used_outside("_doors", LIGHTNING) == ""
     assert used_outside("nowhere", LIGHTNING), "what is looked for is found where it is allowed"
 
 

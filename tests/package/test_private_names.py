@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import lightning_lockstep
-from lightning_lockstep._doors import private_names, torch_internals
-from lightning_lockstep._doors.private_names import Door
+from lightning_lockstep import _doors as private_names
+from lightning_lockstep import torch_internals
+from lightning_lockstep._doors import Door
 from lightning_lockstep._doors.torch_internals import TORCH, TORCH_IF_THERE
 from lightning_lockstep.errors import LockstepError
 

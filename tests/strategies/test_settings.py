@@ -11,7 +11,7 @@ import lightning_lockstep
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, LockstepMPIStrategy
 from lightning_lockstep._doors.lightning import Trainer
 from lightning_lockstep.numerics.precision import resolve_precision, supported_precisions
-from lightning_lockstep.strategies.lifecycle import RankPlacement, mixed_gpus_warning, placement_of
+from lightning_lockstep.strategies.options import RankPlacement, mixed_gpus_warning, placement_of
 from lightning_lockstep.strategies.uneven_inputs import plan_steps
 
 GIB = 2**30

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lockstep.xla import lazy_run
-from lightning_lockstep.xla.lazy_run import CompilationAnnouncer, CompilationWatch, where_in_run
+from lightning_lockstep.xla import steps as lazy_run
+from lightning_lockstep.xla.steps import CompilationAnnouncer, CompilationWatch, where_in_run
 from tests.xla.counters import compilations
 from tests.xla.digits import Classifier, fitted, loaders, spmd, trainer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_lockstep.xla.precision import CastPrecision
+from lightning_lockstep.xla.steps import CastPrecision
 from tests.xla.digits import Classifier, fitted, spmd
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

@@ -141,8 +141,8 @@ def _copies(parts: Sequence[Tensor], start: int, tensor: Tensor) -> Values:
 
 # -- Where the values of each parameter are, in the files of a checkpoint --
 # - Stage 0: whole, with the model; float32 copies of half-precision ones, in the same file, have no names.
-# - Stages 1 and 2: whole, with the model. The float32 copies of each parameter group are one flat vector, of which every
-#   rank has a part; the parts of all ranks, one after the other, are the vector.
+# - Stages 1 and 2: whole, with the model. The float32 copies of each parameter group are one flat vector, of which
+#   every rank has a part; the parts of all ranks, one after the other, are the vector.
 # - Stage 3: every rank has a part of each parameter, and its parts of all parameters, one after the other, are its
 #   vectors. Frozen parameters are with the model states, in parts too.
 #

@@ -83,8 +83,8 @@ class Links:
 
     def close(self, gone: set[int]) -> None:
         """Close all connections; what was sent last to a peer that is not among ``gone`` may still leave."""
-        for rank, socket in self._sockets.items():
-            _close(socket, linger=0 if rank in gone else _LINGER)
+        for rank, connection in self._sockets.items():
+            _close(connection, linger=0 if rank in gone else _LINGER)
         # Only now: ZeroMQ waits for whoever reads the monitor of a socket, and would wait for ever.
         self._wake.send_multipart((b"",))
         self._wake.close()

@@ -1,11 +1,12 @@
-"""What builds of DeepSpeed's operations need of this host, tested by compiling and linking small programs.
+"""Programs that test this host for the doctor, without torch and DeepSpeed: its shared memory, its tools for builds.
 
-It imports neither torch nor DeepSpeed. The arguments are folders in which libraries of CUDA lie.
+python -m lightning_lockstep.doctor.probes.host NAME [ARGUMENT ...]
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -13,11 +14,51 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from lightning_lockstep.deepspeed.build_tools import find_build_locks, missing_tools
+
+# -- Two processes that add numbers through shared memory, again and again, as ranks of one host do --
+# A kernel on which that hangs never lets this end; the doctor ends it then.
+
+_ROUNDS, _VALUES = 200, 4096
+
+
+def shared_memory() -> None:
+    """Let two processes add, and print how often."""
+    context = multiprocessing.get_context("fork")
+    memory = context.RawArray("d", 2 * _VALUES)
+    barrier, wrong = context.Barrier(2), context.Value("i", 0)
+    ranks = [context.Process(target=_add, args=(rank, memory, barrier, wrong)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if wrong.value or any(rank.exitcode for rank in ranks):
+        sys.exit(
+            f"{wrong.value} of {_ROUNDS} sums were wrong, exit codes {[rank.exitcode for rank in ranks]}"
+        )
+    sys.stdout.write(json.dumps({"rounds": _ROUNDS, "values": _VALUES}) + "\n")
+
+
+def _add(rank: int, memory: Any, barrier: Any, wrong: Any) -> None:
+    """Write this rank's values, add them to the other's, and compare the sum with what it must be."""
+    own = slice(rank * _VALUES, (rank + 1) * _VALUES)
+    for number in range(_ROUNDS):
+        memory[own] = array("d", [float(number + rank)] * _VALUES)
+        barrier.wait()
+        total = sum(memory[:_VALUES]) + sum(memory[_VALUES:])
+        barrier.wait()
+        if total != _VALUES * (2 * number + 1):
+            with wrong.get_lock():
+                wrong.value += 1
+
+
+# -- What builds of DeepSpeed's operations need of this host, tested by compiling and linking small programs --
+# It imports neither torch nor DeepSpeed. The arguments are folders in which libraries of CUDA lie.
 
 _LONGEST = 20.0
 # What is tested -> a program that needs it, and what it is linked with.
@@ -38,7 +79,7 @@ _CUDA_PROGRAMS = {
 }
 
 
-def main() -> None:
+def build_tools() -> None:
     """Print what can be linked, which tools are missing, and which locks were left behind."""
     folders = sys.argv[1:]
     programs = {**_PROGRAMS, **(_CUDA_PROGRAMS if folders else {})}
@@ -89,5 +130,9 @@ def _extensions() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
 
 
+# -- The program --
+
+PROBES = {"shared_memory": shared_memory, "build_tools": build_tools}
+
 if __name__ == "__main__":
-    main()
+    PROBES[sys.argv.pop(1)]()
