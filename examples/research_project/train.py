@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from lightning_lockstep._application.checks import check_training, prepare_training
-from lightning_lockstep._application.entry import hydra_main
-from lightning_lockstep._application.run import run
+from lightning_lockstep.train import check_training, hydra_main, prepare_training, train
 
 
 @hydra_main("conf", "config", check=check_training, prepare=prepare_training)
 def main(config: DictConfig) -> float | None:
     """Train as the command line says; `config` is the same on every rank."""
-    return run(config)
+    return train(config)
 
 
 if __name__ == "__main__":

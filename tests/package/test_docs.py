@@ -64,7 +64,11 @@ def is_there(path: str) -> bool:
     places = [module / last / "__init__.py", module / f"{last}.py"]
     if any(place.is_file() for place in places):
         return True
-    sources = [place for place in (module / "__init__.py", module.with_suffix(".py")) if place.is_file()]
+    sources = [
+        place
+        for place in (module / "__init__.pyi", module / "__init__.py", module.with_suffix(".py"))
+        if place.is_file()
+    ]
     return any(re.search(rf"\b{last}\b", source.read_text()) for source in sources)
 
 

@@ -17,8 +17,7 @@ from torch import nn
 
 import lightning_lockstep
 from lightning_lockstep import _doors as private_names
-from lightning_lockstep import torch_internals
-from lightning_lockstep._doors import Door
+from lightning_lockstep._doors import Door, torch_internals
 from lightning_lockstep._doors.torch_internals import TORCH, TORCH_IF_THERE
 from lightning_lockstep.errors import LockstepError
 
