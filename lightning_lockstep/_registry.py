@@ -45,22 +45,16 @@ def public(name: str) -> Any:
     return getattr(sys.modules["lightning_lockstep"], name)
 
 
-# -- The strategies that Lightning knows by name, registered when the package is imported --
-
-
 # -- Which program this process is, as far as an import of the package has to know --
-
 
 _COMMAND = "lockstep-doctor"
 _MODULE = "lightning_lockstep.doctor"
 
 
 def is_doctor() -> bool:
-    """Return whether this process is the doctor, or one that it has started.
-
-    The doctor has to answer where torch or Lightning cannot be imported, and at once where they can. So the
-    package registers no strategies in its processes, which would import both.
-    """
+    """Return whether this process is the doctor, or one that it has started."""
+    # The doctor has to answer where torch or Lightning cannot be imported, and at once where they can. So the
+    # package registers no strategies in its processes, which would import both.
     program = sys.argv[0] if sys.argv else ""
     if program != "-m":  # what Python puts there until it has found the module of `python -m`
         return PurePath(program).name == _COMMAND
@@ -77,7 +71,6 @@ def _is_of_the_doctor(module: str) -> bool:
 
 
 # -- Which strategy names ``Trainer(strategy="...")`` knows, and how each is made --
-
 
 _DDP_START_METHODS = {
     "lockstep_ddp": ("popen", "DDP that keeps all ranks in step"),
@@ -102,10 +95,9 @@ def _register(name: str, description: str, module: str, cls: str, **arguments: A
 
 
 def register_strategies() -> None:
-    """Register every strategy by name; a strategy's own module is imported when it is first made.
-
-    The processes of the doctor train nothing, and have to work where Lightning cannot be imported: there none is.
-    """
+    """Register every strategy by name; a strategy's own module is imported when it is first made."""
+    # The processes of the doctor train nothing, and have to work where Lightning cannot be imported: there
+    # none is.
     if is_doctor():
         return
     _register(

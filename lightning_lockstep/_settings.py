@@ -25,7 +25,6 @@ from lightning_lockstep.errors import ConfigurationError
 # The variables that our launchers set for the ranks they start (``LOCKSTEP_RANK_*``) are private: a user
 # neither sets nor reads them.
 
-
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 #: The secret by which the ranks of a job know each other.
@@ -79,7 +78,6 @@ def ended_folder() -> str | None:
 # -- What is wrong with settings, collected and raised as one error --
 # Every settings class checks itself with a :class:`Faults` on construction, so that a user sees all that is
 # wrong at once, each fault in the same form: ``name=value: expected ... .``
-
 
 _Settings = TypeVar("_Settings")
 
@@ -180,10 +178,9 @@ class Faults:
 
 
 def settings_of(cls: type[_Settings], given: Mapping[str, Any]) -> _Settings:
-    """Return the settings of a class out of values by name; what is none of its fields is left out.
-
-    A constructor gives it ``locals()``: a test holds its signature to the names, types and defaults of the fields.
-    """
+    """Return the settings of a class out of values by name; what is none of its fields is left out."""
+    # A constructor gives it ``locals()``: a test holds its signature to the names, types and defaults of the
+    # fields.
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
     return cls(**{field.name: given[field.name] for field in fields if field.name in given})
 

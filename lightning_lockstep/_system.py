@@ -20,7 +20,6 @@ from lightning_lockstep._text import say
 
 # -- What this process may use of its host: cores, CPU time and memory, with the limits of its control group
 
-
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _VMSTAT = Path("/proc/vmstat")
@@ -60,10 +59,8 @@ def memory_limit() -> tuple[int, str]:
 
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:
-    """Yield the folders of the control groups that bind this process, version 1 and 2, its own one first.
-
-    A container usually sees its own group at the root of the mount, whatever path the kernel reports.
-    """
+    """Yield the folders of the control groups that bind this process, version 1 and 2, its own one first."""
+    # A container usually sees its own group at the root of the mount, whatever path the kernel reports.
     groups = []
     with suppress(OSError):
         groups = _OWN_CGROUP.read_text().splitlines()
@@ -122,7 +119,6 @@ def _counter(file: Path, name: str = "oom_kill") -> int:
 
 
 # -- Programs that are run with a deadline, and of which nothing stays behind --
-
 
 NOT_FOUND, NOT_EXECUTABLE, OUT_OF_TIME = 127, 126, 124
 # More than this of an output is not read: no tool that is run here says so much [bytes].
@@ -223,10 +219,8 @@ def text_of(file: IO[bytes], most: int = -1) -> str:  # most [bytes]; -1: all
 
 
 def write_whole(path: Path, content: str | bytes) -> str | None:
-    """Write a file beside its place and move it there, so that whoever looks finds all of it.
-
-    Returns why that was not possible, such as ``No space left on device``; what stood there before stays.
-    """
+    """Write a file beside its place and move it there, so that whoever looks finds all of it."""
+    # Returns why that was not possible, such as ``No space left on device``; what stood there before stays.
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

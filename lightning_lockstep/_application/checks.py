@@ -31,7 +31,6 @@ from lightning_lockstep.launchers.rank_variables import find_slurm_step
 
 # -- Which checkpoint `ckpt_path` means --
 
-
 _LAST = Path("checkpoints", "last.ckpt")
 _BEGUN = ".begun"
 
@@ -122,18 +121,16 @@ def _newest(run_folder: Path) -> Path:
 
 # -- `debug=preflight`: the doctor's checks that matter for the chosen strategy, before any rank starts --
 
-
 _ON_GPUS = ("cuda", "devices")
 _WITHOUT_GPUS = ("cpu", "tpu")
 _done: dict[tuple[tuple[str, ...], CheckOptions], list[Fault]] = {}
 
 
 def preflight_faults(config: DictConfig) -> list[Fault]:
-    """Run the checks if the configuration asks for them, print their table, and return what stops the run.
-
-    The jobs of a sweep that ask for the same are checked once. Rank 0 calls this before any other rank is started: it
-    starts processes, and ranks of its own on this host where the run would start its ranks here.
-    """
+    """Run the checks if the configuration asks for them, print their table, and return what stops the run."""
+    # The jobs of a sweep that ask for the same are checked once. Rank 0 calls this before any other rank is
+    # started: it starts processes, and ranks of its own on this host where the run would start its ranks
+    # here.
     if not config.get("preflight"):
         return []
     names, options = checks_for(config)
@@ -204,7 +201,6 @@ def _run(names: tuple[str, ...], options: CheckOptions) -> list[Fault]:
 
 
 # -- What `lockstep-train` checks of a configuration as a whole, beyond its components --
-
 
 _SWITCHES: dict[str, Any] = {
     "seed": int,

@@ -130,12 +130,10 @@ class ConfigChannel:
         self._sent_last = message.last
 
     def close(self, exit_code: int, *, unusable: bool, wait: bool = True) -> None:
-        """Let the other ranks end, unless they know that the job they have was the last.
-
-        Where the configuration was wrong (``unusable``) they wait for a message even after the last job. Without
-        ``wait`` a store that is lost is no error; with it rank 0 waits until they have every message, since it may
-        host the store, which ends with it.
-        """
+        """Let the other ranks end, unless they know that the job they have was the last."""
+        # Where the configuration was wrong (``unusable``) they wait for a message even after the last job.
+        # Without ``wait`` a store that is lost is no error; with it rank 0 waits until they have every
+        # message, since it may host the store, which ends with it.
         if self.ranks is None:
             return
         with (

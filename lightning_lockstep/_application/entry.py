@@ -84,7 +84,6 @@ def ranks_run() -> bool:
 # -- The text of `--help`: the groups and keys of a program, each key with the comment that its config file
 # has for it
 
-
 _COLUMN = 36  # where comments begin, unless the key is longer
 _WIDEST = 120  # characters, on a terminal that is wider
 
@@ -193,7 +192,6 @@ def _plain(node: object) -> str:
 
 
 # -- From the command line to the program's own function, on every rank --
-
 
 Program = Callable[[DictConfig], Any]
 #: Exit code of a command line or configuration that cannot be used.

@@ -28,7 +28,6 @@ from lightning_lockstep.launchers.hydra import freeze, inner_container
 
 # -- Are the groups and the keys of the command line there? --
 
-
 # A sweep is checked one value at a time; beyond this many values the rest is left to Hydra.
 MOST_VARIANTS = 64
 # What to add where a choice of these groups is missing: they come from packages of their own.
@@ -263,7 +262,6 @@ def _all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 # -- All checks of a command line together, before anything is started --
-
 
 # A program's own checks of one job: from its configuration and its checks to what is wrong.
 JobCheck = Callable[[DictConfig, TargetChecks], list[Fault]]

@@ -28,7 +28,6 @@ from lightning_lockstep.logs.trackers import WandbLogger, tracking_uri_of
 
 # -- What a run gives to its loggers besides metrics, which packages they need, and where they write --
 
-
 # class of a logger -> the packages any of which it works with; the first is named where all are missing
 _PACKAGES = {
     "TensorBoardLogger": ("tensorboard", "tensorboardX"),
@@ -83,11 +82,9 @@ class LogConfiguration(Callback):
 
 
 def plain_configuration(config: DictConfig, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return a configuration as plain values, with secrets replaced by `***`.
-
-    Secret are settings named so (`password`, `api_key`, ...), and what the environment has under such a name, where it
-    is part of a value.
-    """
+    """Return a configuration as plain values, with secrets replaced by `***`."""
+    # Secret are settings named so (`password`, `api_key`, ...), and what the environment has under such a
+    # name, where it is part of a value.
     environ = os.environ if environ is None else environ
     secrets = [
         value
@@ -135,15 +132,12 @@ def finish(loggers: list[Any], *, failed: bool) -> None:
 # -- `failure.json` in the run folder: what is known of the failure that came first, for who looks there
 # later
 
-
 FAILURE_FILE = "failure.json"
 
 
 def keep_failure(trainer: Any, error: BaseException) -> None:
-    """Write what has ended a run to its folder; every rank may call it, rank 0 writes.
-
-    An error that was raised on another rank first comes with the record of that rank.
-    """
+    """Write what has ended a run to its folder; every rank may call it, rank 0 writes."""
+    # An error that was raised on another rank first comes with the record of that rank.
     if isinstance(error, (SystemExit, KeyboardInterrupt)) or not trainer.is_global_zero:
         return
     record = error.record if isinstance(error, RankFailedError) else None
@@ -161,7 +155,6 @@ def _where(trainer: Any) -> Mapping[str, Any]:
 
 
 # -- The report at the end of a run: a table, and `summary.json` --
-
 
 _FILE = "summary.json"
 

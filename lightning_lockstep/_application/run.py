@@ -48,7 +48,6 @@ from lightning_lockstep.launchers.mpirun import ran_under_mpirun
 
 # -- Leaves out of the output what is for the developers of other packages, or for nobody --
 
-
 # How messages of Lightning begin that say nothing about the run.
 _NOISE = (
     "💡 Tip",
@@ -103,7 +102,6 @@ class QuietRanks(Callback):
 
 
 # -- Builds what one training run consists of, and says everything that is wrong with its settings --
-
 
 # What a user's settings lead to, as opposed to a bug, whose traceback is wanted.
 _ABOUT_SETTINGS = (ConfigurationError, MisconfigurationException, ValueError, ImportError)
@@ -295,11 +293,11 @@ def last_checkpoint(trainer: Any) -> Path | None:
 
 
 class RunRecord(Callback):
-    """Counts what the closing summary shows, and saves the last step of a run.
+    """Counts what the closing summary shows, and saves the last step of a run."""
 
-    A parent process reads what a spawned or forked rank has counted, once it has asked for that with :meth:`share`.
-    What decides about a further validation or checkpoint is the same on all ranks; samples and seconds are rank 0's.
-    """
+    # A parent process reads what a spawned or forked rank has counted, once it has asked for that with
+    # :meth:`share`. What decides about a further validation or checkpoint is the same on all ranks; samples
+    # and seconds are rank 0's.
 
     def __init__(self) -> None:
         # samples of this rank, seconds of training, steps, epochs, step of the last validation

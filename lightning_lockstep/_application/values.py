@@ -70,16 +70,13 @@ def describe(
 
 # -- Does a value from a config fit the type that a signature asks for? --
 
-
 _PLAIN: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -> Expected | None:
-    """Say what was expected if `value` certainly does not fit the type `hint`.
-
-    Judged are numbers, text, true and false, null and fixed choices, and unions of them; for anything else,
-    as for a value that fits, `None` is returned.
-    """
+    """Say what was expected if `value` certainly does not fit the type `hint`."""
+    # Judged are numbers, text, true and false, null and fixed choices, and unions of them; for anything else,
+    # as for a value that fits, `None` is returned.
     if hint is None or hint is Any or (value is None and default is None):
         return None
     if isinstance(value, (DictConfig, ListConfig)):
@@ -163,7 +160,6 @@ def _type_name(member: Any) -> str:
 # have, values of another type. Classes of this package and of Lightning are made besides, since their
 # constructors check what a signature cannot say and have no effect. Not so loggers, which may begin a run,
 # and what others wrote, whose effects are unknown: they are made only when the run itself begins.
-
 
 _SPECIAL = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 _HARMLESS = ("lightning_lockstep.", "lightning.pytorch.", "pytorch_lightning.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from lightning_lockstep._doors.lightning import _PRIVATE
+from lightning_lockstep._doors.lightning import NAMES, PRIVATE
 from lightning_lockstep._doors.lightning_internals import INHERITED, TOUCHED
 
 # Module of a door, its name there and the title of its list.
@@ -21,7 +21,7 @@ _DOORS = (
 def main() -> None:
     """Print the three lists of Lightning's names, and one of each other door."""
     lists = {
-        "Private classes and functions of Lightning": dict(_PRIVATE.values()),
+        "Private classes and functions of Lightning": {NAMES[name]: why for name, why in PRIVATE.items()},
         "Private names of a Lightning class that subclasses of ours override or use": INHERITED,
         "Private names of Lightning's objects": TOUCHED,
     }

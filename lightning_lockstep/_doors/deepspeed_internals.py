@@ -436,10 +436,8 @@ def divided_gradients(optimizer: Any) -> Tensor:
     why="this rank's part of all gradients in stages 1 and 2, before and after they are reduced",
 )
 def partition_gradients(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the gradients of stages 1 and 2: as reduced before a step, else as accumulated so far.
-
-    With offload the optimizer looks at them itself before a step, on their way to the host.
-    """
+    """Yield the gradients of stages 1 and 2: as reduced before a step, else as accumulated so far."""
+    # With offload the optimizer looks at them itself before a step, on their way to the host.
     if getattr(optimizer, "cpu_offload", False):
         return
     reduced = [group for group in optimizer.averaged_gradients.values() if group]

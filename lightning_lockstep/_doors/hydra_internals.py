@@ -58,10 +58,8 @@ def get_args_parser() -> argparse.ArgumentParser:
 def search_path_of(
     program: Callable[..., Any], config_path: str | None, arguments: argparse.Namespace
 ) -> ConfigSearchPath:
-    """Where Hydra looks for the configs of `program`; with `--config-path` and `--config-dir`.
-
-    Also sets the program's name, which is part of the name of the run folder.
-    """
+    """Where Hydra looks for the configs of `program`; with `--config-path` and `--config-dir`."""
+    # Also sets the program's name, which is part of the name of the run folder.
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.utils import JobRuntime
 

@@ -56,7 +56,6 @@ def _without_notes(method: Any) -> Any:
 # A test looks for each name in real objects of both families, so that a release which moves one fails there
 # and nowhere else. ``python -m lightning_lockstep._doors.lightning`` prints the list.
 
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Lightning class -> module below lightning.pytorch
@@ -139,11 +138,9 @@ def touches(*names: str, why: str) -> Callable[[_F], _F]:
 
 
 def given_to_trainer(name: str) -> Any:
-    """Return an argument of the Trainer under construction as the user gave it, or ``None`` without one.
-
-    By the time a strategy is asked, the Trainer's connector has overwritten what it changed its mind about, and the
-    Trainer has not kept the others yet; an argument is left only in the frame that received it.
-    """
+    """Return an argument of the Trainer under construction as the user gave it, or ``None`` without one."""
+    # By the time a strategy is asked, the Trainer's connector has overwritten what it changed its mind about,
+    # and the Trainer has not kept the others yet; an argument is left only in the frame that received it.
     codes = _AcceleratorConnector.__init__.__code__, Trainer.__init__.__code__
     frame = sys._getframe(1)
     while frame is not None:
@@ -157,10 +154,8 @@ def given_to_trainer(name: str) -> Any:
 
 
 def show_accelerator(accelerator: Any) -> None:
-    """Have the Trainer under construction check another accelerator than the strategy's own.
-
-    It accepts its accelerator for TPU only with its own two strategies for it.
-    """
+    """Have the Trainer under construction check another accelerator than the strategy's own."""
+    # It accepts its accelerator for TPU only with its own two strategies for it.
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _AcceleratorConnector.__init__.__code__:
@@ -380,10 +375,8 @@ def logs_this_step(trainer: Any) -> bool:
     why="values for the progress bar are made numbers at every step, which waits for the device",
 )
 def read_progress_values_when(trainer: Any, is_due: Callable[[], bool]) -> Callable[[], None]:
-    """Have the values of the progress bar read from the device only where due, and when an epoch ends.
-
-    Returns what undoes it.
-    """
+    """Have the values of the progress bar read from the device only where due, and when an epoch ends."""
+    # Returns what undoes it.
     results: Any = trainer.fit_loop.epoch_loop._results
     read_all = results.metrics
 
@@ -410,11 +403,9 @@ def read_progress_values_when(trainer: Any, is_due: Callable[[], bool]) -> Calla
     why="a reset makes a new tensor of a count that values logged at steps alone do not need",
 )
 def keep_counts_of_step_values(trainer: Any) -> Callable[[], None]:
-    """Have a reset of logged values leave alone what is logged at training steps only and has no mean.
-
-    The new epoch's first step would otherwise have a tensor of its own, and torch-xla would compile the step anew.
-    Returns what undoes it.
-    """
+    """Have a reset of logged values leave alone what is logged at training steps only and has no mean."""
+    # The new epoch's first step would otherwise have a tensor of its own, and torch-xla would compile the
+    # step anew. Returns what undoes it.
     results: Any = trainer.fit_loop.epoch_loop._results
     reset_all = results.reset
 
@@ -499,10 +490,8 @@ def save_and_requeue(trainer: Any, received: signal.Signals) -> str:
 )
 @contextmanager
 def weights_as_they_are(trainer: Any) -> Iterator[None]:
-    """Have ``validate`` and ``test`` without a ``ckpt_path`` take the weights that the model has.
-
-    Under Slurm Lightning loads the newest ``hpc_ckpt_<n>.ckpt`` of the run's folder instead.
-    """
+    """Have ``validate`` and ``test`` without a ``ckpt_path`` take the weights that the model has."""
+    # Under Slurm Lightning loads the newest ``hpc_ckpt_<n>.ckpt`` of the run's folder instead.
     connector = trainer._checkpoint_connector
     connector._user_managed, connector._ckpt_path = True, None
     try:

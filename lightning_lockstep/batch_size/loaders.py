@@ -202,10 +202,8 @@ class BatchLoaders:
         return _map_loaders(given, lambda loader: with_batch_size(loader, size))
 
     def batch(self, size: int) -> Any:
-        """Return one collated batch of ``size`` samples, in the structure that the step expects.
-
-        The samples are those the sampler gives first; where there are fewer, they are repeated.
-        """
+        """Return one collated batch of ``size`` samples, in the structure that the step expects."""
+        # The samples are those the sampler gives first; where there are fewer, they are repeated.
         made = [_collated(loader, size) for loader in self.loaders]
         given = self._combined.iterables if self._combined is not None else None
         if given is None:

@@ -31,7 +31,6 @@ from lightning_lockstep.errors import ConfigurationError
 # that ran before it: half as much again was seen, and a size that fitted may not fit when it is tried
 # again.
 
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 _RETURNED_FROM = 2**20
 _KEPT_UP_TO = 32 * 2**20  # where glibc's own growth ends
@@ -55,12 +54,10 @@ def trim() -> None:
 
 
 def return_freed_memory() -> None:
-    """Let every block of 1 MiB or more go back to the system when it is freed.
-
-    Memory in use is then what is alive: the same step needs the same, whatever ran before it. The system has to
-    supply the pages again in the next step, which takes time. Does nothing where the C library is not glibc, or where
-    the environment has set its thresholds.
-    """
+    """Let every block of 1 MiB or more go back to the system when it is freed."""
+    # Memory in use is then what is alive: the same step needs the same, whatever ran before it. The system
+    # has to supply the pages again in the next step, which takes time. Does nothing where the C library is
+    # not glibc, or where the environment has set its thresholds.
     _set_thresholds(_RETURNED_FROM)
 
 
@@ -82,7 +79,6 @@ def _set_thresholds(size: int) -> None:
 # On CUDA the caching allocator knows. On CPU it is the kernel: what is counted is what the limit that binds
 # counts, so that a prediction meets the limit where it is. The kernel keeps the highest value itself;
 # samples would miss peaks, and the thread that takes them has a stack and an allocator's arena of its own.
-
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -170,12 +166,11 @@ class CUDAMeter(MemoryMeter):
 
 
 class CPUMeter(MemoryMeter):
-    """The memory of this process, as the kernel counts it.
+    """The memory of this process, as the kernel counts it."""
 
-    What is read depends on what binds: the address space where ``RLIMIT_AS`` does, which raises by itself, else
-    resident memory, which is what a process takes from its host or control group, and for which the kernel
-    kills.
-    """
+    # What is read depends on what binds: the address space where ``RLIMIT_AS`` does, which raises by itself,
+    # else resident memory, which is what a process takes from its host or control group, and for which the
+    # kernel kills.
 
     noise = 24 * 2**20  # the allocator's caches come and go
 
@@ -303,7 +298,6 @@ def _data_limit(meter: CPUMeter) -> Iterator[None]:
 # Only errors that say so count. A shape error, a device-side assertion or a bug must surface at once, not
 # be mistaken for a batch that is too large.
 
-
 # What allocators and libraries write, in lower case. Each is specific enough not to appear in other errors.
 _TEXTS = (
     "cuda out of memory",
@@ -389,11 +383,9 @@ class Failure:
 
 
 def attempt(function: Callable[[], Any]) -> Failure | None:
-    """Call ``function`` and return how it failed, or ``None``.
-
-    When this returns, the ``except`` clause is over and nothing holds the frames of a call that ran out of
-    memory: what they held can be freed.
-    """
+    """Call ``function`` and return how it failed, or ``None``."""
+    # When this returns, the ``except`` clause is over and nothing holds the frames of a call that ran out of
+    # memory: what they held can be freed.
     try:
         function()
     except Exception as error:
@@ -402,10 +394,8 @@ def attempt(function: Callable[[], Any]) -> Failure | None:
 
 
 def release_memory(*, collect: bool = True) -> None:
-    """Give memory that nothing uses back to the device, or on CPU to the operating system.
-
-    Must not be called inside an ``except`` clause, whose error holds tensors.
-    """
+    """Give memory that nothing uses back to the device, or on CPU to the operating system."""
+    # Must not be called inside an ``except`` clause, whose error holds tensors.
     if collect:
         gc.collect()  # after an error reference cycles can hold tensors
     device = torch.accelerator.current_accelerator(check_available=True)

@@ -37,7 +37,6 @@ from lightning_lockstep.steps.patching import put_in_place
 # returns: all take the same decision in the same step, and a step without a notice costs one attribute
 # read.
 
-
 _NOTICE, _ACKNOWLEDGED, _COUNT = "batch_size/notice", "batch_size/acknowledged", "batch_size/count"
 
 
@@ -149,11 +148,9 @@ class Recovery:
     # -- around every step ------------------------------------------------------------------------------
 
     def prepare(self, call: GuardedClosure) -> list[Callable[[], None]]:
-        """Note what the step logs, and let one that is known not to fit stop before its forward.
-
-        A repetition must not log again, and a step left out still owes what it logs. Called around every step,
-        so it is no context manager.
-        """
+        """Note what the step logs, and let one that is known not to fit stop before its forward."""
+        # A repetition must not log again, and a step left out still owes what it logs. Called around every
+        # step, so it is no context manager.
         module, log, calls = self._module, self._module.log, call.logged
 
         def noted(name: str, value: Any, *args: Any, **kwargs: Any) -> None:

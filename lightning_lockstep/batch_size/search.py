@@ -110,11 +110,10 @@ class PowerSearch(SizeSearch):
 
 
 class BinarySearch(SizeSearch):
-    """Grows eightfold until a size does not fit, then halves the ratio between the two.
+    """Grows eightfold until a size does not fit, then halves the ratio between the two."""
 
-    Growing fast and dividing by ratio needs about half the trials of doubling and dividing by difference
-    for the same relative precision.
-    """
+    # Growing fast and dividing by ratio needs about half the trials of doubling and dividing by difference
+    # for the same relative precision.
 
     mode = "binsearch"
     growth = 8

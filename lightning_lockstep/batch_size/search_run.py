@@ -78,7 +78,6 @@ class AutoBatchSizeSettings:
 
 # -- What people see of a search: a line a trial, a table, a picture, and the file a resumed run reads --
 
-
 FILE = "batch_size.json"
 PICTURE = "batch_size.png"
 
@@ -214,7 +213,6 @@ def _scale(search: SizeSearch) -> tuple[float, str]:
 
 
 # -- A whole search on all ranks: try, agree, repeat, report --
-
 
 # On CPU a malloc that keeps freed blocks needs up to about half as much again as what is in use.
 _SHARE_WITH_KEPT_BLOCKS = 0.6

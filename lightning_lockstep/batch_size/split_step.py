@@ -30,7 +30,6 @@ from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Sn
 
 # -- The training step that survives running out of memory: where it is caught, and how far it had come --
 
-
 SPLIT_ON_PURPOSE = "this batch is as large as one that did not fit"
 
 
@@ -85,10 +84,9 @@ class GuardedOptimization(_AutomaticOptimization):
 
 
 class GuardedClosure(_Closure):
-    """One forward and backward; remembers how far it came.
+    """One forward and backward; remembers how far it came."""
 
-    Nothing in it refers back to it: a cycle would keep every batch alive until the collector's next run.
-    """
+    # Nothing in it refers back to it: a cycle would keep every batch alive until the collector's next run.
 
     def __init__(
         self,
@@ -180,11 +178,9 @@ def volume(batch: Any) -> int:
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """Cut a batch into that many micro-batches (one per sample at most), equal but for one sample.
-
-    Tensors whose first dimension is the batch's are cut, and so are lists and tuples of that length that
-    hold no tensors; everything else goes into each part. Nothing is copied.
-    """
+    """Cut a batch into that many micro-batches (one per sample at most), equal but for one sample."""
+    # Tensors whose first dimension is the batch's are cut, and so are lists and tuples of that length that
+    # hold no tensors; everything else goes into each part. Nothing is copied.
     samples = samples_in(batch)
     bounds = [samples * part // parts for part in range(parts + 1)]
     return [_cut(batch, samples, start, end) for start, end in pairwise(bounds)]
@@ -235,11 +231,9 @@ def _tensors(value: Any) -> Any:
 
 
 def merged_extra(extras: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, Any]:
-    """Return what a training step returned beside the loss, as one step on the whole batch would have.
-
-    Single numbers are averaged with the weights; tensors with one entry a sample are joined; of anything else
-    the first is taken.
-    """
+    """Return what a training step returned beside the loss, as one step on the whole batch would have."""
+    # Single numbers are averaged with the weights; tensors with one entry a sample are joined; of anything
+    # else the first is taken.
     merged: dict[str, Any] = {}
     for key, first in extras[0].items():
         values = [extra[key] for extra in extras if key in extra]
@@ -289,10 +283,9 @@ class LogRecord:
 
 
 class KnownSizes:
-    """Which volumes of a batch are known not to fit, and which of a micro-batch to fit.
+    """Which volumes of a batch are known not to fit, and which of a micro-batch to fit."""
 
-    One failure may be an accident. After a second of at least that volume, such batches are too large.
-    """
+    # One failure may be an accident. After a second of at least that volume, such batches are too large.
 
     def __init__(self) -> None:
         self._suspect: int | None = None
@@ -336,11 +329,9 @@ class SplitStep:
     def run(
         self, call: GuardedClosure, batch: Any, parts: int, missing: Sequence[nn.Parameter]
     ) -> tuple[Any, dict[nn.Parameter, Tensor | None]] | None:
-        """Run the batch in that many parts.
-
-        Returns what the step on the whole batch would have, and the ``missing`` gradients, which had not come
-        when memory ran out; ``None`` when it runs out again.
-        """
+        """Run the batch in that many parts."""
+        # Returns what the step on the whole batch would have, and the ``missing`` gradients, which had not
+        # come when memory ran out; ``None`` when it runs out again.
         samples = samples_in(batch)
         weights = [samples_in(part) / samples for part in split(batch, parts)]
         log, results = LogRecord(), list[Any]()
@@ -384,10 +375,8 @@ class SplitStep:
 
     @contextmanager
     def _stand_ins(self, missing: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-        """Let the module compute with parameters of the same values that nobody has hooked.
-
-        Those whose gradient has arrived already get none.
-        """
+        """Let the module compute with parameters of the same values that nobody has hooked."""
+        # Those whose gradient has arrived already get none.
         wanted = set(missing)
         stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         places: list[tuple[nn.Module, str, nn.Parameter]] = []

@@ -43,7 +43,6 @@ from lightning_lockstep.steps.snapshot import (
 # ``drop_last``, or less than one batch under ``limit_train_batches=0.1`` would end the run after the
 # search.
 
-
 _LIMITS = {"fit": "limit_train_batches", "validate": "limit_val_batches"}
 
 
@@ -156,7 +155,6 @@ def _has_length(loader: object) -> bool:
 # can leave another in a collective. Where an engine makes the steps, it makes those of a trial too. What is
 # sent to other ranks is answered on the spot, with tensors of the size that the real answer would have.
 # After each trial the ranks agree on how it went.
-
 
 _FITS, _FULL, _BROKEN = 0.0, 1.0, 2.0
 _STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}

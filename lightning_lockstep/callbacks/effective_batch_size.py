@@ -19,7 +19,6 @@ from lightning_lockstep.steps.patching import replaced
 
 # -- Micro-batch x accumulation x ranks = the global batch that was asked for, or the nearest there is --
 
-
 LearningRateScaling = Literal["linear", "sqrt"]
 
 
@@ -48,11 +47,9 @@ class EffectiveBatch:
 
 
 def plan_effective_batch(requested: int, *, ranks: int, largest: int) -> EffectiveBatch:
-    """Divide a global batch of ``requested`` samples so that a micro-batch has ``largest`` at most.
-
-    An exact division is taken unless it needs more than twice the micro-batches that the memory asks for
-    (a prime number of samples would be trained one by one); then the nearest total is taken.
-    """
+    """Divide a global batch of ``requested`` samples so that a micro-batch has ``largest`` at most."""
+    # An exact division is taken unless it needs more than twice the micro-batches that the memory asks for (a
+    # prime number of samples would be trained one by one); then the nearest total is taken.
     share = max(1, requested // ranks)
     least = math.ceil(share / largest)
     if requested % ranks == 0:
@@ -72,11 +69,9 @@ def plan_effective_batch(requested: int, *, ranks: int, largest: int) -> Effecti
 def scaled_learning_rate(
     learning_rate: float, *, total: int, reference: int, scaling: LearningRateScaling | None
 ) -> float:
-    """Return the learning rate for a global batch of ``total`` samples, chosen for one of ``reference``.
-
-    ``linear`` follows Goyal et al. 2017 (SGD, https://arxiv.org/abs/1706.02677), ``sqrt`` is the rule for
-    adaptive optimizers (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
-    """
+    """Return the learning rate for a global batch of ``total`` samples, chosen for one of ``reference``."""
+    # ``linear`` follows Goyal et al. 2017 (SGD, https://arxiv.org/abs/1706.02677), ``sqrt`` is the rule for
+    # adaptive optimizers (Malladi et al. 2022, https://arxiv.org/abs/2205.10287).
     ratio = total / reference
     factor = {None: 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[scaling]
     return learning_rate * factor

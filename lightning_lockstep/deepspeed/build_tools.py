@@ -22,7 +22,6 @@ from lightning_lockstep.errors import LaunchError
 
 # -- The ops of DeepSpeed, and what their builds need of this host, looked for before the build --
 
-
 #: The ops that training uses, and what DeepSpeed calls their builders.
 OPS = {
     "async_io": "AsyncIOBuilder",
@@ -92,7 +91,6 @@ def _install(debian: str, red_hat: str) -> str:
 # Torch builds an extension under a file called ``lock`` in its folder, which the building process makes,
 # holds open and removes. If that process is killed the file stays, and whoever needs the op next waits for
 # it forever, without a message.
-
 
 _NAME = "lock"
 # Nothing is built for longer than this; counts where the processes of other hosts or users may be at work [s].

@@ -42,7 +42,6 @@ from lightning_lockstep.errors import LaunchError
 # -- How ranks wait for those that build: with a line now and then, for a limited time, and not for exited
 # processes
 
-
 # How often a building rank shows that it is alive [s].
 _BEAT = 5.0
 # A building rank that has sent no message for so long counts as lost [s].
@@ -191,7 +190,6 @@ class BuildOutcomes:
 # lock and the others wait without a message; a lock that a killed build has left stops every later run
 # forever. Here what the build needs is looked for first, one rank builds, and what goes wrong there is the
 # same error on every rank.
-
 
 # Builders of these load another op too.
 _TOGETHER = {"async_io": ("pin_memory",)}
@@ -389,12 +387,10 @@ def _load(name: str, builder: Any) -> str:
 
 @contextmanager
 def prepared_where_loaded(prepare: Callable[[list[str]], None]) -> Iterator[None]:
-    """Have each op that the body loads prepared by all ranks first.
-
-    Left alone, DeepSpeed's optimizers compile their op when they are made: every rank of a node at the same
-    time, without a message, and behind a lock that a killed build may have left. The body loads the same ops
-    in the same order on every rank.
-    """
+    """Have each op that the body loads prepared by all ranks first."""
+    # Left alone, DeepSpeed's optimizers compile their op when they are made: every rank of a node at the same
+    # time, without a message, and behind a lock that a killed build may have left. The body loads the same
+    # ops in the same order on every rank.
     load = load_of_ops()
     prepared: set[str] = set()
     failed: list[LaunchError] = []

@@ -16,7 +16,6 @@ from lightning_lockstep.errors import ConfigurationError
 # Here it is said before any rank starts, all at once. See https://www.deepspeed.ai/docs/config-json for the
 # keys.
 
-
 #: What stands in a config for a value that is to be filled in from the Trainer, the loader or the model.
 AUTO = "auto"
 
@@ -49,12 +48,10 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
 
 
 def modern_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config with today's names for what DeepSpeed reads under older ones too.
-
-    ``zero_optimization: true`` is stage 1, ``cpu_offload`` and ``cpu_offload_param`` are the devices of
-    ``offload_optimizer`` and ``offload_param``, ``bfloat16`` is ``bf16``. Where both names are given, it stays as it is
-    if DeepSpeed refuses that, and otherwise the one that DeepSpeed uses is kept.
-    """
+    """Return a copy of a config with today's names for what DeepSpeed reads under older ones too."""
+    # ``zero_optimization: true`` is stage 1, ``cpu_offload`` and ``cpu_offload_param`` are the devices of
+    # ``offload_optimizer`` and ``offload_param``, ``bfloat16`` is ``bf16``. Where both names are given, it
+    # stays as it is if DeepSpeed refuses that, and otherwise the one that DeepSpeed uses is kept.
     modern = _copy_of(config)
     former = modern.pop("bfloat16", None)
     if former is not None and modern.get("bf16") is None:
@@ -73,11 +70,9 @@ def modern_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config without the keys that are null, at every level.
-
-    A null says that nothing is given; DeepSpeed takes some of them so and fails over others, sections above all. The
-    parameters of an optimizer or a scheduler stay, where a null may be a value.
-    """
+    """Return a copy of a config without the keys that are null, at every level."""
+    # A null says that nothing is given; DeepSpeed takes some of them so and fails over others, sections above
+    # all. The parameters of an optimizer or a scheduler stay, where a null may be a value.
     return {
         key: without_nulls(value) if isinstance(value, Mapping) and key != "params" else value
         for key, value in _copy_of(config).items()
@@ -188,7 +183,6 @@ def _plain(value: Any) -> Any:
 
 
 # -- The options of the strategy, joined with the config of DeepSpeed: what both say must be the same --
-
 
 _STAGES = (0, 1, 2, 3)
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")

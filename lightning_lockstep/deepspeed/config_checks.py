@@ -60,7 +60,6 @@ def batch_sizes(
 # the config win silently in some of these, and the Trainer in others; DeepSpeed's defaults win where
 # neither says anything.
 
-
 #: Section of the config that a precision of Lightning switches on; None for neither. DeepSpeed has no others.
 PRECISIONS: Mapping[str, str | None] = {
     "32-true": None,
@@ -75,10 +74,9 @@ PRECISION_OF = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerValues:
-    """What the Trainer, the model and the loader say that a config of DeepSpeed says too.
+    """What the Trainer, the model and the loader say that a config of DeepSpeed says too."""
 
-    ``None`` is a value that is not known, or that the user has not given.
-    """
+    # ``None`` is a value that is not known, or that the user has not given.
 
     precision: str | None = None  # Lightning's name, such as bf16-mixed
     accumulate_grad_batches: int | None = None  # batches for one step of the optimizer
@@ -106,10 +104,8 @@ def batch_of(config: Mapping[str, Any], values: TrainerValues) -> BatchSizes:
 
 
 def check_against_trainer(config: Mapping[str, Any], values: TrainerValues, faults: Faults) -> None:
-    """Add a fault for each thing that the config and the Trainer say differently, with both values.
-
-    ``"auto"`` agrees with everything.
-    """
+    """Add a fault for each thing that the config and the Trainer say differently, with both values."""
+    # ``"auto"`` agrees with everything.
     config = modern_spelling(config)
     _check_precision(config, values.precision, faults)
     _check_clipping(config, values, faults)
@@ -202,10 +198,9 @@ def _add_clash(key: str, written: object, other: str, faults: Faults) -> None:
 
 
 def values_given() -> TrainerValues:
-    """Return what the Trainer under construction was given; ``None`` for what it was not.
-
-    An accumulation of 1, the default, counts as not given: a program such as ours gives the Trainer all its defaults.
-    """
+    """Return what the Trainer under construction was given; ``None`` for what it was not."""
+    # An accumulation of 1, the default, counts as not given: a program such as ours gives the Trainer all its
+    # defaults.
     algorithm = given_to_trainer("gradient_clip_algorithm")
     accumulation = given_to_trainer("accumulate_grad_batches")
     return TrainerValues(
@@ -247,10 +242,8 @@ def check_devices(devices: Sequence[torch.device], faults: Faults) -> None:
 def run_values(
     trainer: Any, config: Mapping[str, Any], *, precision: str, world_size: int, accumulation: int | None
 ) -> TrainerValues:
-    """Return the values of a Trainer whose fit begins, but for those that depend on the accumulation.
-
-    The loader is asked only where the configuration needs it, since that calls the user's hooks.
-    """
+    """Return the values of a Trainer whose fit begins, but for those that depend on the accumulation."""
+    # The loader is asked only where the configuration needs it, since that calls the user's hooks.
     algorithm = trainer.gradient_clip_algorithm
     return TrainerValues(
         precision=precision,

@@ -35,7 +35,6 @@ from lightning_lockstep.deepspeed.known_keys import check_keys, is_comment
 
 # -- A config that is complete: what it leaves open is filled in from the Trainer, the loader or the model
 
-
 _NEVER = 10**12  # steps between two prints of DeepSpeed
 
 # Sections that DeepSpeed reads with its own models, which take "auto" for "the default"; and places where it is the
@@ -198,7 +197,6 @@ def _instead_of_auto(path: str) -> str:
 # module for an optimizer, and DeepSpeed takes the module's scheduler silently: learning rates and schedules
 # would be lost.
 
-
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -314,11 +312,9 @@ class RunConfig:
         return adapted
 
     def of_fit(self, trainer: Any, *, precision: str, world_size: int) -> dict[str, Any]:
-        """Return the complete configuration of a fit that begins; on all ranks together.
-
-        The layers of the module are made by then. The accumulation of the configuration becomes the
-        Trainer's, which counts the steps by it.
-        """
+        """Return the complete configuration of a fit that begins; on all ranks together."""
+        # The layers of the module are made by then. The accumulation of the configuration becomes the
+        # Trainer's, which counts the steps by it.
         values = run_values(
             trainer,
             self.given,

@@ -77,7 +77,6 @@ def _set(config: dict[str, Any], path: str, value: Any) -> None:
 
 # -- The ops of DeepSpeed that a config needs, which are compiled, and whether they can be had here --
 
-
 #: Keys of ZeRO by which stage 3 quantizes, with an op for CUDA.
 QUANTIZING = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _OFFLOADED = ("cpu", "nvme")
@@ -149,7 +148,6 @@ def is_offloaded(config: Mapping[str, Any]) -> bool:  # in today's spelling
 
 
 # -- Keys of a config that DeepSpeed cannot serve, whatever is installed: on any device, and on a CPU --
-
 
 _FLOAT16 = ("fp16", "float16", "half", "torch.float16", "torch.half")
 
@@ -267,11 +265,9 @@ def _not_on_cpu(name: str, why: str) -> Limit:
 
 
 def _only_cuda(config: Mapping[str, Any]) -> Iterator[Limit]:
-    """Yield what fails on a CPU with any build.
-
-    Not listed is what works there, if only for show: pinned memory, ``overlap_comm``, ``communication_data_type``,
-    ``zero_hpz_partition_size``, and quantizing below stage 3.
-    """
+    """Yield what fails on a CPU with any build."""
+    # Not listed is what works there, if only for show: pinned memory, ``overlap_comm``,
+    # ``communication_data_type``, ``zero_hpz_partition_size``, and quantizing below stage 3.
     zero = section(config, "zero_optimization")
     for name in QUANTIZING:
         if zero.get(name) is True and stage_of(config) == 3:
@@ -306,7 +302,6 @@ def _only_cuda(config: Mapping[str, Any]) -> Iterator[Limit]:
 # DeepSpeed finds out on every rank, when it makes the engine or later, and mostly by an assertion. What
 # stands here was tried with DeepSpeed 0.19.8 on two ranks; ``tests/deepspeed/test_device_support.py`` tries
 # it again.
-
 
 # Ops that DeepSpeed has for the CPU too.
 _CPU_OPS = ("async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam")

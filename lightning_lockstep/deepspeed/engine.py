@@ -45,11 +45,9 @@ from lightning_lockstep.steps.patching import put_in_place, replaced
 
 
 def configure_activation_checkpointing(config: Mapping[str, Any]) -> None:
-    """Set what ``deepspeed.checkpointing.checkpoint`` does, which it keeps in global variables.
-
-    Lightning's own hands over neither the number of checkpoints, without which contiguous memory is refused, nor
-    whether the device is waited for; and it leaves what another fit of this process has set.
-    """
+    """Set what ``deepspeed.checkpointing.checkpoint`` does, which it keeps in global variables."""
+    # Lightning's own hands over neither the number of checkpoints, without which contiguous memory is
+    # refused, nor whether the device is waited for; and it leaves what another fit of this process has set.
     import deepspeed
 
     section = config.get("activation_checkpointing") or {}
@@ -65,7 +63,6 @@ def configure_activation_checkpointing(config: Mapping[str, Any]) -> None:
 
 
 # -- Work that each rank does alone, and whose faults are those of all --
-
 
 _Result = TypeVar("_Result")
 
@@ -94,16 +91,13 @@ def agreed(communicator: Communicator, work: Callable[[], _Result]) -> _Result:
 
 # -- Which ranks see one and the same folder: those of a node, and those of several on a common file system
 
-
 _MARK = ".lockstep-folder"
 
 
 def mark_of(folder: Path) -> str:
-    """Return what tells this folder from all others, also from those of the same path on other hosts.
-
-    The first one leaves a file there that the others read. It is made by a link, which a file system makes once for all
-    hosts, whatever they have in their caches.
-    """
+    """Return what tells this folder from all others, also from those of the same path on other hosts."""
+    # The first one leaves a file there that the others read. It is made by a link, which a file system makes
+    # once for all hosts, whatever they have in their caches.
     mark = folder / _MARK
     own = folder / f"{_MARK}.{uuid.uuid4().hex}"
     own.write_text(own.name)
@@ -148,11 +142,9 @@ class GradientsOfEngine:
         return has_local_overflow(self._engine.optimizer)
 
     def skip_step(self) -> None:
-        """Have the engine skip its next optimizer step as after an overflow of its own.
-
-        Weights and the optimizer's state stay, gradients are let go, the skip is counted, a dynamic loss scale
-        falls.
-        """
+        """Have the engine skip its next optimizer step as after an overflow of its own."""
+        # Weights and the optimizer's state stay, gradients are let go, the skip is counted, a dynamic loss
+        # scale falls.
         if self._history is not None:
             self._history.expect_skip()
         self._skip_step()
@@ -249,7 +241,6 @@ def _without_gradients(engine: Any, optimizer: Optimizer) -> None:
 
 # -- DeepSpeed's engine, made from what Lightning and this package know of the run --
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -262,13 +253,11 @@ def adopt_process_group(
     port: int,
     timeout: timedelta,  # of DeepSpeed's own sub-groups
 ) -> Callable[[], None]:  # takes the variables back
-    """Let DeepSpeed use the process group that exists, whatever its backend.
-
-    DeepSpeed reads who this rank is from environment variables, and in an MPI job would start MPI to find out
-    where one is missing. The variables are taken back when the run has ended: the next Trainer of this
-    process would take them for a sign that somebody else has started the ranks. What DeepSpeed keeps of the
-    group is forgotten with the group: the next job of a sweep has another.
-    """
+    """Let DeepSpeed use the process group that exists, whatever its backend."""
+    # DeepSpeed reads who this rank is from environment variables, and in an MPI job would start MPI to find
+    # out where one is missing. The variables are taken back when the run has ended: the next Trainer of this
+    # process would take them for a sign that somebody else has started the ranks. What DeepSpeed keeps of the
+    # group is forgotten with the group: the next job of a sweep has another.
     import deepspeed
 
     if not has_process_group():

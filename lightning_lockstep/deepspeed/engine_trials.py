@@ -160,7 +160,6 @@ class PlainPrecision(Precision):
 # object of DeepSpeed that can be reached from the engine is remembered with its attributes, every list and
 # dictionary with what is in it, and every tensor with the memory that it stood for.
 
-
 _CONTAINERS = (list, deque, set, dict)
 # What these attributes lead to is no state of a step: the module's own is kept elsewhere; a bucket's memory, of up to
 # some GB of which a small model touches a part, is written before it is read.
@@ -168,11 +167,10 @@ _LEFT_OUT = WITHOUT_STATE | {"module", MODULES}
 
 
 class EngineState:
-    """State of an engine, of its optimizer and of the parameters that they hold.
+    """State of an engine, of its optimizer and of the parameters that they hold."""
 
-    The structure is cheap to put back, and done after every step that may have failed; the values are stored outside
-    of the memory that is measured, and are put back once.
-    """
+    # The structure is cheap to put back, and done after every step that may have failed; the values are
+    # stored outside of the memory that is measured, and are put back once.
 
     def __init__(self, engine: Any, module: nn.Module, others: Iterable[list[Any]] = ()) -> None:
         self._put_back: list[Callable[[], None]] = []
@@ -274,7 +272,6 @@ def _is_same_memory(tensor: Tensor, data: Tensor) -> bool:
 # The parameters that it gathers are then not the model's, which memory does not notice; see
 # :class:`~lightning_lockstep.deepspeed.engine_trials.EngineState` for how everything becomes what it was.
 
-
 _NOT_TRIED = {
     "flops_profiler": "it profiles steps, also those of a trial",
     "autotuning": "it searches for a batch size itself",
@@ -331,11 +328,9 @@ class EngineTrials:
 
     @contextmanager
     def alone(self, *, accumulates: bool) -> Iterator[int]:
-        """Let the engine make steps in the body whose collectives are answered on this rank.
-
-        Yields the batches of an optimizer step. Gradients of two are accumulated where the run accumulates:
-        more of them need no more memory.
-        """
+        """Let the engine make steps in the body whose collectives are answered on this rank."""
+        # Yields the batches of an optimizer step. Gradients of two are accumulated where the run accumulates:
+        # more of them need no more memory.
         from deepspeed import checkpointing
 
         engine, plugin = self._engine, self._strategy.precision_plugin

@@ -38,11 +38,10 @@ _REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps deepspeed"
 
 
 def import_deepspeed(device_type: str | None) -> ModuleType:  # None: DeepSpeed chooses
-    """Import DeepSpeed with the accelerator of this run, and return it.
-
-    Its logger shows warnings and worse; ``log_level`` in DeepSpeed's configuration, the only setting it reads,
-    changes that when the engine is made. The root logger and the filters of warnings are left as they were.
-    """
+    """Import DeepSpeed with the accelerator of this run, and return it."""
+    # Its logger shows warnings and worse; ``log_level`` in DeepSpeed's configuration, the only setting it
+    # reads, changes that when the engine is made. The root logger and the filters of warnings are left as
+    # they were.
     wanted = _accelerator(device_type)
     is_first = "deepspeed" not in sys.modules
     with _kept_logging_and_warnings(), _variable(wanted), _quiet_logger(is_first):

@@ -19,7 +19,6 @@ from lightning_lockstep._settings import Faults, did_you_mean
 # takes, and where it is not installed. ``tests/deepspeed/test_known_keys.py`` compares them with the
 # installed release.
 
-
 #: The release of DeepSpeed that these tables are of.
 RELEASE = "0.19.8"
 
@@ -249,11 +248,9 @@ SCHEDULER_PARAMS: Mapping[str, frozenset[str]] = {
 
 
 def check_keys(config: Mapping[str, Any], faults: Faults) -> None:
-    """Add a fault for each key that DeepSpeed does not know, at every level, with the nearest right ones.
-
-    Keys that begin with an underscore are comments. Parameters of optimizers and schedulers that are not DeepSpeed's
-    own, and the other places where names are chosen freely, are not looked at.
-    """
+    """Add a fault for each key that DeepSpeed does not know, at every level, with the nearest right ones."""
+    # Keys that begin with an underscore are comments. Parameters of optimizers and schedulers that are not
+    # DeepSpeed's own, and the other places where names are chosen freely, are not looked at.
     _check_section(config, KNOWN, "", faults)
     _check_one_spelling(config, faults)
     _check_optimizer(config, faults)

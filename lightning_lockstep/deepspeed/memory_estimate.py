@@ -15,7 +15,6 @@ from lightning_lockstep._text import plain_table, size_in_words
 
 # -- How much memory a model takes on a device and in a host, by the stage of ZeRO and by what is offloaded
 
-
 # Bytes of a weight and of its gradient while the model computes.
 _BYTES = {"16-mixed": 2, "16-true": 2, "bf16-mixed": 2, "bf16-true": 2, "32-true": 4}
 _FLOAT32 = 4
@@ -78,32 +77,33 @@ def estimate_memory(
     optimizer_state_bytes: int = 8,  # a parameter: 8 for Adam, 4 for SGD with momentum, 0 for plain SGD
     bucket: int = BUCKET,  # DeepSpeed's reduce_bucket_size [elements]
 ) -> MemoryEstimate:
-    """Return how much memory the states of a model take.
-
-    With P parameters, N ranks, n of them on a node, b bytes of a weight in the precision (2 or 4), L parameters in the
-    largest layer and s bytes of optimizer state for each parameter, a rank has [bytes]::
-
-        part             stage 0          stage 1       stage 2       stage 3       where, if offloaded
-        weights          b P              b P           b P           b P / N       offload_param
-        gradients        b P + 4 P        b P + 4 P/N   (b + 4) P/N   (b + 4) P/N   offload_optimizer, see below
-        master weights   4 P (0 if b=4)   4 P / N       4 P / N       4 P / N       offload_optimizer
-        optimizer state  s P              s P / N       s P / N       s P / N       offload_optimizer
-        buffers          -                b B           b B           b B           stay on the device
-        largest layer    -                -             -             2 b L         stays on the device
-
-    B is ``reduce_bucket_size``: DeepSpeed allocates all of it, however small the model; ``overlap_comm`` doubles it,
-    which is not counted. The 4 bytes of a gradient are the float32 copy that the optimizer reads; without offloading
-    it lives during the step only and at stage 3 is made for one sub-group (10^9 parameters) at a time. In float32
-    (b=4) stage 0 has neither such a copy nor master weights; ZeRO has both all the same.
-
-    Offloading the optimizer leaves the b P of stage 1 on the device, and of stages 2 and 3 nothing; the host gets
-    4 P/N, at stages 1 and 2 a buffer of b P/N to send the new weights through, at stage 3 the gradients of b bytes
-    too. Host and disk hold what all ranks of a node give them. With ``nvme`` the host holds buffers for each rank:
-    four times a sub-group in float32 for the optimizer, 5 x 10^8 weights for the parameters.
-
-    Not counted: activations, which grow with the batch and are often the most; layers that stage 3 keeps or fetches
-    ahead (``stage3_max_live_parameters``, up to b x 10^9 bytes); what CUDA and NCCL take (1 to 2 GiB); fragments.
-    """
+    """Return how much memory the states of a model take."""
+    # With P parameters, N ranks, n of them on a node, b bytes of a weight in the precision (2 or 4), L
+    # parameters in the largest layer and s bytes of optimizer state for each parameter, a rank has [bytes]::
+    #
+    #     part             stage 0          stage 1       stage 2       stage 3       where, if offloaded
+    #     weights          b P              b P           b P           b P / N       offload_param
+    #     gradients        b P + 4 P        b P + 4 P/N   (b + 4) P/N   (b + 4) P/N   offload_optimizer, see below
+    #     master weights   4 P (0 if b=4)   4 P / N       4 P / N       4 P / N       offload_optimizer
+    #     optimizer state  s P              s P / N       s P / N       s P / N       offload_optimizer
+    #     buffers          -                b B           b B           b B           stay on the device
+    #     largest layer    -                -             -             2 b L         stays on the device
+    #
+    # B is ``reduce_bucket_size``: DeepSpeed allocates all of it, however small the model; ``overlap_comm``
+    # doubles it, which is not counted. The 4 bytes of a gradient are the float32 copy that the optimizer
+    # reads; without offloading it lives during the step only and at stage 3 is made for one sub-group (10^9
+    # parameters) at a time. In float32 (b=4) stage 0 has neither such a copy nor master weights; ZeRO has
+    # both all the same.
+    #
+    # Offloading the optimizer leaves the b P of stage 1 on the device, and of stages 2 and 3 nothing; the
+    # host gets 4 P/N, at stages 1 and 2 a buffer of b P/N to send the new weights through, at stage 3 the
+    # gradients of b bytes too. Host and disk hold what all ranks of a node give them. With ``nvme`` the host
+    # holds buffers for each rank: four times a sub-group in float32 for the optimizer, 5 x 10^8 weights for
+    # the parameters.
+    #
+    # Not counted: activations, which grow with the batch and are often the most; layers that stage 3 keeps or
+    # fetches ahead (``stage3_max_live_parameters``, up to b x 10^9 bytes); what CUDA and NCCL take (1 to 2
+    # GiB); fragments.
     layer = max(1, parameters // 20) if largest_layer is None else largest_layer
     shape = _Shape(parameters, layer, ranks, ranks_per_node, stage, bucket)
     shape.check(offload_optimizer, offload_param, precision, optimizer_state_bytes)
@@ -215,7 +215,6 @@ class _Shape:
 
 
 # -- A table of how much memory a model takes under each stage of ZeRO, before anything is started --
-# ``python -m lightning_lockstep.deepspeed.memory_estimate --model-params 7e9 --gpus 8`` prints it.
 
 
 def estimate_table(

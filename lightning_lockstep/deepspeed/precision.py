@@ -33,7 +33,6 @@ from lightning_lockstep.steps.patching import replaced
 # the edge again. So some skips belong to it: those by which a scale of 2^16 comes down at the start, and
 # one or two for each window. Others say that the model diverges, and look the same on the screen.
 
-
 # DeepSpeed's own default of loss_scale_window, for what has none [steps].
 _WINDOW = 1000
 # Steps that must do in a row until the scale has found its place; from then on skips are counted.
@@ -225,13 +224,13 @@ class LossScaleHistory:
 
 
 class EnginePrecision(DeepSpeedPrecision):
-    """Lightning's precision plugin of DeepSpeed, whose engine steps and divides as Lightning's loop does.
+    """Lightning's precision plugin of DeepSpeed, whose engine steps and divides as Lightning's loop does."""
 
-    Lightning divides the loss by ``accumulate_grad_batches``, and DeepSpeed would divide it again: the gradients were
-    that much too small for SGD, and for clipping. Lightning also counts accumulated batches from the start of each
-    epoch and steps after its last batch, where DeepSpeed counts on over the epochs; so the engine is told after which
-    batches it steps. It also says once when DeepSpeed skips more optimizer steps than its loss scale explains.
-    """
+    # Lightning divides the loss by ``accumulate_grad_batches``, and DeepSpeed would divide it again: the
+    # gradients were that much too small for SGD, and for clipping. Lightning also counts accumulated batches
+    # from the start of each epoch and steps after its last batch, where DeepSpeed counts on over the epochs;
+    # so the engine is told after which batches it steps. It also says once when DeepSpeed skips more
+    # optimizer steps than its loss scale explains.
 
     def __init__(self, precision: Any) -> None:
         super().__init__(precision)

@@ -56,11 +56,9 @@ class GlobalBatchPartition:
 
     @property
     def eval_batch_size(self) -> int:
-        """Smallest batch from `batch_size` up that gives every rank the same number of evaluation batches.
-
-        Shards of `n` and `n + 1` samples need the same number of batches unless `n` is a multiple of the
-        batch size; one more sample per batch then removes the odd batch that only some ranks would have.
-        """
+        """Smallest batch from `batch_size` up that gives every rank the same number of evaluation batches."""
+        # Shards of `n` and `n + 1` samples need the same number of batches unless `n` is a multiple of the
+        # batch size; one more sample per batch then removes the odd batch that only some ranks would have.
         shard, rest = divmod(self.samples, self.world_size)
         size = self.batch_size
         if rest == 0 or shard == 0:
@@ -128,7 +126,6 @@ def batch_size_per_rank(global_batch_size: int, world_size: int, accumulate: int
 
 # -- What the two data modules share: the batch size, checked and divided, and the loaders --
 
-
 # What the samples of a data module are, in words (`yields`): a model fits it whose `takes` is the same.
 # `lockstep-train` compares the two before it starts any rank; a class without one is not compared.
 LABELLED_IMAGES = "images with a class each"
@@ -136,11 +133,10 @@ BYTE_WINDOWS = "windows of bytes"
 
 
 class GlobalBatchDataModule(LightningDataModule):
-    """A data module whose global batches are the same on any number of ranks.
+    """A data module whose global batches are the same on any number of ranks."""
 
-    A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`, and says what
-    its samples are.
-    """
+    # A subclass fills `self._splits` with the data sets `"train"`, `"val"` and `"test"` in `setup`, and says
+    # what its samples are.
 
     yields: ClassVar[str | None] = None  # what the samples are; None: anything
 
@@ -241,11 +237,11 @@ class GlobalBatchDataModule(LightningDataModule):
 
 
 class ClassifierModule(LightningModule):
-    """Cross entropy and accuracy over the last dimension of the model's output.
+    """Cross entropy and accuracy over the last dimension of the model's output."""
 
-    Logged: `train_loss` every step; `val_loss`, `val_acc`, `test_loss`, `test_acc` at the end of an
-    evaluation, over all samples of all ranks, each sample with the same weight however the samples are divided.
-    """
+    # Logged: `train_loss` every step; `val_loss`, `val_acc`, `test_loss`, `test_acc` at the end of an
+    # evaluation, over all samples of all ranks, each sample with the same weight however the samples are
+    # divided.
 
     takes: ClassVar[str | None] = None  # samples it is trained on (see `demo.data_module`); None: any
 

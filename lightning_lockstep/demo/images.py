@@ -97,10 +97,9 @@ def _read_digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _table_of_scikit_learn() -> torch.Tensor:
-    """The 64 pixels and the label of each image, a row each, read from the file in scikit-learn's wheel.
-
-    Importing scikit-learn takes two seconds of CPU per rank, so it is imported only where the file has moved.
-    """
+    """The 64 pixels and the label of each image, a row each, read from the file in scikit-learn's wheel."""
+    # Importing scikit-learn takes two seconds of CPU per rank, so it is imported only where the file has
+    # moved.
     spec = importlib.util.find_spec("sklearn")
     folders = spec.submodule_search_locations or () if spec else ()
     for file in (Path(folder, "datasets", "data", "digits.csv.gz") for folder in folders):

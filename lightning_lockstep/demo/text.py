@@ -15,7 +15,6 @@ from lightning_lockstep.errors import ConfigurationError
 
 # -- The bytes of the Python standard library's own sources: text that every interpreter brings along --
 
-
 # Not the standard library's own work, or thousands of near copies of one another.
 _LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "__pycache__", "lib2to3", "idlelib", "turtledemo"}
@@ -131,7 +130,6 @@ def read_sources(root: Path, max_bytes: int) -> bytes:
 
 
 # -- A small causal transformer over bytes --
-
 
 _BYTES = 256
 

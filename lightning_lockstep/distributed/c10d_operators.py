@@ -33,7 +33,6 @@ from lightning_lockstep._doors.torch_internals import (
 # -- The operators of torch's ``c10d``, by which torch.distributed calls its process groups through the
 # dispatcher
 
-
 #: What torch.distributed calls the operation of each operator.
 OPERATIONS = {
     "allreduce_": "all_reduce",
@@ -117,7 +116,6 @@ def answered_locally() -> bool:
 # kind is noted one call earlier: where Python calls a process group, and where a functional collective
 # enters the dispatcher. What is left is called by DDP's reducer and its communication hooks in C++, which
 # sum.
-
 
 _Kind: Any = dist.ReduceOp.RedOpType
 _READABLE: tuple[Any, ...] = (_Kind, dist.ReduceOp)
@@ -230,17 +228,14 @@ def _kind_among(args: tuple[Any, ...]) -> str:
 
 # -- Gradient compression hooks of DistributedDataParallel, by name --
 
-
 HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
 
 def compression_hook(
     hook: str | Callable[..., Any] | None, state: object | None
 ) -> tuple[Callable[..., Any] | None, object | None]:
-    """Return (hook, state) for a gradient compression hook given by name or as a function.
-
-    Source: https://pytorch.org/docs/stable/ddp_comm_hooks.html
-    """
+    """Return (hook, state) for a gradient compression hook given by name or as a function."""
+    # Source: https://pytorch.org/docs/stable/ddp_comm_hooks.html
     if hook == "fp16_compress":
         return default_hooks.fp16_compress_hook, state
     if hook == "bf16_compress":
@@ -316,11 +311,9 @@ def deliver_gradients(
     *,
     backward_began: bool,
 ) -> None:
-    """Let gradients arrive at their parameters as at the end of a backward.
-
-    Hooks of the parameters see each gradient once, it is added to ``.grad``, and DDP reduces it and finishes its
-    step.
-    """
+    """Let gradients arrive at their parameters as at the end of a backward."""
+    # Hooks of the parameters see each gradient once, it is added to ``.grad``, and DDP reduces it and
+    # finishes its step.
     reduces = ddp is not None and ddp.require_backward_grad_sync
     parameters = list(gradients)
     if ddp is None or not reduces or ddp.find_unused_parameters:

@@ -33,7 +33,6 @@ from lightning_lockstep.errors import CollectiveError
 
 # -- What a collective gives where every rank of the group holds what this rank holds --
 
-
 # Types of these are not among those that torch states.
 _OBJECT_FUNCTIONS = {"broadcast_object_list", "scatter_object_list"}
 
@@ -207,7 +206,6 @@ def _sends_objects() -> bool:
 # for functional collectives alike; so the kernels of the ``c10d`` operators are replaced, and whatever does
 # not communicate runs exactly as before. A process group that is written in Python (the backend ``mpi4py``)
 # is called past the dispatcher; there the methods are replaced.
-
 
 _KEYS = ("CPU", "CUDA", "XPU", "PrivateUse1", "SparseCPU", "SparseCUDA")
 # Methods of a process group that are not named as their operator, by its name.

@@ -179,11 +179,9 @@ def _check_name(store: Store, rank: int, name: str, place: str) -> None:
 
 
 def host_rendezvous(address: str, *, everywhere: bool = False) -> int:
-    """Listen at ``address`` on a port that the system chooses, and return that port.
-
-    For rank 0, before it starts the others. ``everywhere``: on all interfaces, where it is not
-    known yet by which one the others come.
-    """
+    """Listen at ``address`` on a port that the system chooses, and return that port."""
+    # For rank 0, before it starts the others. ``everywhere``: on all interfaces, where it is not known yet by
+    # which one the others come.
     store = _tcp_store(address, 0, None, listens_at=ANY if everywhere else listening_address(address))
     _stores[address, store.port] = store
     return int(store.port)
@@ -209,10 +207,9 @@ def _tcp_store(
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens there, or ``None`` where torch is to listen itself, on all interfaces.
-
-    Where the port is taken, torch gets to know that: another store of this process may have it, and serves both.
-    """
+    """Return a socket that listens there, or ``None`` where torch is to listen itself, on all interfaces."""
+    # Where the port is taken, torch gets to know that: another store of this process may have it, and serves
+    # both.
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     if address != ANY:
         with suppress(OSError):
@@ -221,21 +218,17 @@ def _listener(address: str, port: int) -> socket.socket | None:
 
 
 def free_port() -> int:
-    """Return a port of this host that nobody uses now.
-
-    Between the answer and its use another program can take it; prefer :func:`host_rendezvous`, which keeps
-    its port open.
-    """
+    """Return a port of this host that nobody uses now."""
+    # Between the answer and its use another program can take it; prefer :func:`host_rendezvous`, which keeps
+    # its port open.
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def forget_rendezvous() -> None:
-    """Drop every store made so far, so that the next job of this process meets anew, and at another place.
-
-    Whoever still holds a process group of this job keeps its store alive, and with it all its keys.
-    """
+    """Drop every store made so far, so that the next job of this process meets anew, and at another place."""
+    # Whoever still holds a process group of this job keeps its store alive, and with it all its keys.
     _stores.clear()
     _made.clear()
     while _place_before:
@@ -255,10 +248,8 @@ def process_group_exists() -> bool:
 
 
 def default_backend(device: torch.device) -> str:
-    """Return the name of the backend that torch uses for a device: ``nccl`` for CUDA, ``gloo`` for CPU.
-
-    For another type of device it is the one that was registered for it, ``gloo`` where none was.
-    """
+    """Return the name of the backend that torch uses for a device: ``nccl`` for CUDA, ``gloo`` for CPU."""
+    # For another type of device it is the one that was registered for it, ``gloo`` where none was.
     return dist.Backend.default_device_backend_map.get(device.type, "gloo")
 
 

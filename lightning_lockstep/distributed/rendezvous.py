@@ -20,7 +20,6 @@ from lightning_lockstep.errors import LaunchError
 
 # -- Which of its addresses a rank listens at: the one that the other ranks use, and no other --
 
-
 #: Every address of this host.
 ANY = "0.0.0.0"
 _LOOPBACK = ("127.0.0.1", "127.0.1.1", "::1")
@@ -122,17 +121,16 @@ def _is_own(address: str) -> bool:
 # beside its address in the store of the process group: as safe as that store is. ``docs/security.md`` has
 # the table.
 
-
 _SIGNATURE = hashlib.sha256().digest_size
 # What tells a job of this user on this host from another.
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")
 
 
 class ChannelKeys(NamedTuple):
-    """Key pair of the sockets that take connections, the same on every rank of a job.
+    """Key pair of the sockets that take connections, the same on every rank of a job."""
 
-    Nobody but the ranks has either half: a stranger that lacks the public one cannot even begin a handshake.
-    """
+    # Nobody but the ranks has either half: a stranger that lacks the public one cannot even begin a
+    # handshake.
 
     public: bytes  # as ZeroMQ takes it
     secret: bytes

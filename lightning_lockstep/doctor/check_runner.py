@@ -94,7 +94,6 @@ if __name__ == "__main__":
 # -- Checks run in child processes, some at a time, each with a deadline; one that hangs or crashes is a
 # finding
 
-
 # Checks of others are not imported here, but in their own process: so long that may take [s].
 _TO_LOAD = 60.0
 _LOOK_EVERY = 0.01
@@ -137,11 +136,9 @@ class Checks:
             return {name: now - began for name, began in self._running.items()}
 
     def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
-        """Run the checks and yield each result when it is there.
-
-        Those that start ranks or measure speed run one by one after the others. ``tick`` is called several times a
-        second meanwhile.
-        """
+        """Run the checks and yield each result when it is there."""
+        # Those that start ranks or measure speed run one by one after the others. ``tick`` is called several
+        # times a second meanwhile.
         alone = [name for name in self.names if name in BUILT_IN and load_check(name).needs_ranks]
         waiting: list[_Child] = []
         try:
@@ -271,10 +268,9 @@ class _Child:
             self._passed = within
 
     def end(self) -> None:
-        """End it and all programs that its check has started.
-
-        It ends them itself when its input closes, each with the group it has; what is left then is ended from here.
-        """
+        """End it and all programs that its check has started."""
+        # It ends them itself when its input closes, each with the group it has; what is left then is ended
+        # from here.
         with self._ending:
             assert self._process.stdin is not None
             with suppress(BrokenPipeError):

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 # -- Which checks a command line asks for, and which of their rows --
 
-
 # Its arguments are folders.
 _TAKES_FOLDERS = "run"
 
@@ -76,7 +75,6 @@ def _raise_unknown(name: str, known: Sequence[str]) -> None:
 
 
 # -- The command ``lockstep-doctor``: checks of this machine before a run, with the lines to paste --
-
 
 _PROGRAM = "lockstep-doctor"
 # 2 is what typer ends with when the command line cannot be used.

@@ -61,7 +61,6 @@ def _assigned(text: str, name: str) -> str:
 
 # -- NVIDIA's driver and GPUs, as nvidia-smi shows them --
 
-
 # In WSL it is not on PATH everywhere.
 _PROGRAMS = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")
 _FIELDS = (

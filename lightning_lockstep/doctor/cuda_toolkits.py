@@ -16,7 +16,6 @@ from lightning_lockstep.doctor.registry import Finding, ok, warning
 
 # -- Version numbers as tools print them --
 
-
 # A larger number is none of a version: int() would refuse the longest.
 _MOST_DIGITS = 9
 
@@ -41,7 +40,6 @@ def short(version: str | None, parts: int = 2) -> str:
 
 
 # -- CUDA toolkits of a machine: all of them, and which one its variables find --
-
 
 _PLACES = ("/usr/local/cuda*", "/opt/cuda*", "/opt/nvidia/hpc_sdk/*/*/cuda/*", "/usr/lib/cuda")
 _VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")
@@ -171,7 +169,6 @@ def _version(machine: Machine, root: str, program: str) -> str:
 
 # -- Host compilers: which one nvcc uses, and which are new enough, but not too new --
 
-
 # Newest major version of gcc that each CUDA accepts, from its installation guides; a later CUDA accepts at least that.
 _NEWEST_GCC = {
     (9, 2): 7,
@@ -275,7 +272,6 @@ def _words(text: str) -> list[str]:
 
 # -- ``PATH`` and ``LD_LIBRARY_PATH``, as far as they name CUDA: whether the folders exist, contain it, and
 # agree
-
 
 _NAMES = ("PATH", "LD_LIBRARY_PATH")
 _CUDA = re.compile(r"cuda", re.IGNORECASE)

@@ -65,7 +65,6 @@ def _listed_in(hostfile: str) -> list[Host]:
 
 # -- The checks of ``--hosts``: each host runs the doctor, by ssh, and one table shows them all --
 
-
 # Those that look at all hosts at once, from here.
 _FROM_HERE = ("mpi", "network", "run")
 _LONGEST = 180.0  # for all checks of a host, where the user gives no limit [s]
@@ -150,7 +149,6 @@ def _not_asked(host: str, why: str, *fix: str) -> CheckResult:
 
 
 # -- The doctor as ranks of torchrun, mpirun or srun: one table, printed once, by rank 0 --
-
 
 _NETWORK = "network"
 _CHECKS = 180.0  # longest time for the other checks of a host [s]

@@ -144,7 +144,6 @@ class Machine(Protocol):
 # -- What the doctor uses to run programs: of :mod:`lightning_lockstep._system`, and the last line of an
 # output
 
-
 # MPI frames its messages with such lines.
 _RULE = " -*="
 
@@ -180,7 +179,6 @@ def pci_devices(machine: Machine, vendor: str) -> list[str]:  # vendor: such as 
 
 
 # -- The machine on which the doctor runs --
-
 
 _SHARED_MEMORY = "/dev/shm"
 # A file of /proc or of a toolkit is small; what is larger was not meant [characters].

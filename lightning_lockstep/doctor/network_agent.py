@@ -27,7 +27,6 @@ from lightning_lockstep.doctor.network_links import ClosedError, Link
 # -- What the agent of a rank reports about its host: names, addresses, interfaces, shared memory,
 # peer-to-peer copies
 
-
 _HOSTS = Path("/etc/hosts")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -127,7 +126,6 @@ def _iommu() -> bool:
 
 # -- The process in which a rank tests a backend: asked for one step at a time, each with a deadline --
 
-
 _TAIL = 1_500  # of what it prints [characters]
 _WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 
@@ -154,11 +152,9 @@ class RankProcess:
         threading.Thread(target=self._read, name="doctor-rank", daemon=True).start()
 
     def step(self, name: str, within: float, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Have it take a step; return its answer, or how it did not answer.
-
-        Where ``ok`` is false there is an ``error`` too, and ``late`` (not within that time [s]) or ``ended`` (exit
-        code).
-        """
+        """Have it take a step; return its answer, or how it did not answer."""
+        # Where ``ok`` is false there is an ``error`` too, and ``late`` (not within that time [s]) or
+        # ``ended`` (exit code).
         began = time.monotonic()
         assert self._process.stdin is not None
         with suppress(OSError):
@@ -220,7 +216,6 @@ class RankProcess:
 # The step that could hang is taken by a process of its own (:mod:`.rank_process`), so that the agent can
 # still report that it hangs. ``python -m lightning_lockstep.doctor.network_agent`` is an agent at the other
 # end of ssh's pipes.
-
 
 _IDLE = 600.0  # an agent that receives no message from the coordinator for so long ends [s]
 _PATTERN = bytes(range(256)) * 1024  # more than one packet of any size

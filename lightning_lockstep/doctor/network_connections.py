@@ -14,7 +14,6 @@ from lightning_lockstep.doctor.registry import Finding, ok, problem, warning
 # -- Which host reaches which, at which address and from which interface; and what gloo would choose by
 # itself
 
-
 _REACH = 3.0  # longest wait for one address [s]
 _TRIED = 4  # addresses of a host that are tried
 _ALL_PAIRS = 16  # hosts up to which every pair is tried; beyond, each tries the next one and the first
@@ -205,7 +204,6 @@ def _only_ipv6(facts: Mapping[str, Any]) -> bool:
 
 # -- The test of one backend in steps on all ranks: which step failed first, on which ranks, with which
 # error
-
 
 _IMPORT = 90.0  # longest time for importing torch, or starting MPI, on a busy or cold host [s]
 _STEPS = {"rendezvous": 20.0, "barrier": 20.0, "all_reduce": 20.0, "memory": 20.0, "speed": 30.0}

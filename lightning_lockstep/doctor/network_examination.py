@@ -33,7 +33,6 @@ from lightning_lockstep.launchers.mpirun_command import (
 
 # -- The finding of a backend test --
 
-
 # Where in its sources a backend writes from, which is long and of no use here.
 _SOURCE = re.compile(r"\[/?[\w./-]+\.(cc|cpp|h):\d+\] ?")
 _SHOWN = 4  # faults of ranks that are shown in full
@@ -135,7 +134,6 @@ def first_part(library: str) -> str:
 
 # -- MPI tested on ranks that an mpirun of the doctor starts on this host --
 
-
 _LONGEST = 90.0  # for all steps [s]
 _LAST_STEP = "speed"
 
@@ -201,7 +199,6 @@ def _finding(done: Completed, count: int) -> Finding:
 
 
 # -- The network test from end to end: every stage in turn, and what each has found --
-
 
 _SMALL_SHARED_MEMORY = 2**28  # per rank of a host, below which NCCL or loaders run out of it [bytes]
 
@@ -323,10 +320,8 @@ def _nccl(group: AgentGroup, gloo: BackendResult, address: str, patience: float)
 
 
 def devices_of_hosts(hosts: Mapping[str, Sequence[int]], started: BackendResult) -> dict[str, int]:
-    """Return how many devices the ranks of each host take, by their numbers on it.
-
-    Under ``srun --gpus-per-task=1`` each rank sees one device, and each another one.
-    """
+    """Return how many devices the ranks of each host take, by their numbers on it."""
+    # Under ``srun --gpus-per-task=1`` each rank sees one device, and each another one.
     counts, uuids = started.value("start", "devices"), started.value("start", "uuids")
     found: dict[str, int] = {}
     for host, ranks in hosts.items():

@@ -19,7 +19,6 @@ from typing import IO, Any, Protocol
 # know the job's token, which is never sent, and then sign each line with a key of this connection: whoever
 # only forwards lines cannot change or add one.
 
-
 _LONGEST = 4_000_000  # of a line [bytes]
 _CONNECT = 3.0  # longest wait for one address [s]
 _HANDSHAKE = 3.0  # longest time that rank 0 gives who has connected to prove itself [s]
@@ -186,10 +185,9 @@ def connect(
 
 
 def _proven(connection: socket.socket, token: str, deadline: float) -> tuple[int, _Signer] | None:
-    """Return which rank has connected and the signer of its connection; ``None`` for any other process.
-
-    Rank 0 proves itself first: another process that listens in its place receives a rank's number and nothing more.
-    """
+    """Return which rank has connected and the signer of its connection; ``None`` for any other process."""
+    # Rank 0 proves itself first: another process that listens in its place receives a rank's number and
+    # nothing more.
     with suppress(OSError, ValueError, KeyError, TypeError):
         asked = _receive_handshake(connection, deadline)
         rank, theirs, ours = int(asked["rank"]), _nonce(asked), secrets.token_hex(32)
@@ -242,7 +240,6 @@ def _receive_handshake(connection: socket.socket, deadline: float) -> dict[str, 
 
 
 # -- All agents of a test, as the coordinator sees them: one request to all, with one deadline --
-
 
 _MARGIN = 5.0  # for the answer itself to arrive [s]
 _LOOK_EVERY = 0.05

@@ -40,7 +40,6 @@ from lightning_lockstep.launchers.rank_variables import (
 # -- Which rank this process is, of ranks that torchrun, mpirun or srun has started, and where rank 0 is
 # found
 
-
 _JOB_NAMES = (
     *(
         "TORCHELASTIC_RUN_ID",
@@ -111,7 +110,6 @@ def joined_rank(environ: Mapping[str, str] | None = None) -> JoinedRank | None:
 
 # -- Connects the agents to their coordinator: started here, by ssh on other hosts, or ranks of another
 # program
-
 
 _ARRIVAL = 60.0  # longest wait for ranks that another program starts [s]
 _START_MPI = 60.0

@@ -190,7 +190,6 @@ class CheckOptions:
 
 # -- Which checks there are: those of this package, and those that other packages add by an entry point --
 
-
 #: Entry point group by which other packages add checks: the name of the check, and its function.
 ENTRY_POINTS = "lightning_lockstep.doctor_checks"
 

@@ -16,7 +16,6 @@ from lightning_lockstep.doctor.registry import CheckResult, Finding, Status, wor
 
 # -- What several hosts have found, as one table: hosts that found the same in one row, others marked --
 
-
 _DIFFERS = "   <- differs"
 
 
@@ -54,7 +53,6 @@ def _rows(subject: str, findings: Mapping[str, Sequence[Finding]]) -> Iterator[F
 
 
 # -- The line below the rows with the checks that still run; only on a terminal --
-
 
 # A terminal is at least so wide; a longer line would wrap and not be wiped.
 _LONGEST = 78
@@ -102,7 +100,6 @@ class Progress:
 
 
 # -- What the doctor prints: a block of rows for each check when it ends, then the commands to paste --
-
 
 _STYLES = {
     Status.OK: "green",

@@ -38,24 +38,19 @@ from lightning_lockstep.launchers.rank_variables import (
 # wrong where a step has fewer tasks than the job, or a job holds several steps at a time; here the step's
 # are read.
 
-
 # Ports that jobs are given: above those of services, below those that systems give to outgoing connections.
 _FIRST_PORT, _PORTS = 12_000, 8_000
 
 
 def hide_srun_hint() -> None:
-    """Have Lightning not warn that srun is not used: it does so on every machine that has the command.
-
-    :func:`check_srun_is_used` says it where it matters.
-    """
+    """Have Lightning not warn that srun is not used: it does so on every machine that has the command."""
+    # :func:`check_srun_is_used` says it where it matters.
     warnings.filterwarnings("ignore", message="The `srun` command is available")
 
 
 def check_srun_is_used(num_nodes: int, environ: Mapping[str, str] | None = None) -> None:
-    """Raise if ranks on other nodes would be waited for in a batch script that does not start them.
-
-    Where none are waited for, a line says that the job's other nodes are not used.
-    """
+    """Raise if ranks on other nodes would be waited for in a batch script that does not start them."""
+    # Where none are waited for, a line says that the job's other nodes are not used.
     environ = os.environ if environ is None else environ
     in_script = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ
     by_hand = "NODE_RANK" in environ or "GROUP_RANK" in environ
@@ -78,11 +73,11 @@ def check_srun_is_used(num_nodes: int, environ: Mapping[str, str] | None = None)
 
 
 class SlurmStepEnvironment(SLURMEnvironment):
-    """The cluster environment of the tasks of a Slurm step.
+    """The cluster environment of the tasks of a Slurm step."""
 
-    Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT`` where those are set; else at the step's first node, and at a
-    port of the step: one that Slurm has reserved (``srun --resv-ports``), or one computed from job and step.
-    """
+    # Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT`` where those are set; else at the step's first node,
+    # and at a port of the step: one that Slurm has reserved (``srun --resv-ports``), or one computed from job
+    # and step.
 
     def __init__(
         self,
@@ -200,11 +195,10 @@ def _checked(given: str) -> str:
 
 
 class MPIEnvironment(ClusterEnvironment):
-    """The cluster environment of ranks of an MPI job.
+    """The cluster environment of ranks of an MPI job."""
 
-    The rendezvous is agreed on over MPI itself when first asked for, so no port is fixed and several jobs on a
-    host do not collide.
-    """
+    # The rendezvous is agreed on over MPI itself when first asked for, so no port is fixed and several jobs
+    # on a host do not collide.
 
     def __init__(self, rank: MPIRank | None = None) -> None:
         super().__init__()
@@ -287,11 +281,10 @@ class SrunMPIEnvironment(MPIEnvironment, SlurmStepEnvironment):
 
 
 class LockstepEnvironment(LightningEnvironment):
-    """The environment of ranks that we start ourselves, or that the user starts by hand on each node.
+    """The environment of ranks that we start ourselves, or that the user starts by hand on each node."""
 
-    The port at which ranks meet is chosen when they are started, not taken from a variable that an earlier job
-    of the same process may have left behind.
-    """
+    # The port at which ranks meet is chosen when they are started, not taken from a variable that an earlier
+    # job of the same process may have left behind.
 
     def adopt_port(self, port: int) -> None:
         """Use ``port`` for the rendezvous; the launcher calls this once it listens there."""

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 # of sweeps has sent the job, the classes of the program's own script are copies, and Hydra has loaded its
 # plugins a second time.
 
-
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 _PLAIN = {
     "_operator": {"getitem"},  # annotations such as ``list[int]``
@@ -184,7 +183,6 @@ def _program_of(function: FunctionType, started_in: str) -> tuple[list[str], str
 # every `@hydra.main` program accepts `--experimental-rerun FILE`, which runs the program on a finished
 # configuration and creates no folder.
 
-
 # Hydra announces the option as experimental on every use; matched from the start of its message.
 _QUIET = ("-W", "ignore:Experimental rerun CLI option:UserWarning")
 
@@ -201,11 +199,9 @@ def current_hydra_config() -> DictConfig | None:
 
 
 def freeze(config: DictConfig) -> DictConfig:
-    """Return a copy in which every interpolation is replaced by its present value.
-
-    Types of structured configs are kept. A value that must still be given (`???`) stays so, and an
-    interpolation that cannot be resolved stays as it is: only a program that reads it has a problem.
-    """
+    """Return a copy in which every interpolation is replaced by its present value."""
+    # Types of structured configs are kept. A value that must still be given (`???`) stays so, and an
+    # interpolation that cannot be resolved stays as it is: only a program that reads it has a problem.
     # The copy takes the resolver cache along, so `${now:...}` keeps a value it has already had.
     frozen = copy.deepcopy(config)
     _resolve_in_place(frozen)
@@ -320,7 +316,6 @@ def _remove(path: str, owner: int) -> None:
 # job that Slurm requeues, or that torchrun restarts, would begin another. So the folder is claimed by
 # making it, and each attempt leaves a note in it, by which the next one finds it.
 
-
 _NOTE = ".attempt"
 _MOST = 10_000  # folders of one name
 _NO_RUN_ID = "none"  # torchrun's own where it is given none
@@ -330,11 +325,9 @@ _only_looking: ContextVar[bool] = ContextVar("only_looking", default=False)
 
 
 def run_names(environ: Mapping[str, str] | None = None) -> list[tuple[str, int]]:
-    """Return the names by which the attempts of this run find each other, and how many came before.
-
-    There are none without a scheduler. The most specific name comes first. torchrun may run in a job of
-    Slurm: after a requeue it starts to count again, and with ``--standalone`` it has another run id.
-    """
+    """Return the names by which the attempts of this run find each other, and how many came before."""
+    # There are none without a scheduler. The most specific name comes first. torchrun may run in a job of
+    # Slurm: after a requeue it starts to count again, and with ``--standalone`` it has another run id.
     environ = os.environ if environ is None else environ
     names, restarts = [], _number(environ.get("TORCHELASTIC_RESTART_COUNT"))
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -360,11 +353,9 @@ def _slurm_job(environ: Mapping[str, str]) -> str:
 
 
 def run_folder(wanted: str) -> str:
-    """Return the folder of this run: the one of its former attempt, or a new one called ``wanted``.
-
-    Where that is taken, ``wanted-1``, ``wanted-2`` and so on are tried. The folder is made, so no other run gets it.
-    Rank 0 calls this, for all.
-    """
+    """Return the folder of this run: the one of its former attempt, or a new one called ``wanted``."""
+    # Where that is taken, ``wanted-1``, ``wanted-2`` and so on are tried. The folder is made, so no other run
+    # gets it. Rank 0 calls this, for all.
     if _only_looking.get():
         return _claimed.get(wanted, wanted)
     if wanted not in _claimed:
@@ -374,10 +365,8 @@ def run_folder(wanted: str) -> str:
 
 
 def new_version(folder: str) -> str:
-    """Return a name for what this attempt of a run logs below ``folder``: empty if nothing is there yet.
-
-    Lightning's CSV logger deletes the rows that an earlier attempt has written to the same file.
-    """
+    """Return a name for what this attempt of a run logs below ``folder``: empty if nothing is there yet."""
+    # Lightning's CSV logger deletes the rows that an earlier attempt has written to the same file.
     if not Path(folder, "metrics.csv").exists():
         return ""
     return next(name for n in range(1, _MOST) if not Path(folder, name := f"attempt-{n}").exists())

@@ -29,7 +29,6 @@ from lightning_lockstep.launchers.mpirun_command import (
 
 # -- Commands that run something on another host by ssh, without a password and without a question --
 
-
 #: Longest wait for ssh to connect [s].
 CONNECT = 6
 #: Longest wait for Python to answer there [s].
@@ -70,7 +69,6 @@ def remote_python(arguments: Sequence[str]) -> str:
 
 
 # -- The hosts of a hostfile, as Open MPI and MPICH read it --
-
 
 _EXPECTED = "Expected lines such as 'node1 slots=4' (Open MPI) or 'node1:4' (MPICH)."
 # ssh and mpirun would take a name that begins with a dash for an option.
@@ -131,7 +129,6 @@ def checked_hosts(hosts: Sequence[Host], given: str) -> list[Host]:  # given: wh
 #
 # Each host must accept ssh without a password, have the same Python and the same packages, and let mpirun
 # start a process there. All hosts are asked at once; what is wrong comes as one table with what to do.
-
 
 _MPIRUN = 40  # longest wait for `mpirun hostname` [s]
 # What mpirun starts on each host: Open MPI 5, Open MPI 4, MPICH.

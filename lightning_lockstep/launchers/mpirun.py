@@ -40,7 +40,6 @@ from lightning_lockstep.launchers.subprocess_script import current_job, rank_com
 # unpickles it, and where a forced end leaves it behind. mpirun carries the variable to the ranks over its
 # own connections.
 
-
 _OPTION = "--experimental-rerun"
 _MOST = 120_000  # Linux takes variables of up to 128 KiB
 
@@ -75,7 +74,6 @@ def config_for_all_hosts(program: list[str]) -> tuple[list[str], dict[str, str]]
 # alone or with its host, keeps its connection open and reports nothing. So once no rank is left on this
 # host, and not all of them have noted that they exit normally, mpirun gets a while and is then killed.
 
-
 _PERIOD = 2.0  # how often the ranks of this host are looked for [s]
 _LEFT = 5.0  # how long ranks may outlive their mpirun [s]
 
@@ -93,11 +91,9 @@ class MPIRunWatch:
         self._interrupts = 0
 
     def wait(self, process: subprocess.Popen[bytes], on_end: Callable[[], None] = lambda: None) -> int:
-        """Wait for mpirun to end; return its exit code.
-
-        Signals are passed on. Ctrl-C goes to mpirun, which ends the ranks; a second one kills it. mpirun is in a
-        session of its own: what is sent to this process group does not reach it.
-        """
+        """Wait for mpirun to end; return its exit code."""
+        # Signals are passed on. Ctrl-C goes to mpirun, which ends the ranks; a second one kills it. mpirun is
+        # in a session of its own: what is sent to this process group does not reach it.
 
         def send(number: int) -> None:
             if number in ASKS_TO_END:
@@ -164,11 +160,9 @@ def _ranks_below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def send_to_ranks(mpirun: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the ranks.
-
-    mpirun itself passes SIGUSR1 and SIGUSR2 on to the ranks of all hosts, but ends them a second after one that asks to
-    end. So that goes to the ranks of this host, and to mpirun only if it has none here.
-    """
+    """Send a signal to the ranks."""
+    # mpirun itself passes SIGUSR1 and SIGUSR2 on to the ranks of all hosts, but ends them a second after one
+    # that asks to end. So that goes to the ranks of this host, and to mpirun only if it has none here.
     ranks = ranks_under(mpirun.pid) if number in ASKS_TO_END else []
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
@@ -196,7 +190,6 @@ def _runs(process: psutil.Process) -> bool:
 # -- Starts the ranks of this program with mpirun --
 # The process in which the user makes the Trainer becomes the parent: no rank itself, it checks the hosts,
 # runs ``mpirun`` on the same program, labels what the ranks print, and ends as they end.
-
 
 # Linux ends mpirun, and mpirun the ranks of all hosts, when this process is gone.
 _WITH_THIS_PROCESS = (
@@ -235,11 +228,9 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         self.settings, self.mpirun = settings, mpirun
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Run the whole program on all ranks. Outside of Hydra this process then ends as they ended.
-
-        In a Hydra job it returns, so that a sweep goes on; further calls of a Trainer in that job do nothing,
-        since the ranks have made them already.
-        """
+        """Run the whole program on all ranks. Outside of Hydra this process then ends as they ended."""
+        # In a Hydra job it returns, so that a sweep goes on; further calls of a Trainer in that job do
+        # nothing, since the ranks have made them already.
         job = current_job()
         if job is not None and MPIRunLauncher._done == job:
             return None

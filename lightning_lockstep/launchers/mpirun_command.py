@@ -22,7 +22,6 @@ from lightning_lockstep.errors import ConfigurationError, LaunchError
 
 # -- Which mpirun to use, and the command line and environment with which it starts ranks --
 
-
 _VERSION = 20  # how long mpirun may take to say what it is [s]
 # Variables that ranks on other hosts need as they are here; mpirun passes the rest of its own.
 _PASSED_ON = (
@@ -139,7 +138,6 @@ def _ssh(ssh_args: Sequence[str]) -> list[str]:
 
 # -- Writes what the ranks print to a stream of this process, which may be closed, full or on a full disk
 
-
 #: How long a full pipe may take to be read on, once the ranks have ended or been told to [s].
 PATIENCE = 5.0
 _LOOK_EVERY = 0.5  # [s]
@@ -202,7 +200,6 @@ class Sink:
 
 # -- Passes on what mpirun prints: each line with its rank, without mpirun's remarks about a forced end --
 
-
 _TAGGED = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<\w+>:)? ?(.*)$", re.DOTALL)
 
 # What mpirun prints when the ssh that holds a daemon ends: at start a daemon that did not come up, later one lost.
@@ -225,11 +222,10 @@ _NAMES = ("standard output", "standard error")
 
 
 class OutputRelay:
-    """Relays the streams of one mpirun, each in a thread of its own.
+    """Relays the streams of one mpirun, each in a thread of its own."""
 
-    It goes on reading when it can no longer write, so that the ranks go on too; that is said once, on the last of the
-    streams.
-    """
+    # It goes on reading when it can no longer write, so that the ranks go on too; that is said once, on the
+    # last of the streams.
 
     # streams: each of mpirun's with where its lines go: standard output, standard error
     def __init__(self, *streams: tuple[IO[bytes], TextIO | None]) -> None:

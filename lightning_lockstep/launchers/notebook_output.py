@@ -23,7 +23,6 @@ from lightning_lockstep.launchers.rank_supervisor import become_rank
 # through the kernel's session, which sends nothing from a fork. Their messages go into a file of the rank
 # instead, and the kernel sends them as its own, in the cell that has started the ranks.
 
-
 # What a rank may send; replies to the frontend are the kernel's own.
 _SENT = ("display_data", "update_display_data", "clear_output", "comm_open", "comm_msg", "comm_close")
 
@@ -117,7 +116,6 @@ def _kernel() -> Any:
 # Each rank writes into files of its own, so it never waits for the kernel, and what it had written is there
 # after it was killed. The kernel shows rank 0 as it goes. What the others print is kept until all ranks
 # before them have ended, and carries their number.
-
 
 _STREAMS = ("stdout", "stderr")
 _LINE_START = re.compile(r"(?:^|(?<=[\n\r]))(?=[^\n\r])")
@@ -227,7 +225,6 @@ def _open_empty(path: Path) -> BinaryIO:
 
 
 # -- What a process does first that was just forked from the kernel of a notebook to be a rank --
-
 
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 _VICTIM = "500"

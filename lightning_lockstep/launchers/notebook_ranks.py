@@ -55,7 +55,6 @@ from lightning_lockstep.launchers.rank_supervisor import apply_threads, notebook
 # A fork copies memory, not threads. Whatever works with threads of its own must not have been started, or
 # must be stopped before: CUDA cannot, XLA cannot, OpenMP can.
 
-
 _PAUSE_HARD = 2  # omp_pause_hard of OpenMP 5: end the threads, keep nothing
 _MAPS = Path("/proc/self/maps")
 
@@ -94,11 +93,10 @@ def prepare_fork() -> None:
 
 
 def _end_openmp_threads() -> None:
-    """End the threads of GNU OpenMP, which starts new ones when it needs them.
-
-    After a fork its record of them is there, the threads are not, and the first operation that wants to work on
-    several cores waits for them for ever. The libraries of Intel and LLVM look after this themselves.
-    """
+    """End the threads of GNU OpenMP, which starts new ones when it needs them."""
+    # After a fork its record of them is there, the threads are not, and the first operation that wants to
+    # work on several cores waits for them for ever. The libraries of Intel and LLVM look after this
+    # themselves.
     for path in _loaded_libraries("libgomp"):
         with suppress(OSError, AttributeError):
             ctypes.CDLL(path).omp_pause_resource_all(_PAUSE_HARD)
@@ -115,7 +113,6 @@ def _loaded_libraries(name: str) -> list[str]:
 
 
 # -- What a rank of a notebook notes of the error it ends with, and what the kernel raises for it --
-
 
 OUT_OF_MEMORY = "out of host memory; declare the model in a cell outside and pass it in"
 # Signals by which a process ends that gets no memory; which one depends on who noticed it first.
@@ -167,11 +164,9 @@ def error_of_ranks(
     world_size: int,
     memory: MemoryWatch,  # since before the launch
 ) -> BaseException:
-    """Return what the kernel raises for ranks that failed.
-
-    An error that every rank has raised alike is that error. For any other the first rank that failed is named, with
-    its own traceback.
-    """
+    """Return what the kernel raises for ranks that failed."""
+    # An error that every rank has raised alike is that error. For any other the first rank that failed is
+    # named, with its own traceback.
     raised = _raised(folder)
     killed = [end for end in ended if end.returncode < 0]
     if not killed and len(raised) == world_size and len({note.record.summary for note in raised}) == 1:
@@ -240,7 +235,6 @@ def record_of_end(end: BadEnd, world_size: int, memory: MemoryWatch) -> FailureR
 
 
 # -- Runs a function in several ranks that are forked from this process: the kernel of a notebook --
-
 
 _RESULT = "result"
 _INTERRUPTED = 130

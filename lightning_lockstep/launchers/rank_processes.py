@@ -20,7 +20,6 @@ from lightning_lockstep.errors import LaunchError
 
 # -- Passes signals on to the ranks from the process that has started them and is no rank itself --
 
-
 _PASSED_ON = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
@@ -33,11 +32,11 @@ _LIMIT = 600.0
 
 
 class SignalForwarding:
-    """While it is entered, signals that would end this process go to its ranks, and this process goes on.
+    """While it is entered, signals that would end this process go to its ranks, and this process goes on."""
 
-    SIGTERM and SIGHUP ask the ranks to end. When one of these comes again, or the ranks have not ended after
-    10 minutes, they are ended by force. A signal that this process ignores, as under ``nohup``, is left alone.
-    """
+    # SIGTERM and SIGHUP ask the ranks to end. When one of these comes again, or the ranks have not ended
+    # after 10 minutes, they are ended by force. A signal that this process ignores, as under ``nohup``, is
+    # left alone.
 
     def __init__(
         self, send: Callable[[int], None], force: Callable[[], None], *, limit: float = _LIMIT
@@ -74,7 +73,6 @@ class SignalForwarding:
 
 
 # -- Forked ranks of one launch: started together, waited for, and ended together when one ends badly --
-
 
 _PERIOD = 0.1  # how often the parent does its work between two ends of ranks [s]
 _SETTLE = 0.5  # within this time after the first, another bad end may have been the cause [s]

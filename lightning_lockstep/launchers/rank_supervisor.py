@@ -47,10 +47,8 @@ def plan_threads(
 def apply_threads(
     threads_per_rank: int | Literal["auto"], *, bind_cores: bool, local_rank: int, local_world_size: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Set the number of threads of this rank, and pin it to its cores if asked.
-
-    ``OMP_NUM_THREADS`` set by the user (or by ``torchrun``) wins over ``auto``.
-    """
+    """Set the number of threads of this rank, and pin it to its cores if asked."""
+    # ``OMP_NUM_THREADS`` set by the user (or by ``torchrun``) wins over ``auto``.
     cores = usable_cores()
     threads, mine = plan_threads(
         threads_per_rank, cores=cores, local_rank=local_rank, local_world_size=local_world_size
@@ -72,7 +70,6 @@ def apply_threads(
 
 
 # -- Which rank of a notebook this process is, if it is one --
-
 
 _rank: int | None = None
 
@@ -155,10 +152,8 @@ class RankSupervisor:
         )
 
     def ranks_have_met(self, *, prints_report: bool) -> Communicator:
-        """Open the side channel and begin to listen for failures.
-
-        All ranks come here together, right after they have met; each waits until rank 0 has come too.
-        """
+        """Open the side channel and begin to listen for failures."""
+        # All ranks come here together, right after they have met; each waits until rank 0 has come too.
         communicator = current_communicator()
         if communicator.world_size > 1:
             communicator.side_channel.silence_limit = self.settings.silence_limit

@@ -18,7 +18,6 @@ from lightning_lockstep.errors import LaunchError
 # -- Which task of a Slurm step this process is, by the variables that srun sets for each step; imports no
 # torch
 
-
 #: Shells, which Lightning takes for interactive work: what is started in them is no task.
 INTERACTIVE = ("bash", "interactive")
 _ASK_SLURM = 10.0  # how long Slurm may take to give a node's address [s]
@@ -114,18 +113,17 @@ def _address_by_slurm(name: str) -> str | None:
 
 
 # -- Ranks that mpirun, mpiexec or srun has started, recognised by environment variables alone --
-# =============== ====================================== ======================================= started by
-# rank and size                          the job is running if ===============
-# ====================================== ======================================= Open MPI
-# ``OMPI_COMM_WORLD_RANK``, ``_SIZE``    its session folder is there MVAPICH
-# ``MV2_COMM_WORLD_RANK``, ``_SIZE``     (always) Slurm           ``SLURM_PROCID``, ``SLURM_STEP_...``
-# there are ``PMI_*`` or ``PMIX_*`` too MPICH, Intel    ``PMI_RANK``, ``PMI_SIZE``             the
-# descriptor ``PMI_FD`` is open =============== ======================================
-# =======================================
+# =============== ====================================== =======================================
+# started by      rank and size                          the job is running if
+# =============== ====================================== =======================================
+# Open MPI        ``OMPI_COMM_WORLD_RANK``, ``_SIZE``    its session folder is there
+# MVAPICH         ``MV2_COMM_WORLD_RANK``, ``_SIZE``     (always)
+# Slurm           ``SLURM_PROCID``, ``SLURM_STEP_...``   there are ``PMI_*`` or ``PMIX_*`` too
+# MPICH, Intel    ``PMI_RANK``, ``PMI_SIZE``             the descriptor ``PMI_FD`` is open
+# =============== ====================================== =======================================
 #
-# A shell that was started inside a job, or an `export` left behind, has such variables without being a
-# rank: hence the last column. mpi4py is not imported here: that would start MPI.
-
+# A shell that was started inside a job, or an `export` left behind, has such variables without being a rank: hence
+# the last column. mpi4py is not imported here: that would start MPI.
 
 #: Each rank that an mpirun or mpiexec has started has one of these.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")

@@ -111,7 +111,6 @@ class _Watch:
 # who it is go into the children's environment only, so that the parent can start the ranks of a next job (a
 # Hydra multirun does) as if there had been none before.
 
-
 # How often the parent polls its children [s]; one system call per child.
 _LOOK_EVERY = 0.1
 # How long the report of a child that has exited may still take to arrive [s].

@@ -17,7 +17,6 @@ from lightning_lockstep.logs.sender import LineSender
 
 # -- How a log record looks: on the console, in a file, as a line of JSON --
 
-
 _host = socket.gethostname()
 _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
@@ -144,10 +143,9 @@ class RankFile(logging.FileHandler):
 
 
 class WarningHandler(logging.Handler):
-    """Sends warnings to the collector on rank 0, so that one of the ranks' equal ones is printed.
+    """Sends warnings to the collector on rank 0, so that one of the ranks' equal ones is printed."""
 
-    Rank 0 prints its own at once, which the collector takes into account.
-    """
+    # Rank 0 prints its own at once, which the collector takes into account.
 
     def __init__(self, sender: LineSender) -> None:
         super().__init__(logging.WARNING)
@@ -213,10 +211,8 @@ def _writes_to_console(handler: logging.Handler) -> bool:
 
 
 def _write_above_bar(text: str) -> None:
-    """Write to standard error, above a progress bar if there is one.
-
-    rich redirects ``sys.stderr`` while its bar is shown; tqdm has to be asked.
-    """
+    """Write to standard error, above a progress bar if there is one."""
+    # rich redirects ``sys.stderr`` while its bar is shown; tqdm has to be asked.
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if tqdm is not None and getattr(tqdm, "_instances", None):
         tqdm.write(text, file=sys.stderr)

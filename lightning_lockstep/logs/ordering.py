@@ -20,7 +20,6 @@ from lightning_lockstep._text import ranks_in_words
 
 # -- A log line on its way between ranks, and how equal lines of several ranks become one --
 
-
 # Attributes that every LogRecord has; whatever else a record carries came with `extra`.
 _BLANK = vars(logging.makeLogRecord({}))
 _STANDARD = frozenset(_BLANK) | {"message", "asctime", "taskName"}
@@ -33,10 +32,10 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class CallSite(NamedTuple):
-    """Which call of a program a line comes from, and how often its rank has made that call before.
+    """Which call of a program a line comes from, and how often its rank has made that call before."""
 
-    Ranks that run the same program make the same call at the same site; that is how their lines are matched.
-    """
+    # Ranks that run the same program make the same call at the same site; that is how their lines are
+    # matched.
 
     logger: str
     level: int
@@ -182,7 +181,6 @@ def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
 # Lines of one call site wait for each other. They are printed in rank order when every rank that will ever
 # log there has done so, or when the first of them has waited long enough.
 
-
 # How many printed keys are remembered for lines that come after theirs were printed.
 _REMEMBERED = 10_000
 
@@ -295,16 +293,14 @@ def same_text(line: Line) -> Hashable:
 
 # -- Lets several threads bring lines to one ordering without making any of them wait for a slow console --
 
-
 Work = Callable[[], list[Batch]]
 
 
 class OrderingThread:
-    """Owns a :class:`LineOrdering` and prints what comes out of it.
+    """Owns a :class:`LineOrdering` and prints what comes out of it."""
 
-    The receiving thread does its work at once and prints, without a detour over another thread. The main
-    thread only queues its work; the next thread that has access to the ordering does it.
-    """
+    # The receiving thread does its work at once and prints, without a detour over another thread. The main
+    # thread only queues its work; the next thread that has access to the ordering does it.
 
     def __init__(
         self,

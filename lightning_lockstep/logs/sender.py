@@ -32,7 +32,6 @@ from lightning_lockstep.logs.ordering import (
 # A line is posted over the side channel and the call returns. On rank 0 it waits for those of other ranks.
 # The first rank of every other node merges the lines of that node, where the ranks have agreed to that.
 
-
 LINES, LEVEL, ONCE, NODE = "log/lines", "log/level", "log/once", "log/node"
 # Longest time for which a node's first rank keeps lines back to merge them [s].
 _MERGE_FOR = 0.02
@@ -79,11 +78,9 @@ class Collector:
         self.lines.do(lambda: self.lines.ordering.note_level(rank, logger, level))
 
     def add_once(self, line: Line, *, printed: bool = False) -> None:
-        """Take a line of which one is enough for all ranks; returns at once.
-
-        The first one waits a moment for the equal lines of other ranks and is printed with their numbers; what
-        comes later is not printed. ``printed``: rank 0 has printed the line already.
-        """
+        """Take a line of which one is enough for all ranks; returns at once."""
+        # The first one waits a moment for the equal lines of other ranks and is printed with their numbers;
+        # what comes later is not printed. ``printed``: rank 0 has printed the line already.
         now = time.monotonic()
 
         def add() -> list[Batch]:
@@ -163,7 +160,6 @@ def _missing_note(batch: Batch) -> logging.LogRecord:
 
 
 # -- From a logger to the collector on rank 0, also for lines that are logged before the ranks are connected
-
 
 # How long a rank keeps a line to print it itself if rank 0 fails: the longest time for which rank 0 holds a
 # line back by default, and a margin [s].

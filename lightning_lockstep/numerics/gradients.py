@@ -90,7 +90,6 @@ class FirstBad:
 # tensor, so that nothing waits for it. With a scale of one it leaves the gradients as they are. Copying
 # small gradients into one tensor first was measured too: it is slower.
 
-
 _REFUSED = (RuntimeError, NotImplementedError, TypeError)
 
 
@@ -126,10 +125,9 @@ class PendingFlag:
 
 
 class GradientCheck:
-    """Checks many tensors at once. Use one object for each list that is checked again and again.
+    """Checks many tensors at once. Use one object for each list that is checked again and again."""
 
-    Sparse gradients, DTensors and others that the fused operation refuses are checked one by one.
-    """
+    # Sparse gradients, DTensors and others that the fused operation refuses are checked one by one.
 
     def __init__(self, *, storages: bool = True) -> None:
         self._fused = True
@@ -224,10 +222,8 @@ def _shared_storages(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 
 
 def fused_flags(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return one-element tensors, one for each device, that are not zero when something bad was found.
-
-    The tensors are written to, with the values that they have. A RuntimeError says that one is refused.
-    """
+    """Return one-element tensors, one for each device, that are not zero when something bad was found."""
+    # The tensors are written to, with the values that they have. A RuntimeError says that one is refused.
     found: dict[torch.device, Tensor] = {}
     for group in _groups(tensors):
         device = group[0].device

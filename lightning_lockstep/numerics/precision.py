@@ -123,7 +123,6 @@ def _narrow(value: Any, dtype: torch.dtype) -> Any:
 # Lightning turns ``16-mixed`` on a CPU into ``bf16-mixed`` and only warns. Here a name does what it says on
 # the run's device, or is refused with the names that would work.
 
-
 _log = logging.getLogger(__name__)
 
 

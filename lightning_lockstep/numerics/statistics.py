@@ -19,16 +19,15 @@ from lightning_lockstep._doors.torch_internals import WRAPPED_MODULES, stored_va
 # takes dataclasses and mappings of other classes (as Transformers' outputs are) for leaves unless they are
 # registered, the latter hands out no names.
 
-
 # Containers nested deeper are not looked into, which also ends cycles.
 _DEPTH = 5
 
 
 class NamePatterns:
-    """Shell-style patterns for names such as ``decoder.block.0.output['mask']``.
+    """Shell-style patterns for names such as ``decoder.block.0.output['mask']``."""
 
-    A pattern matches a name as printed, or with its indices written with dots (``decoder.block.0.output.mask``).
-    """
+    # A pattern matches a name as printed, or with its indices written with dots
+    # (``decoder.block.0.output.mask``).
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         self.patterns = tuple(patterns)
@@ -101,7 +100,6 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
 
 # -- Statistics of a tensor, measured against the number format it is computed in --
 
-
 #: The formats whose range or precision a training step can exceed in the ordinary course.
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -158,11 +156,9 @@ class TensorStatistics:
 
 
 def plain_values(value: object) -> Tensor | None:  # None: no tensor, an empty one, or on the meta device
-    """Return the values of a tensor as a dense, detached one that ordinary operations accept.
-
-    A sparse tensor gives its stored values, a DTensor the shard of this rank, a bool one becomes integers,
-    an 8-bit float becomes float32. Nothing is communicated.
-    """
+    """Return the values of a tensor as a dense, detached one that ordinary operations accept."""
+    # A sparse tensor gives its stored values, a DTensor the shard of this rank, a bool one becomes integers,
+    # an 8-bit float becomes float32. Nothing is communicated.
     if not isinstance(value, Tensor):
         return None
     with torch.no_grad():

@@ -48,7 +48,6 @@ class ModuleHooks(ABC):
 
 # -- Checks every activation of every step: one fused reduction per tensor into a buffer on the device --
 
-
 _HISTORY = 100
 # Outputs up to this size [elements] wait for others, and are checked together once they have so many elements:
 # a call for each costs more than reading them, and so few are still in the processor's cache.
@@ -80,12 +79,11 @@ class _Extremes:
 
 
 class _SmallOutputs:
-    """Small outputs that are checked together.
+    """Small outputs that are checked together."""
 
-    An operation in place may change one before it is checked, and hide what was bad in it. The first step, in
-    which each is checked at once, finds by their version counters whose outputs are changed so; these are checked
-    at once from then on.
-    """
+    # An operation in place may change one before it is checked, and hide what was bad in it. The first step,
+    # in which each is checked at once, finds by their version counters whose outputs are changed so; these
+    # are checked at once from then on.
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -147,11 +145,10 @@ def _concatenated(tensors: list[Tensor]) -> Tensor:
 
 
 class ActivationWatch(ModuleHooks):
-    """Forward hooks that check every output; nothing is sent, and on a GPU nothing is waited for.
+    """Forward hooks that check every output; nothing is sent, and on a GPU nothing is waited for."""
 
-    Without history, small outputs that are part of the graph are checked together. All others, and with
-    history every one, get an ``aminmax`` into a slot of a buffer on the device.
-    """
+    # Without history, small outputs that are part of the graph are checked together. All others, and with
+    # history every one, get an ``aminmax`` into a slot of a buffer on the device.
 
     def __init__(
         self,
@@ -195,10 +192,8 @@ class ActivationWatch(ModuleHooks):
             self.active = active
 
     def flag(self) -> Tensor | None:
-        """Return a number on the device that is zero, or nan when something bad was found in this step.
-
-        Nothing is waited for; ``None`` where nothing was checked.
-        """
+        """Return a number on the device that is zero, or nan when something bad was found in this step."""
+        # Nothing is waited for; ``None`` where nothing was checked.
         parts = [
             (extremes.stored() * 0).sum(dtype=torch.float32)
             for extremes in self._extremes.values()

@@ -82,11 +82,10 @@ class BatchTrace:
 
 
 class StepDetection:
-    """Detects overflows from its construction until :meth:`remove`.
+    """Detects overflows from its construction until :meth:`remove`."""
 
-    There is one on every rank; each method is called at the same point of the same step on all of them.
-    A class that inherits wraps the training step with :meth:`_begin_step` once all it needs is there.
-    """
+    # There is one on every rank; each method is called at the same point of the same step on all of them. A
+    # class that inherits wraps the training step with :meth:`_begin_step` once all it needs is there.
 
     _watch: ModuleHooks | None
     _remove: Callable[[], None]

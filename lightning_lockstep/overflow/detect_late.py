@@ -65,7 +65,6 @@ class LateActivationWatch(ModuleHooks):
 # -- The detection where operations run later than they are called: checked within the step, read every so
 # many steps
 
-
 # Steps noted between two reads: at first, and after reads that found nothing.
 _FIRST_READ, _MOST_STEPS = 10, 50
 
@@ -82,13 +81,12 @@ class _Noted:
 
 
 class LateDetection(StepDetection):
-    """Reads nothing from the device in each step; see :class:`StepDetection`.
+    """Reads nothing from the device in each step; see :class:`StepDetection`."""
 
-    The check of a step is part of what is compiled for it, and a small tensor keeps which step was the first bad one.
-    It is read after 10 steps, then after 20 more, up to every 50. With ``action="raise"`` the step that is bad, and
-    all after it, leave parameters and buffers as they were, on the device and without a read; so the batch is
-    replayed later with the weights that it had.
-    """
+    # The check of a step is part of what is compiled for it, and a small tensor keeps which step was the
+    # first bad one. It is read after 10 steps, then after 20 more, up to every 50. With ``action="raise"``
+    # the step that is bad, and all after it, leave parameters and buffers as they were, on the device and
+    # without a read; so the batch is replayed later with the weights that it had.
 
     _watch: LateActivationWatch | None
 

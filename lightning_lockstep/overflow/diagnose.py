@@ -32,7 +32,6 @@ from lightning_lockstep.steps.capabilities import (
 
 # -- What a hit leads to on one rank: the batch is replayed, and the report names the first bad value --
 
-
 _TOGETHER = (
     "all ranks replayed a batch whose loss or gradients are not finite, to find the module that made them so."
 )
@@ -60,12 +59,10 @@ class Diagnosis:
     all_arrive: Callable[[], bool]  # whether all ranks call it before long; no collective
 
     def run(self, record: StepRecord, *, all_ranks: bool) -> RankReport:
-        """Replay the recorded batch under a recorder and report what was found on this rank.
-
-        Collectives of the step are answered on this rank. Where that shows no bad value on any rank, and all
-        are here (``all_ranks``), they replay it once more with real collectives. Where the parameters are
-        divided among the ranks, they replay it together in the first place.
-        """
+        """Replay the recorded batch under a recorder and report what was found on this rank."""
+        # Collectives of the step are answered on this rank. Where that shows no bad value on any rank, and
+        # all are here (``all_ranks``), they replay it once more with real collectives. Where the parameters
+        # are divided among the ranks, they replay it together in the first place.
         report = self._report(record)
         strategy = self.trainer.strategy
         missing = missing_capabilities(strategy, "step_alone")
@@ -90,10 +87,9 @@ class Diagnosis:
         return capabilities_of(self.trainer.strategy).replays == "together"
 
     def _attempt_together(self, record: StepRecord) -> _Attempt:
-        """Replay with parameters gathered from all ranks.
-
-        A rank that fails leaves the others waiting for its part, unless they fail at the same place or are through.
-        """
+        """Replay with parameters gathered from all ranks."""
+        # A rank that fails leaves the others waiting for its part, unless they fail at the same place or are
+        # through.
         attempt = self._attempt(record, alone=False)
         if self.all_arrive():
             return attempt
@@ -253,7 +249,6 @@ def _same(one: Any, other: Any) -> bool:
 
 
 # -- What follows a hit: the report, and then raise, warn or skip, alike on every rank --
-
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from lightning_lockstep.numerics.statistics import (
 
 # -- ``detect_overflow``: a tensor checked at a place of the user's own choice inside a forward --
 
-
 _log = logging.getLogger(__name__)
 
 #: Called with (name, statistics) by :func:`detect_overflow`; a recorder adds itself while it records.
@@ -61,7 +60,6 @@ def detect_overflow(tensor: Tensor, name: str = "tensor") -> bool:
 
 
 # -- Frames: statistics of what went into and came out of a module; and the producer of the first bad value
-
 
 _INDENT = " " * 17
 

@@ -23,7 +23,6 @@ from lightning_lockstep.steps.snapshot import BufferCopies, Gradients, ModuleAtt
 
 # -- Which modules have to run in float32, found by trying them on the batch that failed --
 
-
 _ROUNDS = 16
 
 
@@ -57,12 +56,10 @@ def command_line(modules: Sequence[str]) -> str:
 
 
 def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None]) -> Remedy | None:
-    """Find modules which, run in float32, let the batch pass; ``None`` where float32 does not help.
-
-    Begins with the module that produced the first bad value. Where its output is too large for the dtype that
-    it goes back to, the module around it is tried; where another module fails next, that one is added. Each
-    attempt is one replay, 16 at most: ``run`` returns what produces the first bad value now.
-    """
+    """Find modules which, run in float32, let the batch pass; ``None`` where float32 does not help."""
+    # Begins with the module that produced the first bad value. Where its output is too large for the dtype
+    # that it goes back to, the module around it is tried; where another module fails next, that one is added.
+    # Each attempt is one replay, 16 at most: ``run`` returns what produces the first bad value now.
     by_name = {name: module for module, name in module_names(root).items()}
     chosen: list[str] = []
     candidate = first.module
@@ -175,12 +172,11 @@ def replay(
     answer_collectives: bool,  # on this rank alone; otherwise all ranks must replay now
     by_call: bool = False,  # within a call of the module, where a strategy's hooks gather parameters
 ) -> Replayed:
-    """Run the recorded step again under a recorder, and leave no trace of it.
-
-    Gradients, buffers, random states, plain attributes of modules (metric states among them) and
-    ``requires_grad`` flags are put back. DDP is bypassed, so nothing is reduced; nothing is logged; no optimizer
-    steps. Costs one forward and one backward with hooks, and a second set of gradients while it runs.
-    """
+    """Run the recorded step again under a recorder, and leave no trace of it."""
+    # Gradients, buffers, random states, plain attributes of modules (metric states among them) and
+    # ``requires_grad`` flags are put back. DDP is bypassed, so nothing is reduced; nothing is logged; no
+    # optimizer steps. Costs one forward and one backward with hooks, and a second set of gradients while it
+    # runs.
     losses: list[Tensor] = []
     step = partial(_called_by, module, record.function) if by_call else record.function
 

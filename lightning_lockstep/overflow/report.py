@@ -25,7 +25,6 @@ from lightning_lockstep.overflow.settings import OverflowSettings
 
 # -- The report: what one rank found, what all ranks found together, and how it is printed and written --
 
-
 _COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 _NAMED = 12
 # What a report without a producer says first, by whether its replay was clean.
@@ -170,17 +169,14 @@ def _number(value: float | None) -> str:
 
 # -- The picture of a report: how large each module's outputs were, against the largest number of the format
 
-
 _WORST = 6
 _FLOOR = 1e-8
 _COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:cyan")
 
 
 def draw(reports: Sequence[Mapping[str, Any]], history: Mapping[int, Mapping[str, float]]) -> bytes:
-    """Return a PNG of the modules' largest outputs, also of those of the steps before where recorded.
-
-    Drawn is the first report with a producer; ``history`` has, by step, the largest output of each module.
-    """
+    """Return a PNG of the modules' largest outputs, also of those of the steps before where recorded."""
+    # Drawn is the first report with a producer; ``history`` has, by step, the largest output of each module.
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -291,7 +287,6 @@ def _axis_number(value: Any, limit: float) -> float:
 # -- Collects the findings of all ranks over the side channel, prints them once and writes them to files --
 # No collective is involved, so nothing here can hang.
 
-
 _log = logging.getLogger(__name__)
 _SINGLE = "overflow/single-rank"
 _SINGLE_RANK_REPORTS = 5
@@ -323,10 +318,8 @@ class ReportPublisher:
             self._remove()
 
     def collect(self, entry: Mapping[str, Any], *, to: int | None = None) -> Gathered:
-        """Send this rank's entry, which JSON can hold, and return those that came in time.
-
-        With ``to`` that rank alone receives them and waits; the others get back their own.
-        """
+        """Send this rank's entry, which JSON can hold, and return those that came in time."""
+        # With ``to`` that rank alone receives them and waits; the others get back their own.
         self._collections += 1
         return self._gather.collect(self._collections, dict(entry), to=to)
 

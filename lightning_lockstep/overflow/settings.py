@@ -18,17 +18,15 @@ from lightning_lockstep.steps.capabilities import HasEngineGradients, missing_ca
 
 # -- The options of an OverflowDetector, checked --
 
-
 Mode = Literal["replay", "hooks"]
 Action = Literal["raise", "warn", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowSettings:
-    """The options of :class:`~lightning_lockstep.OverflowDetector`, which documents them.
+    """The options of :class:`~lightning_lockstep.OverflowDetector`, which documents them."""
 
-    Lists, as they come from a configuration file, become tuples, and a ``report_dir`` a path.
-    """
+    # Lists, as they come from a configuration file, become tuples, and a ``report_dir`` a path.
 
     max_frames_to_save: int = 21
     trace_batch_nums: Sequence[int] = ()

@@ -30,10 +30,8 @@ from lightning_lockstep.steps.patching import put_in_place
 def wrap_training_step(
     module: LightningModule, begin: Callable[[Any, Any, Any], AbstractContextManager[Any]]
 ) -> Callable[[], None]:
-    """Run each ``training_step``, below DDP and inside autocast, within ``begin(step, args, kwargs)``.
-
-    Returns what undoes it.
-    """
+    """Run each ``training_step``, below DDP and inside autocast, within ``begin(step, args, kwargs)``."""
+    # Returns what undoes it.
     original = module.training_step
 
     @functools.wraps(original)
@@ -47,7 +45,6 @@ def wrap_training_step(
 
 
 # -- How much of a gradient or of an optimizer's update is lost because it is too small for its format --
-
 
 _log = logging.getLogger(__name__)
 _NAMED = 5
@@ -110,11 +107,9 @@ class Share:
 
 
 def gradient_underflow(named: Iterable[tuple[str, Tensor]]) -> dict[str, Share]:
-    """Return, by name, the share of each gradient that was flushed to zero.
-
-    Whole rows of zeros (rows of an embedding that the batch did not use, units that are switched off) are
-    zero for another reason and do not count.
-    """
+    """Return, by name, the share of each gradient that was flushed to zero."""
+    # Whole rows of zeros (rows of an embedding that the batch did not use, units that are switched off) are
+    # zero for another reason and do not count.
     shares = {}
     for name, gradient in named:
         values = plain_values(gradient)
@@ -130,11 +125,9 @@ def gradient_underflow(named: Iterable[tuple[str, Tensor]]) -> dict[str, Share]:
 
 
 def adam_update_underflow(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Share]:
-    """Return, by name, the share of each weight that the next Adam update would leave as it is.
-
-    Only float16 and bfloat16 weights are checked: an update smaller than half the distance to the next
-    number of that format changes nothing.
-    """
+    """Return, by name, the share of each weight that the next Adam update would leave as it is."""
+    # Only float16 and bfloat16 weights are checked: an update smaller than half the distance to the next
+    # number of that format changes nothing.
     shares = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -174,11 +167,10 @@ class PendingCheck:
 
 
 class StepCheck:
-    """Checks the loss, the gradients and the activations.
+    """Checks the loss, the gradients and the activations."""
 
-    A check is started before an optimizer step and finished when its answer is needed: at once, or, where a
-    device would have to be waited for, before the next optimizer step.
-    """
+    # A check is started before an optimizer step and finished when its answer is needed: at once, or, where a
+    # device would have to be waited for, before the next optimizer step.
 
     def __init__(
         self,
@@ -202,10 +194,8 @@ class StepCheck:
         return PendingCheck(record, suspect, self._gradients(optimizer) if self._settings.gradients else None)
 
     def finish(self, pending: PendingCheck) -> tuple[bool, StepRecord | None]:
-        """Return whether all ranks know of something bad, and the step to replay if this one does.
-
-        On a GPU this waits for the answer.
-        """
+        """Return whether all ranks know of something bad, and the step to replay if this one does."""
+        # On a GPU this waits for the answer.
         # A mean over ranks carries a nan of any of them into the gradients of all, unless each holds but a part.
         here = None if pending.gradients is None else pending.gradients.result()
         steps = [step for step in (pending.suspect, pending.record) if step is not None]
@@ -278,11 +268,9 @@ class StepCheck:
 
 
 def spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:
-    """Return the gradient as it is, or nan where any flag is not finite.
-
-    This way a loss that is bad on one rank, or an activation that the loss does not depend on, is in the reduced
-    gradients of every rank. A finite flag leaves each bit as it was.
-    """
+    """Return the gradient as it is, or nan where any flag is not finite."""
+    # This way a loss that is bad on one rank, or an activation that the loss does not depend on, is in the
+    # reduced gradients of every rank. A finite flag leaves each bit as it was.
     for flag in flags:
         gradient = gradient * (1 + (0 * flag).sum().to(gradient.dtype))
     return gradient

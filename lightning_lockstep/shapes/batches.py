@@ -17,7 +17,6 @@ from lightning_lockstep.errors import ConfigurationError
 
 # -- The settings of StaticShapes, checked together --
 
-
 Key = str | int
 
 
@@ -92,10 +91,9 @@ def samples_in(batch: Any) -> int | None:
 
 
 def padded_samples(batch: Any, size: int, fill_values: Mapping[Key, float]) -> Any:
-    """Return a batch of ``size`` samples: those of ``batch``, then its last one again or ``fill_values``.
-
-    Tensors whose first dimension is not the number of samples stay as they are, as does all that is no tensor.
-    """
+    """Return a batch of ``size`` samples: those of ``batch``, then its last one again or ``fill_values``."""
+    # Tensors whose first dimension is not the number of samples stay as they are, as does all that is no
+    # tensor.
     samples = samples_in(batch)
     if samples is None or samples >= size:
         return batch
@@ -191,10 +189,8 @@ current = CurrentBatch()
 
 
 def real_samples(batch: Any) -> Tensor:
-    """Return which samples of the current batch are real: ``(samples,)`` bool, on the device of the batch.
-
-    All are, where nothing was added.
-    """
+    """Return which samples of the current batch are real: ``(samples,)`` bool, on the device of the batch."""
+    # All are, where nothing was added.
     samples = samples_in(batch)
     if samples is None:
         raise ConfigurationError(
@@ -213,10 +209,8 @@ def real_samples(batch: Any) -> Tensor:
 
 
 def mean_of_real(values: Tensor, batch: Any) -> Tensor:
-    """Return the mean of ``values``, ``(samples, ...)``, over the real samples of the current batch.
-
-    No shape depends on how many these are.
-    """
+    """Return the mean of ``values``, ``(samples, ...)``, over the real samples of the current batch."""
+    # No shape depends on how many these are.
     mask = real_samples(batch)
     if not values.dim() or values.size(0) != mask.size(0):
         raise ConfigurationError(

@@ -30,7 +30,6 @@ from lightning_lockstep.shapes.batches import (
 
 # -- To what each batch of a run is padded: by what its loader says or has given so far --
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -151,10 +150,8 @@ def loader_that_drops(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def evaluation_loader(loader: Any, size: int) -> Any:
-    """Return a loader of the same samples in batches of ``size``, or ``None`` where that cannot be had.
-
-    One that leaves out its last batch would leave out other samples, or all of them.
-    """
+    """Return a loader of the same samples in batches of ``size``, or ``None`` where that cannot be had."""
+    # One that leaves out its last batch would leave out other samples, or all of them.
     if not isinstance(loader, DataLoader) or not _is_plain(loader):
         return None
     if isinstance(loader.dataset, IterableDataset) or _samples_of(loader) is None or loader.drop_last:

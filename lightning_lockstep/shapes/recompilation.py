@@ -17,7 +17,6 @@ from lightning_lockstep.xla.runtime import compilations_so_far
 
 # -- Which option would have saved a compilation --
 
-
 Shapes = tuple[tuple[int, ...], ...]
 
 

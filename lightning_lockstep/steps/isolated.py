@@ -44,14 +44,12 @@ def isolated(
     answer_collectives: bool = True,  # False: every rank runs the body, its collectives are real
     by_module: bool = True,  # False: the strategy's wrapper or engine makes the steps
 ) -> Iterator[LocalAnswers]:
-    """Keep steps of the body from callbacks, loggers, the profiler and other ranks.
-
-    The strategy steps on the module itself and not on its distributed wrapper, so no gradient is reduced.
-    ``self.log`` does nothing. Collectives of the strategy and of ``torch.distributed`` are answered on the
-    spot, as if every rank held what this rank holds; see
-    :mod:`lightning_lockstep.distributed.local_collectives`. A body that needs what only another rank has gets
-    an ``UnansweredCollectiveError``.
-    """
+    """Keep steps of the body from callbacks, loggers, the profiler and other ranks."""
+    # The strategy steps on the module itself and not on its distributed wrapper, so no gradient is reduced.
+    # ``self.log`` does nothing. Collectives of the strategy and of ``torch.distributed`` are answered on the
+    # spot, as if every rank held what this rank holds; see
+    # :mod:`lightning_lockstep.distributed.local_collectives`. A body that needs what only another rank has
+    # gets an ``UnansweredCollectiveError``.
     strategy, run = trainer.strategy, cast(Any, trainer)  # its annotations leave some of these out
     callbacks, loggers, profiler = run.callbacks, run.loggers, run.profiler
     with ExitStack() as stack:
@@ -85,11 +83,9 @@ def run_step(
     *,
     accumulate: int = 1,  # batches in an optimizer step, which the last of them ends with
 ) -> None:
-    """Run one batch of training by Lightning's own optimization, with every hook of the module.
-
-    The accumulation of the run is set aside, as are the batches that it has counted. Schedulers and the counters of the
-    run stay as they are. To be called in :func:`isolated`.
-    """
+    """Run one batch of training by Lightning's own optimization, with every hook of the module."""
+    # The accumulation of the run is set aside, as are the batches that it has counted. Schedulers and the
+    # counters of the run stay as they are. To be called in :func:`isolated`.
     kwargs: Any = OrderedDict(enumerate(arguments))
     if not module.automatic_optimization:
         _ManualOptimization(trainer).run(kwargs)
@@ -149,10 +145,8 @@ def run_forward_backward(
 
 @contextmanager
 def on_plain_module(strategy: Strategy) -> Iterator[None]:
-    """Have the strategy step on the LightningModule itself while the body runs.
-
-    What the strategy does around the wrapper's forward stays in force.
-    """
+    """Have the strategy step on the LightningModule itself while the body runs."""
+    # What the strategy does around the wrapper's forward stays in force.
     wrapped, module = strategy.model, strategy.lightning_module
     if wrapped is module or module is None:
         yield

@@ -115,10 +115,9 @@ def _numpy_state() -> Any:
 
 
 class ModuleAttributes:
-    """Plain attributes of a module and its submodules: modes, counters, lists, states of torchmetrics.
+    """Plain attributes of a module and its submodules: modes, counters, lists, states of torchmetrics."""
 
-    Containers and tensors are put back in place, where others may hold them.
-    """
+    # Containers and tensors are put back in place, where others may hold them.
 
     # Parameters are never exchanged, buffers' values are a matter of their own, and the rest is Lightning's.
     _OTHERS = frozenset({PARAMETERS, MODULES, "_trainer", "_fabric", "trainer"})
@@ -210,7 +209,6 @@ class StoredCopies:
 # (gradients, a fresh optimizer's state), else copied: to host memory from a device, so that a copy does not
 # take the memory that is being measured or has run out.
 
-
 # Buffers up to this size [elements] are copied at each refresh; batch norm changes its own without a trace.
 _SMALL = 65_536
 
@@ -263,10 +261,9 @@ def without_tensors(module: nn.Module, *, generators: Iterable[torch.Generator] 
 
 
 class Gradients:
-    """Gradients and ``requires_grad`` flags; the parameters have none until they are put back.
+    """Gradients and ``requires_grad`` flags; the parameters have none until they are put back."""
 
-    Where an optimizer of several is toggled, the flags become as they were before.
-    """
+    # Where an optimizer of several is toggled, the flags become as they were before.
 
     def __init__(self, module: nn.Module) -> None:
         untoggled = untoggled_flags(module)
@@ -293,11 +290,10 @@ class TensorValues:
 
 
 class BufferCopies:
-    """Copies of a module's buffers that can be refreshed in every step for little.
+    """Copies of a module's buffers that can be refreshed in every step for little."""
 
-    Small buffers are copied each time in one fused call. Large ones (masks, tables) hardly ever change: they
-    are copied when their version counter says that something wrote to them.
-    """
+    # Small buffers are copied each time in one fused call. Large ones (masks, tables) hardly ever change:
+    # they are copied when their version counter says that something wrote to them.
 
     def __init__(self, module: nn.Module) -> None:
         self._places = buffer_places(module)

@@ -20,7 +20,6 @@ from lightning_lockstep.errors import MetricMissingError
 
 # -- Whether to stop, from numbers alone: no Trainer, no ranks, no clock --
 
-
 Reduction = Literal["mean", "min", "max", "rank0"]
 REDUCTIONS = ("mean", "min", "max", "rank0")
 MISSING = ("error", "use_present")
@@ -239,7 +238,6 @@ def missing_message(monitor: str, entries: Sequence[Entry]) -> str:
 
 # -- A metric of every rank at every k-th step, available a step later, without a stall --
 
-
 # Longest wait for a rank's value [s], that of torch's process groups: another rank may be busy with something
 # that it alone does, such as writing a large checkpoint.
 _TIMEOUT = 1800.0
@@ -255,11 +253,10 @@ class _Copy:
 
 
 class StepMetric:
-    """Posts this rank's value at every k-th optimizer step and returns those of all ranks at the next one.
+    """Posts this rank's value at every k-th optimizer step and returns those of all ranks at the next one."""
 
-    Every rank takes the same steps, so every rank reads the same values after the same step. A value on an
-    accelerator is copied without blocking and takes one step more.
-    """
+    # Every rank takes the same steps, so every rank reads the same values after the same step. A value on an
+    # accelerator is copied without blocking and takes one step more.
 
     def __init__(self, channel: SideChannel, name: str, *, every: int) -> None:
         self.every = every  # [optimizer steps]
@@ -277,10 +274,8 @@ class StepMetric:
         step: int,  # optimizer steps done so far
         read: Callable[[], tuple[Tensor | None, list[str]]],  # metric, names of all logged; called when due
     ) -> list[list[Entry]]:
-        """Return what all ranks had at earlier steps and has not been returned yet, oldest first.
-
-        On every rank, after every batch. Waits only for what is still in flight.
-        """
+        """Return what all ranks had at earlier steps and has not been returned yet, oldest first."""
+        # On every rank, after every batch. Waits only for what is still in flight.
         if step == self._last_step:
             return []
         gathered = self._read_all()

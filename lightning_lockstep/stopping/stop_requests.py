@@ -22,7 +22,6 @@ from lightning_lockstep.distributed.coordination.stop_agreement import (
 
 # -- The two functions with which user code asks all ranks to leave, and finds out that they do --
 
-
 _log = logging.getLogger(__name__)
 
 _process = os.getpid()
@@ -117,16 +116,14 @@ def _is_current(agreement: StepAgreement | None) -> bool:
 
 # -- What can request a stop from outside of the program: a signal, and a file --
 
-
 Request = Callable[[str], None]
 
 
 class SignalWatch:
-    """Takes signals over from Lightning while a fit runs; made before Lightning sets its own handlers.
+    """Takes signals over from Lightning while a fit runs; made before Lightning sets its own handlers."""
 
-    Lightning answers a SIGTERM with a broadcast from inside the handler, which pairs up with whatever
-    collective the other ranks are in. This handler only makes a request, and calls the user's own.
-    """
+    # Lightning answers a SIGTERM with a broadcast from inside the handler, which pairs up with whatever
+    # collective the other ranks are in. This handler only makes a request, and calls the user's own.
 
     def __init__(self, numbers: Sequence[signal.Signals], request: Request) -> None:
         self._request = request  # must be safe in a signal handler

@@ -17,7 +17,6 @@ from lightning_lockstep.stragglers.verdict import Clock, OwnStep, RankStep, Step
 
 # -- What rank 0 does with the steps that the ranks have sent: waits until all have come, then compares --
 
-
 # A rank that has left so many questions unanswered is missing: the comparison goes on without it.
 _PATIENCE = 2
 
@@ -103,7 +102,6 @@ class Collection:
 
 # -- Collects the figures of all ranks on rank 0: it asks, each rank answers after its next step, no rank
 # waits
-
 
 _ASK, _ANSWER = "straggler/ask", "straggler/answer"
 

@@ -21,7 +21,6 @@ from lightning_lockstep.stragglers.verdict import (
 
 # -- The verdict as the run goes on, when it changes, and what the whole run comes to --
 
-
 # A verdict stands on the steps of the last windows, at least so many.
 _LOOK_BACK = 50
 # While a run goes on, fewer steps than this name nobody.
@@ -121,10 +120,8 @@ class StragglerTracker:
         return Window(first=steps[0].step, since=since, losses=losses, before=before, verdict=self.verdict)
 
     def _measured(self, steps: Sequence[ComparedStep]) -> list[ComparedStep]:
-        """Return one step for all that lies between two collectives, as where gradients are accumulated.
-
-        What comes after the last collective waits for the next window.
-        """
+        """Return one step for all that lies between two collectives, as where gradients are accumulated."""
+        # What comes after the last collective waits for the next window.
         found: list[ComparedStep] = []
         for step in steps:
             before = self._since_collective
@@ -143,7 +140,6 @@ def _medians(times: Sequence[RankTimes]) -> RankTimes:
 
 
 # -- What rank 0 prints and logs about stragglers --
-
 
 # Beyond this number of ranks the table has those for which the others waited longest.
 _LONGEST_TABLE = 64

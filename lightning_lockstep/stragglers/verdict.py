@@ -15,7 +15,6 @@ from lightning_lockstep.distributed.guard.records import Arrival
 
 # -- Where the time of a rank's own steps goes, and at which collectives the rank arrived during each --
 
-
 Part = Literal["data loading", "forward and backward", "callbacks"]
 #: Parts of a step; the second is all that the other two are not, optimizer and Lightning's own work included.
 PARTS: tuple[Part, ...] = ("data loading", "forward and backward", "callbacks")
@@ -69,11 +68,10 @@ class RankStep(NamedTuple):
 
 
 class StepTimer:
-    """Measures the steps of this rank with a few reads of a clock each.
+    """Measures the steps of this rank with a few reads of a clock each."""
 
-    ``enter`` and ``leave`` are called for each action of the Trainer that belongs to a part; what runs inside another
-    such action counts for that one.
-    """
+    # ``enter`` and ``leave`` are called for each action of the Trainer that belongs to a part; what runs
+    # inside another such action counts for that one.
 
     def __init__(self) -> None:
         self._open = ""
@@ -134,11 +132,9 @@ def described(
     arrivals: Sequence[Arrival],  # in order
     shift: float,  # from time.perf_counter() to this host's time.time() [s]
 ) -> list[RankStep]:
-    """Return steps as they are sent, each with the collectives that the rank called during it.
-
-    DDP's reducer calls the collectives of a backward pass without waiting for each, and waits at its end: of those the
-    last one counts.
-    """
+    """Return steps as they are sent, each with the collectives that the rank called during it."""
+    # DDP's reducer calls the collectives of a backward pass without waiting for each, and waits at its end:
+    # of those the last one counts.
     found: list[RankStep] = []
     position = 0
     for own in steps:
@@ -179,7 +175,6 @@ def _part_at(own: OwnStep, at: float) -> Part:
 
 
 # -- One step of all ranks side by side: who arrived last, and how long the others waited for it --
-
 
 # How much later than a rank went on another one may seem to have arrived without being later in truth [s].
 _TOLERANCE = 5e-4
@@ -229,11 +224,10 @@ def joined(first: ComparedStep, then: ComparedStep) -> ComparedStep:
 
 
 class StepComparer:
-    """Compares steps, which it must be given in order.
+    """Compares steps, which it must be given in order."""
 
-    A rank that goes on before the last one has arrived did not wait in that call. It is still ahead at the next, so
-    only what was added to its lead counts there; where a rank did wait, it has no lead any more.
-    """
+    # A rank that goes on before the last one has arrived did not wait in that call. It is still ahead at the
+    # next, so only what was added to its lead counts there; where a rank did wait, it has no lead any more.
 
     def __init__(self) -> None:
         self._lead: dict[int, float] = {}
@@ -294,7 +288,6 @@ def _times(one: RankStep, waits: list[float]) -> RankTimes:
 
 
 # -- The decision: which rank the others wait for, if any, from sums over many steps --
-
 
 Kind = Literal["always", "at times"]
 
@@ -389,12 +382,10 @@ def losses_of(steps: Sequence[ComparedStep], world_size: int) -> Losses:
 
 
 def decide(losses: Losses, *, min_share: float, before: Verdict = NOBODY) -> Verdict:
-    """Decide whom the others wait for.
-
-    A rank is named if waiting for it costs at least ``min_share`` of the time more than waiting for each of
-    the others does on average (where all are late in turn, nobody is slow), and if that is no accident. A
-    value near a limit leaves the verdict as it was ``before``.
-    """
+    """Decide whom the others wait for."""
+    # A rank is named if waiting for it costs at least ``min_share`` of the time more than waiting for each of
+    # the others does on average (where all are late in turn, nobody is slow), and if that is no accident. A
+    # value near a limit leaves the verdict as it was ``before``.
     world_size = len(losses.lost)
     if losses.seconds <= 0 or world_size < 2 or not any(losses.lost):
         return NOBODY

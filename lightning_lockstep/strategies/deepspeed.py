@@ -95,10 +95,8 @@ class DeepSpeedSteps(DeepSpeedStrategy):
         return EngineTrials(self, self._run_config.given)
 
     def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
-        """Let the body run ``module`` by autograd alone, and leave the engine as it was.
-
-        Stages 0 to 2 send nothing; in stage 3 all ranks do it together, since the parameters are gathered.
-        """
+        """Let the body run ``module`` by autograd alone, and leave the engine as it was."""
+        # Stages 0 to 2 send nothing; in stage 3 all ranks do it together, since the parameters are gathered.
         return without_engine(self, module, module.trainer.model)
 
 
@@ -188,7 +186,6 @@ class DeepSpeedCheckpoints(DeepSpeedStrategy):
 
 
 # -- DeepSpeed's ZeRO that keeps all ranks in step, on CUDA and on CPU --
-
 
 # Options of Lightning's DeepSpeedStrategy that are not about DeepSpeed.
 _OF_LIGHTNING = ("accelerator", "parallel_devices", "precision_plugin")

@@ -1,4 +1,39 @@
-"""What every strategy holds: the life cycle of its ranks, and the hooks where Lightning calls it."""
+"""The life cycle of the ranks of a strategy, by composition: any strategy gets all of it by holding one object.
+
+A strategy need not inherit from DDP. It calls its :class:`RankLifecycle` where Lightning calls the strategy::
+
+    from lightning_lockstep.launchers import detect_environment
+    from lightning_lockstep.strategies import LifecycleSettings, RankLifecycle
+
+    class OwnStrategy(ParallelStrategy):
+        def __init__(self, **options):
+            super().__init__(cluster_environment=detect_environment())
+            self.lifecycle = RankLifecycle(self, LifecycleSettings(**options))
+
+        def _configure_launcher(self):
+            self._launcher = self.lifecycle.launcher()
+
+        def setup_environment(self):
+            super().setup_environment()
+            self.lifecycle.connect()
+
+        def process_dataloader(self, dataloader):
+            return self.lifecycle.process_dataloader(super().process_dataloader(dataloader))
+
+        def training_step(self, *args, **kwargs):
+            with self.lifecycle.contributing():
+                return super().training_step(*args, **kwargs)
+
+        def barrier(self, name=None):
+            if not self.lifecycle.failed:
+                ...
+
+        def teardown(self):
+            self.lifecycle.teardown()
+            super().teardown()
+
+At the end of the file: :class:`LifecycleHooks`, which does so where Lightning calls a strategy of this package.
+"""
 
 from __future__ import annotations
 
@@ -49,88 +84,13 @@ from lightning_lockstep.strategies.options import (
 from lightning_lockstep.strategies.uneven_inputs import UnevenInputs, every_rank_contributes
 from lightning_lockstep.xla.runtime import check_xla_untouched
 
-# -- The life cycle of the ranks of a strategy, by composition: any strategy gets all of it by holding one
-# object
-#
-# A strategy need not inherit from DDP. It calls its :class:`RankLifecycle` where Lightning calls the
-# strategy::
-#
-#     from lightning_lockstep.launchers import detect_environment
-#     from lightning_lockstep.strategies import LifecycleSettings, RankLifecycle
-#
-#     class OwnStrategy(ParallelStrategy):
-#         def __init__(self, **options):
-#             super().__init__(cluster_environment=detect_environment())
-#             self.lifecycle = RankLifecycle(self, LifecycleSettings(**options))
-#
-#         def _configure_launcher(self):
-#             self._launcher = self.lifecycle.launcher()
-#
-#         def setup_environment(self):
-#             super().setup_environment()
-#             self.lifecycle.connect()
-#
-#         def process_dataloader(self, dataloader):
-#             return self.lifecycle.process_dataloader(super().process_dataloader(dataloader))
-#
-#         def training_step(self, *args, **kwargs):
-#             with self.lifecycle.contributing():
-#                 return super().training_step(*args, **kwargs)
-#
-#         def barrier(self, name=None):
-#             if not self.lifecycle.failed:
-#                 ...
-#
-#         def teardown(self):
-#             self.lifecycle.teardown()
-#             super().teardown()
-
-
-# -- The life cycle of the ranks of a strategy, by composition: any strategy gets all of it by holding one
-# object
-#
-# A strategy need not inherit from DDP. It calls its :class:`RankLifecycle` where Lightning calls the
-# strategy::
-#
-#     from lightning_lockstep.launchers import detect_environment
-#     from lightning_lockstep.strategies import LifecycleSettings, RankLifecycle
-#
-#     class OwnStrategy(ParallelStrategy):
-#         def __init__(self, **options):
-#             super().__init__(cluster_environment=detect_environment())
-#             self.lifecycle = RankLifecycle(self, LifecycleSettings(**options))
-#
-#         def _configure_launcher(self):
-#             self._launcher = self.lifecycle.launcher()
-#
-#         def setup_environment(self):
-#             super().setup_environment()
-#             self.lifecycle.connect()
-#
-#         def process_dataloader(self, dataloader):
-#             return self.lifecycle.process_dataloader(super().process_dataloader(dataloader))
-#
-#         def training_step(self, *args, **kwargs):
-#             with self.lifecycle.contributing():
-#                 return super().training_step(*args, **kwargs)
-#
-#         def barrier(self, name=None):
-#             if not self.lifecycle.failed:
-#                 ...
-#
-#         def teardown(self):
-#             self.lifecycle.teardown()
-#             super().teardown()
-
-
 _log = logging.getLogger(__name__)
 
 
 class RankStartup:
-    """How the ranks of a strategy are started and connected: by this program, over a backend of torch.
+    """How the ranks of a strategy are started and connected: by this program, over a backend of torch."""
 
-    Another way overrides these methods, as :mod:`lightning_lockstep.strategies.mpi` does.
-    """
+    # Another way overrides these methods, as :mod:`lightning_lockstep.strategies.mpi` does.
 
     script_launcher: type[ScriptLauncher] = ScriptLauncher
 
@@ -160,11 +120,9 @@ class RankStartup:
         return strategy.local_rank, strategy.num_processes
 
     def connect(self, strategy: Any, timeout: timedelta) -> bool:
-        """Connect this rank with the others, and return whether it was not connected before.
-
-        Ranks without a process group of torch (XLA) give the run's group by ``distributed.process_group.use_group``
-        here instead.
-        """
+        """Connect this rank with the others, and return whether it was not connected before."""
+        # Ranks without a process group of torch (XLA) give the run's group by
+        # ``distributed.process_group.use_group`` here instead.
         is_new = not process_group_exists()
         self.backend = self.backend or default_backend(strategy.root_device)
         start_process_group(
@@ -308,11 +266,9 @@ class RankLifecycle:
         self._uneven_inputs.clear()
 
     def _stop_together_for_slurm(self) -> None:
-        """Give a fit that Slurm may requeue or end a ``StopTogether``, unless it has one.
-
-        Lightning saves and requeues inside the signal handler of each rank, wherever that rank is; ranks in different
-        places then wait for each other.
-        """
+        """Give a fit that Slurm may requeue or end a ``StopTogether``, unless it has one."""
+        # Lightning saves and requeues inside the signal handler of each rank, wherever that rank is; ranks in
+        # different places then wait for each other.
         module = self._strategy.lightning_module
         if module is None or not belongs_to_slurm(self._strategy.cluster_environment):
             return
@@ -344,25 +300,19 @@ class RankLifecycle:
                 _log.warning(warning)
 
 
-# -- What every strategy of this package does where Lightning calls it: it hands over to its
-# :class:`RankLifecycle`
-
-
 # -- The cluster environment that a strategy uses: given to it, given to the Trainer as a plugin, or
 # detected
-
 
 # Where a strategy keeps its environment, and whether that gives way to a plugin.
 _STATE = "lockstep_environment"
 
 
 class GivenEnvironment:
-    """The attribute ``cluster_environment`` of a strategy that detects its environment itself.
+    """The attribute ``cluster_environment`` of a strategy that detects its environment itself."""
 
-    Lightning sets a strategy's environment only where it has none, and refuses a plugin beside one. So while a Trainer
-    with such a plugin is under construction, a detected environment is not shown, and the plugin takes its place.
-    One that was given to the strategy stays, and Lightning says that there are two.
-    """
+    # Lightning sets a strategy's environment only where it has none, and refuses a plugin beside one. So
+    # while a Trainer with such a plugin is under construction, a detected environment is not shown, and the
+    # plugin takes its place. One that was given to the strategy stays, and Lightning says that there are two.
 
     def __get__(self, strategy: Any, owner: type | None = None) -> Any:
         if strategy is None:
@@ -395,11 +345,10 @@ def _is_plugin_given() -> bool:
 
 
 class LifecycleHooks(ParallelStrategy):
-    """Base of strategies of one process a device, in front of one of Lightning's strategies.
+    """Base of strategies of one process a device, in front of one of Lightning's strategies."""
 
-    A class sets ``lifecycle`` before it calls the constructor of Lightning's, and afterwards
-    :meth:`detect_unless_given`.
-    """
+    # A class sets ``lifecycle`` before it calls the constructor of Lightning's, and afterwards
+    # :meth:`detect_unless_given`.
 
     lifecycle: RankLifecycle
     cluster_environment: Any = GivenEnvironment()

@@ -113,7 +113,6 @@ def reject_unknown(options: Mapping[str, Any], strategy: type, accepted: Collect
 
 # -- Which rank runs where, shown once, and a warning that names the slowest GPU where GPUs differ --
 
-
 # Beyond this number of ranks the table names the first and the last of each host only.
 _LONGEST_TABLE = 64
 

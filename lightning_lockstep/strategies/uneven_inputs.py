@@ -54,26 +54,15 @@ def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) ->
 
 
 def zero_loss(module: Module, entries: Sequence[Tensor] = ()) -> Tensor:
-    """Return a loss of zero that depends on every trainable parameter, so that all gradients are zero.
-
-    ``entries`` are what this rank has gathered with gradients: the others wait for it in the backward, from
-    where it gets the gradients of what it has given them.
-    """
+    """Return a loss of zero that depends on every trainable parameter, so that all gradients are zero."""
+    # ``entries`` are what this rank has gathered with gradients: the others wait for it in the backward, from
+    # where it gets the gradients of what it has given them.
     parts = [p.view(-1)[:1].sum() * 0.0 for p in module.parameters() if p.requires_grad and p.numel()]
     parts += [entry.flatten()[:0].sum().real for entry in entries]  # no element, so no nan times zero
     return torch.stack([part.float() for part in parts]).sum()
 
 
 # -- Ranks that have different numbers of batches --
-# Every rank must take the same number of steps: a rank that runs out of data goes on to validation while
-# the others wait for its gradients, and they hang, or gradients are added to values of another collective.
-# Here the ranks compare the lengths of their loaders before the first batch. Loaders without a length agree
-# before each batch whether all still have one; that reduction runs while the batch before it is computed.
-#
-# What the loop takes counts, not what the loaders have: a limit of the Trainer may end an epoch everywhere
-# at the same batch, and of several loaders a longer one may decide, which is known only once Lightning has
-# asked for all of them.
-
 
 _log = logging.getLogger(__name__)
 Policy = Literal["error", "truncate", "join"]

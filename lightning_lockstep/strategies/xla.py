@@ -34,7 +34,6 @@ from lightning_lockstep.xla.runtime import XLARuntime, check_untouched
 
 # -- One process for each XLA device: gradients averaged between devices, all else as under DDP --
 
-
 _OPERATIONS: dict[str, Any] = {"sum": "sum", "mean": "mean", "avg": "mean", "min": "min", "max": "max"}
 
 

@@ -24,7 +24,6 @@ from lightning_lockstep.xla.steps import DtypeReport, LazyRun, XLADevices, own_m
 
 # -- What holds for every strategy of XLA devices, whose operations are called and run later --
 
-
 CAPABILITIES = Capabilities(sees_out_of_memory=False, runs_at_once=False)
 """Of a training step that torch-xla compiles."""
 
@@ -50,11 +49,11 @@ class XLAPending:
 
 
 class XLASteps(XLAPending, Strategy):
-    """Base of strategies for XLA devices, in front of one of Lightning's strategies.
+    """Base of strategies for XLA devices, in front of one of Lightning's strategies."""
 
-    torch-xla notes what is called and computes nothing until :meth:`sync`. Each batch is a graph of its own: whatever
-    is called between two calls of :meth:`sync` is compiled together, once for each set of shapes.
-    """
+    # torch-xla notes what is called and computes nothing until :meth:`sync`. Each batch is a graph of its
+    # own: whatever is called between two calls of :meth:`sync` is compiled together, once for each set of
+    # shapes.
 
     strategy_name: str  # as the Trainer and Hydra know it
     downcast_bf16: bool = False  # with bf16-true: float64 becomes float32 rather than bfloat16

@@ -19,7 +19,6 @@ from lightning_lockstep.xla.runtime import XLARuntime, find_device_type
 # What a tensor holds never depends on how it is divided, only where its parts lie and which device computes
 # what.
 
-
 _AXIS = "data"
 
 
@@ -32,11 +31,9 @@ class DeviceMesh:
         self._mesh = self._spmd.Mesh(np.arange(self.size), (self.size,), (_AXIS,))
 
     def divide_batch(self, batch: Any) -> Any:
-        """Divide the tensors of a batch along their first dimension.
-
-        Where that is no multiple of the number of devices, the last ones have less to do; torch-xla keeps what they
-        compute beyond it out of every result.
-        """
+        """Divide the tensors of a batch along their first dimension."""
+        # Where that is no multiple of the number of devices, the last ones have less to do; torch-xla keeps
+        # what they compute beyond it out of every result.
         return apply_to_collection(batch, Tensor, self._divide_first)
 
     def _divide_first(self, tensor: Tensor) -> Tensor:
@@ -84,10 +81,9 @@ def _longest_even(shape: Sequence[int], parts: int) -> int | None:
 
 
 def check_replicas(count: int) -> None:
-    """Refuse several replicas where they cannot work.
-
-    On the CPU each process has a client of its own, and an all-reduce waits for devices of the same client only.
-    """
+    """Refuse several replicas where they cannot work."""
+    # On the CPU each process has a client of its own, and an all-reduce waits for devices of the same client
+    # only.
     if count > 1 and find_device_type() == "CPU":
         raise ConfigurationError(
             f"strategy='lockstep_xla' with {count} devices: expected 1, as torch-xla's devices on the CPU cannot reduce"
@@ -112,11 +108,9 @@ class Replicas:
             )
 
     def average_gradients(self, module: torch.nn.Module) -> None:
-        """Average the gradients of a module over all ranks, in place.
-
-        A parameter that only some ranks have used counts as zero on the others; one that none has used stays without
-        a gradient.
-        """
+        """Average the gradients of a module over all ranks, in place."""
+        # A parameter that only some ranks have used counts as zero on the others; one that none has used
+        # stays without a gradient.
         parameters = [one for one in module.parameters() if one.requires_grad]
         if not parameters:
             return

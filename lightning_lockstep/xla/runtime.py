@@ -16,7 +16,6 @@ from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingEx
 # -- What is known of torch-xla and its devices without starting any: installed, its variables, TPUs,
 # already in use
 
-
 # Variables that change what float32 means for a whole process, and what to write instead.
 _REFUSED = {
     "XLA_USE_BF16": "precision=bf16-true",
@@ -30,10 +29,9 @@ _NO = ("", "0", "false")
 
 
 def check_environment() -> None:
-    """Refuse the variables that torch-xla has deprecated for 16 bits.
-
-    They turn every float32 tensor of the process into 16 bits without its knowledge: metrics, logged means, counters.
-    """
+    """Refuse the variables that torch-xla has deprecated for 16 bits."""
+    # They turn every float32 tensor of the process into 16 bits without its knowledge: metrics, logged means,
+    # counters.
     found = [name for name in _REFUSED if os.environ.get(name, "").lower() not in _NO]
     if found:
         texts = [f"{name}={os.environ[name]}: expected {_REFUSED[name]} instead." for name in found]

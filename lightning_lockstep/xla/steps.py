@@ -30,9 +30,6 @@ from lightning_lockstep._text import say
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.xla.runtime import compilations_begun_and_done
 
-# -- 16 bits by casting: which dtypes a step uses, and gradients as what follows a backward expects them --
-
-
 # -- Which dtypes a run on XLA devices really uses, seen in its first training step --
 
 
@@ -82,28 +79,26 @@ def _floating(tensors: Iterable[Tensor]) -> set[str]:
 
 
 def own_memory(module: torch.nn.Module) -> None:
-    """Give each gradient of a module memory of its own, so that it can be changed in place.
-
-    The gradient of a sum is one number seen many times, and torch-xla does not show that by strides; autograd keeps
-    it as it is, and clipping it in place would then change the one number many times.
-    """
+    """Give each gradient of a module memory of its own, so that it can be changed in place."""
+    # The gradient of a sum is one number seen many times, and torch-xla does not show that by strides;
+    # autograd keeps it as it is, and clipping it in place would then change the one number many times.
     for parameter in module.parameters():
         if parameter.grad is not None and not parameter.grad.is_sparse:
             parameter.grad = parameter.grad.clone()
 
 
 # -- 16 bits on XLA devices by casting or autocast, so that only what is meant to be is in 16 bits --
-# =============== =================== =================== ====================== ================== setting
-# float32 parameters  float64 parameters  what a module computes logged, metrics ===============
-# =================== =================== ====================== ================== ``32-true``     float32
-# float64             as they are            as they are ``64-true``     float64             float64
-# float64                as they are ``bf16-mixed``  float32             float64             bfloat16 by
-# autocast   float32 ``bf16-true``   bfloat16            bfloat16            bfloat16               float32
-# with downcast   bfloat16            float32             bfloat16, float32      float32 ===============
-# =================== =================== ====================== ==================
+# =============== =================== =================== ====================== ==================
+# setting         float32 parameters  float64 parameters  what a module computes logged, metrics
+# =============== =================== =================== ====================== ==================
+# ``32-true``     float32             float64             as they are            as they are
+# ``64-true``     float64             float64             float64                as they are
+# ``bf16-mixed``  float32             float64             bfloat16 by autocast   float32
+# ``bf16-true``   bfloat16            bfloat16            bfloat16               float32
+# with downcast   bfloat16            float32             bfloat16, float32      float32
+# =============== =================== =================== ====================== ==================
 #
 # The optimizer's state has the dtype of its parameter; inputs are cast as parameters are.
-
 
 _SUPPORTED = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 _FLOATS = (torch.float16, torch.float32, torch.float64)
@@ -162,9 +157,6 @@ def resolve_xla_precision(plugin: Precision, requested: str | None, *, downcast_
     return MixedPrecision("bf16-mixed", "xla") if name == "bf16-mixed" else plugin
 
 
-# -- A run whose values are read only where they are logged; long compilations announced --
-
-
 # -- Lightning's accelerator for XLA devices on the CPU --
 
 
@@ -177,7 +169,6 @@ class XLADevices(CPUAccelerator):
 
 # -- Compilations of torch-xla that take long are announced while they run, so that nobody thinks the run
 # hangs
-
 
 # The first two steps compile as a matter of course: the second has the optimizer's state, which the first had not.
 _FIRST_STEPS = 2
@@ -283,13 +274,12 @@ class CompilationAnnouncer:
 
 
 class LazyRun:
-    """What stands between a Trainer and XLA devices while it runs.
+    """What stands between a Trainer and XLA devices while it runs."""
 
-    Lightning reads each value of the progress bar from the device at every step, twice; the host then waits for the
-    step rather than prepare the next one. Here that is read every ``log_every_n_steps`` steps, as for the loggers; in
-    between the bar shows what was read last. Nor does the first step of a new epoch compile again because Lightning has
-    reset what the last one logged.
-    """
+    # Lightning reads each value of the progress bar from the device at every step, twice; the host then waits
+    # for the step rather than prepare the next one. Here that is read every ``log_every_n_steps`` steps, as
+    # for the loggers; in between the bar shows what was read last. Nor does the first step of a new epoch
+    # compile again because Lightning has reset what the last one logged.
 
     def __init__(self, trainer: Any, steps_made: Callable[[], int]) -> None:  # steps of this fit
         announcer = CompilationAnnouncer(trainer, steps_made)

@@ -18,7 +18,7 @@ PROBE = """
 import json, sys
 {first}
 from lightning_lockstep._doors import lightning as door
-named = {{name: getattr(door, name) for name in [*door._PUBLIC, *door._PRIVATE]}}
+named = {{name: getattr(door, name) for name in door.NAMES}}
 print(json.dumps({{
     "pytorch": door.PYTORCH, "fabric": door.FABRIC,
     "modules": {{name: getattr(value, "__module__", "") for name, value in named.items()}},
@@ -111,26 +111,8 @@ def test_a_program_on_one_family_does_not_get_the_other_too() -> None:
 
 
 def test_every_private_name_says_why() -> None:
-    assert [name for name, (_, why) in lightning._PRIVATE.items() if len(why.split()) < 3] == []
+    assert [name for name, why in lightning.PRIVATE.items() if len(why.split()) < 3] == []
 
 
 def test_private_names_are_in_the_private_table() -> None:
-    assert [name for name in lightning._PUBLIC if name.startswith("_")] == []
-    assert [name for name in lightning._PRIVATE if not name.startswith("_")] == []
-
-
-def test_type_checkers_see_the_same_names() -> None:
-    """The names under TYPE_CHECKING and those in the tables are written twice: they must be one list."""
-    import ast
-
-    tree = ast.parse(Path(lightning.__file__).read_text())
-    block = next(
-        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    )
-    typed = {
-        alias.asname or alias.name
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert typed == {*lightning._PUBLIC, *lightning._PRIVATE}
+    assert {name for name in lightning.NAMES if name.startswith("_")} == set(lightning.PRIVATE)

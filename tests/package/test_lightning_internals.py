@@ -247,7 +247,7 @@ def test_the_list_can_be_printed() -> None:
     )
     assert done.returncode == 0, done.stderr
     for name in (
-        *(path for path, _ in _lightning._PRIVATE.values()),
+        *(_lightning.NAMES[name] for name in _lightning.PRIVATE),
         *lightning_internals.TOUCHED,
         *lightning_internals.INHERITED,
     ):

@@ -83,7 +83,6 @@ def cut(parts: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
 
 # -- Whose the float32 copies of stage 0 are, which DeepSpeed saves without names --
 
-
 _HALF = (torch.float16, torch.bfloat16)
 _MOST_TRIALS = 100_000  # in finding names; a model has some thousand parameters
 
@@ -104,11 +103,10 @@ def unnamed_copies(model_states: Mapping[str, Any], saved: Mapping[str, Tensor])
 
 
 def _in_order(parts: Sequence[Tensor], saved: Mapping[str, Tensor]) -> dict[str, Values]:
-    """Return whose values the parts are, or nothing if that cannot be found out.
-
-    They are those of some of the tensors, in order, and each is what was saved once it is rounded as that was. Small
-    tensors may fit by chance: where it goes on with none, another one than the last one is tried.
-    """
+    """Return whose values the parts are, or nothing if that cannot be found out."""
+    # They are those of some of the tensors, in order, and each is what was saved once it is rounded as that
+    # was. Small tensors may fit by chance: where it goes on with none, another one than the last one is
+    # tried.
     names, total = list(saved), count(parts)
     chosen: list[tuple[int, int]] = []
     begin = start = 0
@@ -147,7 +145,6 @@ def _copies(parts: Sequence[Tensor], start: int, tensor: Tensor) -> Values:
 #   vectors. Frozen parameters are with the model states, in parts too.
 #
 # What an optimizer keeps for each value, such as Adam's moments, lies as the float32 copies do.
-
 
 Dtype = Literal["float32", "as_saved"]
 
@@ -285,7 +282,6 @@ def _mismatch(folder: Path, where: str, held: int, needed: int) -> Configuration
 
 # -- One plain Lightning checkpoint from the folder that DeepSpeed has written, without DeepSpeed --
 
-
 _DTYPES = ("float32", "as_saved")
 #: What DeepSpeed itself puts beside Lightning's entries.
 OWN_KEYS = frozenset(
@@ -304,18 +300,16 @@ def consolidated(
     *,
     tag: str | None = None,  # which checkpoint, where the folder holds several
 ) -> dict[str, Any]:
-    """Return what a DeepSpeed checkpoint folder holds, as Lightning's own checkpoint of one file would.
-
-    ``state_dict`` has whole tensors of float32, taken from the optimizer's float32 copies where there are
-    any; parameters that share their values share them here too. The other entries are those of Lightning:
-    epoch, loops, callbacks, hyperparameters and so on; those that are objects of classes are left out, with a
-    warning. ``optimizer_states`` are left out: a new fit can begin with the weights, but does not go on with
-    the optimizer as it was. Frozen parameters are missing where the run did not save them
-    (``exclude_frozen_parameters``).
-
-    Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory;
-    the dictionary refers to none.
-    """
+    """Return what a DeepSpeed checkpoint folder holds, as Lightning's own checkpoint of one file would."""
+    # ``state_dict`` has whole tensors of float32, taken from the optimizer's float32 copies where there are
+    # any; parameters that share their values share them here too. The other entries are those of Lightning:
+    # epoch, loops, callbacks, hyperparameters and so on; those that are objects of classes are left out, with
+    # a warning. ``optimizer_states`` are left out: a new fit can begin with the weights, but does not go on
+    # with the optimizer as it was. Frozen parameters are missing where the run did not save them
+    # (``exclude_frozen_parameters``).
+    #
+    # Memory: the weights once. Files are memory-mapped, so that what is read of them need not stay in memory;
+    # the dictionary refers to none.
     return _lightning_checkpoint(read_checkpoint(_paths(folder), tag), "float32", in_memory)
 
 
@@ -326,14 +320,13 @@ def consolidate(
     tag: str | None = None,
     dtype: Dtype = "float32",  # as_saved: each tensor as the model had it; float32: widens halves
 ) -> Path:
-    """Write what a DeepSpeed checkpoint folder holds into one file, as :func:`consolidated` describes it.
-
-    The file loads with ``load_from_checkpoint`` and with ``torch.load(weights_only=True)``. It appears under its name
-    when it is complete, in place of what was there.
-
-    Memory: the weights once, if they take less than half of what is available; otherwise one part of a parameter
-    at a time, and the disk of ``output`` needs space for the weights twice until the file is complete.
-    """
+    """Write what a DeepSpeed checkpoint folder holds into one file, as :func:`consolidated` describes it."""
+    # The file loads with ``load_from_checkpoint`` and with ``torch.load(weights_only=True)``. It appears
+    # under its name when it is complete, in place of what was there.
+    #
+    # Memory: the weights once, if they take less than half of what is available; otherwise one part of a
+    # parameter at a time, and the disk of ``output`` needs space for the weights twice until the file is
+    # complete.
     faults = Faults()
     faults.choice("dtype", dtype, _DTYPES)
     output = Path(output)

@@ -37,7 +37,6 @@ from lightning_lockstep.errors import ConfigurationError
 # trusted runs no code. (A class that this process has declared safe by
 # ``torch.serialization.add_safe_globals`` stays what it is.)
 
-
 _RUNS_PROGRAMS = ("os", "posix", "nt", "sys")  # modules that torch refuses even where they are declared safe
 _CONTAINERS = (dict, OrderedDict, Counter)
 _SEQUENCES = (list, tuple, set, torch.Size)
@@ -116,10 +115,9 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the entries that are plain data, and the names of those that had to be left out.
-
-    An entry is a value, or in a dictionary one of its values: half of a callback's state would be worse than none.
-    """
+    """Return the entries that are plain data, and the names of those that had to be left out."""
+    # An entry is a value, or in a dictionary one of its values: half of a callback's state would be worse
+    # than none.
     kept: dict[str, Any] = {}
     dropped = []
     for key, value in values.items():
@@ -168,7 +166,6 @@ def _stand_in(name: str) -> type:
 
 
 # -- One file written whole or not at all, and memory for what goes into it --
-
 
 #: Gives an empty tensor of a shape and dtype.
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -234,7 +231,6 @@ def replacing(output: Path) -> Iterator[IO[bytes]]:
 
 # -- The files of a DeepSpeed checkpoint: where they are, in one folder or in one of each node, and opened
 # together
-
 
 _LIGHTNING_TAG = "checkpoint"
 

@@ -144,7 +144,6 @@ def _flags(state: Mapping[str, Any]) -> dict[str, Any]:
 
 # -- The state of a fit, divided among the ranks of the run that resumes it --
 
-
 _MOST_NAMED = 5  # parameters in one message
 
 
@@ -160,10 +159,8 @@ def check_same_training(engine: Any, state: OptimizerState, folder: object) -> N
 
 
 def redivide(engine: Any, state: OptimizerState, rank: int) -> None:
-    """Write this rank's part of the state of an optimizer into an engine.
-
-    One parameter is in memory at a time; what is in files stays there.
-    """
+    """Write this rank's part of the state of an optimizer into an engine."""
+    # One parameter is in memory at a time; what is in files stays there.
     if reorders_gradients(engine.optimizer):
         _link_in_round_robin(engine.optimizer)
     _make_room(engine, state)

@@ -49,7 +49,6 @@ from lightning_lockstep.errors import ConfigurationError
 
 # -- A checkpoint folder that is either whole or not there --
 
-
 #: How the name of a plain checkpoint ends that was made of a folder.
 CONSOLIDATED = ".consolidated.ckpt"
 
@@ -245,10 +244,8 @@ def resume_redivided(
     strict: bool = True,  # whether the names of the weights must be the same
     plain_only: bool = False,  # leaves out what else would be unpickled, as DeepSpeed does
 ) -> dict[str, Any]:  # what Lightning has put into it
-    """Load weights, the state of the optimizer and the counters into an engine, whoever has written them.
-
-    Every rank reads of all files what it needs, one parameter at a time.
-    """
+    """Load weights, the state of the optimizer and the counters into an engine, whoever has written them."""
+    # Every rank reads of all files what it needs, one parameter at a time.
 
     def read() -> tuple[Checkpoint, OptimizerState, _Weights]:
         checkpoint = read_checkpoint(folder)

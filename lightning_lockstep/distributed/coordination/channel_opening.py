@@ -50,10 +50,8 @@ def known_rank() -> tuple[int, int] | None:
 
 
 def side_channel_if_open(*, open_if_easy: bool = False) -> SideChannel | None:
-    """Return the side channel of the current group if there is one, without waiting for a rank.
-
-    ``open_if_easy``: it is opened where that needs nobody, on rank 0 and on a rank that finds the address.
-    """
+    """Return the side channel of the current group if there is one, without waiting for a rank."""
+    # ``open_if_easy``: it is opened where that needs nobody, on rank 0 and on a rank that finds the address.
     group = current_group()
     if group is None:
         return None
@@ -71,10 +69,8 @@ def open_side_channel(
     timeout: float | None = None,  # longest wait for rank 0 to set the address [s]; None: the group's own
     broadcast: Callable[[Any], Any] | None = None,  # of rank 0's object, for groups without a store
 ) -> SideChannel:
-    """Return the side channel of the current group, opened on the first call.
-
-    Rank 0 waits for nobody, the others until rank 0 has called it too.
-    """
+    """Return the side channel of the current group, opened on the first call."""
+    # Rank 0 waits for nobody, the others until rank 0 has called it too.
     global _open
     group = current_group()
     if group is None:

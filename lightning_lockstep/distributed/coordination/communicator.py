@@ -31,7 +31,6 @@ from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel
 # Control messages travel on the CPU, whatever the device of the model, so that a decision never waits for a
 # GPU queue. One process has a communicator too, the null object that answers for a world of one.
 
-
 ReduceOperation = Literal["sum", "mean", "min", "max"]
 
 
@@ -217,7 +216,6 @@ class SingleProcessCommunicator(Communicator):
 
 # -- Threads of torch's backends that still hold something of the last operation when Python ends --
 
-
 #: What torch calls the threads in which gloo runs its operations, cut to the length that Linux keeps.
 _NAMES = frozenset({"pt_gloo_runloop"})
 _PAUSE = 0.001
@@ -225,13 +223,12 @@ _LOOKS = 2
 
 
 def wait_for_backend_threads(timeout: float = 2.0) -> bool:
-    """Wait, up to ``timeout`` [s], until no thread of gloo is at work here; return whether none is.
-
-    Such a thread lets go of the tensors of an operation a moment after it has said that the operation is done. Where
-    Python ends in this moment, the thread cannot get Python's lock to do so, is ended in the middle, and C++ answers
-    with an abort: "terminate called without an active exception", and exit code 134 of a rank that has done its work.
-    Seen with torch 2.13 (``ProcessGroupGloo::runLoop``). Threads that wait, for work or for another rank, are at rest.
-    """
+    """Wait, up to ``timeout`` [s], until no thread of gloo is at work here; return whether none is."""
+    # Such a thread lets go of the tensors of an operation a moment after it has said that the operation is
+    # done. Where Python ends in this moment, the thread cannot get Python's lock to do so, is ended in the
+    # middle, and C++ answers with an abort: "terminate called without an active exception", and exit code 134
+    # of a rank that has done its work. Seen with torch 2.13 (``ProcessGroupGloo::runLoop``). Threads that
+    # wait, for work or for another rank, are at rest.
     deadline = time.monotonic() + timeout
     at_rest = 0
     while at_rest < _LOOKS:
@@ -252,7 +249,6 @@ def _states() -> Iterator[str]:
 
 
 # -- The communicator of a process group of ``torch.distributed``, and which communicator is the current one
-
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,

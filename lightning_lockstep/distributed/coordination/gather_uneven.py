@@ -27,7 +27,6 @@ from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationErro
 # Bytes go through every backend alike, whatever it knows of bfloat16, bool or complex numbers, and one
 # collective moves any number of tensors.
 
-
 # Each tensor begins at a multiple of it, so that its bytes can be viewed as its dtype [bytes].
 _ALIGNMENT = 16
 # Torch 2.13 has a new name for it.
@@ -71,10 +70,8 @@ class Layout:
 
 
 def carrying_device(group: dist.ProcessGroup, tensors: Sequence[Tensor] = ()) -> torch.device:
-    """Return the device on which a group carries tensors: that of one of them, else the CPU, if it can.
-
-    Their kinds of device are the same on every rank.
-    """
+    """Return the device on which a group carries tensors: that of one of them, else the CPU, if it can."""
+    # Their kinds of device are the same on every rank.
     carried = [entry.partition(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
     for tensor in tensors:
         if tensor.device.type != "cpu" and tensor.device.type in carried:
@@ -108,7 +105,6 @@ def exchange_rows(
 
 # -- What each rank gives to a collective whose shapes may differ, brought together and compared before data
 # moves
-
 
 # What every rank sends at first: the length of its description, and as much of it as fits [bytes].
 _FIRST, _LENGTH = 1024, 8
@@ -217,7 +213,6 @@ def _listed(places: Sequence[str]) -> str:
 # tensors of all ranks, as rows of bytes padded to the longest. In backward, one all-to-all sends each rank
 # the gradients of its own tensors, which it sums: half precision is added up in float32 and rounded once,
 # in rank order on every backend.
-
 
 # What is kept of each call with gradients, for whoever asks at the moment.
 _asked: list[list[Tensor]] = []

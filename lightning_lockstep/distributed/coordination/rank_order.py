@@ -120,10 +120,8 @@ class RankOrderedSections:
         self._channel.on(_ANSWERS, self._on_answer)
 
     def enter(self, queue: str, *, timeout: float) -> int:
-        """Wait until this rank may start and return the number of the section.
-
-        Ranks that name the same ``queue`` run one after the other. ``timeout`` is in seconds.
-        """
+        """Wait until this rank may start and return the number of the section."""
+        # Ranks that name the same ``queue`` run one after the other. ``timeout`` is in seconds.
         section, self._entered = self._entered, self._entered + 1
         self._report(section, "arrived", queue)
         errors = self._answer(section, "start", timeout)

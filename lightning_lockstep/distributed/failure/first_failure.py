@@ -18,10 +18,9 @@ from lightning_lockstep.distributed.side_channel.channel import Message, SideCha
 
 
 class Attempts:
-    """Counts the failures that this rank has got over.
+    """Counts the failures that this rank has got over."""
 
-    A rank that had not raised when another one did, and caught it, counts on once it is in the same fit.
-    """
+    # A rank that had not raised when another one did, and caught it, counts on once it is in the same fit.
 
     def __init__(self) -> None:
         self.number = self.begun = 0  # of the attempt, the same on all ranks in it; fits begun by this rank
@@ -55,7 +54,6 @@ class Attempts:
 # The errors of this package are such: every rank decides the same from the same values. A rank that raises
 # one lets the others know at once, so that it counts as a failure if it was raised on that rank alone after
 # all.
-
 
 _COMMON = "failure/common"
 #: How long a report that is being written holds a forced end [s].
@@ -140,17 +138,15 @@ class CommonErrors:
 
 # -- Ranks that are gone, or silent, without having reported an error --
 
-
 #: How long the process that started a rank may take to say how it ended [s].
 BETTER_REPORT = 2.0
 
 
 class LostPeers:
-    """Makes records of the ranks that the side channel misses, and hands them on when nobody knows better.
+    """Makes records of the ranks that the side channel misses, and hands them on when nobody knows better."""
 
-    Whoever started a rank knows its signal or exit code, and gets a moment to send it. Of rank 0 that is often
-    nobody of ours.
-    """
+    # Whoever started a rank knows its signal or exit code, and gets a moment to send it. Of rank 0 that is
+    # often nobody of ours.
 
     def __init__(
         self,
@@ -184,16 +180,13 @@ class LostPeers:
 
 
 # -- Which rank failed first, as all ranks agree, and the messages by which they do --
-# ===========================
-# ========================================================================================== ``failure``
-# number of the attempt, record; from the rank whose claim to be the first has won ``failure/confirmed``
-# number of the attempt; from rank 0: it prints what is to be printed ``failure/armed``           number of
-# the attempt that begins, number of its first fit; from a rank that goes on ===========================
-# ==========================================================================================
+# =========================== ==========================================================================================
+# ``failure``                 number of the attempt, record; from the rank whose claim to be the first has won
+# ``failure/confirmed``       number of the attempt; from rank 0: it prints what is to be printed
+# ``failure/armed``           number of the attempt that begins, number of its first fit; from a rank that goes on
+# =========================== ==========================================================================================
 #
-# See :mod:`~lightning_lockstep.distributed.failure.first_failure` for what becomes of a message that is late or
-# early.
-
+# See :mod:`~lightning_lockstep.distributed.failure.attempts` for what becomes of a message that is late or early.
 
 _FAILED, _CONFIRMED, _FIRST = "failure", "failure/confirmed", "failure/first"
 _ARMED = "failure/armed"

@@ -54,11 +54,9 @@ _flushers: list[Callable[[], None]] = []
 
 
 def on_flush(flusher: Callable[[], None]) -> Callable[[], None]:
-    """Have ``flusher`` called before this process ends by force, which nothing at exit survives.
-
-    It may be called on any thread and more than once, and must wait for another rank for a second at most.
-    Returns a function that takes it off the list again.
-    """
+    """Have ``flusher`` called before this process ends by force, which nothing at exit survives."""
+    # It may be called on any thread and more than once, and must wait for another rank for a second at most.
+    # Returns a function that takes it off the list again.
     _flushers.append(flusher)
 
     def remove() -> None:

@@ -239,11 +239,10 @@ class FailurePropagation:
         self._first.close()
 
     def _raised_in_common(self, error: BaseException) -> BaseException:
-        """Errors of this package are raised on every rank alike: each keeps its own, rank 0 prints it.
-
-        Should this one be raised on one rank alone after all, the others take it for a failure after half the
-        grace period, or when this rank exits. Rank 0 confirms either way that it prints what is to be printed.
-        """
+        """Errors of this package are raised on every rank alike: each keeps its own, rank 0 prints it."""
+        # Should this one be raised on one rank alone after all, the others take it for a failure after half
+        # the grace period, or when this rank exits. Rank 0 confirms either way that it prints what is to be
+        # printed.
         self._first.common.post(self._describe(error))
         if not self.prints_report:
             if self._first.wait_for_confirmation():

@@ -27,7 +27,6 @@ from lightning_lockstep.errors import LockstepError, Preempted, RankFailedError
 # -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
 # there were
 
-
 # What a package is called for readers, by the folder it is installed in.
 _FOLDED = {
     "torch": "torch",
@@ -53,11 +52,10 @@ def has_plain_message(error: BaseException) -> bool:
 
 
 def format_error(error: BaseException) -> str:
-    """Return the traceback of ``error`` as text that ends with a newline.
-
-    Frames of torch, Lightning, Hydra and this package that follow each other are one line, but for the frame that
-    raised. An error of this package is its message alone. ``LOCKSTEP_FULL_TRACEBACK=1`` shows all there is.
-    """
+    """Return the traceback of ``error`` as text that ends with a newline."""
+    # Frames of torch, Lightning, Hydra and this package that follow each other are one line, but for the
+    # frame that raised. An error of this package is its message alone. ``LOCKSTEP_FULL_TRACEBACK=1`` shows
+    # all there is.
     if full_traceback():
         return "".join(traceback.format_exception(error))
     if has_plain_message(error):
@@ -117,7 +115,6 @@ def _package_of(filename: str) -> str | None:
 
 
 # -- What is known of the rank that failed first, and the text that reports it --
-
 
 Kind = Literal["exception", "exit", "signal", "vanished", "interrupt"]
 
@@ -323,15 +320,13 @@ def is_broken_collective(error: BaseException) -> bool:
 # -- How a rank tells the process that started it how it ended, beyond its exit code --
 # A launcher of ours that is no rank itself gives its ranks a folder, and each rank leaves a note there:
 #
-# ================
-# ============================================================================================
-# ``<pid>.failed``  a rank failed; the record of the first one, the same from every rank ``<pid>.agreed``
-# all ranks left together on purpose, with an exit code of their own ``<pid>.ended``   this rank came to its
-# end in good order ================
-# ============================================================================================
+# ================ ============================================================================================
+# ``<pid>.failed``  a rank failed; the record of the first one, the same from every rank
+# ``<pid>.agreed``  all ranks left together on purpose, with an exit code of their own
+# ``<pid>.ended``   this rank came to its end in good order
+# ================ ============================================================================================
 #
 # ``torchrun`` has a file of its own for a failure, which is written beside.
-
 
 _folder: Path | None = None
 

@@ -26,10 +26,8 @@ from lightning_lockstep.errors import RankFailedError
 
 
 def fold_tracebacks() -> None:
-    """Have Python print exceptions that nobody caught as :func:`.folded.format_error` formats them.
-
-    A hook that the program or another library has set, but for torch's, stays.
-    """
+    """Have Python print exceptions that nobody caught as :func:`.folded.format_error` formats them."""
+    # A hook that the program or another library has set, but for torch's, stays.
     _install_hook()
 
 
@@ -50,11 +48,9 @@ def keep_quiet(error: BaseException) -> None:
 
 
 def show_plainly(error: RankFailedError, exit_code: int | None = None) -> None:
-    """Have Python print the report alone when ``error`` ends this process, without this rank's own stack.
-
-    Torch's hook would put this rank's number in front of every line of the other one's traceback. Without
-    ``exit_code`` the process ends with Python's own, 1.
-    """
+    """Have Python print the report alone when ``error`` ends this process, without this rank's own stack."""
+    # Torch's hook would put this rank's number in front of every line of the other one's traceback. Without
+    # ``exit_code`` the process ends with Python's own, 1.
     _print_instead(error, f"\nlightning-lockstep: {error}\n", exit_code)
 
 
@@ -106,10 +102,8 @@ def end_within(
     *,
     on_force: Callable[[], None] | None = None,  # called before it is ended
 ) -> None:
-    """If nobody catches ``error``, end this process by force a while after Python has printed it.
-
-    A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it for ever.
-    """
+    """If nobody catches ``error``, end this process by force a while after Python has printed it."""
+    # A thread that is no daemon, or a blocking function of :mod:`atexit`, could hold it for ever.
     global _on_force
     _on_force = on_force  # not kept by the error, which may be pickled
     error.__lockstep_end__ = seconds, exit_code  # type: ignore[attr-defined]
@@ -141,10 +135,8 @@ def _count_down(seconds: float, exit_code: int) -> None:
 
 
 def on_uncaught(function: Callable[[], None]) -> None:
-    """Have ``function`` called after Python has printed an exception that nobody caught, perhaps twice.
-
-    Not for one whose printing :func:`keep_quiet` or :func:`show_plainly` has replaced.
-    """
+    """Have ``function`` called after Python has printed an exception that nobody caught, perhaps twice."""
+    # Not for one whose printing :func:`keep_quiet` or :func:`show_plainly` has replaced.
     _after_uncaught.append(function)
     _install_hook()
 

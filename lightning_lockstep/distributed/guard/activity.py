@@ -26,7 +26,6 @@ from lightning_lockstep.distributed.process_group import process_group_exists
 # the connections between two ranks are shut down, as they are when a process ends; then every wait for that
 # peer raises.
 
-
 # Where Linux's ``struct tcp_info`` says how many bytes the other end has acknowledged, and how many have come.
 _BYTES_IN_TCP_INFO, _TCP_INFO_LENGTH = struct.Struct("@120xQQ"), 136
 
@@ -106,7 +105,6 @@ def _text(address: Any) -> str:
 
 
 # -- What the threads of this process do, as Linux knows it; nothing is known elsewhere --
-
 
 # Threads that work for this package, or for ZeroMQ under it: by their names in Python, and in C.
 _OURS, _OURS_IN_C = "lockstep-", "ZMQbg"
@@ -195,7 +193,6 @@ def _read(thread: int, name: str) -> str:
 
 
 # -- Whether the program of this process moves, seen from another thread --
-
 
 # What counts as moving: so much of one core, by the thread that trains, by the other threads, or by child processes ...
 _BUSY_SHARE = 0.05

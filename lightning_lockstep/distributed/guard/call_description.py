@@ -34,7 +34,6 @@ from lightning_lockstep.distributed.guard.records import CollectiveCall
 # the backends sees them all, whatever the backend. Process groups that are written in Python are called
 # past the dispatcher.
 
-
 #: Operators that only two ranks take part in.
 POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 
@@ -120,11 +119,10 @@ _libraries: dict[str, Any] = {}  # torch's registration of each kernel
 
 
 class Hook:
-    """Lets an observer see the operations of this process until it is removed.
+    """Lets an observer see the operations of this process until it is removed."""
 
-    It is silent while collectives are answered on this rank alone (``local_collectives``). Several hooks may be there
-    at once. Put in place and remove them while no operation is being called.
-    """
+    # It is silent while collectives are answered on this rank alone (``local_collectives``). Several hooks
+    # may be there at once. Put in place and remove them while no operation is being called.
 
     def __init__(self, observer: Observer, *, operators: Iterable[str] = tuple(OPERATIONS)) -> None:
         self._observer, self._operators = observer, tuple(operators)

@@ -30,7 +30,6 @@ from lightning_lockstep.distributed.guard.records import CollectiveCall, Outstan
 # Every rank has one to the first of the group, which compares. They are Unix sockets in a folder that only
 # this user can enter, and that is gone once all are connected.
 
-
 _NUMBER = struct.Struct("q")
 _YES, _NO = b"\1", b"\0"
 # How long the first rank and the others wait for each other while they connect [s].
@@ -163,7 +162,6 @@ _all: weakref.WeakSet[HostSockets] = weakref.WeakSet()
 # It is built by the ranks of the group alone, and torch.distributed does not know of it: what is sent over
 # it goes past torch's dispatcher, and is not seen by whoever watches that.
 
-
 _PREFIX = "lightning_lockstep/verify"
 _ARRIVED = "arrived"
 
@@ -235,12 +233,10 @@ class Companion:
 
 
 def _wait_for_all(store: dist.Store, size: int, timeout: float) -> int:
-    """Wait until all ranks are here, and return how many companions were made over this store before.
-
-    The ranks are counted rather than named: a group may be made anew with the name of an earlier one, and have the
-    same store. Nobody can arrive for the next companion before all have arrived for this one. It is Python that waits,
-    so that a signal is noticed.
-    """
+    """Wait until all ranks are here, and return how many companions were made over this store before."""
+    # The ranks are counted rather than named: a group may be made anew with the name of an earlier one, and
+    # have the same store. Nobody can arrive for the next companion before all have arrived for this one. It
+    # is Python that waits, so that a signal is noticed.
     arrived = store.add(_ARRIVED, 1)
     number = (arrived - 1) // size
     deadline, pause = time.monotonic() + timeout, 0.001
@@ -258,7 +254,6 @@ def _wait_for_all(store: dist.Store, size: int, timeout: float) -> int:
 
 
 # -- What this rank has called lately, kept while it calls on and read from any thread --
-
 
 # Sends and receives whose handles are kept though nobody has waited for them: a handle holds the tensor.
 _OPEN_MESSAGES = 64
@@ -300,10 +295,9 @@ class Entry:
 
 
 def _tells_completion(work: Any) -> bool:
-    """Return whether the handle of a collective ever says that it is complete.
-
-    Gloo's reduce-scatter is an all-reduce whose result is copied by the ``wait`` of a handle that never does.
-    """
+    """Return whether the handle of a collective ever says that it is complete."""
+    # Gloo's reduce-scatter is an all-reduce whose result is copied by the ``wait`` of a handle that never
+    # does.
     try:
         work.get_future()
     except RuntimeError:
@@ -312,11 +306,10 @@ def _tells_completion(work: Any) -> bool:
 
 
 class CallHistory:
-    """The last calls of each group.
+    """The last calls of each group."""
 
-    A work handle, which holds the tensors of its operation, is kept until the operation is complete and the history is
-    next written or read.
-    """
+    # A work handle, which holds the tensors of its operation, is kept until the operation is complete and the
+    # history is next written or read.
 
     def __init__(self, length: int) -> None:
         self._length = length  # calls per group
@@ -352,10 +345,8 @@ class CallHistory:
         return list(oldest.values())
 
     def messages(self) -> list[RecordedCall]:
-        """Return the sends and receives that are not known to be complete, oldest first.
-
-        The handles of gloo say so only once they have been waited for.
-        """
+        """Return the sends and receives that are not known to be complete, oldest first."""
+        # The handles of gloo say so only once they have been waited for.
         with self._lock:
             self._settle()
             return [entry.recorded() for entry in self._open if not entry.key.number]

@@ -40,7 +40,6 @@ from lightning_lockstep.errors import CollectiveError, ConfigurationError, Locks
 # gloo throws in a thread of its own when a peer sends more than was expected; nobody can catch that, and
 # the C++ library aborts the process. It calls a function before, which may be set.
 
-
 # std::set_terminate of the C++ library that torch is linked with.
 _LIBRARY, _SET = "libstdc++.so.6", "_ZSt13set_terminatePFvvE"
 _Handler = ctypes.CFUNCTYPE(None)
@@ -49,11 +48,9 @@ _kept: list[object] = []  # what C++ holds a pointer to must live
 
 
 def before_terminate(function: Callable[[], None] | None) -> bool:
-    """Have ``function`` called, in whichever thread that is, before C++ aborts this process over an error.
-
-    It may wait, and may end the process; ``None``: nothing is called any more. Returns whether that is
-    possible here.
-    """
+    """Have ``function`` called, in whichever thread that is, before C++ aborts this process over an error."""
+    # It may wait, and may end the process; ``None``: nothing is called any more. Returns whether that is
+    # possible here.
     global _function
     _function = function
     return bool(_kept) or (function is not None and _install())
@@ -84,7 +81,6 @@ def _install() -> bool:
 # DDP's reducer makes. What it does not record: sends and receives over gloo, the reduction, the root, and
 # process groups that are written in Python.
 # https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
-
 
 #: Calls that the ring holds; below 1 MiB with their stacks.
 _CALLS = 512
@@ -145,10 +141,8 @@ class FlightRecorder:
         return any(dump.get("pg_status") for _, dump in _dumps(includeCollectives=False))
 
     def outstanding(self) -> Sequence[Outstanding]:
-        """See :meth:`CallRecorder.outstanding`; about 0.1 ms.
-
-        A group in which anything was called or completed since the last time this was asked is left out.
-        """
+        """See :meth:`CallRecorder.outstanding`; about 0.1 ms."""
+        # A group in which anything was called or completed since the last time this was asked is left out.
         counts: dict[_Group, tuple[int, int]] = {}
         for ring, dump in _dumps(includeCollectives=False):
             for number, status in dump.get("pg_status", {}).items():
@@ -268,7 +262,6 @@ class ArrivalReader:
 
 # -- The guard of a run: which of its parts are at work, and how an error of theirs reaches the main thread
 
-
 #: Name of the file with what each rank has said of itself.
 REPORT = "guard-report.json"
 # How long the other ranks may take to say where they are when a collective has failed here [s].
@@ -327,10 +320,8 @@ class CollectiveGuard:
             self._propagation.explain = None
 
     def explain(self, error: BaseException) -> BaseException | None:
-        """Return the error that all ranks raise in place of one raised here, if there is a reason.
-
-        In the main thread; where a collective has failed, the others are asked, for some seconds at most.
-        """
+        """Return the error that all ranks raise in place of one raised here, if there is a reason."""
+        # In the main thread; where a collective has failed, the others are asked, for some seconds at most.
         self._errors.take()
         if self.error is None and is_broken_collective(error) and not isinstance(error, LockstepError):
             self.watch.explain(

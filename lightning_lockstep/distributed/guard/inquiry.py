@@ -19,7 +19,6 @@ from lightning_lockstep.distributed.side_channel.channel import Message, SideCha
 
 # -- What is known of a rank that does not answer --
 
-
 # So much of one core counts as computing, and so far back it counts [s].
 _BUSY_SHARE, _WINDOW = 0.05, 10.0
 # How far apart two looks at a process are, at least, for the second to say what it does [s].
@@ -94,7 +93,6 @@ class SilentRanks:
 #                                     ANSWER (verdict)  ---------->   raises it
 #
 # Rank 0 collects. Where it does not take the question, the next rank is asked.
-
 
 _ASK, _TAKEN, _WHERE, _STATE, _ANSWER = (
     f"guard/{name}" for name in ("ask", "taken", "where", "state", "answer")

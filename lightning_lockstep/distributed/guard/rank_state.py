@@ -40,7 +40,6 @@ class Question:
 # -- What the thread that trains is doing, asked from another thread, and a way to raise an error in it --
 # That is the main thread of the process, unless the fit was started in another one, as Ray Train does.
 
-
 # Frames of the stack that a report shows.
 _SHOWN_FRAMES = 12
 # Ignored by default, so that it does no harm where no handler is installed.
@@ -208,7 +207,6 @@ class MainThreadErrors:
 
 
 # -- What one rank says when it is asked where it is --
-
 
 #: Functions of torch.distributed by which one rank waits for one other.
 MESSAGES = ("send", "recv")

@@ -21,7 +21,6 @@ from lightning_lockstep.distributed.process_group import process_group_exists
 # Nothing here depends on a backend: whoever compares the ranks describes each call as a
 # :class:`CollectiveCall`, brings the descriptions together, and raises with :func:`mismatch_report`.
 
-
 #: What backends call an exchange of parts whose sizes the ranks may choose.
 ALL_TO_ALL = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 
@@ -78,10 +77,8 @@ def call_title(operation: str, reduce_op: str | None, root: int | None) -> str:
 
 
 def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
-    """Return the text of a :class:`CollectiveMismatchError`: a table of the ranks, and what to do.
-
-    Rows that are not as most are marked.
-    """
+    """Return the text of a :class:`CollectiveMismatchError`: a table of the ranks, and what to do."""
+    # Rows that are not as most are marked.
     columns = {rank: call.columns() for rank, call in calls.items()}
     keys = {rank: call.compared() for rank, call in calls.items()}
     for rank, call in calls.items():
@@ -148,10 +145,8 @@ def fingerprint(signature: Hashable) -> int:
 
 
 def compares_calls(group: object) -> bool:
-    """Return whether a process group compares the calls of its ranks itself, so that nobody else needs to.
-
-    A backend says so by an attribute ``compares_calls`` of its process groups.
-    """
+    """Return whether a process group compares the calls of its ranks itself, so that nobody else needs to."""
+    # A backend says so by an attribute ``compares_calls`` of its process groups.
     return bool(getattr(group, "compares_calls", False))
 
 
@@ -164,10 +159,8 @@ _WRAPPERS = {"contextlib", "functools", "typing_extensions"}
 
 
 def call_site() -> str:
-    """Return ``file.py:12 in function`` of the nearest caller outside torch, Lightning and this package.
-
-    ``backward`` where autograd has called it.
-    """
+    """Return ``file.py:12 in function`` of the nearest caller outside torch, Lightning and this package."""
+    # ``backward`` where autograd has called it.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -266,7 +259,6 @@ class CallRecorder(Protocol):
 
 # -- What process groups are called in reports, alike on all of their ranks --
 
-
 #: The default process group.
 WORLD = "world"
 
@@ -325,17 +317,14 @@ def _group_recorders() -> list[CallRecorder]:
 
 # -- What calls of ranks must have in common, as far as their records tell --
 
-
 # Operations whose shapes may differ between ranks, by the names that backends give them.
 _OWN_SHAPES = {*ALL_TO_ALL, "scatter", "send", "recv"}
 
 
 def as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, CollectiveCall]:
-    """Return the calls without what peers in the same operation have not told.
-
-    The main thread of a rank that has gone on tells no reduction and no root any more; and in a scatter none but the
-    root records tensors. Roots that differ between those who tell them stay.
-    """
+    """Return the calls without what peers in the same operation have not told."""
+    # The main thread of a rank that has gone on tells no reduction and no root any more; and in a scatter
+    # none but the root records tensors. Roots that differ between those who tell them stay.
     no_reduction = {call.operation for call in calls.values() if call.reduce_op is None}
     no_root = {call.operation for call in calls.values() if call.root is None}
     several_roots = {

@@ -20,7 +20,6 @@ from lightning_lockstep.errors import CollectiveError, CollectiveMismatchError, 
 
 # -- What is said of a collective that does not complete though nobody has called another one --
 
-
 # How a rank is marked in the table.
 _CAUSE = "<- never came"
 
@@ -149,7 +148,6 @@ def histories(states: Mapping[int, RankState], history: int) -> str:
 # -- Why a collective does not complete: decided from what all ranks have said, by the one rank that asked
 # them
 
-
 # What a backend says that has received other sizes than it expected: shapes that ranks may choose did not fit.
 _SIZES = ("ended the process", "data size")
 # mismatch: ranks called different things; stall: a rank did not come and does not move;
@@ -264,11 +262,9 @@ class _Case:
         return Verdict(kind="stall", text=self.report.does_not_complete(ranks), may_pass=True)
 
     def _first_difference(self, asker: RankState, *, with_own_shapes: bool = False) -> Verdict | None:
-        """Return the first collective that its ranks called differently.
-
-        It is of a group in which the asker waits, or one of those that it waits for.
-        ``with_own_shapes``: shapes count, too, that ranks may choose, as in an all-to-all.
-        """
+        """Return the first collective that its ranks called differently."""
+        # It is of a group in which the asker waits, or one of those that it waits for. ``with_own_shapes``:
+        # shapes count, too, that ranks may choose, as in an all-to-all.
         reached = [self.states[rank] for rank in self.waiting.reached_from(asker.rank) if rank in self.states]
         groups = [one.group for state in (asker, *reached) for one in state.outstanding]
         if self.question.raised:

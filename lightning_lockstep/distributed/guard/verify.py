@@ -80,7 +80,6 @@ class MessageRecorder:
 
 # -- Compares what the ranks of a group call, before each collective runs --
 
-
 # A monitored barrier finds out by itself, and sooner than a comparison would, who has not arrived.
 _RECORDED_ONLY = {*POINT_TO_POINT, "monitored_barrier_"}
 _CACHED = 10_000
@@ -89,16 +88,16 @@ _HASH_BITS = 40  # so that the sum over all pairs of thousands of ranks stays be
 
 
 class CallVerifier:
-    """Raises on every rank of a group where its ranks are about to call different collectives.
+    """Raises on every rank of a group where its ranks are about to call different collectives."""
 
-    Compared are operation, reduction, root, dtypes, shapes, and for an all-to-all what each rank sends with what the
-    receiver expects. After an error the group can be used as before. Sends, receives and monitored barriers are
-    recorded only. It also is a :class:`~lightning_lockstep.distributed.guard.records.CallRecorder`.
-
-    Each collective waits until all ranks of its group have called it, asynchronous ones too. So ranks that call
-    asynchronous collectives of several groups in different orders, or that are to send or receive between two
-    collectives that others have called already, wait for each other until the group's timeout.
-    """
+    # Compared are operation, reduction, root, dtypes, shapes, and for an all-to-all what each rank sends with
+    # what the receiver expects. After an error the group can be used as before. Sends, receives and monitored
+    # barriers are recorded only. It also is a
+    # :class:`~lightning_lockstep.distributed.guard.records.CallRecorder`.
+    #
+    # Each collective waits until all ranks of its group have called it, asynchronous ones too. So ranks that
+    # call asynchronous collectives of several groups in different orders, or that are to send or receive
+    # between two collectives that others have called already, wait for each other until the group's timeout.
 
     def __init__(self, *, history: int = 64) -> None:
         if history < 1:
@@ -112,19 +111,15 @@ class CallVerifier:
         self._said: set[str] = set()
 
     def start(self) -> None:
-        """Compare from now on; a second call is harmless.
-
-        On all ranks between the same two collectives: one that compares waits for one that does not.
-        """
+        """Compare from now on; a second call is harmless."""
+        # On all ranks between the same two collectives: one that compares waits for one that does not.
         if self._hook is None:
             self._hook = Hook(self._before)
             self._look_for_unseen_groups()
 
     def stop(self) -> None:
-        """Compare no more, and close the connections that were made for it; a second call is harmless.
-
-        On all ranks between the same two collectives, once none is outstanding.
-        """
+        """Compare no more, and close the connections that were made for it; a second call is harmless."""
+        # On all ranks between the same two collectives, once none is outstanding.
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -113,7 +113,6 @@ class Waits:
 # Nothing is sent while collectives complete in time. Everything here runs on a thread of its own, so that
 # it works while the main thread waits in a collective, in C++.
 
-
 _log = logging.getLogger(__name__)
 # Calls of each rank that are compared.
 _COMPARED = 100
@@ -190,10 +189,8 @@ class CollectiveWatch:
         self._to_do.put(lambda: self._activity.follow(thread))
 
     def stop(self) -> None:
-        """Stop watching, and wait a moment until its threads have noticed.
-
-        One that is inside of torch when Python ends is ended there, which C++ answers with an abort.
-        """
+        """Stop watching, and wait a moment until its threads have noticed."""
+        # One that is inside of torch when Python ends is ended there, which C++ answers with an abort.
         self._inquiries.close()
         self._remove()
         self._to_do.put(None)
@@ -368,10 +365,9 @@ class CollectiveWatch:
             self._report(verdict, states)
 
     def _decide(self, verdict: Verdict) -> None:
-        """Take an error for that of this rank, unless a rank that has failed explains everything.
-
-        The rank that collects does so before the others hear of it: theirs is no failure that explains its own.
-        """
+        """Take an error for that of this rank, unless a rank that has failed explains everything."""
+        # The rank that collects does so before the others hear of it: theirs is no failure that explains its
+        # own.
         if self.error is None and not self._has_failed():
             self.error = verdict.error()
 

@@ -86,11 +86,10 @@ def _create(given: Any, options: MPIBackendOptions | None = None) -> dist.Proces
 def mpi_ranks(
     runtime: MPIRuntime, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
 ) -> list[int]:
-    """Return the ranks of a group's members in ``COMM_WORLD``.
-
-    Groups without a common member may have one name, and so share a store, where each is made by its own members
-    alone, as ``new_subgroups(group=...)`` does. So the store keeps them by the ranks of the default group.
-    """
+    """Return the ranks of a group's members in ``COMM_WORLD``."""
+    # Groups without a common member may have one name, and so share a store, where each is made by its own
+    # members alone, as ``new_subgroups(group=...)`` does. So the store keeps them by the ranks of the default
+    # group.
     store.set(f"mpi/{ranks[rank]}", f"{runtime.rank} {runtime.size} {runtime.library}")
     keys = [f"mpi/{other}" for other in ranks]
     store.wait(keys, timeout)

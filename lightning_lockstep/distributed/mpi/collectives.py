@@ -32,7 +32,6 @@ from lightning_lockstep.distributed.mpi.progress import Body
 #
 # This module is imported once MPI is up, never before.
 
-
 # Those whose sparse tensors torch can add, and the half precisions, which are added in float32.
 _DTYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),

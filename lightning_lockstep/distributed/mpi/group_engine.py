@@ -26,7 +26,6 @@ from lightning_lockstep.errors import CollectiveMismatchError
 # CUDA ones into pinned host memory on a stream of their own, so that the caller's stream never waits for
 # MPI. Where the MPI library takes CUDA memory, contiguous CUDA tensors are used as they are, too.
 
-
 _HALF = (torch.float16, torch.bfloat16)
 _streams: dict[torch.device, Any] = {}
 
@@ -112,7 +111,6 @@ def _to_host(tensor: Tensor, stream: Any) -> Tensor:
 
 # -- Runs the operations of one group of the backend ``mpi4py``: in the calling or in the progress thread
 # This module is imported once MPI is up, never before.
-
 
 _DONE = FinishedWork()
 #: Makes an operation of tensors that MPI may use.
@@ -346,10 +344,8 @@ class GroupPart:
 
 
 def collective(operation: str) -> Callable[[Callable[..., Prepared]], Callable[..., Any]]:
-    """Make a collective of a method that looks at its arguments and returns what to do.
-
-    What the method raises over its arguments is raised on every rank.
-    """
+    """Make a collective of a method that looks at its arguments and returns what to do."""
+    # What the method raises over its arguments is raised on every rank.
 
     def decorate(prepare: Callable[..., Prepared]) -> Callable[..., Any]:
         @functools.wraps(prepare)

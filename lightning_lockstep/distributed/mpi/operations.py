@@ -14,7 +14,6 @@ from lightning_lockstep.distributed.mpi.progress import Body
 
 # -- What a collective accepts, checked before anything is sent --
 
-
 _NAMES = {
     getattr(dist.ReduceOp, name): name.lower()
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
@@ -237,11 +236,9 @@ def broadcast(comm: Any, tensor: Tensor, root: int) -> Body:
 
 
 def all_gather(comm: Any, outputs: Sequence[Tensor], source: Tensor) -> Body:
-    """Put the input of rank ``i`` into ``outputs[i]`` of every rank.
-
-    Small ones of equal size go in one call, by way of one tensor. Otherwise each rank's input is sent
-    straight into its place.
-    """
+    """Put the input of rank ``i`` into ``outputs[i]`` of every rank."""
+    # Small ones of equal size go in one call, by way of one tensor. Otherwise each rank's input is sent
+    # straight into its place.
     sizes = {output.numel() for output in outputs}
     if len(sizes) == 1 and source.nbytes <= LIMITS.polled:
         whole = source.new_empty(source.numel() * comm.size)

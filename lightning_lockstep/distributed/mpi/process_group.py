@@ -25,7 +25,6 @@ from lightning_lockstep.errors import CollectiveMismatchError
 # header with its dtype, its number of elements and a tag of its own goes ahead, on the tag that the user
 # chose. The receiver reads the header first, from whichever rank it is, and knows what follows.
 
-
 _MESSAGE_DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16,
     torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32,

@@ -26,7 +26,6 @@ from torch.futures import Future
 # Small operations that a caller waits for are stepped by the caller itself. All others are stepped by the
 # one progress thread: the collectives of a group one after another, everything else side by side.
 
-
 #: Yields lists of requests (whatever has ``Test()``); returns nothing.
 Body = Generator[Iterable[Any], None, None]
 
@@ -140,10 +139,8 @@ class Task:
         return time.monotonic() > self.limit or self._cannot_complete()
 
     def fail(self, error: BaseException) -> None:
-        """End the operation with an error.
-
-        MPI may still write to the memory of an abandoned request, so all of it is kept.
-        """
+        """End the operation with an error."""
+        # MPI may still write to the memory of an abandoned request, so all of it is kept.
         self.error, self.done = error, True
         if self._requests:
             _abandoned.append((self._body, self._requests))

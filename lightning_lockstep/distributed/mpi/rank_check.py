@@ -31,7 +31,6 @@ from lightning_lockstep.errors import CollectiveMismatchError, CollectiveStallEr
 
 # -- The last collectives of one group of the backend ``mpi4py``, for the guard --
 
-
 _KEPT = 512
 
 
@@ -119,7 +118,6 @@ class CallRecords:
 #
 # This module is imported once MPI is up, never before.
 
-
 Describe = Callable[[], CollectiveCall]
 
 
@@ -146,10 +144,8 @@ class RankCheck:
         *,
         busy: bool,  # this rank must not block in MPI for this operation
     ) -> Generator[list[Any], None, bool]:
-        """Wait until all ranks have arrived, and raise on all of them if they call different things.
-
-        Returns whether all may block.
-        """
+        """Wait until all ranks have arrived, and raise on all of them if they call different things."""
+        # Returns whether all may block.
         value = self._fingerprints.get(signature)
         if value is None:
             if len(self._fingerprints) > 10_000:
@@ -180,7 +176,6 @@ class RankCheck:
 
 
 # -- Which ranks of a group have exited or did not arrive, and the error that names them --
-
 
 # How long after its exit a rank may still take part through what it has sent before [s].
 _IN_FLIGHT = 5.0

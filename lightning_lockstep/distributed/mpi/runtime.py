@@ -35,7 +35,6 @@ from lightning_lockstep.errors import LaunchError, MissingExtraError
 # (``MPI_THREAD_MULTIPLE``), callers talk to it directly as well; otherwise every call goes through that
 # thread.
 
-
 T = TypeVar("T")
 _runtime: MPIRuntime | None = None
 _lock = threading.Lock()
@@ -79,10 +78,8 @@ class MPIRuntime:
         return function(*args) if self.anywhere else self.thread.call(function, *args)
 
     def may_block(self, owner: object) -> bool:
-        """Return whether an operation may block in MPI: one at a time may, whatever its group.
-
-        In the progress thread. ``owner`` is the operation, alone until :meth:`blocks_no_more`.
-        """
+        """Return whether an operation may block in MPI: one at a time may, whatever its group."""
+        # In the progress thread. ``owner`` is the operation, alone until :meth:`blocks_no_more`.
         self._blocking = self._blocking or owner
         return self._blocking is owner
 
@@ -160,10 +157,8 @@ def start_runtime() -> MPIRuntime:
 
 
 def abort_when_leaving(delay: float) -> None:
-    """Set how long this rank waits after a failure before it ends the MPI job by ``MPI_Abort`` [s].
-
-    In that time the rank that prints the report does so; on that rank it is 0.
-    """
+    """Set how long this rank waits after a failure before it ends the MPI job by ``MPI_Abort`` [s]."""
+    # In that time the rank that prints the report does so; on that rank it is 0.
     global _delay
     _delay = delay
 
@@ -222,7 +217,6 @@ def _cuda_aware() -> bool:
 # -- How the ranks of an MPI job find each other, without a fixed port and without a list of addresses --
 # Rank 0 listens on a port that the system gives it. Over MPI it sends the others that port and all its
 # addresses, and each answers which of them it can reach.
-
 
 _REACH = 3.0  # longest wait for an address to answer [s]
 

@@ -22,7 +22,6 @@ from lightning_lockstep.distributed.rendezvous import ChannelKeys
 
 # -- The connections by which a rank sends: one to each peer that it has something for --
 
-
 HELLO, POST, WHERE, ADDRESS = b"hello", b"post", b"where", b"address"
 FLUSH, ARRIVED, CLOSING = b"flush", b"arrived", b"closing"
 #: Where the sending thread reaches the receiving one, and what it says there of a new monitor.
@@ -123,11 +122,10 @@ def _close(socket: Any, linger: int) -> None:
 
 
 class Addresses:
-    """The addresses that a rank knows. Belongs to the receiving thread.
+    """The addresses that a rank knows. Belongs to the receiving thread."""
 
-    Rank 0 learns the address of each rank that connects to it, answers who asks for one, and passes all of them on
-    once it knows all. From then on nobody needs rank 0 to reach another rank.
-    """
+    # Rank 0 learns the address of each rank that connects to it, answers who asks for one, and passes all of
+    # them on once it knows all. From then on nobody needs rank 0 to reach another rank.
 
     def __init__(
         self,
@@ -189,19 +187,16 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 # -- Finds out what has become of a peer whose connection ended --
-# ZeroMQ's own thread exchanges heartbeats, whatever Python does: a rank that holds the GIL for minutes, or
-# stands in ``pdb``, keeps answering. When a connection ends nevertheless, asking the peer's port tells
-# three things apart:
+# ZeroMQ's own thread exchanges heartbeats, whatever Python does: a rank that holds the GIL for minutes, or stands in
+# ``pdb``, keeps answering. When a connection ends nevertheless, asking the peer's port tells three things apart:
 #
-# ===============
-# =============================================================================================== refused
-# nobody listens there any more: the process has ended accepted        the process is there and does not
-# run: stopped (SIGSTOP, a debugger) or swapped out no answer       its host, or the network between, is
-# gone ===============
-# ===============================================================================================
+# =============== ===============================================================================================
+# refused         nobody listens there any more: the process has ended
+# accepted        the process is there and does not run: stopped (SIGSTOP, a debugger) or swapped out
+# no answer       its host, or the network between, is gone
+# =============== ===============================================================================================
 #
 # The first is a loss at once. The others may pass, and count only after ``silence_limit``.
-
 
 # How often a peer that does not answer is asked, and how long one question takes at most [s]; a peer that is there, or
 # whose host is gone, is asked less often once that has lasted.
@@ -295,7 +290,6 @@ class PeerWatch:
 
 
 # -- The thread that receives: it sleeps until a message comes, and passes it on --
-
 
 _log = logging.getLogger(__name__)
 
@@ -396,10 +390,8 @@ class Receiver:
 
 
 def sender_of(identity: Any) -> bytes:
-    """Return the identity under which a peer has connected, of the first frame of a message.
-
-    Once it has connected again, ZeroMQ names its former connection by a number of its own that begins with a zero byte;
-    what has come by that connection is read all the same.
-    """
+    """Return the identity under which a peer has connected, of the first frame of a message."""
+    # Once it has connected again, ZeroMQ names its former connection by a number of its own that begins with
+    # a zero byte; what has come by that connection is read all the same.
     name: bytes = identity.bytes
     return str(identity.get("Identity")).encode() if name.startswith(b"\0") else name

@@ -19,7 +19,6 @@ from lightning_lockstep.errors import CollectiveStallError
 # wait for them at once (:meth:`Gather.collect`), or post now and read later (:meth:`Gather.post` and
 # :meth:`Gather.read`), when they have long arrived and nobody waits.
 
-
 # How much longer than the collecting rank the others wait, so that its list of who is missing reaches them [s].
 _RESULT_DELAY = 2.0
 
@@ -185,7 +184,6 @@ class Gather:
 
 # -- How far this rank's clock is from rank 0's, found by messages there and back --
 
-
 # Clocks drift apart by some 0.01 % at worst, so that the answers of the last two rounds or so are good enough.
 _KEPT = 16
 
@@ -198,11 +196,10 @@ class _Answer(NamedTuple):
 
 
 class ClockOffset:
-    """Estimates what to add to this rank's wall clock to get that of rank 0.
+    """Estimates what to add to this rank's wall clock to get that of rank 0."""
 
-    The answer that was fastest there and back counts. Its error is at most half of that round trip, so a difference
-    below that is taken for none: on one host the clocks are the same.
-    """
+    # The answer that was fastest there and back counts. Its error is at most half of that round trip, so a
+    # difference below that is taken for none: on one host the clocks are the same.
 
     def __init__(self, channel: SideChannel) -> None:
         self._channel = channel

@@ -33,7 +33,6 @@ from lightning_lockstep.distributed.side_channel.connections import (
 
 # -- The thread that sends what a rank has posted --
 
-
 _encode = json.JSONEncoder(default=str).encode
 _log = logging.getLogger(__name__)
 
@@ -133,35 +132,35 @@ class Sender:
 
 
 def _yield_to_caller() -> None:
-    """Keep this thread from taking the core of the one that has woken it.
-
-    A scheduling class of Linux that changes nothing else: what is posted goes out as soon as a core is free.
-    """
+    """Keep this thread from taking the core of the one that has woken it."""
+    # A scheduling class of Linux that changes nothing else: what is posted goes out as soon as a core is
+    # free.
     with suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 # -- The side channel over ZeroMQ: every rank listens on a port of its own and connects to the peers it
 # sends to
+# The store of the group brings the address of rank 0 alone. A rank that connects to another one begins with its own
+# address, so rank 0 comes to know all of them and passes them on. From then on two ranks need neither rank 0 nor the
+# store to reach each other.
 #
-# The store of the group brings the address of rank 0 alone. A rank that connects to another one begins with
-# its own address, so rank 0 comes to know all of them and passes them on. From then on two ranks need
-# neither rank 0 nor the store to reach each other.
-#
-# Two threads do everything. The sending one takes what was posted, turns it into JSON and hands it to
-# ZeroMQ; it alone uses the sockets that lead out. The receiving one sleeps until a message comes, and calls
-# the handlers. Nobody polls, and a post returns at once. Heartbeats, reconnection, authentication and
-# encryption are ZeroMQ's (ZMTP 3.1 with CURVE), on a thread that needs no GIL.
+# Two threads do everything. The sending one takes what was posted, turns it into JSON and hands it to ZeroMQ; it
+# alone uses the sockets that lead out. The receiving one sleeps until a message comes, and calls the handlers.
+# Nobody polls, and a post returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's
+# (ZMTP 3.1 with CURVE), on a thread that needs no GIL.
 #
 # Frames of a message: what it is, then JSON.
 #
-# =========== ================================================================== ``hello``   the sender's
-# address, host name and process id; the first message of a connection ``post``    topic and body ``where``
-# asks rank 0 for the address of a rank ``address`` ranks and their addresses; once rank 0 knows all, it
-# sends them to all ``flush``   asks for ``arrived`` with the same number ``arrived`` everything up to that
-# flush has arrived ``closing`` the sender has closed its channel ===========
-# ==================================================================
-
+# =========== ==================================================================
+# ``hello``   the sender's address, host name and process id; the first message of a connection
+# ``post``    topic and body
+# ``where``   asks rank 0 for the address of a rank
+# ``address`` ranks and their addresses; once rank 0 knows all, it sends them to all
+# ``flush``   asks for ``arrived`` with the same number
+# ``arrived`` everything up to that flush has arrived
+# ``closing`` the sender has closed its channel
+# =========== ==================================================================
 
 _CLAIM, _CLAIMED = "lockstep/claim", "lockstep/claimed"
 # How long a rank waits for rank 0's answer to a claim [s].

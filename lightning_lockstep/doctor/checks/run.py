@@ -29,7 +29,6 @@ from lightning_lockstep.doctor.registry import (
 
 # -- A run folder as the check ``run`` reads it: its records, its checkpoints, and when they were written
 
-
 # What a run leaves in its folder, Hydra's own first.
 _MARKS = (
     ".hydra",
@@ -135,7 +134,6 @@ class RunFolder:
 
 
 # -- Check ``run``: how a run ended, by the records in its folder, and what to do next --
-
 
 _WHY = """
 When a run has failed, its folder contains the report of the collective guard (which rank did not arrive, and where it

@@ -1,0 +1,79 @@
+from lightning.fabric.connector import (
+    _convert_precision_to_unified_args as _convert_precision_to_unified_args,
+)
+from lightning.fabric.loggers.logger import rank_zero_experiment as rank_zero_experiment
+from lightning.fabric.plugins.environments import ClusterEnvironment as ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment as LightningEnvironment
+from lightning.fabric.plugins.environments import LSFEnvironment as LSFEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment as SLURMEnvironment
+from lightning.fabric.plugins.environments import TorchElasticEnvironment as TorchElasticEnvironment
+from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork as _check_bad_cuda_fork
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    _check_missing_main_guard as _check_missing_main_guard,
+)
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _basic_subprocess_cmd as _basic_subprocess_cmd,
+)
+from lightning.fabric.utilities import move_data_to_device as move_data_to_device
+from lightning.fabric.utilities.distributed import _destroy_dist_connection as _destroy_dist_connection
+from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed as reset_seed
+from lightning.pytorch import Callback as Callback
+from lightning.pytorch import LightningDataModule as LightningDataModule
+from lightning.pytorch import LightningModule as LightningModule
+from lightning.pytorch import Trainer as Trainer
+from lightning.pytorch import seed_everything as seed_everything
+from lightning.pytorch.accelerators import CPUAccelerator as CPUAccelerator
+from lightning.pytorch.accelerators import XLAAccelerator as XLAAccelerator
+from lightning.pytorch.callbacks import BatchSizeFinder as BatchSizeFinder
+from lightning.pytorch.callbacks import Checkpoint as Checkpoint
+from lightning.pytorch.callbacks import EarlyStopping as EarlyStopping
+from lightning.pytorch.callbacks import LearningRateMonitor as LearningRateMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpoint
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
+from lightning.pytorch.loggers import CSVLogger as CSVLogger
+from lightning.pytorch.loggers import Logger as Logger
+from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
+from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
+from lightning.pytorch.loggers import WandbLogger as WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as _AutomaticOptimization
+from lightning.pytorch.loops.optimization.manual import _ManualOptimization as _ManualOptimization
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook as _register_ddp_comm_hook
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision as DeepSpeedPrecision
+from lightning.pytorch.plugins.precision import DoublePrecision as DoublePrecision
+from lightning.pytorch.plugins.precision import HalfPrecision as HalfPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision as MixedPrecision
+from lightning.pytorch.plugins.precision import Precision as Precision
+from lightning.pytorch.profilers import PassThroughProfiler as PassThroughProfiler
+from lightning.pytorch.strategies import DDPStrategy as DDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy as DeepSpeedStrategy
+from lightning.pytorch.strategies import ParallelStrategy as ParallelStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy as SingleDeviceStrategy
+from lightning.pytorch.strategies import Strategy as Strategy
+from lightning.pytorch.strategies import StrategyRegistry as StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _GlobalStateSnapshot as _GlobalStateSnapshot,
+)
+from lightning.pytorch.trainer.connectors.accelerator_connector import (
+    _AcceleratorConnector as _AcceleratorConnector,
+)
+from lightning.pytorch.trainer.states import RunningStage as RunningStage
+from lightning.pytorch.trainer.states import TrainerFn as TrainerFn
+from lightning.pytorch.tuner import Tuner as Tuner
+from lightning.pytorch.utilities import CombinedLoader as CombinedLoader
+from lightning.pytorch.utilities import find_shared_parameters as find_shared_parameters
+from lightning.pytorch.utilities import set_shared_parameters as set_shared_parameters
+from lightning.pytorch.utilities.exceptions import MisconfigurationException as MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
+from lightning.pytorch.utilities.exceptions import _TunerExitException as _TunerExitException
+from lightning.pytorch.utilities.parsing import (
+    _lightning_get_all_attr_holders as _lightning_get_all_attr_holders,
+)
+
+PYTORCH: str
+FABRIC: str
+NAMES: dict[str, str]
+PRIVATE: dict[str, str]
