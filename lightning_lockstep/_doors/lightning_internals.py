@@ -83,7 +83,6 @@ OWNERS: dict[str, str] = {
     "_ResultMetric": "trainer.connectors.logger_connector.result",
     "_SubprocessScriptLauncher": "strategies.launchers",
     "_MultiProcessingLauncher": "strategies.launchers",
-    # -- add further classes here --
 }
 
 # "Class.attribute" -> why it is needed; filled by the decorator below
@@ -120,7 +119,6 @@ INHERITED: dict[str, str] = {
     "_MultiProcessingLauncher._start_method": "how ranks are started",
     "_MultiProcessingLauncher._strategy": "the strategy that goes to the ranks",
     "_MultiProcessingLauncher._wrapping_function": "what runs in a started rank, with its results collected",
-    # -- add further names here, each with the reason --
 }
 
 
