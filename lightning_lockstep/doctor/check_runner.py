@@ -103,7 +103,7 @@ _GRACE = 0.5
 _TO_END = 2.0
 # What a check waits in is of no interest, but which of its own lines called it.
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
-_WHAT_RUNS_PROGRAMS = ("lightning_lockstep/_processes.py", "doctor/machine.py")
+_WHAT_RUNS_PROGRAMS = ("lightning_lockstep/_system.py", "doctor/machine.py")
 # Lines of a check's own output that are shown when it fails.
 _SHOWN = 6
 
