@@ -36,8 +36,8 @@ from lightning_lockstep._doors.lightning import (
     MisconfigurationException,
     MLFlowLogger,
     WandbLogger,
-    _extract_batch_size,
     _MultiProcessingLauncher,
+    extract_batch_size,
     seed_everything,
 )
 from lightning_lockstep._doors.lightning_internals import restore_data_classes, weights_as_they_are
@@ -348,7 +348,7 @@ class RunRecord(Callback):
         """Count the samples of this rank."""
         self._numbers[2] = trainer.global_step
         if trainer.is_global_zero:
-            self._numbers[0] += _extract_batch_size(batch)
+            self._numbers[0] += extract_batch_size(batch)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock."""

@@ -38,12 +38,12 @@ PRIVATE: dict[str, str] = {
     "_destroy_dist_connection": "Lightning calls it at exit for nccl; after a failure it must not: it waits for peers",
     "_AcceleratorConnector": "turns fp16 on CPU into bf16; its frame still holds the arguments as the user gave them",
     "_convert_precision_to_unified_args": 'turns 16, "16", "bf16" and the like into the name that Lightning documents',
-    "_extract_batch_size": "counts the samples of a batch of any structure as Lightning does for its logged means",
+    "extract_batch_size": "counts the samples of a batch of any structure as Lightning does for its logged means",
     "_lightning_get_all_attr_holders": "finds a batch size in module, data module or hparams, in Lightning's order",
     "_AutomaticOptimization": "a batch that does not fit is run again within its step, which only this loop knows",
     "_ManualOptimization": "runs a step of a module with manual optimization apart from the run",
-    "_Closure": "the step, zero_grad and backward of one batch, as automatic optimization runs them",
-    "_ClosureResult": "what automatic optimization takes from a closure",
+    "Closure": "the step, zero_grad and backward of one batch, as automatic optimization runs them",
+    "ClosureResult": "what automatic optimization takes from a closure",
     "_TunerExitException": "ends a run that was only a search; the Trainer takes it for a success",
     # -- add further private names here and in the stub, each with the reason --
 }

@@ -37,6 +37,8 @@ from lightning.pytorch.loggers import MLFlowLogger as MLFlowLogger
 from lightning.pytorch.loggers import TensorBoardLogger as TensorBoardLogger
 from lightning.pytorch.loggers import WandbLogger as WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger as DummyLogger
+from lightning.pytorch.loops.optimization.automatic import Closure as Closure
+from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization as _ManualOptimization
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook as _register_ddp_comm_hook
@@ -66,6 +68,7 @@ from lightning.pytorch.tuner import Tuner as Tuner
 from lightning.pytorch.utilities import CombinedLoader as CombinedLoader
 from lightning.pytorch.utilities import find_shared_parameters as find_shared_parameters
 from lightning.pytorch.utilities import set_shared_parameters as set_shared_parameters
+from lightning.pytorch.utilities.data import extract_batch_size as extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException as MisconfigurationException
 from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as _TunerExitException

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.lightning import LightningModule, Trainer, _ClosureResult
+from lightning_lockstep._doors.lightning import ClosureResult, LightningModule, Trainer
 from lightning_lockstep._doors.lightning_internals import accumulates, logs_as
 from lightning_lockstep.batch_size.loaders import SearchRefusedError
 from lightning_lockstep.batch_size.memory import release_memory
@@ -184,7 +184,7 @@ class Recovery:
             raise BatchSizeError(notice.text)
         for parameter in self.trainable:
             parameter.grad = None
-        return _ClosureResult(closure_loss=None)
+        return ClosureResult(closure_loss=None)
 
     @property
     def _step(self) -> int:
@@ -214,7 +214,7 @@ class Recovery:
         self._count(text)
         self._log_as_before(call)
         deliver_gradients(self._ddp, dict.fromkeys(missing), backward_began=began)
-        return _ClosureResult(closure_loss=None)
+        return ClosureResult(closure_loss=None)
 
     def _in_micro_batches(
         self, call: GuardedClosure, batch: Any, missing: Sequence[nn.Parameter], failure: str

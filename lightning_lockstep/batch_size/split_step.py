@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lockstep._doors.lightning import (
+    Closure,
+    ClosureResult,
     LightningModule,
     Trainer,
     _AutomaticOptimization,
-    _Closure,
-    _ClosureResult,
 )
 from lightning_lockstep._doors.lightning_internals import logs_as
 from lightning_lockstep.batch_size.memory import Failure, attempt, is_out_of_memory
@@ -83,7 +83,7 @@ class GuardedOptimization(_AutomaticOptimization):
         )
 
 
-class GuardedClosure(_Closure):
+class GuardedClosure(Closure):
     """One forward and backward; remembers how far it came."""
 
     # Nothing in it refers back to it: a cycle would keep every batch alive until the collector's next run.
@@ -108,7 +108,7 @@ class GuardedClosure(_Closure):
         """Run forward and backward of a micro-batch of this step, its loss multiplied by ``factor``."""
         first = next(iter(self.kwargs))
         step_fn = partial(_weighted, self._make_step_fn({**self.kwargs, first: batch}), factor)
-        return _Closure(step_fn=step_fn, backward_fn=self._plain_backward_fn).closure()
+        return Closure(step_fn=step_fn, backward_fn=self._plain_backward_fn).closure()
 
     def zero_grad(self) -> None:
         """Set the gradients to zero, as the step on the whole batch would have, with its hooks."""
@@ -158,7 +158,7 @@ def _weighted(step_fn: Callable[[], Any], factor: float) -> Any:
     result = step_fn()
     if result.closure_loss is None:
         return result
-    return _ClosureResult(closure_loss=result.closure_loss * factor, extra=result.extra)
+    return ClosureResult(closure_loss=result.closure_loss * factor, extra=result.extra)
 
 
 # -- A batch cut into micro-batches, and their outputs and logged values put together again --
@@ -371,7 +371,7 @@ class SplitStep:
                 extras.append(step.extra)
                 del step
         extra = merged_extra(extras, weights) if extras and len(extras) == len(weights) else {}
-        return _ClosureResult(closure_loss=total, extra=extra)
+        return ClosureResult(closure_loss=total, extra=extra)
 
     @contextmanager
     def _stand_ins(self, missing: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:

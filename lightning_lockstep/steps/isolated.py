@@ -15,13 +15,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from lightning_lockstep._doors.lightning import (
+    Closure,
     DummyLogger,
     LightningModule,
     PassThroughProfiler,
     Strategy,
     Trainer,
     _AutomaticOptimization,
-    _Closure,
     _ManualOptimization,
 )
 from lightning_lockstep._doors.lightning_internals import (
@@ -136,7 +136,7 @@ def run_forward_backward(
     ):
         try:
             if module.automatic_optimization:
-                _Closure(**closure_parts(_AutomaticOptimization(trainer), trainer.optimizers[0]))()
+                Closure(**closure_parts(_AutomaticOptimization(trainer), trainer.optimizers[0]))()
             else:
                 _ManualOptimization(trainer).run(OrderedDict())
         except _Stopped:

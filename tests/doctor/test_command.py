@@ -182,9 +182,7 @@ def _wait_until(arrived: Callable[[], bool]) -> None:
 HEAVY = ["torch", "lightning", "deepspeed", "mpi4py", "pytorch_lightning"]
 
 
-@pytest.mark.parametrize(
-    "module", ["command", "check_runner", "machine", "checks.packages"]
-)
+@pytest.mark.parametrize("module", ["command", "check_runner", "machine", "checks.packages"])
 def test_the_doctor_imports_no_engine(module: str, tmp_path: Path) -> None:
     program = tmp_path / "lockstep-doctor"  # the name of the console script
     program.write_text(
