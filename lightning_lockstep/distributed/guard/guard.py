@@ -288,7 +288,6 @@ class CollectiveGuard:
             report=self._report,
             has_failed=lambda: propagation.failed,
             has_raised=propagation.has_raised,
-            is_rank=lambda pid: pid in {channel.process_of(rank)[1] for rank in range(channel.world_size)},
             store_port=int(os.environ.get("MASTER_PORT") or 0),
         )
 

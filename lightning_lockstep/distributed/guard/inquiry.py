@@ -7,7 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
@@ -120,6 +120,23 @@ class Answer:
     kept_ports: tuple[int, ...] = ()  # connections with these hosts that stay: side channels, the store
 
 
+class AskedRank(Protocol):
+    """The rank for which `Inquiries` asks and answers: its watch."""
+
+    # Where it is; with all call sites, if ``sites``, which takes seconds.
+    def state(self, sites: bool = False) -> RankState: ...
+    # What it knows of a rank that does not answer.
+    def silence(self, rank: int) -> Silence: ...
+    # On the collecting rank: an error, before any rank hears of it.
+    def decide(self, verdict: Verdict) -> None: ...
+    # An error on every rank, any other answer on the asking one.
+    def take_answer(self, answer: Answer) -> None: ...
+    # On the collecting rank: an error or a remark, and what each rank has said.
+    def tell(self, verdict: Verdict, states: Mapping[int, RankState]) -> None: ...
+    # Has a function called on the guard's thread.
+    def run_soon(self, function: Callable[[], None]) -> None: ...
+
+
 @dataclass
 class _Collection:
     """What the collecting rank has so far."""
@@ -139,20 +156,13 @@ class Inquiries:
     def __init__(
         self,
         channel: SideChannel,
+        own: AskedRank,
         *,
-        state: Callable[[bool], RankState],  # of this rank; True: with all call sites, which takes seconds
-        silence: Callable[[int], Silence],  # what is known of a rank that does not answer
-        decided: Callable[[Verdict], None],  # on the collecting rank: an error, before any rank hears of it
-        conclude: Callable[[Answer], None],  # an error on every rank, any other answer on the asking one
-        # On the collecting rank: an error or a remark, and what each rank has said.
-        report: Callable[[Verdict, Mapping[int, RankState]], None],
         stall_timeout: float,  # how long a collective may take that all ranks have called [s]
         history: int,  # how many of the last calls of each rank a report lists
-        run_soon: Callable[[Callable[[], None]], None],  # on the guard's thread
     ) -> None:
-        self._channel, self._state, self._silence = channel, state, silence
-        self._decided, self._conclude = decided, conclude
-        self._report, self._stall_timeout, self._history = report, stall_timeout, history
+        self._channel, self._own = channel, own
+        self._stall_timeout, self._history = stall_timeout, history
         self._count = 0
         self._collection: _Collection | None = None
         self._second: tuple[Question, float] | None = None  # what is to be asked once more, and when
@@ -164,7 +174,7 @@ class Inquiries:
         self._answered: Verdict | None = None  # the verdict, on the collecting rank
 
         def on(topic: str, handler: Callable[[Message], None]) -> Callable[[], None]:
-            return channel.on(topic, lambda message: run_soon(lambda: handler(message)))
+            return channel.on(topic, lambda message: own.run_soon(lambda: handler(message)))
 
         self._remove = [
             on(_ASK, lambda message: self._take_question(_question(message.body))),
@@ -183,7 +193,7 @@ class Inquiries:
         now = time.monotonic()
         if self._asked is not None and now > self._asked[2] and self._takes_no_question(*self._asked[1:]):
             self._ask(self._asked[0], self._asked[1] + 1)
-        if self._taken_by is not None and self._silence(self._taken_by[1]).has_left:
+        if self._taken_by is not None and self._own.silence(self._taken_by[1]).has_left:
             self._ask(self._taken_by[0], self._taken_by[1] + 1)  # it has come to its end without an answer
         if self._collection is not None and (
             now > self._collection.deadline or self._only_ended_missing(now > self._collection.soonest)
@@ -195,7 +205,7 @@ class Inquiries:
 
     def _takes_no_question(self, rank: int, asked_until: float) -> bool:
         """Return whether a rank that has not taken a question in time will not do so, rather than be busy."""
-        known = self._silence(rank)
+        known = self._own.silence(rank)
         cannot_answer = known.is_stopped or known.has_ended or known.has_left
         return cannot_answer or time.monotonic() > asked_until - _TAKE_LIMIT + _BUSY_TAKE_LIMIT
 
@@ -243,7 +253,7 @@ class Inquiries:
         deadline = now + (_SITES_LIMIT if sites else _BUSY_LIMIT)
         self._collection = _Collection(question, self._count, now + _STATE_LIMIT, deadline, sites, is_second)
         self._channel.post(_WHERE, [self._count, sites])
-        self._collection.states[self._channel.rank] = self._state(sites)
+        self._collection.states[self._channel.rank] = self._own.state(sites)
         self._finish_if_complete()
 
     def _take_state(self, message: Message) -> None:
@@ -260,14 +270,14 @@ class Inquiries:
         """Return whether all ranks that have not answered have ended or left or, if that is to count, are stopped."""
         assert self._collection is not None
         missing = set(range(self._channel.world_size)) - set(self._collection.states)
-        silent = [self._silence(rank) for rank in missing]
+        silent = [self._own.silence(rank) for rank in missing]
         return all(one.has_ended or one.has_left or (stopped and one.is_stopped) for one in silent)
 
     def _finish(self, collection: _Collection) -> None:
         self._collection = None
         states = dict(sorted(collection.states.items()))
         missing = [rank for rank in range(self._channel.world_size) if rank not in states]
-        silent = {rank: self._silence(rank) for rank in missing}
+        silent = {rank: self._own.silence(rank) for rank in missing}
         reasons = {rank: silence.reason for rank, silence in silent.items()}
         left = [rank for rank, silence in silent.items() if silence.has_left]
         running = [rank for rank, silence in silent.items() if silence.is_moving]
@@ -290,10 +300,10 @@ class Inquiries:
             self._second = collection.question, time.monotonic() + once_more
             return
         if verdict is not None and (verdict.kind != "slow" or self._is_news(collection.question)):
-            self._report(verdict, states)
+            self._own.tell(verdict, states)
         if verdict is not None and verdict.kind != "slow":
             self._answered = verdict
-            self._decided(verdict)
+            self._own.decide(verdict)
             self._send_error(verdict, states, silent)
         else:
             self._send_answer(Answer(verdict=verdict), collection.question)
@@ -337,11 +347,11 @@ class Inquiries:
             if rank != self._channel.rank:
                 self._channel.post(_ANSWER, asdict(answer), to=rank)
         self._channel.flush(0.5)  # before this rank ends the connections by which others would notice
-        self._conclude(answers[self._channel.rank])
+        self._own.take_answer(answers[self._channel.rank])
 
     def _send_answer(self, answer: Answer, question: Question) -> None:
         if question.rank == self._channel.rank:
-            self._conclude(answer)
+            self._own.take_answer(answer)
         else:
             self._channel.post(_ANSWER, asdict(answer), to=question.rank)
 
@@ -349,11 +359,11 @@ class Inquiries:
 
     def _send_state(self, message: Message) -> None:
         number, sites = message.body
-        self._channel.post(_STATE, [number, self._state(sites).to_data()], to=message.sender)
+        self._channel.post(_STATE, [number, self._own.state(sites).to_data()], to=message.sender)
 
     def _take_answer(self, message: Message) -> None:
         self._asked = self._taken_by = None
-        self._conclude(_answer(message.body))
+        self._own.take_answer(_answer(message.body))
 
 
 def _once_more(

@@ -143,7 +143,6 @@ class CollectiveWatch:
         conclude: Callable[[CollectiveError], None],
         # On the one rank that has asked the others: an error, and what each has said.
         report: Callable[[Verdict, Mapping[int, RankState]], None],
-        is_rank: Callable[[int], bool] = lambda pid: False,  # of a child process
         has_failed: Callable[[], bool] = lambda: False,  # a rank, which explains what it no longer does
         has_raised: Callable[[int], bool] = lambda rank: False,  # an error that may be one of all ranks
         store_port: int = 0,  # of the store at which the ranks have met
@@ -160,21 +159,13 @@ class CollectiveWatch:
         self._looked = time.monotonic()
         self._trains = threading.current_thread()
         window = min(_MOVEMENT, settings.stall_timeout / 2)
-        self._activity = Activity(window, is_rank, ports=(channel.port, store_port))
+        self._activity = Activity(window, self._is_rank, ports=(channel.port, store_port))
         self._silent = SilentRanks(channel)
         self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answered = threading.Condition()
         self._answers = 0
         self._inquiries = Inquiries(
-            channel,
-            state=self.state,
-            silence=self._silence,
-            decided=self._decide,
-            conclude=self._take_answer,
-            report=self._tell,
-            stall_timeout=settings.stall_timeout,
-            history=settings.guard_history,
-            run_soon=self._to_do.put,
+            channel, self, stall_timeout=settings.stall_timeout, history=settings.guard_history
         )
         self._remove = channel.on("guard/soon", lambda message: self._prepare())
         self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
@@ -351,29 +342,35 @@ class CollectiveWatch:
     def _outstanding(self) -> list[Outstanding]:
         return [one for recorder in self._recorders for one in recorder.outstanding()]
 
-    def _silence(self, rank: int) -> Silence:
+    def _is_rank(self, pid: int) -> bool:  # of a child process
+        return pid in {self.channel.process_of(rank)[1] for rank in range(self.channel.world_size)}
+
+    def run_soon(self, function: Callable[[], None]) -> None:
+        self._to_do.put(function)
+
+    def silence(self, rank: int) -> Silence:
         # A rank that fails says so before it closes its channel.
         failed = self._has_failed() or self._has_raised(rank)
         return self._silent.look(rank, has_failed=failed)
 
     # -- what comes of a question ----------------------------------------------------------------------
 
-    def _tell(self, verdict: Verdict, states: Mapping[int, RankState]) -> None:
+    def tell(self, verdict: Verdict, states: Mapping[int, RankState]) -> None:
         if verdict.kind == "slow":
             _log.warning(verdict.text)
         else:
             self._report(verdict, states)
 
-    def _decide(self, verdict: Verdict) -> None:
+    def decide(self, verdict: Verdict) -> None:
         """Take an error for that of this rank, unless a rank that has failed explains everything."""
         # The rank that collects does so before the others hear of it: theirs is no failure that explains its
         # own.
         if self.error is None and not self._has_failed():
             self.error = verdict.error()
 
-    def _take_answer(self, answer: Answer) -> None:
+    def take_answer(self, answer: Answer) -> None:
         if answer.verdict is not None and answer.verdict.kind != "slow":
-            self._decide(answer.verdict)
+            self.decide(answer.verdict)
         if self.error is not None:
             if not self._concluded:
                 self._concluded = True

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries, Silence
 from lightning_lockstep.distributed.guard.rank_state import Question, RankState
 from lightning_lockstep.distributed.guard.records import CollectiveCall, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.verdict import Verdict
 from lightning_lockstep.distributed.side_channel.channel import Message
 
 WANTED = Outstanding("world", 1)
@@ -55,19 +56,41 @@ class OtherRank:
         del timeout
 
 
+@dataclass
+class OwnRank:
+    """This rank, whose watch only keeps what comes of a question."""
+
+    find: Callable[[], RankState]
+    answers: list[Answer] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def state(self, sites: bool = False) -> RankState:
+        return self.find()
+
+    def silence(self, rank: int) -> Silence:
+        return Silence("it does not answer")
+
+    def decide(self, verdict: Verdict) -> None:
+        pass
+
+    def take_answer(self, answer: Answer) -> None:
+        self.answers.append(answer)
+
+    def tell(self, verdict: Verdict, states: Mapping[int, RankState]) -> None:
+        self.remarks.append(verdict.text.partition(" in ")[0])
+
+    def run_soon(self, function: Callable[[], None]) -> None:
+        function()
+
+
 def asked(mine: list[RankState], theirs: list[RankState]) -> tuple[list[Answer], int]:
     """Return what rank 0 concludes from what it finds of itself and of rank 1, and how often it has asked."""
     channel, own, concluded = OtherRank(iter(theirs)), iter(mine), list[Answer]()
     inquiries = Inquiries(
         channel,  # type: ignore[arg-type]
-        state=lambda sites: next(own),
-        silence=lambda rank: Silence("it does not answer"),
-        decided=lambda verdict: None,
-        conclude=concluded.append,
-        report=lambda verdict, states: None,
+        OwnRank(lambda: next(own), answers=concluded),
         stall_timeout=30.0,
         history=0,
-        run_soon=lambda function: function(),
     )
     inquiries.ask(Question(rank=0, outstanding=WANTED, seconds=60.0))
     end = time.monotonic() + 30.0
@@ -99,14 +122,9 @@ def test_a_remark_is_made_again_once_the_wait_is_twice_as_long() -> None:
     channel, remarks = OtherRank(iter([at_work] * 8)), list[str]()
     inquiries = Inquiries(
         channel,  # type: ignore[arg-type]
-        state=lambda sites: WAITS,
-        silence=lambda rank: Silence("it does not answer"),
-        decided=lambda verdict: None,
-        conclude=lambda answer: None,
-        report=lambda verdict, states: remarks.append(verdict.text.partition(" in ")[0]),
+        OwnRank(lambda: WAITS, remarks=remarks),
         stall_timeout=30.0,
         history=0,
-        run_soon=lambda function: function(),
     )
     for seconds in (60, 120, 180, 240, 300):
         inquiries.ask(Question(rank=0, outstanding=WANTED, seconds=seconds))
