@@ -18,12 +18,7 @@ from lightning_lockstep.distributed.failure.process_exit import expect_exit
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.launchers.environments import requeue_signal
 from lightning_lockstep.stopping.loader_position import LoaderPosition
-from lightning_lockstep.stopping.stop_requests import (
-    SignalWatch,
-    StopFileWatch,
-    connect,
-    count_in_fit,
-)
+from lightning_lockstep.stopping.stop_requests import SignalWatch, StopFileWatch, connect, count_in_fit
 
 _log = logging.getLogger(__name__)
 PREEMPTED = "preempted"

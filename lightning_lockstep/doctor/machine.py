@@ -17,10 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_lockstep._system import (
-    Completed,
-    run_program,
-)
+from lightning_lockstep._system import Completed, run_program
 from lightning_lockstep._text import exit_in_words
 
 # -- What checks may ask of a machine, real or imitated. They ask nothing else, so that every case can be
