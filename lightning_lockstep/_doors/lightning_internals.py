@@ -54,7 +54,7 @@ def _without_notes(method: Any) -> Any:
 # No other module touches them. A function here names what it touches (``@touches("Class.attribute",
 # why=...)``); what our subclasses override or read of their Lightning base is listed in :data:`INHERITED`.
 # A test looks for each name in real objects of both families, so that a release which moves one fails there
-# and nowhere else. ``python -m lightning_lockstep._doors.lightning`` prints the list.
+# and nowhere else. ``python -m lightning_lockstep._doors`` prints the list.
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

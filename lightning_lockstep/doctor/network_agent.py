@@ -213,7 +213,7 @@ class RankProcess:
 # -- What runs for each rank: it does what the coordinator asks, always answers in time, and needs no torch
 # itself
 #
-# The step that could hang is taken by a process of its own (:mod:`.rank_process`), so that the agent can
+# The step that could hang is taken by a process of its own (`RankProcess`), so that the agent can
 # still report that it hangs. ``python -m lightning_lockstep.doctor.network_agent`` is an agent at the other
 # end of ssh's pipes.
 

@@ -186,7 +186,7 @@ class LostPeers:
 # ``failure/armed``           number of the attempt that begins, number of its first fit; from a rank that goes on
 # =========================== ==========================================================================================
 #
-# See :mod:`~lightning_lockstep.distributed.failure.attempts` for what becomes of a message that is late or early.
+# See the head of this file for what becomes of a message that is late or early.
 
 _FAILED, _CONFIRMED, _FIRST = "failure", "failure/confirmed", "failure/first"
 _ARMED = "failure/armed"
