@@ -11,7 +11,12 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_lockstep._doors.lightning import MisconfigurationException, Trainer, _AcceleratorConnector
+from lightning_lockstep._doors.lightning import (
+    MisconfigurationException,
+    Trainer,
+    TrainerFn,
+    _AcceleratorConnector,
+)
 from lightning_lockstep.errors import ConfigurationError
 
 # -- torch's classes of data loaders, as they are without what Lightning puts around them for a moment --
@@ -166,9 +171,11 @@ def show_accelerator(accelerator: Any) -> None:
     "_FitLoop._should_reload_train_dl",
     why="distinguishes the training loader from one of a validation inside a fit",
 )
-def reloads_training_loader(trainer: Any) -> bool:
-    """Return whether the fit loop makes its training loader anew now."""
-    return bool(trainer.fit_loop._should_reload_train_dl)
+def asks_for_training_loader(trainer: Any) -> bool:
+    """Return whether the loader in hand is one of the fit loop's own, not one of a validation inside it."""
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING or not trainer.training:
+        return False
+    return trainer.train_dataloader is None or bool(trainer.fit_loop._should_reload_train_dl)
 
 
 @touches(
@@ -447,15 +454,15 @@ def logged_in_this_step(trainer: Any, name: str) -> Tensor | None:
 
 
 @touches(
-    "_FitLoop._data_fetcher",
     "CombinedLoader._iterator",
-    why="a resumed epoch goes on behind the batches that were seen, so its iterators are made again",
+    "_FitLoop._combined_loader",
+    "_MaxSizeCycle._consumed",
+    why="an epoch of several loaders ends once each has ended; a resumed one has not seen those that had",
 )
-def restart_training_iterators(fit_loop: Any) -> list[Any]:
-    """Make the iterators of the training loaders again and return them, one of each loader."""
-    fetcher = fit_loop._data_fetcher
-    iter(fetcher)
-    return list(getattr(fetcher.combined_loader._iterator, "iterators", []))
+def mark_as_ended(trainer: Any, ended: list[bool]) -> None:
+    """Tell the fit loop which of its loaders have ended before in this epoch, and began again."""
+    iterator = trainer.fit_loop._combined_loader._iterator
+    iterator._consumed = [a or b for a, b in zip(iterator._consumed, ended, strict=True)]
 
 
 @touches(

@@ -67,17 +67,14 @@ class StopTogether(Callback):
         self.signals, self.stop_file, self.exit_code = tuple(signals), stop_file, exit_code
         self.dirpath, self.filename, self.stop_file_interval = dirpath, filename, stop_file_interval
         self.decision: StopDecision | None = None
-        self._loaded: dict[str, Any] = {}
         self._watches = ExitStack()
         self._reset()
 
     def _reset(self) -> None:
         self._agreement: StepAgreement | None = None
         self._communicator: Communicator | None = None
-        self._position: LoaderPosition | None = None
         self._signal_watch: SignalWatch | None = None
         self._file_watch: StopFileWatch | None = None
-        self._fit_loop: Any = None
         self._minimum: tuple[Any, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -94,8 +91,7 @@ class StopTogether(Callback):
         self._agreement = connect()
         self._agreement.start_over(keep_requests=True)
         count_in_fit(True)
-        self._position = LoaderPosition(self._communicator.world_size)
-        self._fit_loop = trainer.fit_loop
+        LoaderPosition.attach(trainer)  # strategies of this package have done so
         if self.stop_file is not None and self._communicator.local_rank == 0:
             path = Path(trainer.default_root_dir, self.stop_file)
             self._file_watch = StopFileWatch(path, self._preempt, interval=self.stop_file_interval)
@@ -111,17 +107,8 @@ class StopTogether(Callback):
         self._take_signals()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the signals over and, in a resumed epoch, continue with the next batch of the data."""
+        """Take the signals over, where there was no sanity check."""
         self._take_signals()
-        if self._position is not None:
-            self._position.watch(trainer.fit_loop)
-            self._position.load(self._loaded.pop("loaders", {}))
-            self._position.resume(trainer.fit_loop)
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Watch loaders that were rebuilt for this epoch."""
-        if self._position is not None:
-            self._position.watch(trainer.fit_loop)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -163,16 +150,6 @@ class StopTogether(Callback):
         if stage == "fit":
             self._watches.close()
             count_in_fit(False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the training loaders are."""
-        if self._position is None or self._fit_loop is None:
-            return {}
-        return {"loaders": self._position.state(self._fit_loop)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take where the training loaders were."""
-        self._loaded = dict(state_dict)
 
     def _preempt(self, reason: str) -> None:
         if self._agreement is not None:

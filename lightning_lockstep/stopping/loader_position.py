@@ -1,176 +1,510 @@
-"""A resumed epoch continues with the next batch of data.
+"""A resumed epoch continues with the next batch of data, whatever gives the batches.
 
-Lightning's checkpoints count the batches of an epoch, and a resumed run counts on from there, but an ordinary
-DataLoader starts its epoch again: batches are seen twice and the last ones never. Here the batches that were
-seen are skipped where they are chosen, in the batch sampler, so that none is loaded only to be thrown away. The
-order of an epoch that was drawn from a random state is drawn from the same state again.
+Lightning's checkpoints count the batches of an epoch, and a resumed run counts on from there, but its loaders begin
+their epoch again: batches are seen twice and the last ones never. Here every training loader begins where the
+checkpoint was made, before its first batch is asked for:
+
+- a DataLoader over data with an index: what was seen is left out by its batch sampler, and is not loaded;
+- a loader that saves its own state, and has a length: Lightning gives it that state, here on each rank its own;
+- any other, such as a stream: it is read from the start of the epoch to the place, since nothing else knows it.
+
+An order that was drawn from random numbers is drawn from the same state again, which the checkpoint holds. Where an
+epoch cannot go on exactly (another number of ranks, a checkpoint without these states), it is said what is repeated.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+import logging
+import random
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.random import fork_rng
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
 
-from lightning_lockstep._doors.lightning import CombinedLoader
-from lightning_lockstep._doors.lightning_internals import restart_training_iterators
+from lightning_lockstep._doors.lightning import Callback, CombinedLoader, TrainerFn
+from lightning_lockstep._doors.lightning_internals import (
+    asks_for_training_loader,
+    combined_training_loader,
+    mark_as_ended,
+)
+from lightning_lockstep._text import counted
+from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.steps.patching import put_in_place
+
+_log = logging.getLogger(__name__)
+_KEY = "lockstep_loader_position"
+_NOTHING = object()
 
 
-class LoaderPosition:
-    """Saves where the training loaders of one rank are, and continues there."""
+class LoaderPosition(Callback):
+    """Saves where the training loaders of every rank are, and continues there."""
 
-    def __init__(self, world_size: int) -> None:
-        # With several, Lightning's own samplers repeat the order of an epoch from their seed.
-        self._one_rank = world_size == 1
-        self._saved: list[Any] = []
-        self._random: Any = None
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._resume: _Resume | None = None
 
-    def watch(self, fit_loop: Any) -> None:
-        """Begin to watch loaders that are not watched yet."""
-        for loader in _plain_loaders(fit_loop):
-            if not isinstance(loader.batch_sampler, _ResumableBatches):
-                # DataLoader refuses this by its own __setattr__, since it could not check what it gets.
-                object.__setattr__(loader, "batch_sampler", _ResumableBatches(loader.batch_sampler))
+    @classmethod
+    def attach(cls, trainer: Any) -> None:
+        """Give a fit this callback, unless it has it. Ranks: all, alike; nothing is sent."""
+        if trainer.state.fn == TrainerFn.FITTING and not any(isinstance(c, cls) for c in trainer.callbacks):
+            trainer.callbacks.append(cls())  # at the end: Lightning may be going through the list
 
-    def state(self, fit_loop: Any) -> dict[str, Any]:
-        """Return the random states: now, and where the loaders drew the order of this epoch from."""
-        if not self._one_rank:
-            return {}
-        drawn_from = [
-            watched.drawn_from
-            for loader in _plain_loaders(fit_loop)
-            if isinstance(watched := loader.batch_sampler, _ResumableBatches)
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Be asked for each training loader, after what the strategy makes of it."""
+        self._trainer, self._resume = trainer, None
+        process = trainer.strategy.process_dataloader
+        if stage != TrainerFn.FITTING or getattr(process, "position", None) is self:
+            return
+
+        def process_dataloader(loader: object) -> object:
+            made = process(loader)
+            return self._positioned(made) if asks_for_training_loader(trainer) else made
+
+        process_dataloader.position = self  # type: ignore[attr-defined]
+        put_in_place(trainer.strategy, "process_dataloader", process_dataloader)
+
+    def _positioned(self, loader: Any) -> Any:
+        if self._resume is not None and not self._resume.batches:
+            self._resume.draw_as_then(loader)
+        if isinstance(loader, _ReplayedLoader) or _saves_its_state(loader):
+            return loader
+        if not _chooses_batches(loader):
+            return _ReplayedLoader(loader, self)
+        if isinstance(loader.batch_sampler, _ResumableBatches):
+            return loader
+        made = copy.copy(loader)  # the program may use its own for something else
+        # DataLoader refuses this by its own __setattr__, since it could not check what it gets.
+        vars(made)["batch_sampler"] = _ResumableBatches(loader.batch_sampler, self)
+        return made
+
+    # -- at a checkpoint --
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add where the loaders are. Ranks: all, together; one gather, none after an exception."""
+        loaders = _loaders(trainer)
+        if not loaders:
+            return
+        communicator = current_communicator()
+        described = [_described(loader) for loader in loaders]
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        states = [
+            loader.state_dict()
+            for loader in loaders
+            # A limit that ended the epoch left it in the middle of its own; the next epoch begins anew.
+            if _saves_its_state(loader)
+            and not (progress.is_last_batch and progress.current.ready < len(loader))
         ]
-        return {"drawn_from": drawn_from, "now": torch.get_rng_state()}
+        mine: dict[str, Any] = {"loaders": described, "states": states, "random": None}
+        if communicator.world_size == 1 or any(one["order"] is None for one in described):
+            mine["random"] = _random_state()
+        else:
+            for one in described:  # no order depends on random numbers
+                one["drawn_from"], one["generators"] = None, []
+        # After an exception the other ranks do not come here.
+        alone = trainer.state.status == "interrupted"
+        ranks = [mine] if alone else communicator.gather(mine)
+        checkpoint[_KEY] = {"world_size": communicator.world_size, "ranks": ranks}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take what :meth:`state` returned before."""
-        self._saved, self._random = list(state.get("drawn_from", [])), state.get("now")
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Take where the loaders were, and mend what Lightning is about to read about its loops."""
+        if trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
+            return
+        loops = checkpoint["loops"]["fit_loop"]
+        progress, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
+        batches = 0 if progress["is_last_batch"] else int(progress["current"]["ready"])
+        if batches and epochs["current"]["processed"] == epochs["current"]["started"]:
+            # A limit or a request ended the epoch early. Lightning counts it as a whole one, and would go on at
+            # this batch of the next.
+            for counters in (epochs["total"], epochs["current"]):
+                counters["processed"] = counters["completed"] = counters["started"] - 1
+        epoch = epochs["current"]["started"] - (1 if batches else 0)
+        self._resume = _Resume(batches, epoch, checkpoint.get(_KEY))
+        if self._resume.states is not None:  # Lightning has those of rank 0, for every rank
+            loops["state_dict"]["combined_loader"] = self._resume.states
 
-    def resume(self, fit_loop: Any) -> None:  # before its first epoch of this run
-        """Start the epoch's iterators again, behind the batches that were seen before the checkpoint."""
-        batches = _batches_seen(fit_loop)
-        if batches == 0 and not _has_workers(fit_loop):
-            self._saved = []
-            return  # the iterators have not drawn anything yet
-        loaders = _plain_loaders(fit_loop)
-        saved = self._saved if len(self._saved) == len(loaders) else [None] * len(loaders)
-        for loader, drawn_from in zip(loaders, saved, strict=True):
-            loader.batch_sampler.begin_at(batches, drawn_from if batches else None)
-            _set_epoch(loader, fit_loop.epoch_progress.current.processed)
-        with fork_rng(devices=[]):
-            _discard(fit_loop, restart_training_iterators(fit_loop), batches)
-        self._saved = []
-        if batches:
-            if self._one_rank and self._random is not None:
-                torch.set_rng_state(self._random)
+    # -- in a run that is resumed --
+
+    def begin(self, asks: Any) -> tuple[int, dict[str, Any] | None]:
+        """Return how many batches of its epoch a loader leaves out now, and what was saved of it, if any."""
+        resume, loaders = self._resume, _loaders(self._trainer)
+        number = next((i for i, loader in enumerate(loaders) if _is_part(asks, loader)), None)
+        if resume is None or number is None or asks in resume.begun:
+            return 0, None
+        if not resume.settled:
+            resume.settle(self._trainer, loaders)
+        _set_epoch(loaders[number], resume.epoch)
+        return resume.batches, resume.record(number) if resume.batches else None
+
+    def has_begun(self, asks: Any) -> None:
+        """Note that a loader has begun; if it is asked for its batches again, it has ended."""
+        if self._resume is not None:
+            self._resume.begun.append(asks)
+
+    def begins_again(self) -> bool:
+        """Return whether a training loader that has ended begins again while another still has batches."""
+        combined = combined_training_loader(self._trainer)
+        return combined is not None and combined[1] == "max_size_cycle"
+
+    def epoch_and_batch(self) -> tuple[int, int]:
+        """Return the number of the running epoch, and how many batches of it were taken."""
+        loop = self._trainer.fit_loop
+        return int(loop.epoch_progress.current.processed), int(loop.epoch_loop.batch_progress.current.ready)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Go on with the random numbers too; the loaders have begun."""
+        resume, self._resume = self._resume, None
+        if resume is None or not resume.batches:
+            return
+        if self.begins_again():
+            mark_as_ended(trainer, [_passes(one, resume.batches) > 1 for one in _loaders(trainer)])
+        if resume.random is not None:
+            _set_random_state(resume.random)
+        if resume.settled:
             # Lightning takes every loader that saves no state for one that starts from the beginning.
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
 
 
+class _Resume:
+    """What a checkpoint says of the epoch in which, or after which, it was made."""
+
+    def __init__(self, batches: int, epoch: int, saved: dict[str, Any] | None) -> None:
+        self.batches, self.epoch = batches, epoch  # seen of the epoch (0: it begins), and its number
+        self.settled = False
+        self.begun: list[Any] = []
+        self._asked = 0
+        communicator = current_communicator()
+        self._communicator = communicator
+        self._then: list[dict[str, Any]] = saved["ranks"][0]["loaders"] if saved else []
+        self._ranks_then = saved["world_size"] if saved else communicator.world_size
+        ranks = saved["ranks"] if saved and self._ranks_then == communicator.world_size else []
+        self._has_every_rank = len(ranks) == communicator.world_size
+        mine = ranks[communicator.rank] if communicator.rank < len(ranks) else {}
+        self._records: list[dict[str, Any]] = mine.get("loaders", [])
+        self.random, self.states = mine.get("random"), mine.get("states")
+
+    def record(self, number: int) -> dict[str, Any] | None:
+        """Return what was saved of this rank's loader of that number."""
+        return self._records[number] if number < len(self._records) else None
+
+    def draw_as_then(self, loader: Any) -> None:
+        """Let an epoch that begins draw its order from where it would have been drawn."""
+        if self.random is not None:
+            _set_random_state(self.random)
+        if self._records:
+            record = self._records[self._asked % len(self._records)]  # Lightning asks for them in their order
+            _set_generators(loader, record["generators"])
+        self._asked += 1
+
+    def settle(self, trainer: Any, loaders: list[Any]) -> None:
+        """Find the batch at which the epoch goes on, and say what it repeats where it cannot go on exactly."""
+        self.settled = True
+        if not self.batches:
+            return
+        now = [_described(loader) for loader in loaders]
+        then = self._then or now
+        ranks, same = self._communicator.world_size, len(then) == len(now)
+        keeps_order = same and all(
+            a["order"] is not None and a["order"] == b["order"] for a, b in zip(then, now, strict=True)
+        )
+        seen = [(one["samples"] or 1) * self._ranks_then * self.batches for one in then]
+        a_batch = [(one["samples"] or 1) * ranks for one in now]
+        places = {divmod(s, b) for s, b in zip(seen, a_batch, strict=True)} if same else set()
+        batches_then = self.batches
+        if len({batch for batch, _ in places}) == 1 and min(places)[0] > 0:
+            self.batches = min(places)[0]
+        again = max((rest for _, rest in places), default=0)
+        divided_alike = ranks == self._ranks_then and [one["samples"] for one in then] == [
+            one["samples"] for one in now
+        ]
+        if self.batches != batches_then:
+            _count_batches(trainer, self.batches)
+        if (keeps_order and again == 0 and places) or (divided_alike and self._has_every_rank):
+            return
+        if not self._communicator.is_main:
+            return
+        if not self._then:
+            how = "The checkpoint does not say from which random numbers the order of its epoch was drawn"
+        elif divided_alike:
+            how = "The checkpoint was made by one rank after an error, and knows nothing of the other ranks' data"
+        else:
+            how = f"The checkpoint is from {_division(self._ranks_then, then)}, this run has {_division(ranks, now)}"
+        if keeps_order:
+            what = f"{again} samples that were seen come again"
+        else:
+            what = f"it has another order, so up to {max(seen)} samples come again, and as many not at all"
+        _log.warning("%s: epoch %d goes on at batch %d, and %s.", how, self.epoch, self.batches, what)
+
+
+def _division(ranks: int, loaders: list[dict[str, Any]]) -> str:
+    sizes = sorted({one["samples"] or 1 for one in loaders})
+    return f"{counted(ranks, 'rank')} with batches of {' and '.join(map(str, sizes))}"
+
+
+def _count_batches(trainer: Any, batches: int) -> None:
+    """Let the loop go on at another batch, where a batch of all ranks has another size."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    open_batch = progress.processed - progress.completed  # saved at the end of a batch
+    progress.ready = progress.started = progress.processed = batches
+    progress.completed = batches - open_batch
+
+
+# -- Loaders that can begin within their epoch --
+
+
 class _ResumableBatches:
-    """A batch sampler that can begin later in its epoch and keeps the state its order was drawn from."""
+    """A batch sampler that can begin within its epoch and keeps the random state its order was drawn from."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self._skip = 0
-        self._draw_from: list[Any] | None = None
-        self.drawn_from: list[Any] = []
-
-    def begin_at(self, batch: int, drawn_from: list[Any] | None) -> None:
-        """Begin the next epoch at ``batch``, in the order drawn from a state that was saved, if any."""
-        self._skip, self._draw_from = batch, drawn_from
+    def __init__(self, inner: Any, position: LoaderPosition) -> None:
+        self._inner, self._position = inner, position
+        self.drawn_from: dict[str, Any] | None = None
+        self._epoch, self.passes = -1, 0
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        draw_from, self._draw_from = self._draw_from, None
-        generator = getattr(getattr(self._inner, "sampler", None), "generator", None)
-        if draw_from:
-            batches, first = self._repeat_order(draw_from, generator)
+        return self._behind(*self._position.begin(self))
+
+    def _behind(self, seen: int, record: dict[str, Any] | None) -> Iterator[Any]:
+        # Runs once the first batch is asked for, which without workers is after the start of the training.
+        self._position.has_begun(self)
+        epoch, batch = self._position.epoch_and_batch()
+        is_next_pass = epoch == self._epoch and batch > 0
+        self._epoch, self.passes = epoch, self.passes + 1 if is_next_pass else 1
+        if seen and self._position.begins_again():
+            length = len(self._inner)
+            self.passes = record["passes"] if record is not None else _passes(self._inner, seen)
+            seen -= (self.passes - 1) * length
+        if record is not None and record["drawn_from"] is not None:
+            self.drawn_from = record["drawn_from"]
+            batches, first = _drawn_from(self, self._first)
         else:
-            own = generator.get_state() if generator is not None else None
-            self.drawn_from = [torch.get_rng_state(), own]
-            batches = iter(self._inner)
-            first = next(batches, None)
-        if first is None:
+            self.drawn_from = {"random": _random_state(), "generators": _generator_states(self)}
+            batches, first = self._first()
+        if first is _NOTHING:
             return
-        if skip == 0:
+        if seen <= 0:
             yield first
         for number, batch in enumerate(batches, 1):
-            if number >= skip:
+            if number >= seen:
                 yield batch
+
+    def _first(self) -> tuple[Iterator[Any], Any]:
+        batches = iter(self._inner)
+        return batches, next(batches, _NOTHING)
 
     def __len__(self) -> int:
         return len(self._inner)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # not there yet while a worker unpickles it
+        if name == "_inner":  # not there yet while it is copied or unpickled
             raise AttributeError(name)
         return getattr(self._inner, name)
 
-    def _repeat_order(self, draw_from: list[Any], generator: Any) -> tuple[Iterator[Any], Any]:
-        self.drawn_from = draw_from
-        state, own = draw_from
-        if generator is not None and own is not None:
-            generator.set_state(own)
-        with fork_rng(devices=[]):
-            torch.set_rng_state(state)
-            batches = iter(self._inner)
-            return batches, next(batches, None)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self._inner,)  # in another process it has nothing to resume
 
 
-def _batches_seen(fit_loop: Any) -> int:
-    """Return how many batches of the epoch that begins here were seen before the checkpoint; 0 without one."""
-    if not fit_loop.restarting:
-        return 0
-    seen = int(fit_loop.epoch_loop.batch_progress.current.ready)
-    return seen if seen < fit_loop.trainer.num_training_batches else 0
+class _ReplayedLoader:
+    """Gives the batches of a loader; in a resumed epoch it reads and drops those that were seen."""
+
+    _own = ("_loader", "_position", "drawn_from", "_epoch")
+
+    def __init__(self, loader: Any, position: LoaderPosition) -> None:
+        self._loader, self._position = loader, position
+        self.drawn_from: dict[str, Any] | None = None
+        self._epoch = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, batch = self._position.epoch_and_batch()
+        seen, record = self._position.begin(self)
+        if seen:
+            self._position.has_begun(self)
+            self._epoch = epoch
+            if record is not None and record["drawn_from"] is not None:
+                self.drawn_from = record["drawn_from"]
+                return _drawn_from(self, lambda: self._behind(seen))
+            return self._behind(seen)
+        if epoch != self._epoch or batch == 0:  # else it begins again within its epoch
+            self._epoch = epoch
+            self.drawn_from = {"random": _random_state(), "generators": _generator_states(self)}
+        return iter(self._loader)
+
+    def _behind(self, seen: int) -> Iterator[Any]:
+        batches = iter(self._loader)
+        for _ in range(seen):
+            if next(batches, _NOTHING) is _NOTHING and self._position.begins_again():
+                batches = iter(self._loader)
+                next(batches, None)
+        return batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self)._own or name in _STATEFUL or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self)._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
 
-def _loaders(fit_loop: Any) -> list[Any]:
-    loaders = fit_loop.trainer.train_dataloader
+# -- What a loader is like --
+
+# By these Lightning knows a loader that it lets go on by itself.
+_STATEFUL = ("state_dict", "load_state_dict")
+
+
+def _loaders(trainer: Any) -> list[Any]:
+    loaders = trainer.train_dataloader
     return [] if loaders is None else list(CombinedLoader(loaders).flattened)
 
 
-def _plain_loaders(fit_loop: Any) -> list[Any]:
-    """Return the loaders that Lightning cannot resume by itself and whose batches a sampler chooses."""
-    return [loader for loader in _loaders(fit_loop) if _chooses_batches(loader)]
+def _is_part(asks: Any, loader: Any) -> bool:
+    return loader is asks or getattr(loader, "batch_sampler", None) is asks
 
 
 def _chooses_batches(loader: Any) -> bool:
     return (
         type(loader).__iter__ is DataLoader.__iter__
-        and not _saves_its_state(loader)
         and not isinstance(loader.dataset, IterableDataset)
         and loader.batch_sampler is not None
     )
 
 
 def _saves_its_state(loader: Any) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    """Return whether Lightning lets this loader go on by itself, at the right batch."""
+    # Without a length Lightning asks for one batch ahead, and a state is saved behind that. torchdata's loader keeps
+    # a mere number of batches where its data set has no state, and no random state.
+    has_state = all(inspect.getattr_static(loader, name, None) is not None for name in _STATEFUL)
+    counts_only = isinstance(loader, DataLoader) and not hasattr(loader.dataset, _STATEFUL[0])
+    return has_state and _length(loader) is not None and not counts_only
 
 
-def _has_workers(fit_loop: Any) -> bool:
-    return any(getattr(loader, "num_workers", 0) for loader in _plain_loaders(fit_loop))
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _passes(loader: Any, batches: int) -> int:
+    """Return how often a loader had begun in an epoch of so many batches, if it begins again where it ends."""
+    known, length = getattr(_batches_of(loader), "passes", 0), _length(loader)
+    return known or (1 + (batches - 1) // length if length else 1)
+
+
+def _described(loader: Any) -> dict[str, Any]:
+    keeper = loader if isinstance(loader, _ReplayedLoader) else _batches_of(loader)
+    return {
+        "order": _order(loader),
+        "samples": getattr(loader, "batch_size", None),
+        "passes": getattr(keeper, "passes", 1),
+        "drawn_from": getattr(keeper, "drawn_from", None),
+        "generators": _generator_states(loader),
+    }
+
+
+def _order(loader: Any) -> str | None:
+    """Return in which order all ranks together take the samples, or ``None`` where more than that decides."""
+    batches = getattr(_batches_of(loader), "_inner", None)
+    if not _chooses_batches(loader) or type(batches) is not BatchSampler:
+        return None
+    sampler: Any = batches.sampler
+    if type(sampler) is DistributedSampler:  # Lightning's own subclass divides a sampler of the user
+        return f"shuffled, seed {sampler.seed}" if sampler.shuffle else "as they are"
+    return "as they are" if type(sampler) is SequentialSampler else None
+
+
+def _batches_of(loader: Any) -> Any:
+    return getattr(loader, "batch_sampler", None)
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
     # Workers ask for their first batches as soon as the iterator is made, before Lightning sets the epoch.
-    for sampler in {
-        id(s): s for s in (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    }.values():
+    samplers = (getattr(loader, "sampler", None), getattr(_batches_of(loader), "sampler", None))
+    for sampler in {id(sampler): sampler for sampler in samplers}.values():
         set_epoch = getattr(sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
 
 
-def _discard(fit_loop: Any, iterators: list[Any], batches: int) -> None:
-    """Read past the seen batches of loaders without a sampler; their data has to be loaded for that."""
-    for loader, iterator in zip(_loaders(fit_loop), iterators, strict=False):
-        if not _chooses_batches(loader) and not _saves_its_state(loader):
-            for _ in range(batches):
-                next(iterator, None)
+# -- Random states, as plain data --
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, keys.tolist(), *rest)
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+
+
+def _generators(loader: Any) -> list[Any]:
+    """Return the random generators of a loader and of its samplers, whichever library made them."""
+    found: list[Any] = []
+    holders = [loader, getattr(loader, "sampler", None), _batches_of(loader)]
+    for holder in holders:  # grows meanwhile
+        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
+            if isinstance(value, (torch.Generator, random.Random)) or hasattr(value, "bit_generator"):
+                found += [value] if not any(value is one for one in found) else []
+            # Lightning divides a sampler of one's own as the data set of a sampler.
+            divides = isinstance(holder, DistributedSampler) and name == "dataset"
+            divides = divides and value is not getattr(loader, "dataset", None)
+            if (isinstance(value, Sampler) or divides) and not any(value is one for one in holders):
+                holders.append(value)
+    return found
+
+
+def _generator_states(loader: Any) -> list[Any]:
+    return [
+        one.get_state()
+        if isinstance(one, torch.Generator)
+        else one.getstate()
+        if isinstance(one, random.Random)
+        else one.bit_generator.state
+        for one in _generators(loader)
+    ]
+
+
+def _set_generators(loader: Any, states: list[Any]) -> None:
+    for one, state in zip(_generators(loader), states, strict=False):
+        if isinstance(one, torch.Generator):
+            one.set_state(state)
+        elif isinstance(one, random.Random):
+            one.setstate((state[0], tuple(state[1]), state[2]))
+        else:
+            one.bit_generator.state = state
+
+
+def _drawn_from(asks: Any, make: Callable[[], Any]) -> Any:
+    """Return what ``make`` makes, from the random state that ``asks`` began its epoch with."""
+    before = _random_state()
+    try:
+        _set_random_state(asks.drawn_from["random"])
+        _set_generators(asks, asks.drawn_from["generators"])
+        return make()
+    finally:
+        _set_random_state(before)

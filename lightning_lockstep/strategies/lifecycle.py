@@ -75,6 +75,7 @@ from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
+from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.strategies.options import (
     LifecycleSettings,
     mixed_gpus_warning,
@@ -229,7 +230,7 @@ class RankLifecycle:
         if is_new and communicator.world_size > 1:
             self._show_placement(communicator)
         self.startup.after_connect(self.supervisor)
-        self._stop_together_for_slurm()
+        self._add_callbacks()
         return communicator
 
     def set_world_ranks(self) -> None:
@@ -265,16 +266,18 @@ class RankLifecycle:
         """Forget the loaders of this run; the ranks stay connected for a next call of the Trainer."""
         self._uneven_inputs.clear()
 
-    def _stop_together_for_slurm(self) -> None:
-        """Give a fit that Slurm may requeue or end a ``StopTogether``, unless it has one."""
-        # Lightning saves and requeues inside the signal handler of each rank, wherever that rank is; ranks in
-        # different places then wait for each other.
+    def _add_callbacks(self) -> None:
+        """Give a fit what continues a resumed epoch, and under Slurm a ``StopTogether``, unless it has them."""
         module = self._strategy.lightning_module
-        if module is None or not belongs_to_slurm(self._strategy.cluster_environment):
+        if module is None:
             return
         trainer = module.trainer
+        LoaderPosition.attach(trainer)
+        # Lightning saves and requeues inside the signal handler of each rank, wherever that rank is; ranks in
+        # different places then wait for each other.
         callback = public("StopTogether")
-        if trainer.state.fn == "fit" and not any(isinstance(c, callback) for c in trainer.callbacks):
+        given = any(isinstance(one, callback) for one in trainer.callbacks)
+        if trainer.state.fn == "fit" and belongs_to_slurm(self._strategy.cluster_environment) and not given:
             trainer.callbacks.insert(0, callback())
 
     def _prints_report(self) -> bool:

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_lockstep._doors.lightning import TrainerFn
-from lightning_lockstep._doors.lightning_internals import combined_training_loader, reloads_training_loader
+from lightning_lockstep._doors.lightning_internals import asks_for_training_loader, combined_training_loader
 from lightning_lockstep.distributed import Communicator, PendingReduction
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
 from lightning_lockstep.errors import ConfigurationError
@@ -84,7 +83,7 @@ class UnevenInputs:
 
     def even(self, dataloader: Any, trainer: Any, communicator: Communicator) -> Any:
         """Return a loader of which every rank takes as many batches, if it is a training loader."""
-        if not _is_for_training(trainer):
+        if not asks_for_training_loader(trainer):
             return dataloader
         lengths = communicator.gather(_length(dataloader))
         self._lengths.append(lengths)
@@ -131,13 +130,6 @@ class UnevenInputs:
     def clear(self) -> None:
         self._loaders.clear()
         self._lengths.clear()
-
-
-def _is_for_training(trainer: Any) -> bool:
-    """Return whether the loader in hand is one of the fit loop's own, not one of a validation inside it."""
-    if trainer is None or trainer.state.fn != TrainerFn.FITTING or not trainer.training:
-        return False
-    return trainer.train_dataloader is None or reloads_training_loader(trainer)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "numerics": TALK,
     "steps": TALK,
     "logs": TALK,
-    "stopping": TALK,
+    "stopping": TALK | {"steps"},
     "overflow": TALK | {"numerics", "steps"},
     "batch_size": TALK | {"numerics", "steps"},
     "stragglers": TALK,
