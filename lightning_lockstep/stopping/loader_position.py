@@ -57,8 +57,8 @@ class LoaderPosition(Callback):
 
     @classmethod
     def attach(cls, trainer: Any) -> None:
-        """Give a fit this callback, unless it has it. Ranks: all, alike; nothing is sent."""
-        if trainer.state.fn == TrainerFn.FITTING and not any(isinstance(c, cls) for c in trainer.callbacks):
+        """Give a Trainer this callback, unless it has it. Ranks: all, alike; nothing is sent."""
+        if not any(isinstance(callback, cls) for callback in trainer.callbacks):
             trainer.callbacks.append(cls())  # at the end: Lightning may be going through the list
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -167,13 +167,14 @@ class LoaderPosition(Callback):
         resume, self._resume = self._resume, None
         if resume is None or not resume.batches:
             return
+        if not resume.settled:  # all loaders go on by themselves
+            resume.settle(trainer, _loaders(trainer))
         if self.begins_again():
             mark_as_ended(trainer, [_passes(one, resume.batches) > 1 for one in _loaders(trainer)])
         if resume.random is not None:
             _set_random_state(resume.random)
-        if resume.settled:
-            # Lightning takes every loader that saves no state for one that starts from the beginning.
-            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+        # Lightning takes every loader that saves no state for one that starts from the beginning.
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
 
 
 class _Resume:
@@ -214,37 +215,38 @@ class _Resume:
             return
         now = [_described(loader) for loader in loaders]
         then = self._then or now
-        ranks, same = self._communicator.world_size, len(then) == len(now)
-        keeps_order = same and all(
-            a["order"] is not None and a["order"] == b["order"] for a, b in zip(then, now, strict=True)
-        )
-        seen = [(one["samples"] or 1) * self._ranks_then * self.batches for one in then]
-        a_batch = [(one["samples"] or 1) * ranks for one in now]
-        places = {divmod(s, b) for s, b in zip(seen, a_batch, strict=True)} if same else set()
-        batches_then = self.batches
-        if len({batch for batch, _ in places}) == 1 and min(places)[0] > 0:
-            self.batches = min(places)[0]
-        again = max((rest for _, rest in places), default=0)
-        divided_alike = ranks == self._ranks_then and [one["samples"] for one in then] == [
-            one["samples"] for one in now
-        ]
-        if self.batches != batches_then:
+        ranks, pairs = self._communicator.world_size, list(zip(then, now, strict=False))
+        seen = [(a["samples"] or 1) * self._ranks_then * self.batches for a, _ in pairs]
+        each = [(b["samples"] or 1) * ranks for _, b in pairs]
+        places = {(s // n, s % n) for s, n in zip(seen, each, strict=True)}
+        batches = {batch for batch, _ in places}
+        keep_states = any(_saves_its_state(loader) for loader in loaders)
+        if len(batches) == 1 and batches != {self.batches} and not keep_states:
+            # A batch of all ranks has another size.
+            (self.batches,) = batches
             _count_batches(trainer, self.batches)
-        if (keeps_order and again == 0 and places) or (divided_alike and self._has_every_rank):
+        again = max((rest for _, rest in places), default=0)
+        goes_by_epoch = len(then) == len(now) and all(
+            a["order"] is not None and a["order"] == b["order"] for a, b in pairs
+        )
+        alike = ranks == self._ranks_then and all(a["samples"] == b["samples"] for a, b in pairs)
+        if self._then and ((goes_by_epoch and again == 0) or (alike and self._has_every_rank)):
             return
         if not self._communicator.is_main:
             return
         if not self._then:
-            how = "The checkpoint does not say from which random numbers the order of its epoch was drawn"
-        elif divided_alike:
+            how = "The checkpoint does not say how many ranks and which random numbers gave it the order of its epoch"
+        elif alike:
             how = "The checkpoint was made by one rank after an error, and knows nothing of the other ranks' data"
         else:
             how = f"The checkpoint is from {_division(self._ranks_then, then)}, this run has {_division(ranks, now)}"
-        if keeps_order:
-            what = f"{again} samples that were seen come again"
+        if goes_by_epoch and not self._then:
+            what = "exactly if the number of ranks and the size of the batches are the same"
+        elif goes_by_epoch:
+            what = f"{counted(again, 'sample')} seen before come again"
         else:
-            what = f"it has another order, so up to {max(seen)} samples come again, and as many not at all"
-        _log.warning("%s: epoch %d goes on at batch %d, and %s.", how, self.epoch, self.batches, what)
+            what = f"in another order, so up to {counted(max(seen), 'sample')} come again, and as many not at all"
+        _log.warning("%s: epoch %d goes on at batch %d; %s.", how, self.epoch, self.batches, what)
 
 
 def _division(ranks: int, loaders: list[dict[str, Any]]) -> str:
@@ -332,15 +334,17 @@ class _ReplayedLoader:
             self._epoch = epoch
             if record is not None and record["drawn_from"] is not None:
                 self.drawn_from = record["drawn_from"]
-                return _drawn_from(self, lambda: self._behind(seen))
+                resumed: Iterator[Any] = _drawn_from(self, lambda: self._behind(seen))
+                return resumed
             return self._behind(seen)
         if epoch != self._epoch or batch == 0:  # else it begins again within its epoch
             self._epoch = epoch
             self.drawn_from = {"random": _random_state(), "generators": _generator_states(self)}
-        return iter(self._loader)
+        batches: Iterator[Any] = iter(self._loader)
+        return batches
 
     def _behind(self, seen: int) -> Iterator[Any]:
-        batches = iter(self._loader)
+        batches: Iterator[Any] = iter(self._loader)
         for _ in range(seen):
             if next(batches, _NOTHING) is _NOTHING and self._position.begins_again():
                 batches = iter(self._loader)

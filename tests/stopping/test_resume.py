@@ -259,6 +259,7 @@ def fit(
     loader, of_loader = LOADERS[name]
     settings = {"max_epochs": 3, **of_loader, **options}
     uneven = settings.pop("uneven", "error")
+    callbacks = (*callbacks, *([StopTogether()] if settings.pop("stops_together", False) else []))
     strategy = settings.pop("strategy", None) or LockstepDDPStrategy(uneven_inputs=uneven, guard="off")
     seed_everything(1, verbose=False)
     net = Net()
@@ -384,3 +385,63 @@ def test_every_way_to_stop(tmp_path: Path, ranks: int) -> None:
     names = ["shuffled", "persistent workers", "stream", "stateful data"]
     for value in run_ranks(ranks, ways_to_stop, str(tmp_path), names, backend=None, timeout=400):
         assert {name: row for name, row in value.items() if row != "exact"} == {}
+
+
+# -- Another number of ranks, another size of the batches --
+
+
+def saved(folder: str, name: str, options: dict[str, Any]) -> tuple[list[Any], list[str]]:
+    """Fit until a checkpoint in the second epoch; what this rank saw of that epoch."""
+    saves = Saves(str(Path(folder, "mid.ckpt")), 1)
+    quiet()
+    return epoch_of(fit(name, saves, **options).seen[: saves.after]), []
+
+
+def resumed(folder: str, name: str, options: dict[str, Any]) -> tuple[list[Any], list[str]]:
+    quiet()
+    said = Said()
+    logging.getLogger("lightning_lockstep").setLevel(logging.WARNING)
+    logging.getLogger("lightning_lockstep").addHandler(said)
+    return epoch_of(fit(name, ckpt_path=str(Path(folder, "mid.ckpt")), **options).seen), said.texts
+
+
+def epoch_of(seen: list[Any]) -> list[int]:
+    return [number for epoch, batch in seen if epoch == 1 for number in batch]
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+ONE_DEVICE = {"strategy": "auto", "stops_together": True}
+NUMBERS = [
+    # ranks before and after, loader, options before and after -> what is said, samples that come again
+    (2, 1, "shuffled", {}, {}, None, 0),
+    (2, 4, "shuffled", {}, {}, None, 0),
+    (4, 2, "workers", {}, {}, None, 0),
+    # Lightning shuffles for training what it divides.
+    (1, 2, "in order", ONE_DEVICE, {}, "in another order, so up to 4 samples come again", None),
+    (1, 4, "shuffled", {}, {}, "goes on at batch 0; 4 samples seen before come again", 4),
+    (1, 2, "in order", {"strategy": "auto"}, {}, "does not say how many ranks", None),
+    (2, 1, "stream", {}, {}, "in another order, so up to 8 samples come again", None),
+    (2, 1, "stateful data", {}, {}, "in another order, so up to 8 samples come again", None),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "name", "first", "second", "says", "again"), NUMBERS)
+def test_another_number_of_ranks_is_exact_or_said(
+    tmp_path: Path, before: int, after: int, name: str, first: Any, second: Any, says: str | None, again: Any
+) -> None:
+    saw = run_ranks(before, saved, str(tmp_path), name, first, backend=None, timeout=120)
+    saw_then = run_ranks(after, resumed, str(tmp_path), name, second, backend=None, timeout=120)
+    texts = [text for _, said in saw_then for text in said if "goes on" in text]
+    assert (texts == []) if says is None else (len(texts) == 1 and says in texts[0]), texts
+    if again is not None:
+        numbers = sorted(number for seen, _ in [*saw, *saw_then] for number in seen)
+        assert len(numbers) == SAMPLES + again
+        assert set(numbers) == set(range(SAMPLES))
