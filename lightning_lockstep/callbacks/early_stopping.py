@@ -52,7 +52,7 @@ class SyncedEarlyStopping(EarlyStopping):
         stopping_threshold: Stop once the value is better than this.
         divergence_threshold: Stop once the value is worse than this.
         check_on_train_epoch_end: Whether to check after the training epoch rather than after validation.
-        log_rank_zero_only: Whether only rank 0 logs.
+        log_rank_zero_only: Changes nothing here: the message is the same on all ranks, and rank 0 alone logs it.
         reduce: How one value is made of those of all ranks: ``mean``, ``min``, ``max`` or ``rank0``.
         missing: What to do when only some ranks have the metric: ``error``, or ``use_present`` to decide
             from those that have it.
@@ -228,8 +228,8 @@ class SyncedEarlyStopping(EarlyStopping):
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
-        if message and self.verbose:
-            self._log_info(trainer, message, self.log_rank_zero_only)
+        if message and self.verbose:  # the same on all ranks, so that once is enough
+            self._log_info(trainer, message, log_rank_zero_only=True)
 
     def _judge(self, reduced: Reduced) -> tuple[bool, str | None]:
         """Ask a subclass that has a rule of its own, as Lightning would; all ranks give it the same value."""

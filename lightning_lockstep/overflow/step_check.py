@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +20,7 @@ from lightning_lockstep.numerics.statistics import LOW_PRECISION, NamePatterns, 
 from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.steps.capabilities import EngineGradients
-from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.patching import in_the_name_of, put_in_place
 
 # -- Where a detection sees a training step: below the distributed wrapper and inside autocast --
 
@@ -34,14 +32,11 @@ def wrap_training_step(
     # Returns what undoes it.
     original = module.training_step
 
-    @functools.wraps(original)
     def training_step(*args: Any, **kwargs: Any) -> Any:
         with begin(original, args, kwargs):
             return original(*args, **kwargs)
 
-    # Lightning and torch.compile look at the signature of what was there first.
-    training_step.__wrapped__ = inspect.unwrap(original)
-    return put_in_place(module, "training_step", training_step)
+    return put_in_place(module, "training_step", in_the_name_of(original, training_step))
 
 
 # -- How much of a gradient or of an optimizer's update is lost because it is too small for its format --

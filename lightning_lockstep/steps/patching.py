@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 _ABSENT = object()
+
+
+def in_the_name_of(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function that is put around a module's hook the name and the signature of what was there first."""
+    # Lightning and torch.compile look at that signature, Lightning behind one ``__wrapped__`` only.
+    update_wrapper(function, original).__wrapped__ = inspect.unwrap(original)
+    return function
 
 
 def put_in_place(owner: object, name: str, value: object) -> Callable[[], None]:

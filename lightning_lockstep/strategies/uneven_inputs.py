@@ -2,8 +2,9 @@
 
 Every rank must take the same number of steps: a rank that runs out of data goes on to validation while the others
 wait for its gradients, and they hang, or gradients are added to values of another collective. Here the ranks
-compare the lengths of their loaders before the first batch. Loaders without a length agree before each batch
-whether all still have one; that reduction runs while the batch before it is computed.
+compare the lengths of their loaders before the first batch. Loaders that have no length, or may give fewer batches
+than theirs says, agree before each batch whether all still have one; that reduction runs while the batch before it
+is computed.
 
 What the loop takes counts, not what the loaders have: a limit of the Trainer may end an epoch everywhere at the same
 batch, and of several loaders a longer one may decide, which is known only once Lightning has asked for all of them.
@@ -16,17 +17,23 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.data import IterableDataset
 
-from lightning_lockstep._doors.lightning_internals import asks_for_training_loader, combined_training_loader
+from lightning_lockstep._doors.lightning_internals import (
+    asks_for_training_loader,
+    combined_training_loader,
+    loaders_in_use,
+)
 from lightning_lockstep.distributed import Communicator, PendingReduction
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.patching import in_the_name_of, replaced
 
 # -- Losses of zero, with which a rank that has nothing to contribute still takes part in the reductions of
 # a step
@@ -48,7 +55,7 @@ def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) ->
         zero = zero_loss(module, entries)
         return {**output, "loss": zero} if isinstance(output, Mapping) else zero
 
-    with replaced(module, training_step=contributing):
+    with replaced(module, training_step=in_the_name_of(original, contributing)):
         yield
 
 
@@ -78,35 +85,40 @@ class UnevenInputs:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._loaders: list[EvenLoader] = []
         self._lengths: list[Sequence[int | None]] = []  # of each training loader, on each rank
 
     def even(self, dataloader: Any, trainer: Any, communicator: Communicator) -> Any:
         """Return a loader of which every rank takes as many batches, if it is a training loader."""
-        if not asks_for_training_loader(trainer):
+        if not asks_for_training_loader(trainer) or communicator.world_size == 1:
             return dataloader
-        lengths = communicator.gather(_length(dataloader))
+        lengths, keep_to_it = zip(
+            *communicator.gather((_length(dataloader), _keeps_to_its_length(dataloader))), strict=True
+        )
         self._lengths.append(lengths)
-        loader = self._even(dataloader, lengths, trainer, communicator)
-        if isinstance(loader, EvenLoader):
-            self._loaders.append(loader)
-        return loader
+        return self._even(dataloader, lengths, all(keep_to_it), trainer, communicator)
 
     def _even(
-        self, loader: Any, lengths: Sequence[int | None], trainer: Any, communicator: Communicator
+        self,
+        loader: Any,
+        lengths: Sequence[int | None],
+        keep_to_it: bool,  # whether all ranks' loaders give what their lengths say
+        trainer: Any,
+        communicator: Communicator,
     ) -> Any:
         known = [length for length in lengths if length is not None]
+        agreeing = partial(AgreeingLoader, loader, communicator, self._policy, trainer)
         if len(known) == len(lengths):
             if len({batches_taken(trainer, [length]) for length in known}) == 1:
-                return loader  # the loop ends everywhere at the same batch
+                # the loop ends everywhere at the same batch
+                return loader if keep_to_it else agreeing(min(known))
             if self._policy == "error":
                 return CheckedLoader(loader, lambda: self._check(lengths, trainer, communicator.rank))
         plan = plan_steps(lengths, communicator.rank, self._policy)
         if plan.notice and communicator.is_main:
             _log.warning(plan.notice)
-        if plan.steps is not None:
+        if plan.steps is not None and keep_to_it:
             return SizedEvenLoader(loader, plan.steps, plan.own or 0)
-        return AgreeingLoader(loader, communicator, self._policy, lambda: most_batches(trainer))
+        return agreeing(plan.steps)
 
     def _check(self, own: Sequence[int | None], trainer: Any, rank: int) -> None:
         """Raise unless the loop takes as many batches on all ranks of the loaders that it has together."""
@@ -121,14 +133,14 @@ class UnevenInputs:
 
     def is_padding_batch(self, trainer: Any) -> bool:
         """Return whether the current training batch comes after the last one of this rank's own."""
-        if self._policy != "join" or not self._loaders:
+        combined = combined_training_loader(trainer) if self._policy == "join" else None
+        if combined is None:
             return False
-        own = [loader.own_batches for loader in self._loaders]
-        known = [count for count in own if count is not None]
-        return len(known) == len(own) and trainer.fit_loop.epoch_loop.batch_idx >= max(known)
+        own = [_own_batches(loader) for loader in loaders_in_use(trainer.fit_loop)]
+        last = min(own) if combined[1] == "min_size" else max(own)
+        return bool(trainer.fit_loop.epoch_loop.batch_idx >= last)
 
     def clear(self) -> None:
-        self._loaders.clear()
         self._lengths.clear()
 
 
@@ -191,7 +203,7 @@ def _until_max_steps(trainer: Any) -> float:
 class EvenLoader:
     """Behaves as the loader it wraps, except for the number of batches."""
 
-    _ours = ("_loader", "own_batches", "_steps", "_communicator", "_policy", "_check", "_most")
+    _ours = ("_loader", "own_batches", "_steps", "_communicator", "_policy", "_check")
 
     def __init__(self, loader: Any, own_batches: int | None) -> None:
         self._loader = loader
@@ -247,30 +259,69 @@ class SizedEvenLoader(EvenLoader):
 
 
 class AgreeingLoader(EvenLoader):
-    """Gives a batch only when the policy says so for all ranks; for loaders without a length."""
+    """Gives a batch only when the policy says so for all ranks; for loaders that may end at any batch."""
+
+    _ours = (*EvenLoader._ours, "_state", "_epoch", "_has_warned")
 
     def __init__(
-        self, loader: Any, communicator: Communicator, policy: Policy, most: Callable[[], float]
+        self,
+        loader: Any,
+        communicator: Communicator,
+        policy: Policy,
+        trainer: Any,
+        steps: int | None,  # batches at most, the same on all ranks; None: the loaders have no length
     ) -> None:
         super().__init__(loader, None)
-        self._communicator, self._policy, self._most = communicator, policy, most
+        self._communicator, self._policy, self._trainer, self._steps = communicator, policy, trainer, steps
+        self._state: Any = None
+        self._epoch, self._has_warned = -1, False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "state_dict" and self._state is not None:
+            return lambda: self._state
+        return super().__getattr__(name)
+
+    def __len__(self) -> int:
+        if self._steps is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length")
+        return self._steps
 
     def __iter__(self) -> Iterator[Any]:
-        self.own_batches = None
-        batches, taken, current, most = iter(self._loader), 0, _NOTHING, self._most()
-        following = next(batches, _NOTHING)
+        if (
+            self._epoch != self._trainer.current_epoch
+        ):  # else the loader is gone through again beside a longer one
+            self._epoch, self.own_batches = self._trainer.current_epoch, None
+        batches, given, taken, current = iter(self._loader), 0, 0, _NOTHING
+        most = most_batches(self._trainer)
+        following = self._read_ahead(batches)
         pending = self._count_next(following)
         while True:
             with_data = int(pending.wait())
-            if with_data < self._communicator.world_size and self._ends(with_data, taken, following, most):
+            if with_data < self._communicator.world_size and self._ends(
+                with_data, given, taken, following, most
+            ):
                 return
-            if following is not _NOTHING:
+            given += 1
+            has_own = following is not _NOTHING
+            if has_own:
                 current, taken = following, taken + 1
-                following = next(batches, _NOTHING)
             elif self.own_batches is None:
                 self.own_batches = taken
+            if given == self._steps:  # Lightning takes no more, so no more is read or sent
+                self._state = None
+                yield current
+                return
+            if has_own:
+                following = self._read_ahead(batches)
             pending = self._count_next(following)
             yield current
+
+    def _read_ahead(self, batches: Iterator[Any]) -> Any:
+        """Return the batch that the loop asks for next; a checkpoint must not count it as seen."""
+        state = self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
+        batch = next(batches, _NOTHING)
+        self._state = None if batch is _NOTHING else state
+        return batch
 
     def _count_next(self, following: Any) -> PendingReduction:
         """Start to count the ranks that have a next batch, which runs while the current one is computed."""
@@ -278,22 +329,75 @@ class AgreeingLoader(EvenLoader):
             torch.tensor(int(following is not _NOTHING), dtype=torch.int32)
         )
 
-    def _ends(self, with_data: int, taken: int, following: Any, most: float) -> bool:
+    def _ends(self, with_data: int, given: int, taken: int, following: Any, most: float) -> bool:
         """Return whether the epoch ends here, now that some rank has no next batch; all ranks know that."""
         if with_data == 0 or self._policy == "truncate":
+            self._warn_of_early_end(given, taken, following)
             return True
         if self._policy == "join" and taken > 0:
             return False
         if taken >= most:  # every rank has taken as many
             return True
-        taken_by_rank = self._communicator.gather((taken, following is not _NOTHING))
-        counts = ", ".join(
-            f"rank {rank}: {'more than ' if more else ''}{n}" for rank, (n, more) in enumerate(taken_by_rank)
-        )
+        counts = self._gathered_counts(taken, following)
         raise ConfigurationError(
             f"The ranks have different numbers of training batches ({counts}): expected the same on all."
             f" {_ADVICE}"
         )
+
+    def _warn_of_early_end(self, given: int, taken: int, following: Any) -> None:
+        if self._steps is None or self._has_warned:
+            return
+        self._has_warned = True
+        counts = self._gathered_counts(taken, following)
+        if self._communicator.is_main:
+            _log.warning(
+                f"An epoch has ended after {given} batches, where the training loader's length promises"
+                f" {self._steps} ({counts}). Lightning, which counts to the length, then leaves out what belongs to the"
+                " last batch: validation, learning rates that change with the epoch, a step of the gradients that are"
+                " still accumulated. Let __len__ tell the number of batches that come, or leave it out."
+            )
+
+    def _gathered_counts(self, taken: int, following: Any) -> str:
+        own = taken, following is not _NOTHING, _length(self._loader)
+        return ", ".join(
+            f"rank {rank}: {'more than ' if more else ''}{n}"
+            + (
+                f" of the {length} that its loader promises"
+                if length is not None and not more and n < length
+                else ""
+            )
+            for rank, (n, more, length) in enumerate(self._communicator.gather(own))
+        )
+
+
+# Where samplers and loaders are defined that never end before their length says.
+_KEEPING = (
+    "torch.",
+    "torch_xla.",
+    "torchdata.",
+    "lightning.",
+    "pytorch_lightning.",
+    "lightning_lockstep.demo.",
+)
+
+
+def _keeps_to_its_length(loader: Any) -> bool:
+    """Return whether it is known that a loader gives as many batches as its length says."""
+    batches = getattr(loader, "batch_sampler", None)
+    samples = getattr(loader if batches is None else batches, "sampler", None)
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return False
+    return all(_is_of_a_library(part) for part in (loader, samples if batches is None else batches, samples))
+
+
+def _is_of_a_library(part: Any) -> bool:
+    methods = (getattr(type(part), name, None) for name in ("__iter__", "__len__"))
+    return all(getattr(method, "__module__", "").startswith(_KEEPING) for method in methods)
+
+
+def _own_batches(loader: Any) -> float:
+    count = loader.own_batches if isinstance(loader, EvenLoader) else _length(loader)
+    return math.inf if count is None else count
 
 
 def _length(loader: Any) -> int | None:
