@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -187,6 +188,18 @@ def combined_training_loader(trainer: Any) -> tuple[int, str] | None:
     """Return how many loaders the fit loop takes together, and how; ``None`` until it has asked for all."""
     combined = trainer.fit_loop._combined_loader
     return None if combined is None else (len(combined.flattened), combined._mode)
+
+
+@touches(
+    "_FitLoop._data_fetcher", why="where Lightning knows by the length which batch is the last of an epoch"
+)
+def end_epoch_with_next_batch(trainer: Any) -> None:
+    """Have the fit loop do after the batch that it gets next what it does after the last one of an epoch."""
+    fetcher = trainer.fit_loop._data_fetcher
+    fetcher.length = fetcher.fetched + 1  # until the next epoch
+    interval = trainer.val_check_interval
+    if isinstance(interval, float) and interval == 1.0:
+        trainer.val_check_batch = math.inf  # validate after the last batch, whatever its number
 
 
 # -- launchers --

@@ -28,6 +28,7 @@ from torch.utils.data import IterableDataset
 from lightning_lockstep._doors.lightning_internals import (
     asks_for_training_loader,
     combined_training_loader,
+    end_epoch_with_next_batch,
     loaders_in_use,
 )
 from lightning_lockstep.distributed import Communicator, PendingReduction
@@ -203,7 +204,7 @@ def _until_max_steps(trainer: Any) -> float:
 class EvenLoader:
     """Behaves as the loader it wraps, except for the number of batches."""
 
-    _ours = ("_loader", "own_batches", "_steps", "_communicator", "_policy", "_check")
+    _ours: tuple[str, ...] = ("_loader", "own_batches", "_steps", "_communicator", "_policy", "_check")
 
     def __init__(self, loader: Any, own_batches: int | None) -> None:
         self._loader = loader
@@ -287,19 +288,35 @@ class AgreeingLoader(EvenLoader):
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
-        if (
-            self._epoch != self._trainer.current_epoch
-        ):  # else the loader is gone through again beside a longer one
+        if self._epoch != self._trainer.current_epoch:  # else it begins again beside a longer one
             self._epoch, self.own_batches = self._trainer.current_epoch, None
+        if self._steps is None:  # Lightning looks a batch ahead itself, for the last one
+            for batch, state in self._agreed():
+                self._state = state
+                yield batch
+            return
+        agreed, number = self._agreed(), 0
+        ahead = next(agreed, None)
+        while ahead is not None:
+            (batch, self._state), number = ahead, number + 1
+            ahead = next(agreed, None)
+            if ahead is None and number < self._steps and self._ends_epoch():
+                end_epoch_with_next_batch(self._trainer)
+            yield batch
+
+    def _ends_epoch(self) -> bool:
+        combined = combined_training_loader(self._trainer)
+        return combined is not None and (combined[0] == 1 or combined[1] == "min_size")
+
+    def _agreed(self) -> Iterator[tuple[Any, Any]]:
+        """Yield each batch that all ranks take, with the state of the loader when it has given that one."""
         batches, given, taken, current = iter(self._loader), 0, 0, _NOTHING
         most = most_batches(self._trainer)
-        following = self._read_ahead(batches)
+        following = next(batches, _NOTHING)
         pending = self._count_next(following)
         while True:
             with_data = int(pending.wait())
-            if with_data < self._communicator.world_size and self._ends(
-                with_data, given, taken, following, most
-            ):
+            if self._ends(with_data, given, taken, following, most):
                 return
             given += 1
             has_own = following is not _NOTHING
@@ -307,21 +324,19 @@ class AgreeingLoader(EvenLoader):
                 current, taken = following, taken + 1
             elif self.own_batches is None:
                 self.own_batches = taken
+            state = self._state_of_loader()
             if given == self._steps:  # Lightning takes no more, so no more is read or sent
-                self._state = None
-                yield current
+                yield current, state
                 return
             if has_own:
-                following = self._read_ahead(batches)
+                following = next(batches, _NOTHING)
+                if following is _NOTHING:
+                    state = self._state_of_loader()  # which has come to its end
             pending = self._count_next(following)
-            yield current
+            yield current, state
 
-    def _read_ahead(self, batches: Iterator[Any]) -> Any:
-        """Return the batch that the loop asks for next; a checkpoint must not count it as seen."""
-        state = self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
-        batch = next(batches, _NOTHING)
-        self._state = None if batch is _NOTHING else state
-        return batch
+    def _state_of_loader(self) -> Any:
+        return self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
 
     def _count_next(self, following: Any) -> PendingReduction:
         """Start to count the ranks that have a next batch, which runs while the current one is computed."""
@@ -330,7 +345,9 @@ class AgreeingLoader(EvenLoader):
         )
 
     def _ends(self, with_data: int, given: int, taken: int, following: Any, most: float) -> bool:
-        """Return whether the epoch ends here, now that some rank has no next batch; all ranks know that."""
+        """Return whether the epoch ends here, as all ranks do with what they know."""
+        if with_data == self._communicator.world_size:
+            return False
         if with_data == 0 or self._policy == "truncate":
             self._warn_of_early_end(given, taken, following)
             return True
@@ -351,34 +368,27 @@ class AgreeingLoader(EvenLoader):
         counts = self._gathered_counts(taken, following)
         if self._communicator.is_main:
             _log.warning(
-                f"An epoch has ended after {given} batches, where the training loader's length promises"
-                f" {self._steps} ({counts}). Lightning, which counts to the length, then leaves out what belongs to the"
-                " last batch: validation, learning rates that change with the epoch, a step of the gradients that are"
-                " still accumulated. Let __len__ tell the number of batches that come, or leave it out."
+                f"An epoch ends after {given} batches, where the length of the training loader promises {self._steps}"
+                f" ({counts}). What counts by the length, such as a schedule of learning rates, does not know that:"
+                " let __len__ tell the number of batches that come."
             )
 
     def _gathered_counts(self, taken: int, following: Any) -> str:
         own = taken, following is not _NOTHING, _length(self._loader)
         return ", ".join(
-            f"rank {rank}: {'more than ' if more else ''}{n}"
-            + (
-                f" of the {length} that its loader promises"
-                if length is not None and not more and n < length
-                else ""
-            )
-            for rank, (n, more, length) in enumerate(self._communicator.gather(own))
+            f"rank {rank}: {_in_words(*found)}" for rank, found in enumerate(self._communicator.gather(own))
         )
 
 
+def _in_words(taken: int, has_more: bool, length: int | None) -> str:
+    if has_more:
+        return f"more than {taken}"
+    return str(taken) if length in (None, taken) else f"{taken} of the {length} that its loader promises"
+
+
 # Where samplers and loaders are defined that never end before their length says.
-_KEEPING = (
-    "torch.",
-    "torch_xla.",
-    "torchdata.",
-    "lightning.",
-    "pytorch_lightning.",
-    "lightning_lockstep.demo.",
-)
+_LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
+_KEEPING = ("torch.", "torch_xla.", "torchdata.", *_LIGHTNING, "lightning_lockstep.demo.")
 
 
 def _keeps_to_its_length(loader: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -60,6 +61,24 @@ def test_early_stopping_is_the_same_on_every_rank(tmp_path):
         assert ended["nan on rank 1", how]["reason"] == "NON_FINITE_METRIC"
         assert "not finite on rank 1." in ended["nan on rank 1", how]["message"]
     assert ended["nan on rank 1", "rank0"]["reason"] == "NOT_STOPPED"
+
+
+def loud(folder: str) -> list[str]:
+    logger, texts = logging.getLogger(EarlyStopping.__module__), []
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    early_stopping_case("different values", folder, False, verbose=True)
+    logger.removeHandler(handler)
+    return texts
+
+
+def test_what_early_stopping_says_is_said_once(tmp_path):
+    first, second = run_ranks(2, loud, str(tmp_path), backend=None, timeout=60)
+    assert second == []
+    improved, stopped = first
+    assert "Metric m improved" in improved and "Signaling Trainer to stop" in stopped
 
 
 class Falling(Module):
