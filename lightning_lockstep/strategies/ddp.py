@@ -38,9 +38,10 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         grace_period: Time from learning of a failure until a rank is ended by force [s].
         silence_limit: How long a rank may be stopped, or its host unreachable, before that counts as a failure
             [s]. A rank that runs sends heartbeats, whatever it does.
-        uneven_inputs: When ranks have different numbers of training batches: ``error`` raises before the
-            first one, ``truncate`` stops all ranks when the first runs out, ``join`` gives ranks that have run
-            out padding batches (their last one again, with a loss of zero) until the last rank is done.
+        uneven_inputs: When ranks have different numbers of training batches: ``error`` raises (before the first
+            one, unless a loader gives fewer than its length says), ``truncate`` stops all ranks when the first
+            runs out, ``join`` gives ranks that have run out padding batches (their last one again, with a loss
+            of zero) until the last rank is done.
         threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node.
         bind_cores: Whether each rank is pinned to its own cores.
         timeout: Longest wait for another rank in a collective [s].

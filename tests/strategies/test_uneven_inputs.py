@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
 
-from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, OverflowDetector
+from lightning_lockstep import (
+    ConfigurationError,
+    LockstepDDPStrategy,
+    LockstepDeepSpeedStrategy,
+    OverflowDetector,
+)
 from lightning_lockstep._doors.lightning import (
     CombinedLoader,
     LightningModule,
@@ -104,10 +110,13 @@ class Net(LightningModule):
         return sum(parameter.detach().double().abs().sum().item() for parameter in self.parameters())
 
 
-def fitted(policy: Any, data: Any, *others: Any, net: Net | None = None, **options: Any) -> Any:
+def fitted(
+    policy: Any, data: Any, *others: Any, net: Net | None = None, stage: Any = None, **options: Any
+) -> Any:
     """Return (steps, batches that this rank has seen, weights) of a fit, or the error that it ends with."""
-    net = net or Net()
-    strategy = LockstepDDPStrategy(uneven_inputs=policy, stall_timeout=10)
+    net, strategy = net or Net(), LockstepDDPStrategy(uneven_inputs=policy)
+    if stage is not None:
+        strategy = LockstepDeepSpeedStrategy(stage=stage, uneven_inputs=policy)
     trainer = Trainer(**{**QUIET, "num_sanity_val_steps": 0, "max_epochs": 2, **options}, strategy=strategy)
     try:
         trainer.fit(net, data, *others)
@@ -164,6 +173,24 @@ def test_each_policy_does_what_it_says_whatever_the_lengths_promise() -> None:
     assert first["join", "said"] == second["truncate", "said"] == []
     (said,) = first["truncate", "said"]
     assert f"after 3 batches, where the length of the training loader promises 5 {counts}" in said
+
+
+def under_deepspeed() -> dict[Any, Any]:
+    common = {"accumulate_grad_batches": 2}
+    return {
+        (policy, stage): fitted(policy, stream(), stage=stage, **common)
+        for policy in ("truncate", "join")
+        for stage in (None, 2)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_steps_as_ddp_does() -> None:
+    first, second = run_ranks(2, under_deepspeed, backend=None, timeout=240)
+    for policy, steps in (("truncate", 4), ("join", 6)):
+        assert first[policy, None][0] == first[policy, 2][0] == second[policy, 2][0] == steps
+        assert first[policy, 2][2] == pytest.approx(first[policy, None][2], rel=1e-5)
 
 
 def with_workers() -> Any:
