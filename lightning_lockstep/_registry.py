@@ -12,6 +12,8 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
 
+from lightning_lockstep.errors import ConfigurationError
+
 # -- A public name stands in the stub of its package, ``__init__.pyi``; the package loads it when it is
 # first used
 #
@@ -87,11 +89,27 @@ def _make(module: str, name: str, **arguments: Any) -> Any:
 
 def _register(name: str, description: str, module: str, cls: str, **arguments: Any) -> None:
     # Not above: it imports torch, which the doctor's processes have to do without.
-    from lightning_lockstep._doors.lightning import StrategyRegistry
+    from lightning_lockstep._doors.lightning import STRATEGY_REGISTRY, StrategyRegistry
 
     if name not in StrategyRegistry:
         factory: Callable[..., Any] = partial(_make, module, cls)
         StrategyRegistry.register(name, factory, description=description, **arguments)
+    if (
+        name not in STRATEGY_REGISTRY
+    ):  # that of Fabric, which would call the name invalid and leave it at that
+        stock = name.removeprefix("lockstep_")
+        near = stock if stock in STRATEGY_REGISTRY else "auto"
+        STRATEGY_REGISTRY.register(
+            name, partial(_refuse_fabric, name, near), description="for a Trainer alone"
+        )
+
+
+def _refuse_fabric(name: str, near: str) -> Any:
+    raise ConfigurationError(
+        f"strategy={name!r} was given to Fabric: expected one of Fabric's own, as the strategies of this package drive"
+        f" the loops of a Trainer. Use Trainer(strategy={name!r}), or Fabric(strategy={near!r}) without what this"
+        " package adds."
+    )
 
 
 def register_strategies() -> None:

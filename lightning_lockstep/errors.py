@@ -20,7 +20,9 @@ Each class also derives from the built-in error a reader would expect, so that c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 __all__ = [
     "BatchSizeError",
@@ -113,16 +115,47 @@ class CollectiveStallError(CollectiveError):
     """
 
 
+FailureKind = Literal["exception", "exit", "signal", "vanished", "interrupt"]
+
+
+@dataclass(frozen=True)
+class FailedRank:
+    """All that is known of a rank that failed.
+
+    Attributes:
+        rank: Its number.
+        world_size: Number of ranks in the run.
+        host: Host name of its node; empty where it is not known.
+        pid: Its process id on that host; 0 where it is not known.
+        kind: ``exception``; ``exit`` (ended with a code, nothing more is known); ``signal`` (was killed);
+            ``vanished`` (its host or process ended without reporting an error); ``interrupt`` (Ctrl-C).
+        summary: One line: the error's type and text, the exit code, or the signal.
+        traceback: Its traceback as text; empty where there is none.
+        where: ``{"epoch": 0, "step": 7, "stage": "train"}`` as far as known.
+        exit_code: Exit code for the whole job.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    kind: FailureKind
+    summary: str
+    traceback: str = ""
+    where: Mapping[str, Any] = field(default_factory=dict)
+    exit_code: int = 1
+
+
 class RankFailedError(LockstepError, RuntimeError):
     """Another rank failed, so this one stopped too.
 
-    The text ends with the failed rank's own traceback. ``record`` holds the same facts as a
+    The text ends with the failed rank's own traceback. ``record`` holds the same facts, a
     :class:`lightning_lockstep.distributed.FailureRecord`, or ``None`` when nothing is known.
 
     Ranks: raised on every rank but the one that failed; nothing is sent.
     """
 
-    def __init__(self, message: str, record: object | None = None) -> None:
+    def __init__(self, message: str, record: FailedRank | None = None) -> None:
         super().__init__(message)
         self.record = record
 

@@ -59,7 +59,7 @@ def public_names(stub: Path) -> dict[str, str]:
 def find(name: str, module: str) -> tuple[Definition, Path] | None:
     """The class or function of that name at the top level of the module, following imports; and its file."""
     tree, file = tree_of(module)
-    for node in tree.body:
+    for node in reversed(tree.body):  # the last one: those before it are overloads
         if isinstance(node, Definition) and node.name == name:
             return node, file
     origin = dict(imported(tree)).get(name)

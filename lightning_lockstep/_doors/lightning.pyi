@@ -2,11 +2,13 @@ from lightning.fabric.connector import (
     _convert_precision_to_unified_args as _convert_precision_to_unified_args,
 )
 from lightning.fabric.loggers.logger import rank_zero_experiment as rank_zero_experiment
+from lightning.fabric.plugins import CheckpointIO as CheckpointIO
 from lightning.fabric.plugins.environments import ClusterEnvironment as ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment as LightningEnvironment
 from lightning.fabric.plugins.environments import LSFEnvironment as LSFEnvironment
 from lightning.fabric.plugins.environments import SLURMEnvironment as SLURMEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment as TorchElasticEnvironment
+from lightning.fabric.strategies import STRATEGY_REGISTRY as STRATEGY_REGISTRY
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork as _check_bad_cuda_fork
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _check_missing_main_guard as _check_missing_main_guard,
@@ -23,6 +25,7 @@ from lightning.pytorch import LightningDataModule as LightningDataModule
 from lightning.pytorch import LightningModule as LightningModule
 from lightning.pytorch import Trainer as Trainer
 from lightning.pytorch import seed_everything as seed_everything
+from lightning.pytorch.accelerators import Accelerator as Accelerator
 from lightning.pytorch.accelerators import CPUAccelerator as CPUAccelerator
 from lightning.pytorch.accelerators import XLAAccelerator as XLAAccelerator
 from lightning.pytorch.callbacks import BatchSizeFinder as BatchSizeFinder

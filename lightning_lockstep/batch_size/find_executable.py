@@ -5,11 +5,30 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from lightning_lockstep.batch_size.memory import Failure, release_memory
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
+
+_Given = ParamSpec("_Given")
+_Returned = TypeVar("_Returned")
+
+
+@overload
+def find_executable_batch_size(
+    function: None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Callable[[Callable[Concatenate[int, _Given], _Returned]], Callable[_Given, _Returned]]: ...
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[Concatenate[int, _Given], _Returned],
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Callable[_Given, _Returned]: ...
 
 
 def find_executable_batch_size(

@@ -6,21 +6,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
-from lightning_lockstep._doors.lightning import DDPStrategy, _register_ddp_comm_hook
+from typing_extensions import Unpack
+
+from lightning_lockstep._doors.lightning import ClusterEnvironment, DDPStrategy, _register_ddp_comm_hook
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed.c10d_operators import compression_hook
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
-from lightning_lockstep.strategies.options import DDPSettings, options_of_ddp, reject_unknown
-
-# Options of Lightning's DDPStrategy beside those of DistributedDataParallel.
-_OF_LIGHTNING = (
-    "accelerator",
-    "parallel_devices",
-    "checkpoint_io",
-    "precision_plugin",
-    "ddp_comm_wrapper",
-    "model_averaging_period",
+from lightning_lockstep.strategies.options import (
+    DDPSettings,
+    OptionsOfDDP,
+    options_of_ddp,
+    reject_unknown,
 )
 
 
@@ -83,17 +80,18 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         stall_timeout: float = 60.0,
         guard_history: int = 0,
         process_group_backend: str | None = None,
-        ddp_comm_hook: str | Callable[..., Any] | None = None,
+        ddp_comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"]
+        | Callable[..., Any]
+        | None = None,
         ddp_comm_state: object | None = None,
         gradient_as_bucket_view: bool = True,
-        cluster_environment: Any | None = None,
-        **options: Any,
+        cluster_environment: ClusterEnvironment | None = None,
+        **options: Unpack[OptionsOfDDP],
     ) -> None:
-        of_lightning = {name: options.pop(name) for name in _OF_LIGHTNING if name in options}
         reject_unknown(options, type(self), options_of_ddp())
         self.settings = settings_of(DDPSettings, locals())
         self.lifecycle = RankLifecycle(self, self.settings, startup=self.make_startup())
-        self._comm_wrapper = of_lightning.get("ddp_comm_wrapper")
+        self._comm_wrapper = options.get("ddp_comm_wrapper")
         super().__init__(
             cluster_environment=cluster_environment,
             process_group_backend=process_group_backend,
@@ -101,7 +99,6 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
             start_method=start_method,
             ddp_comm_state=ddp_comm_state,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            **of_lightning,
             **options,
         )
         self.detect_unless_given(cluster_environment)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from lightning_lockstep._doors.deepspeed_internals import destroy
 from lightning_lockstep._doors.lightning import (
+    ClusterEnvironment,
     DDPStrategy,
     DeepSpeedStrategy,
     LightningModule,
@@ -55,7 +57,7 @@ from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
 from lightning_lockstep.steps.capabilities import Capabilities
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
 from lightning_lockstep.strategies.mpi import MPIStartup
-from lightning_lockstep.strategies.options import DeepSpeedSettings, reject_unknown
+from lightning_lockstep.strategies.options import DeepSpeedSettings, OptionsOfLightning, reject_unknown
 
 # -- How a strategy that runs DeepSpeed makes its training steps, and what other features can do with them
 
@@ -187,8 +189,6 @@ class DeepSpeedCheckpoints(DeepSpeedStrategy):
 
 # -- DeepSpeed's ZeRO that keeps all ranks in step, on CUDA and on CPU --
 
-# Options of Lightning's DeepSpeedStrategy that are not about DeepSpeed.
-_OF_LIGHTNING = ("accelerator", "parallel_devices", "precision_plugin")
 _MPI_BACKENDS = ("mpi4py", "mpi")
 
 
@@ -262,11 +262,11 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
         stall_timeout: float = 60.0,
         guard_history: int = 0,
         process_group_backend: str | None = None,
-        cluster_environment: Any | None = None,
-        **options: Any,
+        cluster_environment: ClusterEnvironment | None = None,
+        **options: Unpack[OptionsOfLightning],
     ) -> None:
         self.settings = settings_of(DeepSpeedSettings, locals())
-        reject_unknown(options, type(self), accepted=_OF_LIGHTNING)
+        reject_unknown(options, type(self), OptionsOfLightning.__optional_keys__)
         given = with_named_options(
             read_config(config),
             stage=stage,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from typing_extensions import Unpack
 
 from lightning_lockstep._doors.lightning import ClusterEnvironment, rank_zero_only
 from lightning_lockstep._doors.lightning_internals import given_to_trainer
-from lightning_lockstep._settings import Faults
+from lightning_lockstep._settings import Faults, settings_of
 from lightning_lockstep.distributed.failure.record import note_orderly_end
 from lightning_lockstep.distributed.mpi import backend as mpi_backend
 from lightning_lockstep.distributed.mpi.progress import set_interruption
@@ -28,6 +29,7 @@ from lightning_lockstep.launchers.mpirun_command import MPIRunSettings, find_mpi
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.strategies.ddp import LockstepDDPStrategy
 from lightning_lockstep.strategies.lifecycle import RankStartup
+from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP
 
 _log = logging.getLogger(__name__)
 _BACKENDS = ("auto", "mpi4py", "gloo", "nccl", "mpi")
@@ -52,8 +54,20 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         mpirun_args: Further arguments for it.
         ssh_args: Arguments for ssh to the other hosts, such as ``["-p", "2222"]``.
         cluster_environment: Tells which rank this process is; by default found by environment variables.
-        options: As for :class:`LockstepDDPStrategy`, such as ``grace_period``, ``uneven_inputs``,
-            ``timeout``.
+        grace_period: As for :class:`LockstepDDPStrategy`, like all that follows: time from learning of a failure
+            until a rank is ended by force [s].
+        silence_limit: How long a rank may be stopped, or its host unreachable, before that counts as a failure [s].
+        uneven_inputs: When ranks have different numbers of training batches: ``error``, ``truncate`` or ``join``.
+        threads_per_rank: CPU threads per rank; ``auto`` is usable cores / ranks of the node.
+        bind_cores: Whether each rank is pinned to its own cores.
+        timeout: Longest wait for another rank in a collective [s].
+        guard: ``off``, ``watch`` or ``verify``.
+        stall_timeout: How long a collective may take before the ranks compare where they are [s].
+        guard_history: How many of the last collectives of each rank an error of the guard lists.
+        ddp_comm_hook: Gradient compression, by name or as a function.
+        ddp_comm_state: State for a hook given as a function.
+        gradient_as_bucket_view: Whether gradients live in the buckets that are reduced.
+        options: Further options of :class:`torch.nn.parallel.DistributedDataParallel` and of Lightning's strategy.
 
     Raises:
         ConfigurationError: One message with everything that cannot be used.
@@ -75,11 +89,25 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         mpirun: str | None = None,
         mpirun_args: Sequence[str] = (),
         ssh_args: Sequence[str] = (),
-        cluster_environment: Any | None = None,
-        **options: Any,
+        cluster_environment: ClusterEnvironment | None = None,
+        grace_period: float = 10.0,
+        silence_limit: float = 120.0,
+        uneven_inputs: Literal["error", "truncate", "join"] = "error",
+        threads_per_rank: int | Literal["auto"] = "auto",
+        bind_cores: bool = False,
+        timeout: float | timedelta = 1800.0,
+        guard: Literal["off", "watch", "verify"] = "watch",
+        stall_timeout: float = 60.0,
+        guard_history: int = 0,
+        ddp_comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"]
+        | Callable[..., Any]
+        | None = None,
+        ddp_comm_state: object | None = None,
+        gradient_as_bucket_view: bool = True,
+        **options: Unpack[OptionsOfDDP],
     ) -> None:
         _check_backend(backend, options)
-        if not check and options.get("guard") == "verify":
+        if not check and guard == "verify":
             raise ConfigurationError(
                 "guard='verify' and check=False contradict each other: over mpi4py both control the same comparison."
                 " Remove one."
@@ -89,7 +117,8 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
         self._mpirun = MPIRunSettings(
             hostfile=hostfile, mpirun=mpirun, mpirun_args=tuple(mpirun_args), ssh_args=tuple(ssh_args)
         )
-        super().__init__(cluster_environment=cluster_environment, **options)
+        settings = settings_of(DDPSettings, locals())
+        super().__init__(cluster_environment=cluster_environment, **{**vars(settings), **options})
         environment = self.cluster_environment
         if isinstance(environment, MPIEnvironment):
             # Lightning takes every rank for rank 0 until the ranks are connected, and would print on each.
@@ -197,7 +226,7 @@ def _warn_once(text: str) -> None:
     _log.warning(text)
 
 
-def _check_backend(backend: str, options: dict[str, Any]) -> None:
+def _check_backend(backend: str, options: Mapping[str, Any]) -> None:
     faults = Faults()
     faults.choice("backend", backend, _BACKENDS)
     if "process_group_backend" in options:

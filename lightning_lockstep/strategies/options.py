@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from io import StringIO
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import psutil
 import torch
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lockstep._doors.lightning import Accelerator, CheckpointIO, DDPStrategy, Precision
 from lightning_lockstep._settings import Faults, debug, is_number, settings_of
 from lightning_lockstep._text import ranges, say, size_in_words
 from lightning_lockstep.distributed.c10d_operators import HOOKS
@@ -63,7 +64,7 @@ class DDPSettings(LifecycleSettings):
     """Settings of a strategy that wraps the model in DistributedDataParallel."""
 
     process_group_backend: str | None = None
-    ddp_comm_hook: str | Callable[..., Any] | None = None
+    ddp_comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"] | Callable[..., Any] | None = None
     ddp_comm_state: object | None = None
     gradient_as_bucket_view: bool = True
 
@@ -91,10 +92,47 @@ class DeepSpeedSettings(LifecycleSettings):
             faults.flag(name, getattr(self, name))
 
 
+# -- Options that are handed on as they are, with the defaults of whoever takes them. Type checkers, editors and
+# LightningCLI read them here: a plain `**options` would let through what is misspelt, and LightningCLI would look for
+# its names in the constructors further down
+
+
+class OptionsOfLightning(TypedDict, total=False):
+    """What a strategy hands on to Lightning's."""
+
+    accelerator: Accelerator | None
+    parallel_devices: list[torch.device] | None
+    precision_plugin: Precision | None
+
+
+class OptionsOfDDP(OptionsOfLightning, total=False):
+    """What a strategy hands on to Lightning's DDPStrategy, and to torch's DistributedDataParallel in the end."""
+
+    checkpoint_io: CheckpointIO | None
+    ddp_comm_wrapper: Callable[..., Any] | None
+    model_averaging_period: int | None
+    dim: int
+    broadcast_buffers: bool | None
+    init_sync: bool
+    bucket_cap_mb: float | None
+    find_unused_parameters: bool
+    check_reduction: bool
+    static_graph: bool
+    delay_all_reduce_named_params: list[tuple[str, torch.nn.Parameter]] | None
+    param_to_hook_all_reduce: torch.nn.Parameter | None
+    mixed_precision: Any
+    device_mesh: Any
+    skip_all_reduce_unused_params: bool
+    bucket_cap_mb_list: list[int] | None
+    batched_grad_copy: bool
+    forward_sync_buffers: bool | None
+
+
 def options_of_ddp() -> set[str]:
-    """Return the options of DistributedDataParallel that a strategy hands on."""
-    of_ddp = set(inspect.signature(DistributedDataParallel.__init__).parameters)
-    return of_ddp - {"self", "module", "device_ids", "output_device", "process_group"}
+    """Return those of them that the installed releases of Lightning and torch have."""
+    takers = (DDPStrategy, DistributedDataParallel)
+    names = {name for taker in takers for name in inspect.signature(taker).parameters}
+    return names & OptionsOfDDP.__optional_keys__
 
 
 def reject_unknown(options: Mapping[str, Any], strategy: type, accepted: Collection[str]) -> None:

@@ -11,7 +11,12 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_lockstep._doors.lightning import Precision, SingleDeviceStrategy
+from lightning_lockstep._doors.lightning import (
+    CheckpointIO,
+    ClusterEnvironment,
+    Precision,
+    SingleDeviceStrategy,
+)
 from lightning_lockstep._doors.lightning_internals import given_to_trainer
 from lightning_lockstep._settings import Faults, settings_of
 from lightning_lockstep._text import say
@@ -108,8 +113,8 @@ class LockstepXLAStrategy(XLASteps, LifecycleHooks):
         guard: Literal["off", "watch", "verify"] = "watch",
         stall_timeout: float = 60.0,
         guard_history: int = 0,
-        cluster_environment: Any | None = None,
-        checkpoint_io: Any | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
         if not isinstance(downcast_bf16, bool):
@@ -314,7 +319,7 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
         min_size: int = 100_000,
         patterns: Sequence[str] = (),
         downcast_bf16: bool = False,
-        checkpoint_io: Any | None = None,
+        checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
         faults = Faults()

@@ -26,7 +26,7 @@ PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 ALLOWED: dict[str, set[str]] = {
     # at run time only these two; the public names for type checkers
     "__init__": {"_registry"} | FEATURES | {"strategies", "callbacks", "tuner", "notebook"},
-    "_registry": {"_doors"},
+    "_registry": {"_doors", "errors"},
     "errors": set(),
     "_doors": {"errors"},
     "_settings": {"errors"},

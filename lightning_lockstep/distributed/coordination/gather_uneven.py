@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -214,11 +214,13 @@ def _listed(places: Sequence[str]) -> str:
 # the gradients of its own tensors, which it sums: half precision is added up in float32 and rounded once,
 # in rank order on every backend.
 
+_Tensors = TypeVar("_Tensors")  # a tensor, or containers of tensors
+
 # What is kept of each call with gradients, for whoever asks at the moment.
 _asked: list[list[Tensor]] = []
 
 
-def gather_uneven(tensor: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_uneven(tensor: _Tensors, *, group: dist.ProcessGroup | None = None) -> list[_Tensors]:
     """Gather a tensor of every rank on every rank; the lengths of its dimensions may differ between the ranks.
 
     Args:

@@ -11,9 +11,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch.distributed import DistError
 
@@ -22,7 +22,7 @@ from lightning_lockstep._settings import ended_folder, full_traceback
 from lightning_lockstep._system import write_whole
 from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.distributed.failure.process_exit import at_exit, ends_with_error, leaving
-from lightning_lockstep.errors import LockstepError, Preempted, RankFailedError
+from lightning_lockstep.errors import FailedRank, FailureKind, LockstepError, Preempted, RankFailedError
 
 # -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
 # there were
@@ -116,8 +116,6 @@ def _package_of(filename: str) -> str | None:
 
 # -- What is known of the rank that failed first, and the text that reports it --
 
-Kind = Literal["exception", "exit", "signal", "vanished", "interrupt"]
-
 # How the backends report that a peer has exited. Such an error is a consequence, seldom the cause.
 _BROKEN = (
     "connection closed by peer",
@@ -133,31 +131,8 @@ _BROKEN = (
 
 
 @dataclass(frozen=True)
-class FailureRecord:
-    """All that is known of the rank that failed first.
-
-    Attributes:
-        rank: Its number.
-        world_size: Number of ranks in the run.
-        host: Host name of its node; empty where it is not known.
-        pid: Its process id on that host; 0 where it is not known.
-        kind: ``exception``; ``exit`` (ended with a code, nothing more is known); ``signal`` (was killed);
-            ``vanished`` (its host or process ended without reporting an error); ``interrupt`` (Ctrl-C).
-        summary: One line: the error's type and text, the exit code, or the signal.
-        traceback: Its traceback as text; empty where there is none.
-        where: ``{"epoch": 0, "step": 7, "stage": "train"}`` as far as known.
-        exit_code: Exit code for the whole job.
-    """
-
-    rank: int
-    world_size: int
-    host: str
-    pid: int
-    kind: Kind
-    summary: str
-    traceback: str = ""
-    where: Mapping[str, Any] = field(default_factory=dict)
-    exit_code: int = 1
+class FailureRecord(FailedRank):
+    """All that is known of the rank that failed first, with the text that reports it."""
 
     @property
     def ended(self) -> bool:
@@ -206,7 +181,7 @@ class FailureRecord:
         for name, kind in _FIELDS.items():
             if not isinstance(given[name], kind) or isinstance(given[name], bool):
                 raise ValueError(f"{name} of a failure record is {given[name]!r}")
-        if given["kind"] not in get_args(Kind):
+        if given["kind"] not in get_args(FailureKind):
             raise ValueError(f"kind of a failure record is {given['kind']!r}")
         texts = {name: _printable(given[name]) for name, kind in _FIELDS.items() if kind is str}
         where = {
@@ -266,7 +241,7 @@ def describe_error(
     error: BaseException, rank: int, world_size: int, where: Callable[[], Mapping[str, Any]]
 ) -> FailureRecord:
     """Return the record of an exception that was raised in this process."""
-    kind: Kind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
+    kind: FailureKind = "interrupt" if isinstance(error, KeyboardInterrupt) else "exception"
     code = 130 if kind == "interrupt" else 1
     if isinstance(error, SystemExit):
         # Lightning's SIGTERMException carries no code; alone among the ranks, even code 0 is a failure.
@@ -302,7 +277,7 @@ def is_alike(error: BaseException, record: FailureRecord) -> bool:
     return same_type and not isinstance(error, SystemExit) and not is_broken_collective(error)
 
 
-def describe_exit(returncode: int) -> tuple[Kind, str, int]:
+def describe_exit(returncode: int) -> tuple[FailureKind, str, int]:
     """Return (kind, summary, exit code for the job) for a process's return code, negative for a signal."""
     if returncode < 0:
         return "signal", exit_in_words(returncode), 128 - returncode
