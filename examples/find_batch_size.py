@@ -1,7 +1,7 @@
 """Find the largest batch under a memory limit, keep the global batch, and survive a batch that does not fit.
 
     python examples/find_batch_size.py                 # one process, 1 GiB
-    python examples/find_batch_size.py --ranks 2 --memory-limit 900MiB --effective-batch-size 4096
+    python examples/find_batch_size.py --ranks 2 --memory-limit 900MiB --global-batch-size 4096
     python examples/find_batch_size.py --tuner         # the search apart from the run, as with Lightning's Tuner
 
 The run folder (--folder) gets batch_size.json and, with matplotlib installed, batch_size.png.
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="processes on this host")
     parser.add_argument("--memory-limit", default="1GiB", help="most memory of a rank")
     parser.add_argument("--mode", default="model", help="model, binsearch or power")
-    parser.add_argument("--effective-batch-size", type=int, help="samples of all ranks in one optimizer step")
+    parser.add_argument("--global-batch-size", type=int, help="samples of all ranks in one optimizer step")
     parser.add_argument("--tuner", action="store_true", help="search apart from the run, with LockstepTuner")
     parser.add_argument("--folder", default="outputs/find_batch_size", help="run folder")
     options = parser.parse_args()
@@ -67,7 +67,7 @@ def main() -> None:
     finder = AutoBatchSize(
         options.mode,
         memory_limit=options.memory_limit,
-        effective_batch_size=options.effective_batch_size,
+        global_batch_size=options.global_batch_size,
         on_oom="split",
         plot=importlib.util.find_spec("matplotlib") is not None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,15 +40,17 @@ _OF_ACCELERATE: dict[str, tuple[tuple[object, ...], str]] = {
     "log_line_prefix_template": ((None,), "nothing, because lines carry the number of their rank"),
 }
 
+_Returned = TypeVar("_Returned")
+
 
 def notebook_launcher(
-    function: Callable[..., Any],
+    function: Callable[..., _Returned],
     args: Sequence[Any] = (),
     num_processes: int | None = None,
     *,
     grace_period: float = 10.0,
     **options: Any,
-) -> Any:
+) -> _Returned:
     """Run ``function(*args)`` in several ranks that are started from this cell, and return what rank 0 returned.
 
     The ranks are forks of the kernel: ``function`` may be defined in the notebook, and what is passed in, such as one
@@ -83,9 +85,10 @@ def notebook_launcher(
         number = num_processes or _default_number()
         if number > 1:
             check_xla_untouched()
-            return run_in_ranks(
+            returned: _Returned = run_in_ranks(
                 function, args, world_size=number, grace_period=grace_period, before=[become_xla_rank]
             )
+            return returned
     return function(*args)
 
 

@@ -49,7 +49,7 @@ class AutoBatchSizeSettings:
     max_val: int = 8192
     memory_limit: str | int | float | None = None
     limit: Literal["shard"] | None = "shard"
-    effective_batch_size: int | None = None
+    global_batch_size: int | None = None
     on_oom: Literal["raise", "split", "skip"] = "raise"
     loss_reduction: Literal["mean", "sum"] = "mean"
     reuse: bool = True
@@ -67,7 +67,7 @@ class AutoBatchSizeSettings:
         )
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
             faults.whole(name, getattr(self, name))
-        faults.whole("effective_batch_size", self.effective_batch_size, optional=True)
+        faults.whole("global_batch_size", self.global_batch_size, optional=True)
         if self.memory_limit is not None:
             try:
                 parse_bytes(self.memory_limit)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
-from lightning_lockstep._doors.lightning import BatchSizeFinder, LightningModule, Trainer, _TunerExitException
+from lightning_lockstep._doors.lightning import (
+    BatchSizeFinder,
+    LightningModule,
+    Trainer,
+    _TunerExitException,
+    rank_zero_only,
+)
 from lightning_lockstep._doors.lightning_internals import faults_as_lightnings
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import say
@@ -34,6 +41,7 @@ from lightning_lockstep.callbacks.effective_batch_size import (
     unaccumulated,
 )
 from lightning_lockstep.distributed import current_communicator
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import RandomState, Snapshot
 
@@ -66,13 +74,14 @@ class AutoBatchSize(BatchSizeFinder):
             ranks of the host.
         limit: ``shard``: never larger than the data one rank gets. ``None`` tries larger ones too, with
             samples repeated.
-        effective_batch_size: Keep this global batch (samples of all ranks in one optimizer step) by gradient
+        global_batch_size: Keep this global batch (samples of all ranks in one optimizer step) by gradient
             accumulation; see :class:`EffectiveBatchSize`.
         on_oom: When memory runs out in a training step later: ``raise``; ``split`` runs that batch again in
             micro-batches under the same optimizer step; ``skip`` leaves that optimizer step out on all ranks.
         loss_reduction: How the training step's loss adds up over samples, for ``split``.
         reuse: When a run is resumed, take the size that it found before.
         plot: Also draw memory over batch size to ``batch_size.png`` in the run folder.
+        effective_batch_size: What ``global_batch_size`` was called; read until the next release.
 
     Attributes:
         result: What the last search found, or ``None``.
@@ -107,12 +116,21 @@ class AutoBatchSize(BatchSizeFinder):
         *,
         memory_limit: str | int | float | None = None,
         limit: Literal["shard"] | None = "shard",
-        effective_batch_size: int | None = None,
+        global_batch_size: int | None = None,
         on_oom: Literal["raise", "split", "skip"] = "raise",
         loss_reduction: Literal["mean", "sum"] = "mean",
         reuse: bool = True,
         plot: bool = False,
+        effective_batch_size: int | None = None,
     ) -> None:
+        if effective_batch_size is not None:
+            note = "AutoBatchSize(effective_batch_size=...) is called global_batch_size=... from the next release on."
+            rank_zero_only(warnings.warn)(note, FutureWarning, stacklevel=3)
+            if global_batch_size is not None:
+                raise ConfigurationError(
+                    f"effective_batch_size={effective_batch_size!r}: expected None beside global_batch_size."
+                )
+            global_batch_size = effective_batch_size
         with faults_as_lightnings():
             mode = cast(Any, str(mode).lower())  # as Lightning does
             self.settings = settings_of(AutoBatchSizeSettings, locals())
@@ -130,9 +148,9 @@ class AutoBatchSize(BatchSizeFinder):
         """Refuse a strategy under which no size can be tried. Ranks: all, alike; nothing is sent."""
         if self.settings.on_oom != "raise":
             refuse_engine(trainer, self.settings.on_oom)
-        if self.settings.effective_batch_size is not None:
+        if self.settings.global_batch_size is not None:
             refuse_fixed_sizes(
-                trainer, f"effective_batch_size={self.settings.effective_batch_size}", accumulates=True
+                trainer, f"global_batch_size={self.settings.global_batch_size}", accumulates=True
             )
         if self.settings.mode != "off" and not getattr(trainer, "fast_dev_run", False):
             refuse_strategy(trainer)
@@ -140,9 +158,9 @@ class AutoBatchSize(BatchSizeFinder):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and guard the steps to come. Ranks: all, together."""
         super().on_fit_start(trainer, pl_module)
-        if self.settings.mode == "off" and self.settings.effective_batch_size is not None:
+        if self.settings.mode == "off" and self.settings.global_batch_size is not None:
             place = unaccumulated(trainer, pl_module, self.settings.batch_arg_name)
-            apply_size(trainer, place, place.size, requested=self.settings.effective_batch_size)
+            apply_size(trainer, place, place.size, requested=self.settings.global_batch_size)
         if self.settings.on_oom != "raise":
             refuse_strategy(trainer)
             self._recovery = guard_fit(
@@ -224,7 +242,7 @@ class AutoBatchSize(BatchSizeFinder):
             write("AutoBatchSize: no search under fast_dev_run")
             return None
         refuse_strategy(trainer)
-        requested = requested_global_batch(trainer, self.settings.effective_batch_size)
+        requested = requested_global_batch(trainer, self.settings.global_batch_size)
         # What is accumulated is decided afterwards, by the size found.
         accumulate = trainer.accumulate_grad_batches if requested is None else 1
         with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
@@ -269,7 +287,7 @@ class AutoBatchSize(BatchSizeFinder):
         write(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
         if tight:
             return_freed_memory()
-        apply_size(trainer, place, size, requested=self.settings.effective_batch_size)
+        apply_size(trainer, place, size, requested=self.settings.global_batch_size)
         return place.size
 
     def _search(
@@ -298,12 +316,12 @@ class AutoBatchSize(BatchSizeFinder):
             steps=settings.steps_per_trial,
             meter=meter,
             communicator=communicator,
-            accumulates=requested_global_batch(trainer, settings.effective_batch_size) is not None,
+            accumulates=requested_global_batch(trainer, settings.global_batch_size) is not None,
         )
         margin = 0.0 if settings.mode == "power" else settings.margin
         found = run_search(search, runner, meter=meter, margin=margin, communicator=communicator, say=write)
         self._found = {"size": found.size, "tight": found.tight, "fingerprint": dict(fingerprint)}
-        apply_size(trainer, place, found.size, requested=settings.effective_batch_size)
+        apply_size(trainer, place, found.size, requested=settings.global_batch_size)
         self.result = SearchResult(
             size=place.size,
             largest=search.low,

@@ -180,7 +180,7 @@ def requested_global_batch(trainer: Trainer, own: int | None) -> int | None:
     )
     if len(asked) > 1:
         raise SearchRefusedError(
-            f"effective_batch_size={own} and EffectiveBatchSize ask for global batches of"
+            f"AutoBatchSize(global_batch_size={own}) and EffectiveBatchSize ask for global batches of"
             f" {' and '.join(map(str, sorted(asked)))}: expected one. Give either of them."
         )
     return next(iter(asked), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from lightning_lockstep.numerics.statistics import LOW_PRECISION
 
 # -- Modules that compute in float32 whatever the precision around them --
 
+_Module = TypeVar("_Module", bound=nn.Module)
 
-def run_in_fp32(module: nn.Module) -> nn.Module:
+
+def run_in_fp32(module: _Module) -> _Module:
     """Make a module compute in float32, with autocast off, whatever the precision around it.
 
     Inputs of float16 or bfloat16 come in as float32; outputs go back to the dtype of the first

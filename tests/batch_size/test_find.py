@@ -182,7 +182,7 @@ def test_everything_is_as_before_bit_for_bit(tmp_path):
     for with_search in (True, False):
         pl.seed_everything(7)
         module = Stateful(batch_size=16)
-        loops = AutoBatchSize("binsearch", effective_batch_size=16, init_val=16, max_val=16)
+        loops = AutoBatchSize("binsearch", global_batch_size=16, init_val=16, max_val=16)
         trainer(tmp_path, *([loops] if with_search else []), max_steps=6).fit(module)
         weights.append(torch.cat([p.flatten() for p in module.parameters()]).detach().clone())
     assert torch.equal(*weights), "the run after a search is not the run without one"
@@ -282,7 +282,7 @@ def test_a_resumed_run_does_not_search_again(tmp_path, capfd):
 
 def test_a_global_batch_is_kept_and_learning_rates_scale(tmp_path):
     module = Walled(100)
-    run = trainer(tmp_path, AutoBatchSize("binsearch", effective_batch_size=960), max_steps=2)
+    run = trainer(tmp_path, AutoBatchSize("binsearch", global_batch_size=960), max_steps=2)
     run.fit(module)
     assert module.batch_size * run.accumulate_grad_batches == 960 and module.batch_size <= 100
 

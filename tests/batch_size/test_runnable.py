@@ -139,7 +139,7 @@ def test_global_batches_stay_within_the_data(world_size, tmp_path):
 
 def test_two_global_batches_are_one_too_many(tmp_path):
     with pytest.raises(MisconfigurationException, match="global batches of 16 and 32: expected one"):
-        trainer(tmp_path, AutoBatchSize(effective_batch_size=16), EffectiveBatchSize(32)).fit(Walled())
+        trainer(tmp_path, AutoBatchSize(global_batch_size=16), EffectiveBatchSize(32)).fit(Walled())
 
 
 class Uneven(PassedIn):

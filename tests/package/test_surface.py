@@ -173,6 +173,12 @@ def test_a_strict_type_checker_knows_every_public_name(tmp_path: Path) -> None:
     assert [line for line in said if 'is "Any"' in line] == []
 
 
+def test_the_program_that_the_checkers_get_uses_every_public_name() -> None:
+    """`scripts/check` gives it to mypy and pyright."""
+    used = {name for _, name in own_imports(Path(__file__).with_name("typed_program.py"))}
+    assert set(SURFACE) <= used
+
+
 def star_import(package: str) -> tuple[list[str], list[str]]:
     """In a process of its own: the names a star import brings, and the engines that came along."""
     namespace: dict[str, object] = {}

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel
 # GPU queue. One process has a communicator too, the null object that answers for a world of one.
 
 ReduceOperation = Literal["sum", "mean", "min", "max"]
+_Object = TypeVar("_Object")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def gather(self, obj: Any) -> list[Any]:
+    def gather(self, obj: _Object) -> list[_Object]:
         """Return the object of every rank, in rank order, on every rank.
 
         Args:
@@ -122,7 +123,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, obj: Any, source: int = 0) -> Any:
+    def broadcast(self, obj: _Object, source: int = 0) -> _Object:
         """Return the object of rank ``source`` on every rank.
 
         Args:
@@ -198,11 +199,11 @@ class SingleProcessCommunicator(Communicator):
         """See :attr:`Communicator.side_channel`."""
         return self._side_channel
 
-    def gather(self, obj: Any) -> list[Any]:
+    def gather(self, obj: _Object) -> list[_Object]:
         """See :meth:`Communicator.gather`."""
         return [obj]
 
-    def broadcast(self, obj: Any, source: int = 0) -> Any:
+    def broadcast(self, obj: _Object, source: int = 0) -> _Object:
         """See :meth:`Communicator.broadcast`."""
         return obj
 
@@ -295,13 +296,13 @@ class TorchCommunicator(Communicator):
             self._side_channel = open_side_channel(broadcast=self.broadcast)
         return self._side_channel
 
-    def gather(self, obj: Any) -> list[Any]:
+    def gather(self, obj: _Object) -> list[_Object]:
         """See :meth:`Communicator.gather`."""
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, obj, group=self._group)
         return everyone
 
-    def broadcast(self, obj: Any, source: int = 0) -> Any:
+    def broadcast(self, obj: _Object, source: int = 0) -> _Object:
         """See :meth:`Communicator.broadcast`."""
         box = [obj]
         dist.broadcast_object_list(box, source, group=self._group, device=torch.device("cpu"))
