@@ -123,15 +123,15 @@ class AutoBatchSize(BatchSizeFinder):
         plot: bool = False,
         effective_batch_size: int | None = None,
     ) -> None:
-        if effective_batch_size is not None:
-            note = "AutoBatchSize(effective_batch_size=...) is called global_batch_size=... from the next release on."
-            rank_zero_only(warnings.warn)(note, FutureWarning, stacklevel=3)
-            if global_batch_size is not None:
-                raise ConfigurationError(
-                    f"effective_batch_size={effective_batch_size!r}: expected None beside global_batch_size."
-                )
-            global_batch_size = effective_batch_size
         with faults_as_lightnings():
+            if effective_batch_size is not None:
+                note = "AutoBatchSize(effective_batch_size=...) is called global_batch_size, the one name from now on."
+                rank_zero_only(warnings.warn)(note, FutureWarning, stacklevel=3)
+                if global_batch_size is not None:
+                    raise ConfigurationError(
+                        f"effective_batch_size={effective_batch_size!r}: expected None beside global_batch_size."
+                    )
+                global_batch_size = effective_batch_size
             mode = cast(Any, str(mode).lower())  # as Lightning does
             self.settings = settings_of(AutoBatchSizeSettings, locals())
         super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_lockstep import AutoBatchSize, BatchSizeError, EffectiveBatchSize
+from lightning_lockstep import AutoBatchSize, BatchSizeError, ConfigurationError, EffectiveBatchSize
 from lightning_lockstep.batch_size.trial import batches_fault, largest_runnable
 from lightning_lockstep.demo.images import ConvNet, DigitsData
 from lightning_lockstep.distributed import current_communicator
@@ -140,6 +140,14 @@ def test_global_batches_stay_within_the_data(world_size, tmp_path):
 def test_two_global_batches_are_one_too_many(tmp_path):
     with pytest.raises(MisconfigurationException, match="global batches of 16 and 32: expected one"):
         trainer(tmp_path, AutoBatchSize(global_batch_size=16), EffectiveBatchSize(32)).fit(Walled())
+
+
+def test_the_former_name_of_the_global_batch_is_read_with_a_note() -> None:
+    with pytest.warns(FutureWarning, match=r"is called global_batch_size, the one name") as noted:
+        assert AutoBatchSize(effective_batch_size=16).settings.global_batch_size == 16
+    assert noted[0].filename == __file__, "the note points at the line that has the former name"
+    with pytest.warns(FutureWarning), pytest.raises(ConfigurationError, match="expected None beside global"):
+        AutoBatchSize(global_batch_size=8, effective_batch_size=16)
 
 
 class Uneven(PassedIn):

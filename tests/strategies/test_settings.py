@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_lockstep
 from lightning_lockstep import ConfigurationError, LockstepDDPStrategy, LockstepMPIStrategy
-from lightning_lockstep._doors.lightning import Trainer
+from lightning_lockstep._doors.lightning import STRATEGY_REGISTRY, StrategyRegistry, Trainer
 from lightning_lockstep.numerics.precision import resolve_precision, supported_precisions
-from lightning_lockstep.strategies.options import RankPlacement, mixed_gpus_warning, placement_of
+from lightning_lockstep.strategies.options import (
+    OptionsOfDDP,
+    RankPlacement,
+    mixed_gpus_warning,
+    placement_of,
+)
 from lightning_lockstep.strategies.uneven_inputs import plan_steps
 
 GIB = 2**30
@@ -107,6 +115,42 @@ def test_the_registry_knows_every_start_method() -> None:
         strategy = Trainer(accelerator="cpu", devices=1, strategy=name, logger=False).strategy
         assert isinstance(strategy, lightning_lockstep.LockstepDDPStrategy)
         assert strategy.settings.start_method == method
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("lockstep_ddp", "ddp"),
+        ("lockstep_ddp_spawn", "ddp_spawn"),
+        ("lockstep_deepspeed_stage_3", "deepspeed_stage_3"),
+        ("lockstep_mpi", "auto"),
+        ("lockstep_xla_spmd", "auto"),
+    ],
+)
+def test_fabric_is_told_what_to_use(name: str, near: str) -> None:
+    with pytest.raises(ConfigurationError, match="was given to Fabric") as caught:
+        Fabric(accelerator="cpu", devices=1, strategy=name)
+    assert f"Use Trainer(strategy='{name}'), or Fabric(strategy='{near}')" in str(caught.value)
+
+
+def test_fabric_is_told_so_for_every_name() -> None:
+    assert {name for name in StrategyRegistry if name.startswith("lockstep")} <= set(STRATEGY_REGISTRY)
+
+
+def test_a_default_of_torch_is_handed_on_only_where_it_was_given() -> None:
+    """Of an option that the installed torch lacks nobody hears."""
+    assert LockstepDDPStrategy()._ddp_kwargs == {"gradient_as_bucket_view": True}
+    given = LockstepMPIStrategy(static_graph=True, gradient_as_bucket_view=False)._ddp_kwargs
+    assert given == {"gradient_as_bucket_view": False, "static_graph": True}
+
+
+def test_the_options_that_are_handed_on_are_all_of_the_installed_torch() -> None:
+    taken = {*inspect.signature(DistributedDataParallel).parameters} - {
+        *inspect.signature(LockstepDDPStrategy).parameters
+    }
+    assert (
+        taken - {"module", "device_ids", "output_device", "process_group"} <= OptionsOfDDP.__optional_keys__
+    )
 
 
 @pytest.mark.parametrize(
