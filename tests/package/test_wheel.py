@@ -89,6 +89,7 @@ def test_its_metadata(wheel: zipfile.ZipFile) -> None:
         "PyYAML",
         "rich",
         "typer",
+        "typing-extensions",
     }
     assert needed == {name.lower() for name in plain}
     for extra in ("mpi", "deepspeed", "xla", "plot", "tensorboard", "wandb", "mlflow", "demo", "all"):
