@@ -288,6 +288,28 @@ def stored_values(sparse: Tensor) -> Tensor:
     return sparse._values()
 
 
+@TORCH.touches(
+    "torch._C._swap_tensor_impl",
+    why="a parameter has other gradients and hooks for a while, and is the same object wherever a program keeps it;"
+    " torch.utils.swap_tensors refuses one that DDP knows",
+)
+def exchange(one: Tensor, other: Tensor) -> None:
+    """Exchange what two tensors are: memory, gradients and the hooks that wait for them."""
+    torch.clear_autocast_cache()  # it refers to what is to be exchanged
+    torch._C._swap_tensor_impl(one, other)
+
+
+@TORCH.touches(
+    "torch.Tensor._backward_hooks",
+    "torch.Tensor._post_accumulate_grad_hooks",
+    why="hooks of a program on a parameter act in a step that is made apart from the run too",
+)
+def hook_again(parameter: Tensor) -> None:
+    """Have the hooks that a parameter keeps called for the gradients that it has now."""
+    parameter._backward_hooks = parameter._backward_hooks
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
 @TORCH.touches("torch.UntypedStorage._cdata", why="tells empty storages apart, which have no address")
 def storage_identity(tensor: Tensor) -> int:
     """Return a number that tensors share if they share their storage."""

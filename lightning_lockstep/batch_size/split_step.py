@@ -24,7 +24,7 @@ from lightning_lockstep._doors.lightning_internals import logs_as
 from lightning_lockstep.batch_size.memory import Failure, attempt, is_out_of_memory
 from lightning_lockstep.distributed.c10d_operators import GradientMarks
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.steps.isolated import on_plain_module
+from lightning_lockstep.steps.isolated import gradients_apart, on_plain_module
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Snapshot
 
@@ -314,8 +314,8 @@ class KnownSizes:
 
 
 # -- One rank's step on a batch in micro-batches, unseen by the distributed wrapper --
-# The micro-batches run on the module itself, with stand-ins for the parameters, so that no gradient hook of
-# the wrapper fires; then the gradients are put in place. Sending them is the caller's matter.
+# The micro-batches run on the module itself, where no gradient hook of the wrapper or the program fires; then
+# the gradients are put in place. Sending them is the caller's matter.
 
 
 class SplitStep:
@@ -335,9 +335,12 @@ class SplitStep:
         samples = samples_in(batch)
         weights = [samples_in(part) / samples for part in split(batch, parts)]
         log, results = LogRecord(), list[Any]()
-        with self._stand_ins(missing) as stand_ins, self._as_after_forward(call):
+        trained = [p for p in self._module.parameters() if p.requires_grad]
+        with gradients_apart(trained, hooks=False), self._as_after_forward(call):
+            for parameter in set(trained).difference(missing):
+                parameter.requires_grad_(False)  # its gradient has arrived already
             error = attempt(lambda: results.append(self._run_parts(call, split(batch, parts), weights, log)))
-            gradients = {parameter: stand_ins[parameter].grad for parameter in missing}
+            gradients = {parameter: parameter.grad for parameter in missing}
         if error is None:
             with logs_as(self._module, "training_step"):
                 done = len(log.parts[0]) if call.marks is not None else len(call.logged)
@@ -350,7 +353,7 @@ class SplitStep:
     def _run_parts(
         self, call: GuardedClosure, parts: Sequence[Any], weights: Sequence[float], log: LogRecord
     ) -> Any:
-        """Forward and backward of each micro-batch; gradients add up in the stand-ins."""
+        """Forward and backward of each micro-batch, whose gradients add up."""
         strategy, precision = self._trainer.strategy, self._trainer.precision_plugin
         refused = dict.fromkeys(("all_gather", "reduce", "broadcast"), _refuse_collective)
         total, extras = None, []
@@ -372,27 +375,6 @@ class SplitStep:
                 del step
         extra = merged_extra(extras, weights) if extras and len(extras) == len(weights) else {}
         return ClosureResult(closure_loss=total, extra=extra)
-
-    @contextmanager
-    def _stand_ins(self, missing: Sequence[nn.Parameter]) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-        """Let the module compute with parameters of the same values that nobody has hooked."""
-        # Those whose gradient has arrived already get none.
-        wanted = set(missing)
-        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
-        places: list[tuple[nn.Module, str, nn.Parameter]] = []
-        for part in self._module.modules():
-            # Of the base class: a class of its own may rename them, or take no such arguments.
-            own = nn.Module.named_parameters(part, recurse=False, remove_duplicate=False)
-            places += [(part, name, p) for name, p in own if p.requires_grad]
-        for part, name, parameter in places:
-            if parameter not in stand_ins:
-                stand_ins[parameter] = nn.Parameter(parameter.detach(), requires_grad=parameter in wanted)
-            setattr(part, name, stand_ins[parameter])
-        try:
-            yield stand_ins
-        finally:
-            for part, name, parameter in places:
-                setattr(part, name, parameter)
 
     @contextmanager
     def _as_after_forward(self, call: GuardedClosure) -> Iterator[None]:

@@ -33,43 +33,9 @@ from lightning_lockstep._doors.lightning import LightningModule, Precision
 from lightning_lockstep._doors.torch_internals import MODULES
 from lightning_lockstep.deepspeed.config import is_given, modern_spelling, section
 from lightning_lockstep.deepspeed.precision import LossScaleHistory, read_step
+from lightning_lockstep.steps.isolated import gradients_apart
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import StoredCopies
-
-# -- Parameters that stand in for those of a module: the same values in the same memory, without hooks and
-# gradients
-
-
-@contextmanager
-def stand_in_parameters(root: nn.Module) -> Iterator[None]:  # its parameters are whole leaves
-    """Let backward passes of the body leave the parameters of ``root`` alone, and what listens to their gradients.
-
-    Each parameter is replaced by one that shares its memory. An engine that reduces a gradient as soon as autograd
-    has it (DeepSpeed) is not called, and gradients of the run stay as they are. A parameter that several modules
-    share is still shared.
-    """
-    places = [
-        (module, name, parameter)
-        for module in root.modules()
-        # Of the base class: a class of its own may rename them, or take no such arguments.
-        for name, parameter in nn.Module.named_parameters(module, recurse=False, remove_duplicate=False)
-    ]
-    stand_ins = {id(parameter): _sharing(parameter) for _, _, parameter in places}
-    try:
-        for module, name, parameter in places:
-            setattr(
-                module, name, stand_ins[id(parameter)]
-            )  # an LSTM keeps a list of its own up to date there
-        yield
-    finally:
-        for module, name, parameter in places:
-            setattr(module, name, parameter)
-
-
-def _sharing(parameter: nn.Parameter) -> nn.Parameter:
-    with torch.no_grad():
-        return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-
 
 # -- Forward and backward passes that DeepSpeed's engine does not notice, as a replay or a trial needs them
 
@@ -78,13 +44,12 @@ def _sharing(parameter: nn.Parameter) -> nn.Parameter:
 def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Iterator[None]:
     """Let the strategy's forward and backward be those of torch, in the precision that the engine would use.
 
-    In stages 0 to 2 of ZeRO parameters are replaced by others that share their memory. In stage 3 they stay,
-    and are gathered module by module as in training, by all ranks together; their gradients are computed and
-    let go. Either way no gradient reaches the engine.
+    In stages 0 to 2 of ZeRO gradients are kept apart. In stage 3 parameters are gathered module by module as in
+    training, by all ranks together; their gradients are computed and let go. Either way none reaches the engine.
     """
     divided = divides_parameters(engine)
     with (
-        _divided_parameters(module, engine) if divided else stand_in_parameters(module),
+        _divided_parameters(module, engine) if divided else gradients_apart(module.parameters(), hooks=False),
         _plain_precision(strategy, engine),
     ):
         yield

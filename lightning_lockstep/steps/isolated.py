@@ -8,7 +8,7 @@ itself (:func:`on_plain_module`). What they change is put back with :mod:`lightn
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -30,6 +30,8 @@ from lightning_lockstep._doors.lightning_internals import (
     no_model_averaging,
     optimizer_step_hooks,
 )
+from lightning_lockstep._doors.torch_internals import exchange, hook_again
+from lightning_lockstep.distributed.c10d_operators import ddp_of
 from lightning_lockstep.distributed.local_collectives import LocalAnswers, local_collectives
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.steps.capabilities import StepsApart
@@ -56,6 +58,8 @@ def isolated(
         if by_module and isinstance(strategy, StepsApart):
             stack.enter_context(strategy.steps_apart(module))
         if by_module:
+            if ddp_of(strategy.model) is not None:
+                stack.enter_context(gradients_apart(module.parameters(), hooks=True))
             stack.enter_context(on_plain_module(strategy))
         stack.enter_context(replaced(module, log=_nothing))
         # A toggled optimizer asks for it, and only a wrapper of DDP could give it.
@@ -141,6 +145,25 @@ def run_forward_backward(
                 _ManualOptimization(trainer).run(OrderedDict())
         except _Stopped:
             pass
+
+
+@contextmanager
+def gradients_apart(parameters: Iterable[nn.Parameter], *, hooks: bool) -> Iterator[None]:
+    """Let parameters (whole leaves) have gradients in the body that nothing outside it sees arrive.
+
+    They are the same objects with the same values in the same memory. With ``hooks``, those that a program has
+    registered on them act as ever.
+    """
+    # DDP's reducer and DeepSpeed's engine listen where autograd adds a gradient up. Even where nothing is to be
+    # reduced, DDP notes there which parameters a step has used, and in the first step of a static graph how often.
+    with ExitStack() as stack:
+        for parameter in dict.fromkeys(parameters):
+            other = parameter.detach().requires_grad_(parameter.requires_grad)
+            exchange(parameter, other)
+            stack.callback(exchange, parameter, other)
+            if hooks:
+                hook_again(parameter)
+        yield
 
 
 @contextmanager
