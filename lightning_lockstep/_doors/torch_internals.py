@@ -307,7 +307,7 @@ def exchange(one: Tensor, other: Tensor) -> None:
 def hook_again(parameter: Tensor) -> None:
     """Have the hooks that a parameter keeps called for the gradients that it has now."""
     parameter._backward_hooks = parameter._backward_hooks
-    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 @TORCH.touches("torch.UntypedStorage._cdata", why="tells empty storages apart, which have no address")

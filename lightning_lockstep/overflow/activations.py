@@ -1,4 +1,4 @@
-"""Hooks on every module that look at activations and their gradients (`mode="hooks"`)."""
+"""A hook for every module that looks at its activations (`mode="hooks"`)."""
 
 from __future__ import annotations
 
@@ -11,38 +11,46 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_lockstep._doors.torch_internals import version_getter
 from lightning_lockstep.numerics.gradients import flat_flags, fused_flags
 from lightning_lockstep.numerics.statistics import NamePatterns, has_bad_values, module_names, output_values
 
-# -- A forward hook on every module of a model, which does nothing outside of training steps --
+# -- A forward hook for every module of a model, which does nothing outside of training steps --
 
 
 class ModuleHooks(ABC):
-    """Puts a hook on each module; a class that inherits calls this constructor last: it asks for hooks."""
+    """Calls a hook for each module; a class that inherits calls this constructor last: it asks for hooks."""
+
+    # One hook of all modules, so that nothing hangs on those of the model: a copy of the model, or what is loaded
+    # from a pickle of it, has none of this.
 
     def __init__(self, root: nn.Module, modules: NamePatterns | None) -> None:
         self.active = False  # whether outputs are looked at now
-        self._handles = [
-            module.register_forward_hook(self._hook(name))
+        self._hooks = {
+            module: self._hook(name)
             for module, name in module_names(root).items()
             if modules is None or modules.match(name)
-        ]
+        }
+        self._handle = register_module_forward_hook(self._called)
+
+    def _called(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.active and (hook := self._hooks.get(module)) is not None:
+            hook(output)
 
     @abstractmethod
-    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        """Return the hook of a module."""
+    def _hook(self, name: str) -> Callable[[Any], None]:
+        """Return what is called with each output of a module."""
 
     def begin_step(self) -> None:
         """Forget the last step and watch from here on."""
         self.active = True
 
     def remove(self) -> None:
-        """Take every hook away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Take the hook away."""
+        self._handle.remove()
+        self._hooks.clear()
         self.active = False
 
 
@@ -227,14 +235,12 @@ class ActivationWatch(ModuleHooks):
                     largest[name] = max(largest.get(name, 0.0), value) if value == value else value
         return by_step
 
-    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def _hook(self, name: str) -> Callable[[Any], None]:
         whole = (name, "output")
         waiting, together = self._waiting, not (self.allow_inf or self._keep_history)
         store = self._store_once if together else self._store
 
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not self.active:
-                return
+        def hook(output: Any) -> None:
             if type(output) is Tensor:
                 # The usual case; each microsecond here counts a hundred times per step.
                 # An output that needs a gradient is the result of a computation, so its memory may be written.

@@ -42,10 +42,8 @@ class LateActivationWatch(ModuleHooks):
         self.names, self.flags = [], []
         super().begin_step()
 
-    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not self.active:
-                return
+    def _hook(self, name: str) -> Callable[[Any], None]:
+        def hook(output: Any) -> None:
             for label, value in output_values(output):
                 if isinstance(value, Tensor) and value.is_floating_point():
                     whole = f"{name}.{label}"

@@ -20,7 +20,7 @@ from lightning_lockstep.numerics.statistics import LOW_PRECISION, NamePatterns, 
 from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.steps.capabilities import EngineGradients
-from lightning_lockstep.steps.patching import in_the_name_of, put_in_place
+from lightning_lockstep.steps.patching import put_in_place
 
 # -- Where a detection sees a training step: below the distributed wrapper and inside autocast --
 
@@ -36,7 +36,7 @@ def wrap_training_step(
         with begin(original, args, kwargs):
             return original(*args, **kwargs)
 
-    return put_in_place(module, "training_step", in_the_name_of(original, training_step))
+    return put_in_place(module, "training_step", training_step)
 
 
 # -- How much of a gradient or of an optimizer's update is lost because it is too small for its format --

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, update_wrapper
+from functools import partial
+from inspect import unwrap
 from typing import Any
+
+from torch import nn
 
 _ABSENT = object()
 
 
-def in_the_name_of(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a function that is put around a module's hook the name and the signature of what was there first."""
-    # Lightning and torch.compile look at that signature, Lightning behind one ``__wrapped__`` only.
-    update_wrapper(function, original).__wrapped__ = inspect.unwrap(original)
-    return function
+class _InItsPlace:
+    """Calls one function in the place of another; a copy or a pickle of the owner has that other one."""
+
+    def __init__(self, function: Callable[..., Any], owner: object, name: str, before: object) -> None:
+        former: Any = getattr(owner, name, function) if before is _ABSENT else before
+        self.__wrapped__ = unwrap(former)  # Lightning and torch.compile look at the signature of that
+        self._function, self._former = function, (owner, name, before)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        owner, name, before = self._former
+        if before is _ABSENT:
+            return getattr, (owner, name)  # where it is made again, it has no attributes of its own yet
+        return max, ((before,),)  # the thing itself, by what every Python has
 
 
 def put_in_place(owner: object, name: str, value: object) -> Callable[[], None]:
     """Give ``owner`` an attribute of its own, past any ``__setattr__`` and property; returns what undoes it.
 
-    What was found through the class, such as a method, is found again once the attribute is deleted. For a
-    place that runs in every step, where a context manager is too dear; elsewhere use :func:`replaced`.
+    What was found through the class, such as a method, is found again once the attribute is deleted; copies of a
+    module have it. For a place that runs in every step, where a context manager is too dear; elsewhere use
+    :func:`replaced`.
     """
     attributes = vars(owner)
     before = attributes.get(name, _ABSENT)
+    if isinstance(owner, nn.Module) and callable(value):
+        value = _InItsPlace(value, owner, name, before)
     attributes[name] = value
     return partial(_put_back, attributes, name, before)
 

@@ -32,6 +32,7 @@ from lightning_lockstep.deepspeed.checkpoints.resuming import (
     resume_redivided,
     whole_checkpoint,
     whole_folder,
+    without_trained_parts,
     writers_differ,
 )
 from lightning_lockstep.deepspeed.config import read_config, with_named_options
@@ -104,17 +105,27 @@ class DeepSpeedSteps(DeepSpeedStrategy):
 
 # -- How a strategy that runs DeepSpeed writes and loads checkpoints, whole folders and plain files alike
 
+_LEFT_OUT = (
+    "lightning-lockstep: checkpoints are written without the hyperparameter {}: it holds modules that DeepSpeed"
+    " trains, which cannot be pickled. The weights are there; load them with load_from_checkpoint(path, {})."
+)
+
 
 class DeepSpeedCheckpoints(DeepSpeedStrategy):
     """Lightning's strategy, with checkpoints that are whole or not there, for any number of ranks."""
 
     lifecycle: RankLifecycle
+    _said_left_out = False
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint folder, in place of one of that name once the new one is whole."""
         target = self.broadcast(str(filepath))
+        checkpoint, left_out = without_trained_parts(checkpoint, self._module)
+        if left_out and not self._said_left_out and self.global_rank == 0:
+            say(_LEFT_OUT.format(" and ".join(left_out), ", ".join(f"{name}=..." for name in left_out)))
+        self._said_left_out = self._said_left_out or bool(left_out)
         with (
             whole_folder(
                 target,

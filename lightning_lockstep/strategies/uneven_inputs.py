@@ -34,7 +34,7 @@ from lightning_lockstep._doors.lightning_internals import (
 from lightning_lockstep.distributed import Communicator, PendingReduction
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import in_the_name_of, replaced
+from lightning_lockstep.steps.patching import replaced
 
 # -- Losses of zero, with which a rank that has nothing to contribute still takes part in the reductions of
 # a step
@@ -56,7 +56,7 @@ def every_rank_contributes(module: Any, is_padding_batch: Callable[[], bool]) ->
         zero = zero_loss(module, entries)
         return {**output, "loss": zero} if isinstance(output, Mapping) else zero
 
-    with replaced(module, training_step=in_the_name_of(original, contributing)):
+    with replaced(module, training_step=contributing):
         yield
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from torchmetrics import Metric
 
 from lightning_lockstep._doors.lightning import (
@@ -39,14 +40,16 @@ class DtypeReport:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._found: dict[str, set[str]] = {"inputs": set(), "computed": set()}
-        leaves = (part for part in module.modules() if next(part.children(), None) is None)
-        self._hooks = [part.register_forward_hook(self._note_output) for part in leaves]
+        self._leaves = {part for part in module.modules() if next(part.children(), None) is None}
+        self._hook = register_module_forward_hook(self._note_output)  # none hangs on a module and its copies
 
     def note_inputs(self, batch: Any) -> None:
         apply_to_collection(batch, Tensor, lambda one: self._note("inputs", [one]))
 
     def _note_output(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._module.training:  # a batch of the validation before training computes by its own rules
+        if (
+            module in self._leaves and self._module.training
+        ):  # a batch of the validation before training computes by its own rules
             apply_to_collection(output, Tensor, lambda one: self._note("computed", [one]))
 
     def _note(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -65,10 +68,8 @@ class DtypeReport:
         return "; ".join(parts) + "."
 
     def forget(self) -> None:
-        """Take the forward hooks away."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        """Take the forward hook away."""
+        self._hook.remove()
 
 
 def _floating(tensors: Iterable[Tensor]) -> set[str]:

@@ -91,7 +91,10 @@ class Nan(nn.Module):
 
 
 class Branches(pl.LightningModule):
-    """Every ``turns`` batches the other of two branches is used, or always both (0); ``event`` happens in batch 2 of rank 1."""
+    """Every ``turns`` batches the other of two branches is used, or always both (0).
+
+    ``event`` happens in batch 2 of rank 1.
+    """
 
     def __init__(self, event: str, *, turns: int, manual: bool, rows: int) -> None:
         super().__init__()

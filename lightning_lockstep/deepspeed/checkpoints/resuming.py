@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_lockstep._doors.deepspeed_internals import (
     set_counters,
     train_batch_size,
 )
+from lightning_lockstep._doors.lightning import LightningDataModule, LightningModule
 from lightning_lockstep._doors.torch_internals import load_own_values
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import say
@@ -46,6 +48,44 @@ from lightning_lockstep.deepspeed.checkpoints.redivision import (
 from lightning_lockstep.deepspeed.engine import agreed, forget_mark, mark_of
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
+
+# -- Hyperparameters that hold what the engine trains, which has hung process groups and functions on it --
+
+
+def without_trained_parts(
+    checkpoint: dict[str, Any], module: LightningModule
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a checkpoint without the hyperparameters that hold a part of ``module``, and their names."""
+    parts = {id(part) for part in (*module.modules(), *module.parameters())}
+    kept, names = dict(checkpoint), []
+    for key in (module.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
+        values = checkpoint.get(key) or {}
+        held = [name for name, value in values.items() if _Finder(parts).finds(value)]
+        if held:
+            kept[key] = {name: value for name, value in values.items() if name not in held}
+            names += held
+    return kept, names
+
+
+class _Finder(pickle.Pickler):
+    """Goes through an object as a pickle of it would, writes nothing and copies no tensor."""
+
+    def __init__(self, sought: Collection[int]) -> None:
+        super().__init__(self)
+        self._sought, self._found = sought, False
+
+    def write(self, data: Any) -> None:
+        """Drop what would be written."""
+
+    def finds(self, value: object) -> bool:
+        with suppress(Exception):  # where it cannot be pickled for another reason, torch.save says so
+            self.dump(value)
+        return self._found
+
+    def persistent_id(self, value: Any) -> Any:
+        self._found = self._found or id(value) in self._sought
+        return "" if self._found or isinstance(value, torch.UntypedStorage | torch.TypedStorage) else None
+
 
 # -- A checkpoint folder that is either whole or not there --
 
