@@ -34,7 +34,6 @@ PRIVATE: dict[str, str] = {
     "_check_bad_cuda_fork": "fork needs that CUDA was not initialized; Lightning checks it with this",
     "_check_missing_main_guard": "spawn needs a main guard in the script; Lightning checks it with this",
     "_basic_subprocess_cmd": "the command that runs this program again; one of our own would drift from Lightning's",
-    "_register_ddp_comm_hook": "registers a gradient compression hook, which Lightning itself does on CUDA only",
     "_destroy_dist_connection": "Lightning calls it at exit for nccl; after a failure it must not: it waits for peers",
     "_AcceleratorConnector": "turns fp16 on CPU into bf16; its frame still holds the arguments as the user gave them",
     "_convert_precision_to_unified_args": 'turns 16, "16", "bf16" and the like into the name that Lightning documents',

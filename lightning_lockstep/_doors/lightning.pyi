@@ -44,7 +44,6 @@ from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as _AutomaticOptimization
 from lightning.pytorch.loops.optimization.manual import _ManualOptimization as _ManualOptimization
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook as _register_ddp_comm_hook
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision as DeepSpeedPrecision
 from lightning.pytorch.plugins.precision import DoublePrecision as DoublePrecision
 from lightning.pytorch.plugins.precision import HalfPrecision as HalfPrecision

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lockstep._doors.torch_internals import (
@@ -231,20 +231,41 @@ def _kind_among(args: tuple[Any, ...]) -> str:
 HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
 
+# Those that call no other collective in a callback.
+_ONE_COLLECTIVE = (
+    default_hooks.allreduce_hook,
+    default_hooks.bf16_compress_hook,
+    default_hooks.fp16_compress_hook,
+    post_localSGD_hook.post_localSGD_hook,
+)
+
+
 def compression_hook(
-    hook: str | Callable[..., Any] | None, state: object | None
+    hook: str | Callable[..., Any] | None,
+    state: object | None,
+    wrapper: Callable[..., Any] | None,  # makes a hook of the hook
 ) -> tuple[Callable[..., Any] | None, object | None]:
     """Return (hook, state) for a gradient compression hook given by name or as a function."""
     # Source: https://pytorch.org/docs/stable/ddp_comm_hooks.html
-    if hook == "fp16_compress":
-        return default_hooks.fp16_compress_hook, state
-    if hook == "bf16_compress":
-        # Torch refuses its own function by its name without NCCL, though gloo reduces bfloat16 as well.
-        return lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket), state
     if hook == "power_sgd":
-        made = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
-        return powerSGD_hook.powerSGD_hook, state or made
-    return hook, state  # type: ignore[return-value]
+        hook = powerSGD_hook.powerSGD_hook
+        state = state or powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
+    elif isinstance(hook, str):
+        hook = getattr(default_hooks, f"{hook}_hook")
+    if hook is None:
+        return None, state
+    alone = hook in _ONE_COLLECTIVE and wrapper is None
+    made: Callable[..., Any] = hook if wrapper is None else wrapper(hook)
+
+    def in_order(state: Any, bucket):  # type: ignore[no-untyped-def]  # torch looks at the annotation
+        # Gloo and mpi4py call back in threads of theirs, NCCL at once. A callback's collective would meet that of
+        # the next bucket, in another order on each rank: with equal shapes the weights differ in silence.
+        future = made(state, bucket)
+        if not alone and not (bucket.buffer().is_cuda and "nccl" in dist.get_backend_config()):
+            future.wait()
+        return future
+
+    return in_order, state
 
 
 # -- Finish a DDP step by hand on a rank whose backward ended early --

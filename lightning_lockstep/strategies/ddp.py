@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from typing_extensions import Unpack
 
-from lightning_lockstep._doors.lightning import ClusterEnvironment, DDPStrategy, _register_ddp_comm_hook
+from lightning_lockstep._doors.lightning import ClusterEnvironment, DDPStrategy
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep.distributed.c10d_operators import compression_hook
 from lightning_lockstep.steps.capabilities import Capabilities
@@ -114,14 +114,11 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         """
         super().configure_ddp()
         # Lightning registers a hook on CUDA only, so it is not given one.
-        hook, state = compression_hook(self.settings.ddp_comm_hook, self.settings.ddp_comm_state)
+        hook, state = compression_hook(
+            self.settings.ddp_comm_hook, self.settings.ddp_comm_state, self._comm_wrapper
+        )
         if hook is not None:
-            _register_ddp_comm_hook(
-                model=self.model,  # type: ignore[arg-type] # wrapped just now
-                ddp_comm_state=state,
-                ddp_comm_hook=hook,
-                ddp_comm_wrapper=self._comm_wrapper,
-            )
+            self.model.register_comm_hook(state, hook)  # type: ignore[union-attr,operator] # wrapped just now
 
     @property
     def step_capabilities(self) -> Capabilities:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -31,7 +29,6 @@ from lightning_lockstep.strategies.ddp import LockstepDDPStrategy
 from lightning_lockstep.strategies.lifecycle import RankStartup
 from lightning_lockstep.strategies.options import DDPSettings, OptionsOfDDP
 
-_log = logging.getLogger(__name__)
 _BACKENDS = ("auto", "mpi4py", "gloo", "nccl", "mpi")
 
 
@@ -42,9 +39,8 @@ class LockstepMPIStrategy(LockstepDDPStrategy):
     which rank runs where, uneven inputs, gradient compression.
 
     Args:
-        backend: ``auto``: nccl on CUDA; on CPU ``mpi4py`` (collectives of the MPI library) where it is
-            installed, else gloo. Or one of ``mpi4py``, ``gloo``, ``nccl``, and ``mpi`` for a torch built
-            with it.
+        backend: ``auto``: nccl on CUDA, ``mpi4py`` (collectives of the MPI library) on CPU. Or one of ``mpi4py``,
+            ``gloo``, ``nccl``, and ``mpi`` for a torch built with it.
         check: Whether the backend ``mpi4py`` compares operation, shape and dtype between the ranks before
             each collective, which costs some microseconds; so it is also under ``guard="watch"``.
         cuda_aware: Whether the MPI library takes CUDA memory; by default the library is asked.
@@ -155,25 +151,22 @@ class MPIStartup(RankStartup):
             strategy.num_nodes = rank.size // rank.local_size
 
     def launcher(self, strategy: Any, supervisor: RankSupervisor) -> Any:
-        """Return the launcher that runs mpirun, or the ordinary one where ranks need not be started or cannot be."""
+        """Return the launcher that runs mpirun, or the ordinary one where ranks need not be started, or not by MPI."""
         ranks = strategy.num_processes * strategy.num_nodes
         ordinary = super().launcher(strategy, supervisor)
         if not isinstance(strategy.cluster_environment, LockstepEnvironment) or ranks == 1:
             return ordinary
-        if self._given_backend == "nccl":
+        if self._given_backend == "nccl" and self.mpirun.hostfile is None and self.mpirun.mpirun is None:
             return ordinary
         command = find_mpirun(self.mpirun)
-        if command is not None:
-            return MPIRunLauncher(
-                self.mpirun, command, num_processes=strategy.num_processes, num_nodes=strategy.num_nodes
+        if command is None:
+            raise LaunchError(
+                "There is no mpirun beside this Python nor in PATH: install one with"
+                " `pip install 'lightning-lockstep[mpi]'`, load your cluster's MPI module, or give mpirun=..."
+                " Without MPI, train with the strategy lockstep_ddp (strategy=ddp)."
             )
-        if self._given_backend == "auto" and self.mpirun.hostfile is None:
-            if strategy.cluster_environment.global_rank() == 0:
-                _warn_once("There is no mpirun here, so the ranks are started as lockstep_ddp starts them.")
-            return ordinary
-        raise LaunchError(
-            "There is no mpirun beside this Python nor in PATH: install one with"
-            " `pip install 'lightning-lockstep[mpi]'`, load your cluster's MPI module, or give mpirun=..."
+        return MPIRunLauncher(
+            self.mpirun, command, num_processes=strategy.num_processes, num_nodes=strategy.num_nodes
         )
 
     def share_of_cores(self, strategy: Any) -> tuple[int, int]:
@@ -210,20 +203,24 @@ class MPIStartup(RankStartup):
     def _choose_backend(self, strategy: Any) -> str:
         chosen = self._given_backend
         if chosen == "auto":
+            environment = strategy.cluster_environment
+            by_mpi = isinstance(environment, MPIEnvironment)
             installed = importlib.util.find_spec("mpi4py") is not None
-            by_mpi = isinstance(strategy.cluster_environment, MPIEnvironment) and installed
-            chosen = "nccl" if strategy.root_device.type == "cuda" else "mpi4py" if by_mpi else "gloo"
-            if strategy.global_rank == 0 and chosen == "gloo":
-                why = "mpi4py is not installed" if not installed else "no mpirun has started the ranks"
-                _warn_once(f"The ranks communicate over gloo, since {why}.")
+            alone = strategy.num_processes * strategy.num_nodes == 1 and not (by_mpi and installed)
+            chosen = "nccl" if strategy.root_device.type == "cuda" else "gloo" if alone else "mpi4py"
+            if chosen == "mpi4py" and not installed:
+                raise MissingExtraError(
+                    "mpi4py", extra="mpi", needed_for="LockstepMPIStrategy on CPU, unless backend='gloo',"
+                )
+            if chosen == "mpi4py" and not by_mpi:
+                raise LaunchError(
+                    f"The ranks of LockstepMPIStrategy were not started by MPI but are those of a"
+                    f" {type(environment).__name__}: start them with mpirun, mpiexec or `srun --mpi=pmix`, or give"
+                    " backend='gloo', or train with the strategy lockstep_ddp (strategy=ddp)."
+                )
         if chosen == "mpi4py":
             mpi_backend.register_mpi_backend()
         return chosen
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    _log.warning(text)
 
 
 def _check_backend(backend: str, options: Mapping[str, Any]) -> None:

@@ -6,16 +6,22 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_lockstep.distributed.mpi.runtime import RankIdentity, identity_fault
-from lightning_lockstep.errors import ConfigurationError, LaunchError
+from lightning_lockstep.errors import ConfigurationError, LaunchError, MissingExtraError
 from lightning_lockstep.launchers.environments import MPIEnvironment
 from lightning_lockstep.launchers.mpi_hosts import Host, HostReport, hosts_fault, hosts_for, read_hostfile
 from lightning_lockstep.launchers.mpirun_command import MPIRunSettings
 from lightning_lockstep.launchers.rank_variables import MPIRank, find_mpi_rank
 from lightning_lockstep.strategies.mpi import LockstepMPIStrategy
+from tests.helpers import run_ranks
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -133,6 +139,59 @@ def test_all_wrong_options_come_at_once() -> None:
     assert len(caught.value.faults) == 3
     with pytest.raises(ConfigurationError, match="built without MPI"):
         LockstepMPIStrategy(backend="mpi")
+
+
+def fit_of_two() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_steps=1,
+        strategy="lockstep_mpi",
+        logger=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(BoringModel())
+
+
+def test_without_mpirun_nothing_else_starts_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_lockstep.strategies.mpi.find_mpirun", lambda settings: None)
+    with pytest.raises(LaunchError, match=r"There is no mpirun .* or give mpirun=.* lockstep_ddp"):
+        fit_of_two()
+
+
+def refused() -> str:
+    with pytest.raises(LaunchError) as caught:
+        fit_of_two()
+    return str(caught.value)
+
+
+def test_ranks_that_mpi_has_not_started_do_not_communicate_by_something_else() -> None:
+    first, second = run_ranks(2, refused, backend=None, env={"TORCHELASTIC_RUN_ID": "job"})
+    assert first == second
+    assert (
+        "not started by MPI but are those of a TorchElasticEnvironment" in first and "backend='gloo'" in first
+    )
+
+
+def test_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(ranks: int, environment: object, device: str = "cpu") -> str:
+        made = SimpleNamespace(
+            cluster_environment=environment,
+            num_processes=ranks,
+            num_nodes=1,
+            root_device=torch.device(device),
+        )
+        return LockstepMPIStrategy().make_startup()._choose_backend(made)  # type: ignore[attr-defined,no-any-return]
+
+    by_mpi = MPIEnvironment(MPIRank("Open MPI's mpirun", 0, 2, 0, 2))
+    assert chosen(1, LightningEnvironment()) == "gloo", "one rank sends nothing"
+    assert chosen(2, LightningEnvironment(), "cuda") == "nccl"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: object())
+    assert chosen(2, by_mpi) == "mpi4py"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None)
+    with pytest.raises(MissingExtraError, match="lightning-lockstep\\[mpi\\]"):
+        chosen(2, by_mpi)
+    assert chosen(1, LightningEnvironment()) == "gloo"
 
 
 BROKEN = """

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lockstep.distributed.mpi import operations
@@ -191,7 +192,7 @@ class Transfers(GroupPart):
         same("all_gather", places, source, count=self._size, own=self._rank)
         shown = [source] if all(place.shape == source.shape for place in places) else places
         nbytes = max(place.nbytes for place in places)
-        call = Call("all_gather", [source, *places], 1, shown, outputs, nbytes, compared=places)
+        call = Call("all_gather", [source, *places], 1, shown, places, nbytes, compared=places)
         small = all(is_small(place) for place in places)
         return call, lambda t: operations.all_gather(self._comm, t[1:], t[0]), opts, small
 
@@ -251,7 +252,7 @@ class Transfers(GroupPart):
         places = dense(one(outputs, of=list)) if root == self._rank else []
         if root == self._rank:
             same("gather", places, source, count=self._size)
-        call = Call("gather", [source, *places], 1, [source], outputs, root=root)
+        call = Call("gather", [source, *places], 1, [source], places, root=root)
         return call, lambda t: operations.gather(self._comm, t[1:], t[0], root), opts, is_small(source)
 
     @collective("scatter")
@@ -300,5 +301,8 @@ class Transfers(GroupPart):
 
     @collective("barrier")
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Prepared:
+        if timeout is not None:
+            opts = opts or dist.BarrierOptions()
+            opts.timeout = timeout
         call = Call("barrier", [], 0, [], [])
         return call, lambda _: operations.barrier(self._comm), opts, True

@@ -160,7 +160,8 @@ class GroupEngine:
         self.records = CallRecords(settings.name)
         self._started, self._queued = 0, 0
         self._coalesced: list[MPIWork] | None = None
-        self._lock = threading.Lock()
+        # Held while a caller itself carries an operation out, since a callback may call one meanwhile.
+        self._lock = threading.RLock()
 
     def run(
         self,
@@ -181,25 +182,25 @@ class GroupEngine:
             here = small and waits and not self._queued and self.runtime.anywhere
             if not here:
                 self._queued += 1
-        written = [i >= call.reads for i in range(len(call.tensors))]
-        inner, finish = staged(call.tensors, written, make, cuda_aware=self.settings.cuda_aware)
-        site = "" if here or self.check is None else call_site()
-        self.records.begin(number, call.operation, call.shown, call.reduce_op, self._root(call), site)
-        task = Task(
-            self._compared(call, number, site, inner, here),
-            timeout=timeout,
-            timed_out=lambda seconds: self._timed_out(self._title(call), number, seconds),
-            lane=self,
-            cannot_complete=self.peers.any_exited,
-        )
-        if here:
-            try:
-                run_here(task, timeout)
-            except BaseException as error:
-                raise self._failed(error, call.operation) from error.__cause__
-            return _DONE
-        work = MPIWork(task, call.result, timeout, finish)
-        self.runtime.thread.submit(task)
+            written = [i >= call.reads for i in range(len(call.tensors))]
+            inner, finish = staged(call.tensors, written, make, cuda_aware=self.settings.cuda_aware)
+            site = "" if here or self.check is None else call_site()
+            self.records.begin(number, call.operation, call.shown, call.reduce_op, self._root(call), site)
+            task = Task(
+                self._compared(call, number, site, inner, here),
+                timeout=timeout,
+                timed_out=lambda seconds: self._timed_out(self._title(call), number, seconds),
+                lane=self,
+                cannot_complete=self.peers.any_exited,
+            )
+            if here:
+                try:
+                    run_here(task)
+                except BaseException as error:
+                    raise self._failed(error, call.operation) from error.__cause__
+                return _DONE
+            work = MPIWork(task, call.result, finish)
+            self.runtime.thread.submit(task)
         if waits:
             work.wait()
         elif self._coalesced is not None:
@@ -226,7 +227,7 @@ class GroupEngine:
             timed_out=lambda seconds: self._timed_out(title, None, seconds),
             cannot_complete=self.peers.any_exited,
         )
-        work = MPIWork(task, [tensor], self.timeout, finish)
+        work = MPIWork(task, [tensor], finish)
         if self.runtime.anywhere and not tensor.is_cuda and task.step_some(20):
             work.complete()
         else:
@@ -325,7 +326,7 @@ class GroupEngine:
         )
 
     def _timed_out(self, title: str, number: int | None, seconds: float) -> BaseException:
-        error = self.peers.error(title, number, seconds or self.timeout)
+        error = self.peers.error(title, number, seconds)
         if number is not None:
             self.broken = error
         return error

@@ -30,6 +30,8 @@ _MESSAGE_DTYPES = [
     torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32,
     torch.uint64,
 ]  # fmt: skip
+# To receive those that are not listed, which are known by their bytes.
+_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _FIRST_TAG, _TAGS = 1000, 30_000  # MPI guarantees tags up to 32767
 
 
@@ -63,7 +65,8 @@ class Messages:
         if not fits:  # it has been received all the same
             raise CollectiveMismatchError(
                 f"rank {self.headers.rank} received from rank {sender} (tag {tag}) {count} elements of"
-                f" {_dtype(code)}, but expected {tensor.numel()} of {tensor.dtype}: make both ends equal."
+                f" {_dtype(code) if code >= 0 else f'a dtype of {-code} bytes'}, but expected"
+                f" {tensor.numel()} of {tensor.dtype}: make both ends equal."
             )
         found(sender)
 
@@ -85,7 +88,7 @@ def _code(dtype: torch.dtype) -> int:
 
 
 def _dtype(code: int) -> torch.dtype:
-    return _MESSAGE_DTYPES[code] if code >= 0 else torch.uint8
+    return _MESSAGE_DTYPES[code] if code >= 0 else _OF_BYTES[-code]
 
 
 # -- The process group of the backend ``mpi4py``: what torch calls, turned into operations --

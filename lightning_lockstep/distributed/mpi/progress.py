@@ -91,7 +91,7 @@ class Task:
 
     __slots__ = (
         *("_body", "_cannot_complete", "_requests", "done", "error", "lane", "limit", "moved", "on_done"),
-        "timed_out",
+        *("timed_out", "timeout"),
     )
 
     def __init__(
@@ -105,7 +105,7 @@ class Task:
     ) -> None:
         self._body, self._requests, self.lane, self.timed_out = body, (), lane, timed_out
         self._cannot_complete = cannot_complete
-        self.limit = time.monotonic() + timeout
+        self.timeout, self.limit = timeout, time.monotonic() + timeout
         self.done, self.moved, self.error = False, False, None
         self.on_done: Callable[[], None] | None = None
 
@@ -146,14 +146,14 @@ class Task:
             _abandoned.append((self._body, self._requests))
 
 
-def run_here(task: Task, timeout: float) -> None:
+def run_here(task: Task) -> None:
     """Step a task in the calling thread until it is over."""
     pause = Pause(task.limit, spins=400)
     while not task.step():
         if task.moved:
             pause.reset()
         elif not pause() or task.expired():
-            error = task.timed_out(timeout)
+            error = task.timed_out(task.timeout)
             task.fail(error)
             raise error
 
@@ -237,7 +237,7 @@ class ProgressThread:
             try:
                 over = task.step()
                 if not over and task.expired():
-                    task.fail(task.timed_out(0.0))
+                    task.fail(task.timed_out(task.timeout))
                     over = True
             except BaseException as error:  # belongs to whoever waits for the operation
                 task.fail(error)
@@ -263,6 +263,35 @@ class ProgressThread:
 # -- The handles that operations of the backend ``mpi4py`` return --
 
 
+class _Completions:
+    """Threads that complete futures, as many as there are callbacks under way."""
+
+    # A callback may start another operation and wait for it, which the progress thread could not.
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+        self._free, self._lock = 0, threading.Lock()
+
+    def complete(self, future: Future[Any]) -> None:
+        """Have a thread set the result, which calls the callbacks; their errors stay in their futures."""
+        with self._lock:
+            self._free -= 1
+            grows = self._free < 0
+            self._free += grows
+        if grows:
+            threading.Thread(target=self._loop, name="lockstep-mpi-future", daemon=True).start()
+        self._inbox.put(future)
+
+    def _loop(self) -> None:
+        while True:
+            self._inbox.get().set_result(None)
+            with self._lock:
+                self._free += 1
+
+
+_completions = _Completions()
+
+
 class MPIWork(dist.Work):
     """The handle of an operation that the progress thread carries out."""
 
@@ -270,11 +299,10 @@ class MPIWork(dist.Work):
         self,
         task: Task,
         tensors: list[Tensor],  # what its future gives
-        timeout: float,  # where the caller gives none [s]
         finish: Callable[[], None] | None = None,  # called by whoever waits, once it is over (CUDA streams)
     ) -> None:
         super().__init__()
-        self._task, self._tensors, self._timeout, self._finish = task, tensors, timeout, finish
+        self._task, self._tensors, self._finish = task, tensors, finish
         self._gate = _thread.allocate_lock()
         self._gate.acquire()
         self._guard = _thread.allocate_lock()
@@ -289,14 +317,13 @@ class MPIWork(dist.Work):
             trigger = self._trigger
             self._gate.release()
         if trigger is not None:
-            trigger.set_result(None)
+            _completions.complete(trigger)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is over."""
         seconds = timeout.total_seconds() if timeout is not None else 0.0
-        given = seconds > 0
-        if not self._gate.acquire(timeout=seconds if given else self._timeout + _EXTRA):
-            raise self._task.timed_out(seconds if given else self._timeout)
+        if not self._gate.acquire(timeout=seconds if seconds > 0 else self._task.timeout + _EXTRA):
+            raise self._task.timed_out(seconds if seconds > 0 else self._task.timeout)
         self._gate.release()
         if self._task.error is not None:
             raise self._task.error

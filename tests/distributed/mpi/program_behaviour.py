@@ -36,6 +36,33 @@ def future(rank, size):
     return [doubled.wait().tolist(), work.is_completed(), work.is_success(), t.tolist()]
 
 
+def callbacks(rank, size):
+    """Callbacks wait: for another operation, deeply, for one under way, by blocking; and one raises."""
+
+    def started():
+        return dist.all_reduce(torch.ones(300_000), async_op=True).get_future()
+
+    def blocks(_):
+        t = torch.ones(2)
+        dist.all_reduce(t)
+        return t[0].item()
+
+    def nested(depth):
+        after = started().then(lambda _: nested(depth - 1) if depth else 0.0)
+        return after.wait() + 1
+
+    first, second = started(), started()
+    found = [
+        nested(4),
+        first.then(lambda _: second.wait()[0][-1].item()).wait(),
+        started().then(blocks).wait(),
+    ]
+    found.append(caught(started().then(lambda _: 1 // 0).wait)[0])
+    places = [torch.zeros(1) for _ in range(size)]
+    gathered = dist.all_gather(places, torch.ones(1), async_op=True).get_future().wait()
+    return [*found, blocks(None), [place.item() for place in gathered]]
+
+
 def overlap(rank, size):
     """Ten reductions are under way at once and end in order."""
     tensors = [torch.full((50_000,), float(rank + i)) for i in range(10)]
@@ -80,12 +107,14 @@ def batch(rank, size):
 def wrong_message(rank, size):
     if rank == 0:
         dist.send(torch.ones(3), 1)
+        dist.send(torch.zeros(3, dtype=torch.int16).view(torch.bits16), 1)  # it has no number of its own
         dist.send(torch.ones(3), 1)
     if rank == 1:
         first = caught(dist.recv, torch.zeros(3, dtype=torch.int32), 0)
+        wide = caught(dist.recv, torch.zeros(3), 0)
         again = torch.zeros(3)
         dist.recv(again, 0)
-        return [first, again.tolist()]
+        return [first, wide, again.tolist()]
     return None
 
 
@@ -184,6 +213,14 @@ def gradients(rank, size):
         all(torch.equal(x, y) for x, y in zip(of_mpi, of_gloo, strict=True)),
         max((x - y).abs().max().item() for x, y in zip(of_mpi, of_gloo, strict=True)),
     ]
+
+
+def impatient_barrier(rank, size):
+    group = dist.new_group()
+    if rank == 1:
+        time.sleep(1.5)
+        return None
+    return caught(lambda: group.barrier(timeout=timedelta(milliseconds=200)).wait())
 
 
 def error_in_backward(rank, size):
@@ -313,6 +350,7 @@ def impatient_wait(rank, size):
 
 ASKED = [
     future,
+    callbacks,
     overlap,
     messages,
     batch,
@@ -337,6 +375,7 @@ ASKED = [
     late_without_check,
     too_late,
     impatient_wait,
+    impatient_barrier,
     error_in_backward,
 ]
 

@@ -74,6 +74,11 @@ def test_futures_hold_the_tensors(seen: list[dict[str, Any]]) -> None:
         assert one["future"] == [[2.0] * 3, True, True, [1.0] * 3]
 
 
+def test_callbacks_of_futures_may_wait_for_other_operations(seen: list[dict[str, Any]]) -> None:
+    for one in seen:
+        assert one["callbacks"] == [5.0, 2.0, 2.0, "RuntimeError", 2.0, [1.0, 1.0]]
+
+
 def test_many_operations_are_under_way_at_once(seen: list[dict[str, Any]]) -> None:
     assert seen[0]["overlap"] == seen[1]["overlap"] == [1.0 + 2 * i for i in range(10)]
     assert seen[0]["crosswise"] == seen[1]["crosswise"] == [[2.0, 4.0]]
@@ -95,11 +100,12 @@ def test_messages_keep_to_their_tags_and_come_from_any_rank(seen: list[dict[str,
 
 
 def test_a_message_of_another_dtype_is_refused_and_received_all_the_same(seen: list[dict[str, Any]]) -> None:
-    error, after = seen[1]["wrong_message"]
+    error, wide, after = seen[1]["wrong_message"]
     assert error[0] == "CollectiveMismatchError"
     assert (
         "received from rank 0 (tag 0) 3 elements of torch.float32, but expected 3 of torch.int32" in error[1]
     )
+    assert "3 elements of a dtype of 2 bytes, but expected 3 of torch.float32" in wide[1]
     assert after == [1.0] * 3
 
 
@@ -158,6 +164,8 @@ def test_a_rank_that_does_not_arrive_is_named_after_the_timeout(seen: list[dict[
     assert seconds < 30
     assert second[0] == "DistBackendError" and "cannot be used any more" in second[1]
     assert seen[0]["impatient_wait"][0] == "CollectiveStallError"
+    kind, text = seen[0]["impatient_barrier"]
+    assert kind == "CollectiveStallError" and "timed out after 0.2 s" in text
     kind, text = seen[0]["late_without_check"]
     assert kind == "CollectiveStallError" and "rank 1 did not arrive" in text
 

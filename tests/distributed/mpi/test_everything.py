@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.mpi.launch import mpi_environ, run_program, why_no
-from tests.helpers import ScriptOutcome, run_script
+from tests.distributed.mpi.launch import run_program, why_no
+from tests.helpers import ScriptOutcome
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,11 +77,3 @@ def test_a_rank_that_exits_after_fit_ends_the_others(tmp_path: Path) -> None:
     assert outcome.returncode != 0 and not found and not outcome.timed_out, outcome.output
     assert "rank 1 exited without calling it" in outcome.output
     assert outcome.leftovers == ()
-
-
-def test_what_is_missing_is_said_once(tmp_path: Path) -> None:
-    program = str(Path(__file__).with_name("program_without.py"))
-    outcome = run_script([sys.executable, program], env=mpi_environ(), cwd=tmp_path, timeout=120)
-    assert outcome.returncode == 0, outcome.output
-    for text in ("There is no mpirun here", "The ranks communicate over gloo, since mpi4py is not installed"):
-        assert outcome.output.count(text) == 1, outcome.output

@@ -1,0 +1,45 @@
+"""Torch's communication hooks of DDP over gloo and over mpi4py: which work, with equal weights on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_lockstep import LockstepDDPStrategy
+from tests.distributed.mpi.launch import run_program, why_no
+from tests.helpers import run_ranks
+from tests.strategies.communication_hooks import HOOKS, REFUSED, fits_with_hooks
+
+needs_mpi = pytest.mark.skipif(why_no("open_mpi") is not None, reason=why_no("open_mpi") or "")
+
+
+def as_expected(first: dict[str, float | str], second: dict[str, float | str]) -> dict[str, float]:
+    """Hold what each hook should do; return the sum of the weights by hook."""
+    assert list(first) == list(HOOKS)
+    for name, text in REFUSED.items():
+        assert all(text in str(one[name]) for one in (first, second)), (name, first[name], second[name])
+    worked = {name: value for name, value in first.items() if name not in REFUSED}
+    assert worked == {name: second[name] for name in worked}
+    numbers = {name: float(value) for name, value in worked.items()}
+    assert numbers["allreduce"] == numbers["none"] and numbers["own, chained"] == numbers["none"]
+    assert numbers["power_sgd"] != numbers["none"] and numbers["fp16"] != numbers["none"]
+    return numbers
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_each_hook_over_gloo_and_mpi4py(tmp_path: Path) -> None:
+    gloo = as_expected(*run_ranks(2, fits_with_hooks, LockstepDDPStrategy, backend=None, timeout=180))
+    outcome, found = run_program("open_mpi", 2, "program_hooks.py", tmp_path, timeout=180)
+    assert outcome.returncode == 0 and len(found) == 2, outcome.output
+    assert as_expected(found[0], found[1]) == gloo
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_a_callback_that_raises_while_that_of_another_rank_waits_ends_the_job(tmp_path: Path) -> None:
+    outcome, found = run_program("open_mpi", 2, "program_hooks.py", tmp_path, arguments=["failing"])
+    assert outcome.returncode != 0 and not found and not outcome.timed_out, outcome.output
+    assert "KeyError: 'a bad callback on purpose'" in outcome.output
+    assert outcome.leftovers == ()
