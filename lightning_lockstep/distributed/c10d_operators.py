@@ -252,10 +252,10 @@ def compression_hook(
         state = state or powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
     elif isinstance(hook, str):
         hook = getattr(default_hooks, f"{hook}_hook")
-    if hook is None:
+    if not callable(hook):
         return None, state
     alone = hook in _ONE_COLLECTIVE and wrapper is None
-    made: Callable[..., Any] = hook if wrapper is None else wrapper(hook)
+    made = wrapper(hook) if wrapper is not None else hook
 
     def in_order(state: Any, bucket):  # type: ignore[no-untyped-def]  # torch looks at the annotation
         # Gloo and mpi4py call back in threads of theirs, NCCL at once. A callback's collective would meet that of
