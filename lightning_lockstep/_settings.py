@@ -8,6 +8,7 @@ import math
 import numbers
 import operator
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
@@ -213,12 +214,66 @@ def plain_number(value: Any) -> Any:
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
+# What Lightning and other trainers call things whose names here do not look alike, and those names.
+_CALLED_ELSEWHERE = {
+    "fp16 float16 half amp mixed": ("16-mixed", "precision"),
+    "bf16 bfloat16": ("bf16-mixed",),
+    "fp32 float32": ("32-true",),
+    "fp64 float64 double": ("64-true",),
+    "none null false auto cpu": ("none", "default", "single"),
+    "deepspeed zero zero2 zero_2": ("deepspeed_stage_2",),
+    "fsdp zero3 zero_3": ("deepspeed_stage_3",),
+    "zero1 zero_1": ("deepspeed_stage_1",),
+    "horovod": ("mpi",),
+    "tpu": ("xla",),
+    "tb": ("tensorboard",),
+    "weights_and_biases": ("wandb",),
+    "gpus num_gpus num_processes nproc world_size ranks": ("devices",),
+    "epochs num_epochs num_train_epochs": ("max_epochs",),
+    "steps num_steps": ("max_steps",),
+    "resume resume_from_checkpoint checkpoint_path": ("ckpt_path",),
+    "gradient_accumulation_steps grad_accum": ("accumulate_grad_batches",),
+    "grad_clip max_grad_norm clip_grad_norm": ("gradient_clip_val",),
+    "monitor": ("metric",),
+    "direction": ("mode",),
+    "train do_train": ("fit",),
+    "eval do_eval": ("validate",),
+    "nan inf": ("overflow",),
+}
+
+
 def _near(given: str, known: Iterable[str], most: int) -> list[str]:
-    by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(given.lower(), list(by_lower), n=most, cutoff=0.6)
-    if not near and given:
-        near = [name for name in by_lower if name.startswith(given.lower())][:most]
-    return [by_lower[name] for name in near]
+    words, names = _words(given), {name: _words(name) for name in known}
+    plain = "_".join(words)
+    if not plain:
+        return []
+    found = [name for name, its in names.items() if its == words]
+    found = found or [
+        name
+        for called, meant in _CALLED_ELSEWHERE.items()
+        if plain in called.split()
+        for name in meant
+        if name in names
+    ]
+    # lr, wd, bs
+    found = found or [name for name, its in names.items() if plain == "".join(word[0] for word in its)]
+    if not found:
+        joined = {"_".join(its): name for name, its in names.items()}
+        close = difflib.get_close_matches(plain, list(joined), n=most, cutoff=0.6)
+        found = [joined[name] for name in close]
+    found = found or [name for name in names if name.lower().startswith(given.lower())]
+    # `ddp_spawn` for ddp, `gpt` for byte_gpt: all words of one are words of the other.
+    return (
+        found
+        or [name for name, its in names.items() if its and (set(its) <= set(words) or set(words) <= set(its))]
+    )[:most]
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name in lower case, however they are joined: `early_stopping`, `EarlyStopping`."""
+    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    words = re.split(r"[\W_]+", parted.lower())
+    return [word for word in words if word and word != "lockstep"]
 
 
 def _with_example(expected: str, such_as: object, optional: bool) -> str:

@@ -221,7 +221,7 @@ def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
 
     Ranks: rank 0, before any other is started.
     """
-    faults = [*_prepared(config), *_switches(config), *_unfit(config)]
+    faults = [*_prepared(config), *_switches(config), *_unfit(config), *_decided_by_groups(config, checks)]
     for key in component_keys(config):
         faults += checks.missing_faults(key)
         if key != "trainer":
@@ -285,6 +285,17 @@ def _switches(config: DictConfig) -> list[Fault]:
     mode = OmegaConf.select(config, "objective.mode")
     if mode not in ("min", "max"):
         faults.append(Fault(f"objective.mode={mode}: expected min or max."))
+    return faults
+
+
+def _decided_by_groups(config: DictConfig, checks: TargetChecks) -> list[Fault]:
+    """What the Trainer is given from a group, whatever stands below `trainer`."""
+    faults = []
+    for group in ("strategy", "callbacks", "logger"):
+        if (value := OmegaConf.select(config, f"trainer.{group}")) is not None:
+            meant = f"{group}={value if isinstance(value, str) else '...'}"
+            shown = checks.shown(f"trainer.{group}")
+            faults.append(Fault(f"{shown}: the group {group!r} decides this. Did you mean {meant!r}?"))
     return faults
 
 

@@ -26,12 +26,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
-from lightning_lockstep._application.overrides import JobCheck, preflight, run_requested
+from lightning_lockstep._application.overrides import JobCheck, preflight, read_arguments, run_requested
 from lightning_lockstep._application.values import Fault, show_faults
 from lightning_lockstep._doors.hydra_internals import (
     Loader,
     flush_loggers,
-    get_args_parser,
     node_at,
     plain_value,
     search_path_of,
@@ -232,9 +231,10 @@ def hydra_main(
             if passed is not None:
                 return program(passed)
             fold_tracebacks()
-            arguments = get_args_parser().parse_args()
+            arguments = read_arguments(sys.argv[1:])
             if arguments.experimental_rerun is not None:
                 return _run_child(Path(arguments.experimental_rerun), program)
+            _import_from(str(Path.cwd()))
             ranks = external_ranks()
             channel = ConfigChannel(ranks)
             if ranks is not None and ranks.rank > 0:
@@ -349,6 +349,9 @@ class _Application:
                 raise LaunchError(
                     f"Rank {ranks.rank} ended with code {end.code}; see the message of rank 0."
                 ) from end
+        whole = current_hydra_config()
+        assert whole is not None
+        _import_from(str(whole.hydra.runtime.cwd))
         with _closing(channel):
             return self._run_job(prepare, channel)
 
@@ -371,6 +374,13 @@ class _Application:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 OmegaConf.save(without_hydra(config), file)
         return config
+
+
+def _import_from(started_in: str) -> None:
+    """Let a `_target_` name what is in the folder where the program was started, as under `python -m`."""
+    # Last, so that no file of that folder takes the place of an installed module; not where Python is told to (-P).
+    if started_in not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.append(started_in)
 
 
 @contextmanager
@@ -436,6 +446,7 @@ def _run_child(file: Path, program: Program) -> None:
 def _run_frozen(config: DictConfig, program: Program) -> Any:
     """Run one job on a finished configuration, with Hydra's surroundings but none of its files."""
     setup_globals()
+    _import_from(str(config.hydra.runtime.cwd))
     configure_log(config.hydra.job_logging, config.hydra.verbose)
     HydraConfig.instance().set_config(config)
     if config.hydra.job.chdir:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +22,9 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_lockstep._application.values import Fault, TargetChecks, settings_of
-from lightning_lockstep._doors.hydra_internals import Loader
+from lightning_lockstep._doors.hydra_internals import Loader, get_args_parser
 from lightning_lockstep._settings import did_you_mean, nearest
-from lightning_lockstep._text import first_line
+from lightning_lockstep._text import first_line, listed
 from lightning_lockstep.launchers.hydra import freeze, inner_container
 
 # -- Are the groups and the keys of the command line there? --
@@ -48,6 +49,39 @@ class Composed:
     guessed: list[str] = field(default_factory=list)
 
 
+def read_arguments(given: list[str]) -> argparse.Namespace:
+    """Parse a command line as Hydra does; what its parser refuses is left among the overrides, for `preflight`."""
+    arguments, refused = get_args_parser().parse_known_args(given)
+    if refused:
+        overrides = [*arguments.overrides, *refused]
+        arguments.overrides = [word for word in given if word in overrides]
+        # Hydra's parser will read them again, and takes overrides in one place only.
+        sys.argv[1:] = [*arguments.overrides, *(word for word in given if word not in overrides)]
+    return arguments
+
+
+def as_overrides(words: list[str]) -> list[tuple[str, str]]:
+    """Each argument as typed, and as an override: `--key value`, `--key`, `key value`, `key:value` as `key=value`."""
+    found: list[tuple[str, str]] = []
+    rest = list(words)
+    while rest:
+        typed = word = rest.pop(0)
+        shape = re.fullmatch(r"(-*)([^\W\d][\w./@-]*)(?:(=|==|:=|\+=|:)([^=].*)?)?", word, re.DOTALL)
+        if shape is None or (shape[1] == "" and shape[3] == "=" and shape[4]):
+            found.append((typed, word))
+            continue
+        dashes, key, _, value = shape.groups()
+        follows = re.fullmatch(r"(?!--?[^\W\d]|[+~])(=?)([^=]*)", rest[0]) if rest and not value else None
+        if follows:
+            typed, value = f"{typed} {rest.pop(0)}", follows[2]
+            if not value and rest:
+                typed, value = f"{typed} {rest[0]}", rest.pop(0)
+        elif dashes and not value:
+            value = "true"
+        found.append((typed, word if value is None else f"{key}={value}"))
+    return found
+
+
 def parse(lines: list[str]) -> tuple[list[Override], list[Fault]]:
     """Parse each override by itself."""
     parser = OverridesParser.create()
@@ -58,14 +92,10 @@ def parse(lines: list[str]) -> tuple[list[Override], list[Fault]]:
             # As the list, not the single form: this one also explains how to quote.
             overrides.extend(parser.parse_overrides([line]))
         except HydraException as error:  # noqa: PERF203
-            why = first_line(error)
-            faults.append(
-                Fault(
-                    f"{line!r} cannot be read as key=value ({why})."
-                    " Quote special characters: \"key='a, b'\".",
-                    error,
-                )
+            how = (
+                "Quote special characters: \"key='a, b'\"." if "=" in line else f"Give it a value: {line}=..."
             )
+            faults.append(Fault(f"{line!r} cannot be read as key=value ({first_line(error)}). {how}", error))
     return overrides, faults
 
 
@@ -119,7 +149,8 @@ def compose_job(loader: Loader, lines: list[str]) -> Composed:
     result.config, faults = _compose_groups(loader, groups, search_path)
     result.faults += faults
     if result.config is not None:
-        for override in keys:
+        # What a target takes says what can be added to it.
+        for override in sorted(keys, key=lambda override: not override.key_or_group.endswith("_target_")):
             # The keys of a group whose choice is unknown cannot be judged.
             if not override.key_or_group.startswith(tuple(lost)):
                 result.faults += _apply(loader, override, result.config)
@@ -132,24 +163,36 @@ def _check_group(loader: Loader, override: Override) -> tuple[str | None, Fault 
     value = override.value()
     if override.is_delete():
         return line, None
+    known = loader.choices(group)
     if value is None:
-        names = ", ".join(loader.choices(group))
-        return None, Fault(
-            f"{line}: expected a choice of group {group!r}: {names}; or ~{group}, for none of them."
-        )
+        hint = did_you_mean("none", known) or f" ~{group} is none of them."
+        return None, Fault(f"{line}: expected a choice of group {group!r}: {', '.join(known)}.{hint}")
     given = value if isinstance(value, list) else [value]
     wrong = [str(choice) for choice in given if not loader.is_choice(group, str(choice))]
     if not wrong:
         return _as_text(override, given), None
-    known = loader.choices(group)
     text = "; ".join(
-        f"group {group!r} has no choice {choice!r}.{did_you_mean(choice, known)}" for choice in wrong
+        f"group {group!r} has no choice {choice!r}.{_near_choice(loader, group, choice)}" for choice in wrong
     )
     fault = Fault(f"{line}: {text} It has: {', '.join(known)}.{_PLUGINS.get(group, '')}")
     nearby = [choice if str(choice) not in wrong else nearest(str(choice), known) for choice in given]
     if None in nearby:
         return None, fault
     return _as_text(override, nearby), fault
+
+
+def _near_choice(loader: Loader, group: str, choice: str) -> str:
+    """The choice that makes what was named by its class, in whichever group; or the nearest in this one."""
+    made = {  # of several choices that make one class the first
+        str(OmegaConf.select(config, key)).rpartition(".")[2]: (other, name)
+        for other, name, config in reversed(list(loader.brought()))
+        for key in _all_keys(config)
+        if key.rpartition(".")[2] == "_target_"
+    }
+    other, name = made.get(choice, (group, None))
+    if name is None:
+        return did_you_mean(choice, loader.choices(group))
+    return f" Did you mean {name!r}?" if other == group else f" Did you mean {f'{other}={name}'!r}?"
 
 
 def _as_text(override: Override, choices: list[object]) -> str:
@@ -181,7 +224,15 @@ def _compose_groups(
                 faults.clear()  # the primary config needed this choice
         except (HydraException, OmegaConfBaseException, OSError) as error:  # noqa: PERF203
             if config is not None:
-                faults.append(Fault(f"{line.replace(chr(39), '')}: {_whole_message(error)}", error))
+                bare, shown = line.lstrip("+"), line.replace(chr(39), "")
+                try:
+                    config = loader.compose([*always, *kept, bare])
+                except (HydraException, OmegaConfBaseException, OSError):
+                    faults.append(Fault(f"{shown}: {_whole_message(error)}", error))
+                else:
+                    kept.append(bare)
+                    how = f"Write {shown.lstrip('+')}, which takes its place"
+                    faults.append(Fault(f"{shown}: this group has a choice already. {how}.", error))
     return config, faults
 
 
@@ -196,14 +247,21 @@ def _whole_message(error: BaseException) -> str:
 
 
 def _apply(loader: Loader, override: Override, config: DictConfig) -> list[Fault]:
+    key, line = override.key_or_group, override.input_line
+    kept = config.get(key) if "." not in key else None
+    holds = isinstance(kept, DictConfig) and len(kept) > 0
+    if holds and not override.is_delete() and not isinstance(override.value(), dict):
+        names = [str(name) for name in kept]
+        how = f"Give a value to one of them, such as {key}.{names[0]}=..."
+        return [Fault(f"{line}: {key!r} holds the keys {', '.join(names)}. {how}")]
     try:
         loader.apply(override, config)
     except (HydraException, OmegaConfBaseException) as error:
         if not (override.is_add() or override.is_force_add()):
             missing = _missing_key(loader, override, config)
             if missing is not None:
-                return [Fault(f"{override.input_line}: {missing}", None)]
-        return [Fault(f"{override.input_line}: {_whole_message(error)}", error)]
+                return [Fault(f"{line}: {missing}", None)]
+        return [Fault(f"{line}: {_whole_message(error)}", error)]
     return []
 
 
@@ -215,25 +273,93 @@ def _missing_key(loader: Loader, override: Override, config: DictConfig) -> str 
         if not isinstance(node, DictConfig) or part in node:
             node = OmegaConf.select(config, ".".join(parts[: depth + 1]), throw_on_missing=False)
             continue
-        names = [str(name) for name in node if not str(name).startswith("_")]
-        if depth == 0:
-            names = [*[name for name in names if name != "hydra"], *loader.groups()]
-        last = parts[-1]
-        elsewhere = [key for key in _all_keys(config) if key.rsplit(".", 1)[-1] == last]
-        hint = did_you_mean(part, names)
-        if not hint and elsewhere:
-            hint = " Did you mean " + " or ".join(repr(key) for key in elsewhere[:2]) + "?"
         where = f"in {'.'.join(parts[:depth])!r}" if depth else "in the configuration"
-        sentence = f"there is no key {part!r} {where}.{hint}"
-        if override.is_delete():
-            return sentence
+        hint = ""
         settings = settings_of(node) if depth == len(parts) - 1 else None
-        if settings is not None and part in settings:
-            return f"not among the settings of this config; add it with +{override.input_line}"
-        if not hint and settings is None:
-            sentence += f" A new key is added with +{override.input_line}"
-        return sentence
+        if not override.is_delete():
+            if settings is not None and part in settings:
+                return _setting_left_out(loader, override, part, config)
+            names = [str(name) for name in node if not str(name).startswith("_")]
+            if depth == 0:
+                names = [*[name for name in names if name != "hydra"], *loader.groups()]
+            keys = Keys(loader, config)
+            same = keys.same(override.key_or_group)
+            hint = same if "choice" in same or depth == 0 else ""
+            hint = hint or did_you_mean(part, names) or same or keys.near(override.key_or_group)
+            if not hint and settings is not None:
+                hint = f" It has: {listed(names, 12)}."
+            elif not hint and parts[0] in keys.components:
+                hint = f" Choices of {parts[0]!r}: {', '.join(loader.choices(parts[0]))}."
+            elif not hint:
+                hint = f" A new key is added with +{override.input_line}"
+        return f"there is no key {part!r} {where}.{hint}"
     return None
+
+
+def _setting_left_out(loader: Loader, override: Override, name: str, config: DictConfig) -> str:
+    """A setting that what is configured has, but not the config."""
+    if OmegaConf.select(config, f"hydra.runtime.choices.{name}") is None:
+        return f"not among the settings of this config; add it with +{override.input_line}"
+    choice = nearest(override.get_value_string(), loader.choices(name)) or "..."
+    return f"the group {name!r} decides this. Did you mean '{name}={choice}'?"
+
+
+class Keys:
+    """All keys, those in a configuration and those that a choice which is not taken would bring."""
+
+    def __init__(self, loader: Loader, config: DictConfig) -> None:
+        # a key -> the choice that brings it, where it is not there
+        self._choices = dict.fromkeys(sorted(_all_keys(config), key=lambda key: key.count(".")), "")
+        self.components = set()  # groups whose choices are made into objects
+        for group, choice, content in loader.brought():
+            for key in _all_keys(content):
+                self._choices.setdefault(f"{group}.{key}", f"{group}={choice}")
+                if key.endswith("_target_"):
+                    self.components.add(group)
+
+    def same(self, typed: str) -> str:
+        """Where the key, or one with the same last part, is to be had; as the end of a sentence."""
+        return self._hint(typed, self._same(typed))
+
+    def near(self, typed: str) -> str:
+        """Likewise of a key whose last part is near."""
+        return self._hint(typed, self._near(typed))
+
+    def meant(self, typed: str) -> str:
+        """The key itself if there is one like it, else the nearest, else what was typed."""
+        found = [typed] if typed in self._choices else self._same(typed) or self._near(typed)
+        return next(iter(found), typed)
+
+    def _same(self, typed: str) -> list[str]:
+        plain, last = re.sub(r"[\W_]", "", typed).lower(), _split(typed)[-1]
+        if self._choices.get(typed):
+            return [typed]
+        alike = [key for key in self._choices if re.sub(r"[\W_]", "", key).lower() == plain]
+        return alike or self._first(typed, lambda key: _split(key)[-1] == last)
+
+    def _near(self, typed: str) -> list[str]:
+        group = f"{_split(typed)[0]}."
+        likely = [key for key, choice in self._choices.items() if not choice or key.startswith(group)]
+        near = nearest(_split(typed)[-1], [_split(key)[-1] for key in likely])
+        return self._first(typed, lambda key: _split(key)[-1] == near and key in likely)
+
+    def _first(self, typed: str, fits: Callable[[str], bool]) -> list[str]:
+        """Of the keys that fit: those of the same group, those that are there, the others."""
+        group = f"{_split(typed)[0]}."
+        ranked: dict[tuple[bool, bool], list[str]] = {}
+        for key in filter(fits, self._choices):
+            ranked.setdefault((not key.startswith(group), bool(self._choices[key])), []).append(key)
+        return ranked[min(ranked)] if ranked else []
+
+    def _hint(self, typed: str, found: list[str]) -> str:
+        if not found:
+            return ""
+        choice = self._choices[found[0]]
+        if not choice:
+            return " Did you mean " + " or ".join(map(repr, found[:2])) + "?"
+        if found[0] == typed:
+            return f" It comes with the choice {choice}: give that too."
+        return f" Did you mean {found[0]!r}? It comes with the choice {choice}: give that too."
 
 
 def quote_numbers(loader: Loader, lines: list[str]) -> dict[str, str]:
@@ -284,7 +410,8 @@ def preflight(
 ) -> Checked:
     """Look for everything that is wrong with a command line."""
     setup_globals()
-    overrides, faults = parse(arguments.overrides)
+    written = as_overrides(arguments.overrides)
+    overrides, faults = parse([line for _, line in written])
     if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
         faults.append(Fault(f"--config-dir {arguments.config_dir}: there is no such folder."))
     name = arguments.config_name or config_name
@@ -302,6 +429,10 @@ def preflight(
             )
         )
         return Checked(faults, {})
+    if any(typed != line for typed, line in written):
+        written, more = _with_right_keys(loader, written)
+        overrides, _ = parse([line for _, line in written])
+        lines, faults = [str(override.input_line) for override in overrides], faults + more
     quoted = quote_numbers(loader, lines)
     overrides, _ = parse([quoted.get(line, line) for line in lines])
     jobs, sweep_faults = variants(overrides, multirun=arguments.multirun)
@@ -314,7 +445,23 @@ def preflight(
             faults += [] if alone else _launcher_faults(composed.config)
     for typed, line in quoted.items():
         faults = [Fault(fault.text.replace(line, typed), fault.error) for fault in faults]
-    return Checked(_in_order_typed(faults, lines), quoted)
+    return Checked(_in_order_typed(faults, [form for forms in written for form in forms]), quoted)
+
+
+def _with_right_keys(
+    loader: Loader, written: list[tuple[str, str]]
+) -> tuple[list[tuple[str, str]], list[Fault]]:
+    """Say of what is no `key=value` how it is written, and go on with that."""
+    keys = Keys(loader, loader.compose([]))
+    found, faults = [], []
+    for typed, line in written:
+        key, _, value = line.partition("=")
+        if typed != line:
+            meant = key if loader.is_group(key) else keys.meant(key)
+            line = f"{meant}={value}"
+            faults.append(Fault(f"{typed}: expected key=value. Did you mean {line!r}?"))
+        found.append((typed, line))
+    return found, faults
 
 
 def check_job(composed: Composed, number: int, check: JobCheck | None) -> list[Fault]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from lightning_lockstep._application.values import objections, target_of
 from lightning_lockstep._doors.lightning import (
     Callback,
     CSVLogger,
+    LightningModule,
     MisconfigurationException,
     MLFlowLogger,
     WandbLogger,
@@ -193,10 +194,14 @@ def run(config: DictConfig) -> float | None:
     parts = build(config, own_callbacks=[record, LogConfiguration(config), QuietRanks()])
     if isinstance(parts.trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
+    left_out = _left_out(config, parts)
+    if parts.trainer.is_global_zero:
+        for stage, why in left_out.items():
+            say(f"lightning-lockstep: {stage}=true is left out: {why}")
     loggers = list(parts.trainer.loggers)
     earlier = written(Path(parts.trainer.default_root_dir))
     try:
-        metrics = _loops(config, parts, record)
+        metrics = _loops(config, parts, record, left_out)
     except BaseException as error:
         restore_data_classes()
         keep_failure(parts.trainer, error)
@@ -224,7 +229,30 @@ def run(config: DictConfig) -> float | None:
     return metrics.get(config.objective.metric)
 
 
-def _loops(config: DictConfig, parts: Components, record: RunRecord) -> dict[str, float]:
+def _left_out(config: DictConfig, parts: Components) -> dict[str, str]:
+    """Of `validate` and `test` those that are asked for and have nothing to run, with what is missing."""
+    missing = {}
+    for stage, step, loader in (
+        ("validate", "validation_step", "val_dataloader"),
+        ("test", "test_step", "test_dataloader"),
+    ):
+        if config.get(stage) and not _defines(parts.model, step):
+            missing[stage] = f"{type(parts.model).__name__} has no {step}."
+        elif config.get(stage) and not (_defines(parts.data, loader) or _defines(parts.model, loader)):
+            both = " and ".join(type(part).__name__ for part in (parts.model, parts.data) if part is not None)
+            missing[stage] = f"no {loader} in {both}."
+    return missing
+
+
+def _defines(part: Any, method: str) -> bool:
+    """Whether a model or data module has a method of its own in the place of Lightning's empty one."""
+    own = getattr(part, method, None)
+    return own is not None and getattr(own, "__func__", own) is not getattr(LightningModule, method)
+
+
+def _loops(
+    config: DictConfig, parts: Components, record: RunRecord, left_out: Collection[str]
+) -> dict[str, float]:
     trainer, metrics = parts.trainer, {}
     given: dict[str, Any] = {"model": parts.model, "datamodule": parts.data}
     resume = config.get("ckpt_path")
@@ -233,11 +261,11 @@ def _loops(config: DictConfig, parts: Components, record: RunRecord) -> dict[str
         metrics.update(_metrics(trainer))
         resume = None
         _keep_the_training_log(trainer)
-    if config.validate and record.validation_is_stale():
+    if config.validate and "validate" not in left_out and record.validation_is_stale():
         with _weights_of(trainer, resume, fitted=config.fit):
             trainer.validate(**given, ckpt_path=resume, verbose=False)
         metrics.update(_metrics(trainer))
-    if config.test:
+    if config.test and "test" not in left_out:
         path = _best(trainer) if config.fit else resume
         with _weights_of(trainer, path, fitted=config.fit):
             trainer.test(**given, ckpt_path=path, verbose=False)

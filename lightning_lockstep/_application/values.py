@@ -5,13 +5,16 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
+import pkgutil
 import re
+import sys
 import traceback
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import hydra.utils
@@ -180,8 +183,23 @@ class TargetChecks:
             if fault is not None:
                 faults.append(fault)
             elif target is not None:
-                faults += self._signature(key, node, target)
+                faults += self._of_another(key, target, self._signature(key, node, target))
         return faults
+
+    def _of_another(self, key: str, target: Callable[..., Any], faults: dict[str, Fault]) -> list[Fault]:
+        """The faults of a signature, those of what another target has left behind as one."""
+        known = _parameters(target) or {}
+        left = [name for name in faults if f"{key}.{name}" not in self.typed and name not in known]
+        choice = OmegaConf.select(self.config, f"hydra.runtime.choices.{key}")
+        if f"{key}._target_" not in self.typed or not left or choice is None:
+            return list(faults.values())
+        called = getattr(target, "__name__", str(target))
+        line = self.typed[f"{key}._target_"]
+        text = (
+            f"{line}: {called} has no setting {', '.join(left)}, which {key}={choice} brings. Add {key}=own, which"
+            f" brings none: {key}=own {line}; what {called} takes is then added with +{key}.<setting>=<value>."
+        )
+        return [Fault(text), *(fault for name, fault in faults.items() if name not in left)]
 
     def missing_faults(self, component: str) -> list[Fault]:
         """Values below `component` that have to be given and were not."""
@@ -189,7 +207,8 @@ class TargetChecks:
         if not isinstance(node, DictConfig):
             return []
         faults = [
-            Fault(f"{component}.{key} is required: add {component}.{key}=...") for key in _missing(node)
+            Fault(f"{component}.{key} is required: add {component}.{key}={_example(key)}")
+            for key in _missing(node)
         ]
         for key, reference in _dangling(node):
             faults.append(
@@ -207,69 +226,93 @@ class TargetChecks:
         if not isinstance(node, DictConfig) or "_target_" not in node or self.missing_faults(component):
             return []
         target, fault = self._locate(component, node)
-        if fault is not None or target is None or self._signature(component, node, target):
+        if fault is not None or target is None:
             return []
         if is_logger(target):
             error = missing_package(target, component, node)
             return [] if error is None else [Fault(str(error), error)]
         if not all(map(_harmless, _targets(node))):
             return []
-        return [Fault(self._label(component, text), error) for text, error in _try_to_make(node, given)]
+        wrong = self._signature(component, node, target)
+        node = _without(node, wrong)
+        faults = []
+        # A constructor may stop at the first setting that it objects to. The next ones are found without that.
+        while objections := _try_to_make(node, given):
+            name = _objected(node, given, objections[0][0]) if len(objections) == 1 else None
+            key = component if name is None else f"{component}.{name}"
+            faults += [Fault(self._label(component, key, text), error) for text, error in objections]
+            if name is None:
+                break
+            node = _without(node, [name])
+        # What it lacks now it was given.
+        return [fault for fault in faults if not (wrong and isinstance(fault.error, TypeError))]
 
     def _locate(self, key: str, node: DictConfig) -> tuple[Callable[..., Any] | None, Fault | None]:
         name = str(node["_target_"])
         try:
             return locate(name), None
         except Exception as error:  # importing a module can raise anything; all of it is reported
-            cause: BaseException = error.__cause__ or error
-            hint = did_you_mean(name.rpartition(".")[2], _names_beside(name))
-            why = hint or f" {first_line(cause)}"
-            return None, Fault(f"{self._shown(f'{key}._target_')}: {name} cannot be imported.{why}", error)
+            text = f"{name} cannot be imported.{_why_not_found(name, error.__cause__ or error)}"
+            return None, Fault(f"{self.shown(f'{key}._target_')}: {text}", error)
 
-    def _signature(self, key: str, node: DictConfig, target: Callable[..., Any]) -> list[Fault]:
-        try:
-            parameters = inspect.signature(target).parameters
-        except (TypeError, ValueError):
-            return []  # written in C without a signature
+    def _signature(self, key: str, node: DictConfig, target: Callable[..., Any]) -> dict[str, Fault]:
+        """What is wrong with a setting, by its name."""
+        parameters = _parameters(target)
+        if parameters is None:
+            return {}
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         hints = _hints(target)
         called = getattr(target, "__name__", str(target))
-        faults: list[Fault] = []
+        faults: dict[str, Fault] = {}
         for name in map(str, node):
             if name in _SPECIAL:
                 continue
             if name not in parameters:
                 if not open_ended:
-                    near = did_you_mean(name, parameters)
-                    faults.append(
-                        Fault(f"{self._shown(f'{key}.{name}')}: {called} has no setting {name!r}.{near}")
-                    )
+                    text = f"{called} has no setting {name!r}.{did_you_mean(name, parameters)}"
+                    faults[name] = Fault(f"{self.shown(f'{key}.{name}')}: {text}")
             elif not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name):
                 expected = mismatch(node[name], hints.get(name), default=parameters[name].default)
                 if expected is not None:
-                    shown = self._shown(f"{key}.{name}")
-                    faults.append(
-                        Fault(
-                            f"{shown}: expected {expected}, given {_say(node[name])}."
-                            f"{expected.near(node[name])}"
-                        )
-                    )
+                    text = f"expected {expected}, given {_say(node[name])}.{expected.near(node[name])}"
+                    faults[name] = Fault(f"{self.shown(f'{key}.{name}')}: {text}")
         return faults
 
-    def _shown(self, key: str) -> str:
+    def shown(self, key: str) -> str:
+        """A key as it was typed, or with its value."""
         if key in self.typed:
             return self.typed[key]
         value = OmegaConf.select(self.config, key, throw_on_missing=False)
         return f"{key}={value}" if isinstance(value, (str, int, float, bool)) else key
 
-    def _label(self, component: str, text: str) -> str:
+    def _label(self, component: str, key: str, text: str) -> str:
         """Put the key in front of what a constructor says, in place of the `name=value` it may open with."""
         node = OmegaConf.select(self.config, component)
         text = text.removeprefix(f"{str(node['_target_']).rpartition('.')[2]}: ")
         name = re.split(r"[= ]", text, maxsplit=1)[0]
         if name in node and name not in _SPECIAL:
-            return f"{self._shown(f'{component}.{name}')}: {text.removeprefix(f'{name}={node[name]!r}: ')}"
-        return f"{component}: {text}"
+            return f"{self.shown(f'{component}.{name}')}: {text.removeprefix(f'{name}={node[name]!r}: ')}"
+        return f"{self.shown(key)}: {text}"
+
+
+def _example(key: str) -> str:
+    return "module.Class" if key.endswith("_target_") else "..."
+
+
+def _why_not_found(name: str, cause: BaseException) -> str:
+    """Why a target cannot be imported, and what may help."""
+    module = name.partition(".")[0]
+    if not isinstance(cause, ModuleNotFoundError) or cause.name != module:
+        return did_you_mean(name.rpartition(".")[2], _names_beside(name)) or f" {first_line(cause)}"
+    if module == name:
+        return " Expected module.Class."
+    here = Path.cwd()
+    near = did_you_mean(module, [found.name for found in pkgutil.iter_modules([str(here)])])
+    left_out = " (left out for -P or PYTHONSAFEPATH)" if getattr(sys.flags, "safe_path", False) else ""
+    return (
+        f" There is no module {module!r}, neither in {here}{left_out} nor installed.{near} Start in the folder of"
+        f" {module}.py, or name that in PYTHONPATH."
+    )
 
 
 def _names_beside(name: str) -> list[str]:
@@ -307,11 +350,17 @@ def settings_of(node: object) -> set[str] | None:
     target = target_of(node)
     if target is None:
         return None
+    parameters = _parameters(target)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return set(parameters)
+
+
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     try:
-        parameters = inspect.signature(target).parameters
+        return inspect.signature(target).parameters
     except (TypeError, ValueError):
         return None  # written in C without a signature
-    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else set(parameters)
 
 
 def target_nodes(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
@@ -389,6 +438,18 @@ def _try_to_make(node: DictConfig, given: dict[str, Any]) -> list[tuple[str, Bas
     finally:
         logging.disable(logging.NOTSET)
     return []
+
+
+def _objected(node: DictConfig, given: dict[str, Any], text: str) -> str | None:
+    """The setting without which a constructor no longer says `text`."""
+    for name in [name for name in map(str, node) if name not in _SPECIAL and name not in given]:
+        if text not in [said for said, _ in _try_to_make(_without(node, [name]), given)]:
+            return name
+    return None
+
+
+def _without(node: DictConfig, names: Iterable[str]) -> DictConfig:
+    return OmegaConf.masked_copy(node, [name for name in map(str, node) if name not in names])
 
 
 def objections(error: BaseException) -> list[tuple[str, BaseException]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -118,6 +118,15 @@ class Loader:
 
         names = self._repository.get_group_options("", results_filter=ObjectType.GROUP)
         return [name for name in names if not name.startswith("_")]
+
+    @HYDRA.touches(f"{_REPOSITORY}.load_config", why=_WHY_REPOSITORY)
+    def brought(self) -> Iterator[tuple[str, str, DictConfig]]:
+        """Group, choice and content of each config that is put below the key of its group."""
+        for group in self.groups():
+            for choice in self.choices(group) if group != "hydra" else ():
+                loaded = self._repository.load_config(f"{group}/{choice}")
+                if loaded is not None and (loaded.header.get("package") or group) == group:
+                    yield group, choice, loaded.config
 
     def compose(self, overrides: list[str]) -> DictConfig:
         """Compose the configuration of one job, with its `hydra` node."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from lightning_lockstep._application.checks import check_training
-from lightning_lockstep._application.overrides import Checked, preflight
+from lightning_lockstep._application.overrides import Checked, preflight, read_arguments
 from lightning_lockstep._doors import hydra_internals
 from lightning_lockstep.train import main
 
 
 def look_at(*arguments: str, alone: bool = True) -> Checked:
     """What `lockstep-train` finds out about these arguments before it starts anything."""
-    parsed = hydra_internals.get_args_parser().parse_args(list(arguments))
+    parsed = read_arguments(list(arguments))
     search_path = hydra_internals.search_path_of(main, "pkg://lightning_lockstep.conf", parsed)
     return preflight(parsed, search_path, "lockstep_train", check_training, alone=alone)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,12 +56,100 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
         ("data._target_=no_such_module.Data", "cannot be imported. No module named 'no_such_module'"),
         ("ckpt_path=nowhere.ckpt", "ckpt_path=nowhere.ckpt: there is no checkpoint"),
         ("ckpt_path=last", "ckpt_path=last: no run under"),
+        ("model.lr=0.1", "Did you mean 'learning_rate'?"),
+        ("lr=0.1", "Did you mean 'model.learning_rate'?"),
+        ("gpus=2", "Did you mean 'trainer.devices'?"),
+        ("trainer.epochs=2", "Did you mean 'max_epochs'?"),
+        ("mode=max", "Did you mean 'objective.mode'"),
+        ("resume=last", "Did you mean 'ckpt_path'?"),
+        ("trainer/max_epochs=3", "Did you mean 'trainer.max_epochs'?"),
+        ("model.hidden=3", "there is no key 'hidden' in 'model'. It has: width, num_classes,"),
+        ("strategy=lockstep_ddp", "Did you mean 'ddp'?"),
+        ("strategy=ddp_find_unused_parameters_true", "Did you mean 'ddp'?"),
+        ("strategy=LockstepDDPStrategy", "Did you mean 'ddp'?"),
+        ("strategy=LockstepXLASPMDStrategy", "Did you mean 'xla_spmd'?"),
+        ("strategy=fsdp", "Did you mean 'deepspeed_stage_3'?"),
+        ("strategy=auto", "Did you mean 'single'?"),
+        ("strategy=null", "Did you mean 'single'?"),
+        ("precision=fp16", "Did you mean '16-mixed'?"),
+        ("precision=bf16", "Did you mean 'bf16-mixed'?"),
+        ("trainer.precision=fp16", "Did you mean '16-mixed'?"),
+        ("trainer.strategy=ddp", "the group 'strategy' decides this. Did you mean 'strategy=ddp'?"),
+        ("+trainer.strategy=ddp", "the group 'strategy' decides this. Did you mean 'strategy=ddp'?"),
+        ("callbacks=EarlyStopping", "Did you mean 'early_stopping'?"),
+        ("callbacks=ModelCheckpoint", "Did you mean 'checkpoint=best'?"),
+        ("logger=wandb_logger", "Did you mean 'wandb'?"),
+        ("logger=false", "Did you mean 'none'?"),
+        ("+callbacks=overflow", "has a choice already. Write callbacks=overflow, which takes its place."),
+        ("objective=val_acc", "Give a value to one of them, such as objective.metric=..."),
+        ("trainer.max_epochs", "Give it a value: trainer.max_epochs=..."),
+        ("trainer.max_epochs:1", "Did you mean 'trainer.max_epochs=1'?"),
+        ("--max_epochs=1", "--max_epochs=1: expected key=value. Did you mean 'trainer.max_epochs=1'?"),
+        ("--fast_dev_run", "Did you mean 'trainer.fast_dev_run=true'?"),
         ("trainer.max_epochs=-5", "max_epochs"),
     ],
 )
 def test_one_wrong_argument_is_one_fault_that_tells_what_is_right(argument: str, expected: str) -> None:
     company = ["callbacks=auto_batch_size"] if ".auto_batch_size." in argument else []
     assert expected in only(faults_of(*company, argument))
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("callbacks.early_stopping.patience=3", ""),
+        ("callbacks.patience=3", " Did you mean 'callbacks.early_stopping.patience'?"),
+        ("early_stopping.patience=3", " Did you mean 'callbacks.early_stopping.patience'?"),
+        ("patience=3", " Did you mean 'callbacks.early_stopping.patience'?"),
+    ],
+)
+def test_a_key_of_a_choice_that_is_not_taken_names_the_choice(typed: str, hint: str) -> None:
+    fault = only(faults_of(typed))
+    assert fault.endswith(f"{hint} It comes with the choice callbacks=early_stopping: give that too.")
+    assert faults_of("callbacks=early_stopping", "callbacks.early_stopping.patience=3") == []
+    assert "comes with the choice logger=wandb: give" in only(faults_of("logger.wandb.project=mine"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--max_epochs", "1"),
+        ("--trainer.max_epochs", "1"),
+        ("trainer.max_epochs", "1"),
+        ("trainer.max_epochs", "=", "1"),
+        ("trainer.max_epochs=", "1"),
+    ],
+)
+def test_arguments_in_other_forms_are_said_as_they_are_written(words: tuple[str, ...]) -> None:
+    typed = " ".join(words)
+    fault = only(faults_of("seed=3", *words, "trainer.devices=1"))
+    assert fault == f"{typed}: expected key=value. Did you mean 'trainer.max_epochs=1'?"
+
+
+def test_the_value_behind_a_flag_is_checked_in_the_same_run() -> None:
+    faults = faults_of("--max_epochs", "ten", "--strategy", "lockstep_mpi")
+    assert [fault.split(":")[0] for fault in faults] == [
+        "--max_epochs ten",
+        "trainer.max_epochs=ten",
+        "--strategy lockstep_mpi",
+        "strategy=lockstep_mpi",
+    ]
+
+
+def test_overrides_on_both_sides_of_a_flag_are_all_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["lockstep-train", "seed=1,2", "-m", "trainer.devices=1"])
+    assert faults_of(*sys.argv[1:]) == []
+    assert sys.argv[1:] == ["seed=1,2", "trainer.devices=1", "-m"], "as Hydra's own parser takes them"
+
+
+def test_what_constructors_object_to_is_reported_beside_values_of_a_wrong_type_each_by_its_key() -> None:
+    assert faults_of("trainer.max_epochs=ten", "trainer.devices=0", "model.learning_rate=-1") == [
+        "trainer.max_epochs=ten: expected a whole number or null, given the text 'ten'.",
+        "trainer.devices=0: `Trainer(devices=0)` value is not a valid input using cpu accelerator.",
+        "model.learning_rate=-1: expected a number, more than 0.",
+    ]
+    three = ("trainer.devices=0", "trainer.max_steps=-5", "trainer.gradient_clip_algorithm=l2")
+    assert [fault.split(":")[0] for fault in faults_of(*three)] == list(three)
 
 
 def test_a_value_that_others_refer_to_is_reported_first_where_it_was_given() -> None:

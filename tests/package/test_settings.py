@@ -122,6 +122,25 @@ def test_the_nearest_names_ignore_case_and_stay_silent_when_nothing_is_near() ->
     assert nearest("xyz", ["ddp", "single"]) is None
 
 
+@pytest.mark.parametrize(
+    ("given", "known", "near"),
+    [
+        ("lr", ["learning_rate", "layers"], "learning_rate"),
+        ("early-stopping", ["early_stopping", "stop"], "early_stopping"),
+        ("SyncedEarlyStopping", ["lr_monitor", "early_stopping"], "early_stopping"),
+        ("ddp_spawn", ["mpi", "ddp"], "ddp"),
+        ("gpt", ["cnn", "byte_gpt"], "byte_gpt"),
+        ("float16", ["32-true", "16-mixed"], "16-mixed"),
+        ("*", ["*", "**"], None),
+        ("name", ["*.head"], None),
+    ],
+)
+def test_other_spellings_initials_and_what_others_call_it_are_near(
+    given: str, known: list[str], near: str | None
+) -> None:
+    assert nearest(given, known) == near
+
+
 def test_truth_values_and_what_is_not_finite_are_no_numbers() -> None:
     assert [value for value in (1, 0.5, True, math.nan, -math.inf, "1", None) if is_number(value)] == [1, 0.5]
     assert [value for value in (1, 0.5, False, "1", None) if is_whole(value)] == [1]
