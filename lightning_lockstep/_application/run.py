@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
+import re
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +45,8 @@ from lightning_lockstep._doors.lightning import (
     seed_everything,
 )
 from lightning_lockstep._doors.lightning_internals import restore_data_classes, weights_as_they_are
-from lightning_lockstep._text import say
+from lightning_lockstep._settings import did_you_mean
+from lightning_lockstep._text import listed, say
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.environments import hide_srun_hint
 from lightning_lockstep.launchers.mpirun import ran_under_mpirun
@@ -104,6 +108,8 @@ class QuietRanks(Callback):
 
 # -- Builds what one training run consists of, and says everything that is wrong with its settings --
 
+# How alike two spellings of one name are, as `difflib` counts.
+_SAME_WORD = 0.8
 # What a user's settings lead to, as opposed to a bug, whose traceback is wanted.
 _ABOUT_SETTINGS = (ConfigurationError, MisconfigurationException, ValueError, ImportError)
 
@@ -190,7 +196,7 @@ def run(config: DictConfig) -> float | None:
     began = time.monotonic()
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
-    record = RunRecord()
+    record = RunRecord(config.objective.metric, _monitored(config))
     parts = build(config, own_callbacks=[record, LogConfiguration(config), QuietRanks()])
     if isinstance(parts.trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
@@ -227,6 +233,30 @@ def run(config: DictConfig) -> float | None:
         write(summary, Path(parts.trainer.default_root_dir))
         show(summary)
     return metrics.get(config.objective.metric)
+
+
+def _monitored(config: DictConfig) -> dict[str, str]:
+    """The metrics by which checkpoints are chosen after each validation, by the key that names each."""
+    found = {}
+    for name in _names(config, "checkpoint"):
+        node = config.checkpoint[name]
+        each_epoch = node.get("every_n_epochs") in (None, 1) and node.get("every_n_train_steps") is None
+        metric = node.get("monitor") if node.get("save_on_train_epoch_end") is False and each_epoch else None
+        if metric not in (None, "epoch", "step"):  # a ModelCheckpoint knows these two by itself
+            same = metric == config.objective.metric
+            found["objective.metric" if same else f"checkpoint.{name}.monitor"] = metric
+    return found
+
+
+def _misspelt(name: str, logged: Iterable[str]) -> bool:
+    """Whether a name is one that was logged, but for a letter too few or too many, a transposition, or the case."""
+    plain = re.sub(r"[\W_]+", "_", name.lower())
+    for other in (re.sub(r"[\W_]+", "_", other.lower()) for other in logged):
+        differ = (Counter(plain) - Counter(other)) + (Counter(other) - Counter(plain))
+        near = differ.total() <= 1 and not any(map(str.isdigit, differ))
+        if near and difflib.SequenceMatcher(None, plain, other).ratio() > _SAME_WORD:
+            return True
+    return False
 
 
 def _left_out(config: DictConfig, parts: Components) -> dict[str, str]:
@@ -321,13 +351,15 @@ def last_checkpoint(trainer: Any) -> Path | None:
 
 
 class RunRecord(Callback):
-    """Counts what the closing summary shows, and saves the last step of a run."""
+    """Counts what the closing summary shows, looks whether metrics are there, and saves the last step of a run."""
 
     # A parent process reads what a spawned or forked rank has counted, once it has asked for that with
     # :meth:`share`. What decides about a further validation or checkpoint is the same on all ranks; samples
     # and seconds are rank 0's.
 
-    def __init__(self) -> None:
+    def __init__(self, objective: str, monitored: dict[str, str]) -> None:
+        self._objective = objective
+        self._monitored = monitored  # metrics of checkpoints, by key of the configuration
         # samples of this rank, seconds of training, steps, epochs, step of the last validation
         self._numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64)
         self._since: float | None = None
@@ -378,12 +410,35 @@ class RunRecord(Callback):
         if trainer.is_global_zero:
             self._numbers[0] += extract_batch_size(batch)
 
+    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+        """End a run that goes by a metric of which validation has logged another spelling."""
+        # What is missing otherwise may still be logged by training.
+        asked = {"objective.metric": self._objective, **self._monitored}
+        self._refuse(
+            trainer, {key: name for key, name in asked.items() if _misspelt(name, trainer.callback_metrics)}
+        )
+
+    def _refuse(self, trainer: Any, asked: dict[str, str]) -> None:
+        logged = sorted(trainer.callback_metrics)
+        missing = {key: name for key, name in asked.items() if name not in logged}
+        if trainer.strategy.reduce_boolean_decision(bool(missing)):  # on all ranks
+            there_is = f"There is: {listed(logged, 12)}." if logged else "None was logged."
+            raise ConfigurationError(
+                [
+                    f"{key}={name}: validation has logged no such metric.{did_you_mean(name, logged)} {there_is}"
+                    for key, name in missing.items()
+                ]
+            )
+
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock."""
         self._stop(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Note which step was validated; start the clock again in the midst of an epoch."""
+        if self._numbers[4] < 0 and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            # Before a ModelCheckpoint looks for them: these are called last.
+            self._refuse(trainer, {} if trainer.fast_dev_run else self._monitored)
         if not trainer.sanity_checking:
             self._numbers[4] = trainer.global_step
             if trainer.state.fn == "fit":
