@@ -249,9 +249,9 @@ def _whole_message(error: BaseException) -> str:
 def _apply(loader: Loader, override: Override, config: DictConfig) -> list[Fault]:
     key, line = override.key_or_group, override.input_line
     kept = config.get(key) if "." not in key else None
-    holds = isinstance(kept, DictConfig) and len(kept) > 0
-    if holds and not override.is_delete() and not isinstance(override.value(), dict):
-        names = [str(name) for name in kept]
+    kept: object = config.get(key) if "." not in key else None
+    names = [str(name) for name in kept] if isinstance(kept, DictConfig) else []
+    if names and not override.is_delete() and not isinstance(override.value(), dict):
         how = f"Give a value to one of them, such as {key}.{names[0]}=..."
         return [Fault(f"{line}: {key!r} holds the keys {', '.join(names)}. {how}")]
     try:

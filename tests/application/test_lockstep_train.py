@@ -148,9 +148,9 @@ def test_what_a_users_own_constructor_objects_to_is_a_message_too(tmp_path: Path
         "        raise ValueError('width is out of fashion')\n"
     )
     (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "own.yaml").write_text("_target_: own.Own\nwidth: 8\n")
+    (tmp_path / "conf" / "model" / "fashion.yaml").write_text("_target_: own.Own\nwidth: 8\n")
     outcome = lockstep_train(
-        "--config-dir", "conf", "model=own", cwd=tmp_path, PYTHONPATH=path_with(tmp_path)
+        "--config-dir", "conf", "model=fashion", cwd=tmp_path, PYTHONPATH=path_with(tmp_path)
     )
     assert outcome.returncode == 2, outcome.output
     assert "1. model: width is out of fashion" in outcome.stderr

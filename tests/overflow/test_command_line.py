@@ -24,7 +24,7 @@ class Data(LightningDataModule):
         return batches(rank=self.trainer.global_rank, bad_rank=1)
 """
 TRAIN = (
-    "--config-dir conf model=own data=own precision=16-mixed debug=overflow strategy.find_unused_parameters=true"
+    "--config-dir conf model=net data=net precision=16-mixed debug=overflow strategy.find_unused_parameters=true"
     " trainer.devices=2 trainer.accelerator=cpu trainer.max_epochs=1 trainer.use_distributed_sampler=false"
     " checkpoint=none validate=false test=false"
 )
@@ -34,7 +34,7 @@ def test_the_remedy_pasted_into_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     for group, text in (("model", "_target_: own.T5Task\n"), ("data", "_target_: own.Data\nbatch_size: 4\n")):
         (tmp_path / "conf" / group).mkdir(parents=True)
-        (tmp_path / "conf" / group / "own.yaml").write_text(text)
+        (tmp_path / "conf" / group / "net.yaml").write_text(text)
     paths = [str(tmp_path), str(EXAMPLES), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     train = [sys.executable, "-m", "lightning_lockstep.train", *TRAIN.split()]
