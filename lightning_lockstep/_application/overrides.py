@@ -248,7 +248,6 @@ def _whole_message(error: BaseException) -> str:
 
 def _apply(loader: Loader, override: Override, config: DictConfig) -> list[Fault]:
     key, line = override.key_or_group, override.input_line
-    kept = config.get(key) if "." not in key else None
     kept: object = config.get(key) if "." not in key else None
     names = [str(name) for name in kept] if isinstance(kept, DictConfig) else []
     if names and not override.is_delete() and not isinstance(override.value(), dict):
