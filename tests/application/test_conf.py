@@ -20,8 +20,10 @@ CHOICES = [path for path in FILES if path.parent != CONF and not path.name.start
 # What a choice needs beside it to be judged on this machine.
 WITH = {
     "callbacks/effective_batch_size": ["callbacks.effective_batch_size.global_batch_size=256"],
+    "data/own": ["data._target_=lightning_lockstep.demo.DigitsData"],
     "data/source_text": ["model=byte_gpt"],
     "model/byte_gpt": ["data=source_text"],
+    "model/own": ["model._target_=lightning_lockstep.demo.ConvNet"],
     "trainer/gpu": ["trainer.accelerator=cpu"],
 }
 
