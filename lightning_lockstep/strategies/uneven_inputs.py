@@ -262,7 +262,7 @@ class SizedEvenLoader(EvenLoader):
 class AgreeingLoader(EvenLoader):
     """Gives a batch only when the policy says so for all ranks; for loaders that may end at any batch."""
 
-    _ours = (*EvenLoader._ours, "_state", "_epoch", "_has_warned")
+    _ours = (*EvenLoader._ours, "_epoch", "_has_warned")
 
     def __init__(
         self,
@@ -274,13 +274,7 @@ class AgreeingLoader(EvenLoader):
     ) -> None:
         super().__init__(loader, None)
         self._communicator, self._policy, self._trainer, self._steps = communicator, policy, trainer, steps
-        self._state: Any = None
         self._epoch, self._has_warned = -1, False
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "state_dict" and self._state is not None:
-            return lambda: self._state
-        return super().__getattr__(name)
 
     def __len__(self) -> int:
         if self._steps is None:
@@ -291,16 +285,14 @@ class AgreeingLoader(EvenLoader):
         if self._epoch != self._trainer.current_epoch:  # else it begins again beside a longer one
             self._epoch, self.own_batches = self._trainer.current_epoch, None
         if self._steps is None:  # Lightning looks a batch ahead itself, for the last one
-            for batch, state in self._agreed():
-                self._state = state
-                yield batch
+            yield from self._agreed()
             return
         agreed, number = self._agreed(), 0
-        ahead = next(agreed, None)
-        while ahead is not None:
-            (batch, self._state), number = ahead, number + 1
-            ahead = next(agreed, None)
-            if ahead is None and number < self._steps and self._ends_epoch():
+        ahead = next(agreed, _NOTHING)
+        while ahead is not _NOTHING:
+            batch, number = ahead, number + 1
+            ahead = next(agreed, _NOTHING)
+            if ahead is _NOTHING and number < self._steps and self._ends_epoch():
                 end_epoch_with_next_batch(self._trainer)
             yield batch
 
@@ -308,8 +300,8 @@ class AgreeingLoader(EvenLoader):
         combined = combined_training_loader(self._trainer)
         return combined is not None and (combined[0] == 1 or combined[1] == "min_size")
 
-    def _agreed(self) -> Iterator[tuple[Any, Any]]:
-        """Yield each batch that all ranks take, with the state of the loader when it has given that one."""
+    def _agreed(self) -> Iterator[Any]:
+        """Yield each batch that all ranks take."""
         batches, given, taken, current = iter(self._loader), 0, 0, _NOTHING
         most = most_batches(self._trainer)
         following = next(batches, _NOTHING)
@@ -324,19 +316,13 @@ class AgreeingLoader(EvenLoader):
                 current, taken = following, taken + 1
             elif self.own_batches is None:
                 self.own_batches = taken
-            state = self._state_of_loader()
             if given == self._steps:  # Lightning takes no more, so no more is read or sent
-                yield current, state
+                yield current
                 return
             if has_own:
                 following = next(batches, _NOTHING)
-                if following is _NOTHING:
-                    state = self._state_of_loader()  # which has come to its end
             pending = self._count_next(following)
-            yield current, state
-
-    def _state_of_loader(self) -> Any:
-        return self._loader.state_dict() if hasattr(self._loader, "state_dict") else None
+            yield current
 
     def _count_next(self, following: Any) -> PendingReduction:
         """Start to count the ranks that have a next batch, which runs while the current one is computed."""

@@ -275,34 +275,14 @@ def test_nothing_is_sent_for_a_loader_that_keeps_to_its_length() -> None:
         assert names == ["DataLoader", "DataLoader", "AgreeingLoader"]
 
 
-class Stateful:
-    """Saves how many batches it has given, as torchdata's loader does."""
-
-    def __init__(self) -> None:
-        self.given = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.given < 4:
-            self.given += 1
-            yield self.given
-
-    def state_dict(self) -> dict[str, int]:
-        return {"given": self.given}
-
-
 class Epoch:
     """What a loader asks of a Trainer."""
 
     current_epoch, max_steps, limit_train_batches = 0, -1, 1.0
 
 
-@pytest.mark.parametrize("steps", [None, 3, 4])
-def test_a_checkpoint_does_not_count_the_batch_that_was_read_ahead(steps: int | None) -> None:
-    loader = AgreeingLoader(Stateful(), SingleProcessCommunicator(), "error", Epoch(), steps)
-    states = [(batch, loader.state_dict()["given"]) for batch in loader]
-    assert states == [(batch, batch) for batch in range(1, 1 + (3 if steps == 3 else 4))]
-    if steps is None:
-        with pytest.raises(TypeError, match="Stateful has no length"):
-            len(loader)
-    else:
-        assert len(loader) == steps
+def test_a_loader_without_a_length_stays_without() -> None:
+    loader = AgreeingLoader(iter(range(4)), SingleProcessCommunicator(), "error", Epoch(), None)
+    with pytest.raises(TypeError, match="has no length"):
+        len(loader)
+    assert list(loader) == [0, 1, 2, 3]
