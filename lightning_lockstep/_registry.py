@@ -49,18 +49,19 @@ def public(name: str) -> Any:
 
 # -- Which program this process is, as far as an import of the package has to know --
 
-_COMMAND = "lockstep-doctor"
-_MODULE = "lightning_lockstep.doctor"
+#: The commands that answer without torch and Lightning, and their modules.
+_COMMANDS = ("lockstep-doctor", "lockstep-train")
+_MODULES = ("lightning_lockstep.doctor", "lightning_lockstep.train")
 
 
-def is_doctor() -> bool:
-    """Return whether this process is the doctor, or one that it has started."""
-    # The doctor has to answer where torch or Lightning cannot be imported, and at once where they can. So the
-    # package registers no strategies in its processes, which would import both.
+def is_command() -> bool:
+    """Return whether this process is the doctor, one that it has started, or the Hydra application."""
+    # The doctor has to answer where torch or Lightning cannot be imported, and both at once where they can. So the
+    # package registers no strategies in these processes, which would import both; a run registers them by itself.
     program = sys.argv[0] if sys.argv else ""
     if program != "-m":  # what Python puts there until it has found the module of `python -m`
-        return PurePath(program).name == _COMMAND
-    return any(_is_of_the_doctor(name) for name in _module_of_this_program())
+        return PurePath(program).name in _COMMANDS
+    return any(_is_of_a_command(name) for name in _module_of_this_program())
 
 
 def _module_of_this_program() -> list[str]:
@@ -68,8 +69,8 @@ def _module_of_this_program() -> list[str]:
     return [after for option, after in pairwise(given) if option == "-m"][:1]
 
 
-def _is_of_the_doctor(module: str) -> bool:
-    return module == _MODULE or module.startswith(f"{_MODULE}.")
+def _is_of_a_command(module: str) -> bool:
+    return f"{module}.".startswith(tuple(f"{name}." for name in _MODULES))
 
 
 # -- Which strategy names ``Trainer(strategy="...")`` knows, and how each is made --
@@ -114,10 +115,6 @@ def _refuse_fabric(name: str, near: str) -> Any:
 
 def register_strategies() -> None:
     """Register every strategy by name; a strategy's own module is imported when it is first made."""
-    # The processes of the doctor train nothing, and have to work where Lightning cannot be imported: there
-    # none is.
-    if is_doctor():
-        return
     _register(
         "lockstep_mpi", "DDP over MPI, started by mpirun or srun", "strategies.mpi", "LockstepMPIStrategy"
     )

@@ -6,23 +6,73 @@
 
 See `docs/hydra.md`. A program of your own builds on the same parts:
 
-    from lightning_lockstep._application.entry import hydra_main
-    from lightning_lockstep._application.run import run as train
+    from lightning_lockstep.train import check_training, hydra_main, prepare_training, train
 
-    @hydra_main(config_path="conf", config_name="config")
+    @hydra_main("conf", "config", check=check_training, prepare=prepare_training)
     def main(config):
-        train(config)
+        return train(config)
 """
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
+from typing import TYPE_CHECKING
 
-from lightning_lockstep._application.checks import check_training, prepare_training
 from lightning_lockstep._application.entry import hydra_main
-from lightning_lockstep._application.run import run as train
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from lightning_lockstep._application.values import Fault, TargetChecks
 
 __all__ = ["check_training", "hydra_main", "main", "prepare_training", "train"]
+
+# What these do imports torch and Lightning, for seconds: not for `--help`, or a key that is misspelt.
+
+
+def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
+    """Look for what is wrong with the configuration of one training run: on rank 0, before others start.
+
+    Args:
+        config: The frozen configuration with its `hydra` node.
+        checks: Checks of the values in it.
+
+    Returns:
+        What is wrong.
+
+    Ranks: rank 0, before any other is started.
+    """
+    from lightning_lockstep._application.checks import check_training
+
+    return check_training(config, checks)
+
+
+def prepare_training(config: DictConfig) -> None:
+    """Decide on rank 0, for all ranks, what depends on this machine: the checkpoint and the devices.
+
+    Args:
+        config: The configuration of the job that begins, with its `hydra` node; changed.
+
+    Ranks: rank 0 only; reads environment variables and looks for files.
+    """
+    from lightning_lockstep._application.checks import prepare_training
+
+    prepare_training(config)
+
+
+def train(config: DictConfig) -> float | None:
+    """Train as a configuration says: build, fit, validate, test, report.
+
+    Args:
+        config: The configuration of one run, without its `hydra` node.
+
+    Returns:
+        The last value of `objective.metric`, for a sweeper, if it was logged.
+
+    Ranks: every rank of the run, alike.
+    """
+    from lightning_lockstep._application.run import run
+
+    return run(config)
 
 
 @hydra_main("pkg://lightning_lockstep.conf", "lockstep_train", check=check_training, prepare=prepare_training)

@@ -213,14 +213,7 @@ _SWITCHES: dict[str, Any] = {
 
 
 def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
-    """Look for what is wrong with the configuration of one training run: on rank 0, before others start.
-
-    Args:
-        config: The frozen configuration with its `hydra` node.
-        checks: Checks of the values in it.
-
-    Ranks: rank 0, before any other is started.
-    """
+    """Look for what is wrong with the configuration of one training run: on rank 0, before others start."""
     faults = [*_prepared(config), *_switches(config), *_unfit(config), *_decided_by_groups(config, checks)]
     for key in component_keys(config):
         faults += checks.missing_faults(key)
@@ -239,13 +232,7 @@ def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
 
 
 def prepare_training(config: DictConfig) -> None:
-    """Decide on rank 0, for all ranks, what depends on this machine: the checkpoint and the devices.
-
-    Args:
-        config: The configuration of the job that begins, with its `hydra` node; changed.
-
-    Ranks: rank 0 only; reads environment variables and looks for files.
-    """
+    """Decide on rank 0, for all ranks, what depends on this machine: the checkpoint and the devices."""
     note_begin(Path(config.hydra.runtime.output_dir))
     config.ckpt_path = _checkpoint(config)
     ranks = external_ranks()

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING
 
 from lightning_lockstep._settings import JOB_TOKEN
 from lightning_lockstep._text import say
-from lightning_lockstep.distributed.process_group import rendezvous_store
 from lightning_lockstep.distributed.rendezvous import known_job_token, on_one_host, signed, verified
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.environments import detect_environment
 from lightning_lockstep.launchers.hydra import config_from_bytes, config_to_bytes
-from lightning_lockstep.launchers.rank_variables import find_slurm_step
+from lightning_lockstep.launchers.rank_variables import find_slurm_step, started_from_outside
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -48,6 +46,11 @@ class ExternalRanks:
 
 def external_ranks() -> ExternalRanks | None:
     """Return who this process is among those that were started together, or `None` if it is alone."""
+    if not started_from_outside():
+        return None
+    # Not above: these import torch and Lightning, which a program that looks at its command line does without.
+    from lightning_lockstep.launchers.environments import detect_environment
+
     environment = detect_environment()
     if environment.creates_processes_externally:
         count = environment.world_size()
@@ -182,6 +185,8 @@ class ConfigChannel:
         )
 
     def _store(self, timeout: float = FIRST_WAIT):  # type: ignore[no-untyped-def]  # torch's class stays in distributed/
+        from lightning_lockstep.distributed.process_group import rendezvous_store
+
         assert self.ranks is not None
         ranks = self.ranks
         return rendezvous_store(

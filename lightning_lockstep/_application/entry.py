@@ -38,7 +38,6 @@ from lightning_lockstep._doors.hydra_internals import (
 from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.failure.process_exit import expect_exit, leaving, return_failure
 from lightning_lockstep.distributed.failure.uncaught import error_from_bytes, error_to_bytes, fold_tracebacks
-from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.hydra import (
     current_hydra_config,
@@ -77,7 +76,16 @@ def _stop(sent: bytes, running: bool) -> Stop:
 
 def ranks_run() -> bool:
     """Return whether ranks of this program run, or have run and failed."""
-    return leaving() or process_group_exists()
+    return leaving() or _process_group_exists()
+
+
+def _process_group_exists() -> bool:
+    if "torch" not in sys.modules:
+        return False
+    # Not above: it imports torch, which a program that looks at its command line does without.
+    from lightning_lockstep.distributed.process_group import process_group_exists
+
+    return process_group_exists()
 
 
 # -- The text of `--help`: the groups and keys of a program, each key with the comment that its config file
@@ -395,7 +403,7 @@ def _closing(channel: ConfigChannel) -> Iterator[None]:
         raise
     finally:
         # Once the process group exists, every rank raises the same error by itself.
-        unusable = exit_code == UNUSABLE and not process_group_exists()
+        unusable = exit_code == UNUSABLE and not _process_group_exists()
         # After a failure within a job a rank may be dead, and waiting for it could take forever. One that has caught
         # the failure, as rank 0's program may have done, asks for the next job all the same.
         channel.close(exit_code, unusable=unusable and not leaving(), wait=not leaving())
@@ -420,7 +428,7 @@ def _let_rank_0_report(channel: ConfigChannel, error: ConfigurationError) -> NoR
     if leaving():
         raise error
     try:
-        if not process_group_exists():
+        if not _process_group_exists():
             channel.receive(patience=_SAME_FAULT)
     except LaunchError:
         _end_if_about_settings(error, running=ranks_run())
@@ -437,7 +445,7 @@ def _run_child(file: Path, program: Program) -> None:
     except ConfigurationError as error:
         if leaving():
             raise  # this rank failed alone, and rank 0 reports it
-        if process_group_exists():
+        if _process_group_exists():
             sys.exit(UNUSABLE)  # every rank raises it once the process group exists; rank 0 prints it
         _end_if_about_settings(error, running=ranks_run())
         raise

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_lockstep._application.values import Fault, TargetChecks, settings_of
 from lightning_lockstep._doors.hydra_internals import Loader, get_args_parser
 from lightning_lockstep._settings import did_you_mean, nearest
-from lightning_lockstep._text import first_line, listed
+from lightning_lockstep._text import first_line, listed, say
 from lightning_lockstep.launchers.hydra import freeze, inner_container
 
 # -- Are the groups and the keys of the command line there? --
@@ -47,6 +47,12 @@ class Composed:
     typed: dict[str, str] = field(default_factory=dict)  # the override as typed, by key
     # Groups whose wrong choice was replaced by the nearest one; faults in its files are not reported.
     guessed: list[str] = field(default_factory=list)
+
+    def is_worth_a_check(self, faults: list[Fault]) -> bool:
+        """Whether there is more to look at than the files of the configuration: an override without a fault."""
+        wrong = tuple(fault.text for fault in faults)
+        right = [line for line in self.typed.values() if not any(text.startswith(line) for text in wrong)]
+        return bool(right) or not self.typed
 
 
 def read_arguments(given: list[str]) -> argparse.Namespace:
@@ -439,7 +445,7 @@ def preflight(
     for number, job in enumerate(jobs):
         composed = compose_job(loader, job)
         faults += composed.faults
-        if composed.config is not None:
+        if composed.config is not None and composed.is_worth_a_check(composed.faults):
             faults += check_job(composed, number, check)
             faults += [] if alone else _launcher_faults(composed.config)
     for typed, line in quoted.items():
@@ -469,7 +475,12 @@ def check_job(composed: Composed, number: int, check: JobCheck | None) -> list[F
     with _as_current_job(composed.config, number) as config:
         frozen = freeze(config)
         checks = TargetChecks(frozen, composed.typed)
-        faults = [*checks.signature_faults(), *(check(frozen, checks) if check is not None else [])]
+        faults = checks.signature_faults()
+        found = [*composed.faults, *faults]
+        if check is not None and composed.is_worth_a_check(found):
+            if found and "torch" not in sys.modules:
+                say("lightning-lockstep: found a fault; importing torch and Lightning to check the rest ...")
+            faults += check(frozen, checks)
     typed, guessed = tuple(composed.typed.values()), tuple(composed.guessed)
     return [fault for fault in faults if fault.text.startswith(typed) or not fault.text.startswith(guessed)]
 

@@ -45,6 +45,7 @@ from lightning_lockstep._doors.lightning import (
     seed_everything,
 )
 from lightning_lockstep._doors.lightning_internals import restore_data_classes, weights_as_they_are
+from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import listed, say
 from lightning_lockstep.errors import ConfigurationError
@@ -194,6 +195,7 @@ def _attempt(key: str, make: Callable[[], Any], faults: list[str]) -> Any:
 def run(config: DictConfig) -> float | None:
     """Train as the configuration says; return the final `objective.metric`, for a sweeper, if it was logged."""
     began = time.monotonic()
+    register_strategies()
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
     record = RunRecord(config.objective.metric, _monitored(config))

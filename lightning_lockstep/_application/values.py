@@ -22,9 +22,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application.records import is_logger, missing_package
+from lightning_lockstep._application.signatures import read_target
 from lightning_lockstep._doors.hydra_internals import locate
-from lightning_lockstep._doors.lightning import MisconfigurationException
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import first_line, say
 from lightning_lockstep.errors import ConfigurationError
@@ -179,7 +178,9 @@ class TargetChecks:
         """Settings that a target does not have, and values of a type that it does not take."""
         faults: list[Fault] = []
         for key, node in target_nodes(self.config):
-            target, fault = self._locate(key, node)
+            target, fault = read_target(str(node["_target_"])), None
+            if target is None:
+                target, fault = self._locate(key, node)
             if fault is not None:
                 faults.append(fault)
             elif target is not None:
@@ -228,6 +229,8 @@ class TargetChecks:
         target, fault = self._locate(component, node)
         if fault is not None or target is None:
             return []
+        from lightning_lockstep._application.records import is_logger, missing_package
+
         if is_logger(target):
             error = missing_package(target, component, node)
             return [] if error is None else [Fault(str(error), error)]
@@ -331,6 +334,8 @@ def _targets(node: DictConfig) -> Iterator[Callable[..., Any] | None]:
 
 
 def _harmless(target: Callable[..., Any] | None) -> bool:
+    from lightning_lockstep._application.records import is_logger
+
     return f"{getattr(target, '__module__', '')}.".startswith(_HARMLESS) and not is_logger(target)
 
 
@@ -347,7 +352,8 @@ def target_of(node: object) -> Callable[..., Any] | None:
 
 def settings_of(node: object) -> set[str] | None:
     """Names of all settings that the target of a node has; `None` if it takes any or cannot be asked."""
-    target = target_of(node)
+    name = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
+    target = read_target(name) or target_of(node)
     if target is None:
         return None
     parameters = _parameters(target)
@@ -423,6 +429,8 @@ def _say(value: Any) -> str:
 def _try_to_make(node: DictConfig, given: dict[str, Any]) -> list[tuple[str, BaseException]]:
     """Make one component on the meta device and without logs, only for the faults that its constructor raises."""
     import torch
+
+    from lightning_lockstep._doors.lightning import MisconfigurationException
 
     logging.disable(logging.CRITICAL)
     try:

@@ -12,9 +12,6 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
 
-import zmq
-from zmq.utils import z85
-
 from lightning_lockstep._settings import JOB_TOKEN, job_token
 from lightning_lockstep.errors import LaunchError
 
@@ -160,6 +157,9 @@ def token_for_children() -> dict[str, str]:
 
 
 def channel_keys(token: str) -> ChannelKeys:
+    import zmq
+    from zmq.utils import z85
+
     seed = hashlib.blake2b(token.encode(), digest_size=32, person=b"lockstep-channel").digest()
     secret = z85.encode(seed)
     return ChannelKeys(zmq.curve_public(secret), secret)

@@ -127,6 +127,15 @@ def _address_by_slurm(name: str) -> str | None:
 
 #: Each rank that an mpirun or mpiexec has started has one of these.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
+#: Whoever starts ranks gives each one of these: torchrun, srun, LSF's jsrun, a user by hand; or an MPI, see above.
+_FROM_OUTSIDE = (
+    "TORCHELASTIC_RUN_ID",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "SLURM_PROCID",
+    "LSB_JOBID",
+    *RANK_VARIABLES,
+)
 #: What :attr:`MPIRank.started_by` is for ranks of a Slurm step.
 SRUN = "srun"
 
@@ -140,6 +149,11 @@ class MPIRank:
     size: int
     local_rank: int
     local_size: int
+
+
+def started_from_outside() -> bool:
+    """Return whether this process may be one of several that another program has started."""
+    return any(name in os.environ for name in _FROM_OUTSIDE)
 
 
 def find_mpi_rank(environ: Mapping[str, str] | None = None) -> MPIRank | None:

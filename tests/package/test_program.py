@@ -1,4 +1,4 @@
-"""Only the doctor's own processes go without the strategies."""
+"""Only the processes of our own commands go without the strategies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lightning_lockstep._registry import is_doctor
+from lightning_lockstep._registry import is_command
 
 DOCTOR = "lightning_lockstep.doctor"
 
@@ -20,11 +20,15 @@ DOCTOR = "lightning_lockstep.doctor"
         ("-m", ["python", "-m", f"{DOCTOR}_of_others"], False),
         ("-m", ["python", "-m", "pytest", "-m", DOCTOR], False),
         ("train.py", ["python", "train.py", "-m", DOCTOR], False),
-        ("/opt/venv/bin/lockstep-train", ["python", "/opt/venv/bin/lockstep-train"], False),
+        ("/opt/venv/bin/lockstep-train", ["python", "/opt/venv/bin/lockstep-train"], True),
+        ("-m", ["python", "-m", "lightning_lockstep.train", "--help"], True),
+        ("train.py", ["python", "train.py"], False),
         ("", ["python"], False),
     ],
 )
-def test_is_doctor(argv0: str, orig_argv: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_command(
+    argv0: str, orig_argv: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", [argv0])
     monkeypatch.setattr(sys, "orig_argv", orig_argv)
-    assert is_doctor() is expected
+    assert is_command() is expected

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
 
-from lightning_lockstep._doors.lightning import _destroy_dist_connection
 from lightning_lockstep._text import say
 
 _log = logging.getLogger(__name__)
@@ -203,7 +202,9 @@ def leave_without_waiting(
 
     def leave() -> None:
         atexit.unregister(leave)
-        atexit.unregister(_destroy_dist_connection)
+        # Not imported here: what has not imported Lightning has no process group either.
+        if (door := sys.modules.get("lightning_lockstep._doors.lightning")) is not None:
+            atexit.unregister(door._destroy_dist_connection)
         if unless_caught and not ends_with_error():
             stay()
             return

@@ -21,7 +21,6 @@ from lightning_lockstep.distributed.failure.process_exit import (
     say_last,
     was_last,
 )
-from lightning_lockstep.distributed.failure.record import format_error
 from lightning_lockstep.errors import RankFailedError
 
 
@@ -86,9 +85,16 @@ def error_from_bytes(sent: bytes) -> BaseException:
     return error
 
 
+def _formatted(error: BaseException) -> str:
+    # Not above: it imports torch and Lightning, which a program that looks at its command line does without.
+    from lightning_lockstep.distributed.failure.record import format_error
+
+    return format_error(error)
+
+
 def _usual_text(error: BaseException) -> str:
     parts = (
-        format_error(error),
+        _formatted(error),
         _headline(error),
         getattr(error, "__lockstep_more__", ""),
     )
@@ -173,7 +179,7 @@ def _install_hook() -> None:
         headline = _headline(value)
         try:
             if _is_standard(usual) and not issubclass(kind, KeyboardInterrupt):
-                say(format_error(value).rstrip("\n") + (f"\n\n{headline}" if headline else ""))
+                say(_formatted(value).rstrip("\n") + (f"\n\n{headline}" if headline else ""))
             else:
                 usual(kind, value, trace)
                 if headline:
