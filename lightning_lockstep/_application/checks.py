@@ -214,7 +214,8 @@ _SWITCHES: dict[str, Any] = {
 
 def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
     """Look for what is wrong with the configuration of one training run: on rank 0, before others start."""
-    faults = [*_prepared(config), *_switches(config), *_unfit(config), *_decided_by_groups(config, checks)]
+    faults = [*(_prepared(config) or _past_the_end(config)), *_switches(config), *_unfit(config)]
+    faults += _decided_by_groups(config, checks)
     for key in component_keys(config):
         faults += checks.missing_faults(key)
         if key != "trainer":
@@ -260,6 +261,29 @@ def _prepared(config: DictConfig) -> list[Fault]:
     except OmegaConfBaseException:
         pass  # reported where the value is wrong
     return []
+
+
+def _past_the_end(config: DictConfig) -> list[Fault]:
+    """A checkpoint of more epochs than the run is to have, which Lightning refuses on every rank once they run."""
+    last, path = OmegaConf.select(config, "trainer.max_epochs"), config.get("ckpt_path")
+    if not (config.get("fit") is True and path and is_whole(last) and last >= 0):
+        return []
+    try:
+        path = _checkpoint(config)
+        if path is None or not Path(path).is_file():
+            return []
+        progress = read_file(Path(path))["loops"]["fit_loop"]["epoch_progress"]["current"]
+        done = int(progress["completed"])
+    except (ConfigurationError, OmegaConfBaseException, LookupError, TypeError, ValueError):
+        return []  # what only Lightning will say about
+    if done <= last:
+        return []
+    return [
+        Fault(
+            f"trainer.max_epochs={last}: {path} has {counted(done, 'epoch')}. Expected at least as many in all, such as"
+            f" trainer.max_epochs={done + last}; or fit=false, to evaluate it."
+        )
+    ]
 
 
 def _switches(config: DictConfig) -> list[Fault]:

@@ -25,6 +25,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
+import lightning_lockstep
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
 from lightning_lockstep._application.overrides import JobCheck, preflight, read_arguments, run_requested
 from lightning_lockstep._application.values import Fault, show_faults
@@ -174,7 +175,9 @@ def _lines(key: str, node: object, notes: dict[str, str], width: int) -> Iterato
 def _entry(left: str, right: str, width: int) -> Iterator[str]:
     """Two columns; the right one is wrapped, and begins below a left one that is too long."""
     indent = " " * _COLUMN
-    wrapped = textwrap.wrap(right, max(width - _COLUMN, 20)) or [""]
+    room = max(width - _COLUMN, 20)
+    # Names such as `bf16-mixed` are typed: they stay whole.
+    wrapped = textwrap.wrap(right, room, break_on_hyphens=False, break_long_words=False) or [""]
     left = f"  {left}"
     if len(left) + 2 > _COLUMN and right:
         yield left
@@ -239,6 +242,10 @@ def hydra_main(
             if passed is not None:
                 return program(passed)
             fold_tracebacks()
+            if "--version" in sys.argv[1:]:  # Hydra's says its own only
+                version = lightning_lockstep.__version__
+                sys.stdout.write(f"lightning-lockstep {version}, Hydra {hydra.__version__}\n")
+                return None
             arguments = read_arguments(sys.argv[1:])
             if arguments.experimental_rerun is not None:
                 return _run_child(Path(arguments.experimental_rerun), program)

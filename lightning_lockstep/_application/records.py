@@ -135,21 +135,23 @@ def finish(loggers: list[Any], *, failed: bool) -> None:
 FAILURE_FILE = "failure.json"
 
 
-def keep_failure(trainer: Any, error: BaseException) -> None:
+def keep_failure(trainer: Any, error: BaseException, steps: int) -> None:
     """Write what has ended a run to its folder; every rank may call it, rank 0 writes."""
     # An error that was raised on another rank first comes with the record of that rank.
-    if isinstance(error, (SystemExit, KeyboardInterrupt)) or not trainer.is_global_zero:
+    if isinstance(error, SystemExit) or not trainer.is_global_zero:
         return
     record = error.record if isinstance(error, RankFailedError) else None
     if not isinstance(record, FailureRecord):
-        record = describe_error(error, trainer.global_rank, trainer.world_size, lambda: _where(trainer))
+        record = describe_error(
+            error, trainer.global_rank, trainer.world_size, lambda: _where(trainer, steps)
+        )
     write_report(Path(trainer.default_root_dir, FAILURE_FILE), record.to_json() + "\n")
 
 
-def _where(trainer: Any) -> Mapping[str, Any]:
+def _where(trainer: Any, steps: int) -> Mapping[str, Any]:
     return {
         "epoch": trainer.current_epoch,
-        "step": trainer.global_step,
+        "step": max(trainer.global_step, steps),  # the Trainer of spawned ranks has made none
         "stage": str(trainer.state.stage or "setup"),
     }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import logging
 import re
+import signal
+import sys
 import time
 import warnings
 from collections import Counter
@@ -48,9 +50,11 @@ from lightning_lockstep._doors.lightning_internals import restore_data_classes, 
 from lightning_lockstep._registry import register_strategies
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import listed, say
+from lightning_lockstep.doctor.checks.run import RunFolder
+from lightning_lockstep.doctor.machine import ThisMachine
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.environments import hide_srun_hint
-from lightning_lockstep.launchers.mpirun import ran_under_mpirun
+from lightning_lockstep.launchers.mpirun import MPIRunLauncher, ran_under_mpirun
 
 # -- Leaves out of the output what is for the developers of other packages, or for nobody --
 
@@ -63,6 +67,7 @@ _NOISE = (
     "Restored all states from the checkpoint",
     "Loaded model weights from the checkpoint",
     "`weights_only` was not set",
+    "\nDetected KeyboardInterrupt",
     "Loading `train_dataloader` to estimate",
     "Experiment with name",  # MLflow's, which is made where it is missing
 )
@@ -212,10 +217,18 @@ def run(config: DictConfig) -> float | None:
         metrics = _loops(config, parts, record, left_out)
     except BaseException as error:
         restore_data_classes()
-        keep_failure(parts.trainer, error)
+        if interrupted := _is_interrupt(error):
+            error = KeyboardInterrupt()
+        # What has started an mpirun only waits for it: its rank 0 says how far the run came.
+        if not (interrupted and isinstance(parts.trainer.strategy.launcher, MPIRunLauncher)):
+            keep_failure(parts.trainer, error, record.steps)
+            if interrupted and parts.trainer.is_global_zero:
+                _say_interrupted(parts.trainer, record)
         # One rank may go on with the next job of a sweep; of several each ends here, and must not wait.
         if parts.trainer.world_size == 1:
             finish(loggers, failed=True)
+            if interrupted:
+                sys.exit(128 + signal.SIGINT)  # Lightning itself ends with 1
         raise
     places = _taken_from(config) | (logger_places(loggers) if parts.trainer.is_global_zero else {})
     finish(loggers, failed=False)
@@ -235,6 +248,34 @@ def run(config: DictConfig) -> float | None:
         write(summary, Path(parts.trainer.default_root_dir))
         show(summary)
     return metrics.get(config.objective.metric)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Return whether Ctrl-C has ended a run; Lightning makes an exit of it."""
+    of_lightning = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
+    return of_lightning or isinstance(error, KeyboardInterrupt)
+
+
+def _say_interrupted(trainer: Any, record: RunRecord) -> None:
+    """Say how far an interrupted run came, and how it goes on."""
+    place = (
+        f"after optimizer step {record.steps}" if record.steps else "before its first optimizer step ended"
+    )
+    root = Path(trainer.default_root_dir)
+    here = Path.cwd()
+    folder = RunFolder(ThisMachine(), str(root.relative_to(here) if root.is_relative_to(here) else root))
+    kept = folder.checkpoints()
+    lines = [f"lightning-lockstep: interrupted {place}."]
+    if kept:
+        script = sys.argv[0].endswith(".py") and "lightning_lockstep" not in sys.argv[0]
+        program = f"python {sys.argv[0]}" if script else "lockstep-train"
+        lines += [
+            f"  newest checkpoint: {folder.shown(kept[0])}",
+            f"  to go on from it:  {folder.resume_command(kept[0], program)}",
+        ]
+    else:
+        lines.append(f"  no checkpoint was saved in {folder.shown()}; the run must start from the beginning")
+    say("\n".join(lines))
 
 
 def _monitored(config: DictConfig) -> dict[str, str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import lightning_lockstep
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep.doctor.imitated_machine import check_record
 from lightning_lockstep.doctor.registry import (
@@ -83,14 +86,27 @@ _NO_PROBLEM, _PROBLEM, _USAGE, _ONLY_WARNINGS = 0, 1, 2, 3
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command and end the process with its exit code."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(help=_help())(_doctor)
     app(list(sys.argv[1:] if argv is None else argv), prog_name=_PROGRAM)
 
 
+_WIDEST = 120  # characters of the help, on a terminal that is wider
+
+
 def _help() -> str:
     width = max(map(len, BUILT_IN), default=0)
-    lines = [f"  {name:{width}}  {summary}" for name, summary in BUILT_IN.items()]
+    room = min(shutil.get_terminal_size().columns, _WIDEST) - 4  # typer indents all by two, and so do we
+    lines = [
+        textwrap.fill(
+            f"  {name:{width}}  {summary}",
+            max(room, 40),
+            subsequent_indent=" " * (width + 4),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for name, summary in BUILT_IN.items()
+    ]
     others = [name for name in check_names() if name not in BUILT_IN]
     if others:
         lines.append(f"  and those of other packages: {', '.join(others)}")
@@ -102,10 +118,22 @@ def _help() -> str:
     )
 
 
+def _completions(incomplete: str) -> list[str]:
+    return [name for name in check_names() if name.startswith(incomplete)]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lightning-lockstep {lightning_lockstep.__version__}")
+        raise typer.Exit
+
+
 def _doctor(  # noqa: PLR0913 - every option of the command line is one
     checks: Annotated[
         list[str] | None,
-        typer.Argument(metavar="CHECK", help="Checks to run; after `run`, run folders."),
+        typer.Argument(
+            metavar="CHECK", help="Checks to run; after `run`, run folders.", autocompletion=_completions
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
     only: Annotated[
@@ -162,6 +190,9 @@ def _doctor(  # noqa: PLR0913 - every option of the command line is one
         int | None,
         typer.Option(min=1, help="GPUs per node for these estimates (default: those of this host)."),
     ] = None,
+    version: Annotated[  # what it prints, its callback has printed
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
+    ] = False,
 ) -> None:
     try:
         if explain is not None:

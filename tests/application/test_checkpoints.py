@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from lightning_lockstep._application.checks import checkpoint_folders, find_checkpoint, note_begin
 from lightning_lockstep.errors import ConfigurationError
+from tests.application.command_lines import faults_of
 
 
 def make(run: Path, *, age: float) -> Path:
@@ -139,3 +140,17 @@ def test_what_a_run_saves_elsewhere_is_found_and_what_others_have_saved_there_is
         assert found() == str(path)
     own = save(run / "checkpoints" / "last.ckpt", age=20, optimizer_states=[])
     assert found() == str(own)
+
+
+def test_a_checkpoint_of_more_epochs_than_the_run_is_to_have_is_refused_before_ranks_start(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "some.ckpt"
+    progress = {"current": {"ready": 31, "completed": 31, "started": 31, "processed": 31}}
+    torch.save({"optimizer_states": [], "loops": {"fit_loop": {"epoch_progress": progress}}}, path)
+    given = f"ckpt_path={path}"
+    [fault] = faults_of(given, "trainer.max_epochs=1")
+    assert fault.startswith("trainer.max_epochs=1: ") and "has 31 epochs" in fault
+    for fine in ("trainer.max_epochs=31", "trainer.max_epochs=-1", "trainer.max_epochs=null"):
+        assert faults_of(given, fine) == []
+    assert faults_of(given, "trainer.max_epochs=1", "fit=false") == []

@@ -42,6 +42,13 @@ def test_it_is_about_the_program_and_shows_each_key_with_its_comment(monkeypatch
             assert comment in " ".join(lines[at : at + 4]), key
 
 
+def test_on_a_narrow_terminal_no_word_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = help_of().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any(line.endswith("-") for line in lines)
+
+
 def test_it_shows_what_the_command_line_leads_to() -> None:
     text = help_of("logger=[csv,wandb]", "callbacks=early_stopping", "trainer.max_epochs=7")
     assert "  logger=[csv,wandb]  " in text

@@ -5,13 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import ScriptOutcome, run_script
+from lightning_lockstep.doctor.checks.run import run
+from lightning_lockstep.doctor.machine import ThisMachine
+from lightning_lockstep.doctor.registry import CheckOptions
+from tests.helpers import ScriptOutcome, run_script, start_script
 
 QUICK = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu")
 
@@ -105,7 +110,7 @@ def test_a_sweep_starts_the_ranks_of_each_job(tmp_path: Path) -> None:
     assert not outcome.leftovers
     sweep = tmp_path / "sweep"
     assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "multirun.yaml"]
-    assert len(list(sweep.rglob("*.log"))) == 2, "no log of another rank"
+    assert not list(sweep.rglob("*.log")), "nothing was logged"
     assert [summary(sweep / job)["ranks"] for job in ("0", "1")] == [2, 2]
     assert column(sweep / "0", "train_loss") != column(sweep / "1", "train_loss")
 
@@ -127,7 +132,32 @@ def test_torchrun_makes_one_folder(tmp_path: Path) -> None:
     )
     assert list((run / "tensorboard").glob("events.*"))
     assert (run / "checkpoints" / "last.ckpt").is_file()
-    assert len(list(tmp_path.rglob("*.log"))) == 1
+    assert not list(tmp_path.rglob("*.log")), "nothing was logged"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_says_how_far_the_run_came_and_how_it_goes_on(ranks: int, tmp_path: Path) -> None:
+    arguments = [*QUICK, f"trainer.devices={ranks}", "trainer.max_epochs=1000", "seed=7"]
+    command = [sys.executable, "-m", "lightning_lockstep.train", *arguments, "hydra.run.dir=out"]
+    with start_script(command, cwd=tmp_path) as script:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "out" / "checkpoints" / "last.ckpt").exists():
+            assert time.monotonic() < deadline, script.stderr
+            time.sleep(0.1)
+        script.interrupt()
+        outcome = script.finish(60)
+    assert outcome.returncode == 130, outcome.output
+    assert "Traceback" not in outcome.output
+    said = re.search(
+        r"interrupted after optimizer step (\d+)\.\n  newest checkpoint: (\S+)\n.*: +(.+)", outcome.stderr
+    )
+    assert said is not None, outcome.stderr
+    assert (tmp_path / said[2]).is_file()
+    assert said[3] == f"lockstep-train {' '.join(arguments)} ckpt_path={said[2]}"
+    found = list(run(ThisMachine(), CheckOptions(folders=(str(tmp_path / "out"),))))
+    assert "interrupted by Ctrl-C" in found[0].evidence and f"step {said[1]}" in found[0].evidence, found
+    assert not any("still be running" in finding.evidence for finding in found)
+    assert found[-1].fix[0].startswith(f"lockstep-train {' '.join(arguments)} ckpt_path=")
 
 
 def test_a_wrong_command_line_is_one_message_and_exit_code_2(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ main()
     ("arguments", "expected"),
     [
         ("--help", "trains a model on one or many ranks"),
+        ("--version", "lightning-lockstep "),
         ("--cfg job", "max_epochs: 5"),
         ("--hydra-help", "--shell-completion"),
         ("-sc query=bash", "trainer.max_epochs="),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import lightning_lockstep
 from lightning_lockstep.doctor.command import main
 from lightning_lockstep.doctor.hosts import ChecksOnHosts
 from lightning_lockstep.doctor.registry import CheckOptions
@@ -191,3 +192,15 @@ def test_the_doctor_imports_no_engine(module: str, tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_version_completion_and_a_help_that_breaks_no_word() -> None:
+    assert doctor("--version").stdout == f"lightning-lockstep {lightning_lockstep.__version__}\n"
+    words = {
+        "_LOCKSTEP_DOCTOR_COMPLETE": "complete_bash",
+        "COMP_WORDS": "lockstep-doctor de",
+        "COMP_CWORD": "1",
+    }
+    assert doctor(env={**os.environ, **words}).stdout.split() == ["deepspeed", "devices"]
+    lines = doctor("--help", env={**os.environ, "COLUMNS": "80"}).stdout.splitlines()
+    assert max(map(len, lines)) <= 80

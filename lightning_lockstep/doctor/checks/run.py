@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+import yaml
+
 from lightning_lockstep.deepspeed.checkpoints.file_names import is_state_file
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import (
@@ -125,12 +127,21 @@ class RunFolder:
         """Return the path of a file in it, to paste into a shell."""
         return shlex.quote(str(PurePath(self.given, name)))
 
-    def override(self, key: str, name: str) -> str:
-        """Return an override that names a file in it, to paste into a shell; for Hydra too such a path has quotes."""
-        path = str(PurePath(self.given, name))
-        if not _UNQUOTED.fullmatch(path):
+    def resume_command(self, checkpoint: str, program: str = "lockstep-train") -> str:
+        """Return the command that goes on from a checkpoint in it, with the arguments of the run."""
+        path = str(PurePath(self.given, checkpoint))
+        if not _UNQUOTED.fullmatch(path):  # for Hydra too such a path has quotes
             path = '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
-        return shlex.quote(f"{key}={path}")
+        typed = [argument for argument in self.arguments() if not argument.startswith("ckpt_path=")]
+        return " ".join([program, *map(shlex.quote, [*typed, f"ckpt_path={path}"])])
+
+    def arguments(self) -> list[str]:
+        """Return the overrides with which the run was started, but those of Hydra's own keys."""
+        try:
+            found = yaml.safe_load(self.text(_STARTED))
+        except yaml.YAMLError:
+            found = None
+        return [str(argument) for argument in found] if isinstance(found, list) else []
 
 
 # -- Check ``run``: how a run ended, by the records in its folder, and what to do next --
@@ -194,6 +205,8 @@ def _runs_below(folder: RunFolder, below: Sequence[RunFolder]) -> Finding:
 def _run(folder: RunFolder) -> Iterator[Finding]:
     """Yield what the records of one run say; of several attempts in one folder that of the last."""
     summary, failure = folder.record("summary.json"), folder.record("failure.json")
+    if failure is not None and folder.is_of_earlier_attempt("failure.json"):
+        failure = None
     if summary is not None and failure is not None:
         if folder.age("failure.json") < folder.age("summary.json"):
             summary = None
@@ -206,7 +219,7 @@ def _run(folder: RunFolder) -> Iterator[Finding]:
         found += _failed(failure, folder)
     found += [*_batch_size(folder), *_metrics(folder)]
     found += _unreadable(folder, is_needed=summary is None and not _has_problem(found))
-    if summary is None and not _has_problem(found):
+    if summary is None and failure is None and not _has_problem(found):
         found.append(_unknown(folder))
     yield from found
     if summary is None:
@@ -323,7 +336,9 @@ def _failed(failure: Mapping[str, Any], folder: RunFolder) -> Iterator[Finding]:
     place = "".join(f", {key} {value}" for key, value in dict(where or {}).items())
     who = f"rank {failure.get('rank')} of {failure.get('world_size')} on {failure.get('host')}{place}"
     evidence = f"{folder.given}: {who}: {_quoted(summary)}"
-    if "SIGKILL" in summary:
+    if failure.get("kind") == "interrupt":
+        yield ok("run", f"{folder.given}: interrupted by Ctrl-C, on {who}")
+    elif "SIGKILL" in summary:
         evidence += ". The kernel (out of memory), a scheduler (at a limit) or a user killed it"
         yield problem("killed", evidence, *_WHO_KILLED)
     elif any(word in summary for word in _OUT_OF_MEMORY):
@@ -412,7 +427,7 @@ def _checkpoints(folder: RunFolder) -> Finding:
         Status.OK,
         "checkpoints",
         f"{folder.given}: {len(found)}, the newest is {found[0]}; the run can resume from it",
-        (f"lockstep-train {folder.override('ckpt_path', found[0])} ...  # with the arguments of that run",),
+        (folder.resume_command(found[0]),),
     )
 
 
