@@ -35,9 +35,8 @@ def choice_of(path: Path) -> str:
 @pytest.mark.parametrize("path", CHOICES, ids=choice_of)
 def test_a_choice_composes_and_its_values_fit_their_targets(path: Path) -> None:
     group, _, name = choice_of(path).rpartition("/")
-    optional = "+" if group.startswith("hydra/") else ""
     company = WITH.get(choice_of(path), [])
-    assert faults_of(f"{optional}{group}={name}", *company) == []
+    assert faults_of(f"{group}={name}", *company) == []
 
 
 def test_several_callbacks_and_loggers_compose() -> None:
