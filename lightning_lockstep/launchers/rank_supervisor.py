@@ -219,7 +219,14 @@ class RankSupervisor:
 
     def _folder(self) -> Path | None:
         trainer = self._trainer()
-        return None if trainer is None else Path(trainer.default_root_dir)
+        if trainer is None:
+            return None
+        folder = Path(trainer.default_root_dir)
+        if folder != Path.cwd():
+            return folder
+        # Nothing is left in the current folder that the user has not named.
+        of_logger = getattr(trainer.logger, "log_dir", None)
+        return Path(of_logger) if of_logger else None
 
     def _where(self) -> Mapping[str, Any]:
         trainer = self._trainer()

@@ -210,24 +210,22 @@ def _draw_frames(axes: Any, frames: Sequence[Mapping[str, Any]], limit: float, d
     for row, frame in enumerate(frames):
         names.append(frame["module"] or frame["type"])
         outputs = [v for v in frame["values"] if v["label"].startswith(("output", "grad")) and "abs_max" in v]
-        high = max((_axis_number(v["abs_max"], limit) for v in outputs), default=_FLOOR)
-        low = min((_axis_number(v["abs_min"], limit) for v in outputs), default=_FLOOR)
+        sizes = [float(v[which]) for v in outputs for which in ("abs_min", "abs_max")] or [_FLOOR]
+        finite = [max(size, _FLOOR) for size in sizes if math.isfinite(size)]
+        if finite:
+            axes.plot([min(finite), max(finite)], [row, row], color="0.75", linewidth=3, zorder=1)
+        # A nan or inf has no place on the axis: its marker stands apart, beyond the limit.
+        place = max(finite) if len(finite) == len(sizes) else limit * 10
         bad = any(v["bad"] for v in outputs)
-        axes.plot([max(low, _FLOOR), max(high, _FLOOR)], [row, row], color="0.75", linewidth=3, zorder=1)
-        axes.scatter(
-            [max(high, _FLOOR)],
-            [row],
-            color="tab:red" if bad else "tab:blue",
-            marker="X" if bad else "o",
-            zorder=2,
-        )
+        style = {"color": "tab:red", "marker": "X"} if bad else {"color": "tab:blue", "marker": "o"}
+        axes.scatter([place], [row], zorder=2, **style)
     axes.axvline(limit, color="tab:red", linestyle="--", linewidth=1)
     axes.text(limit, -0.8, f"{dtype} limit {limit:.3g}", color="tab:red", ha="right", va="bottom", fontsize=8)
     axes.set_xscale("log")
     axes.set_xlim(_FLOOR / 2, limit * 30)
     axes.set_ylim(len(names) - 0.4, -1.6)
     axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.set_xlabel("magnitude of the outputs (smallest to largest); X: nan or inf")
+    axes.set_xlabel("magnitude of the outputs (smallest to largest); X beyond the limit: nan or inf")
     axes.set_title("the failing batch, in order of the calls", fontsize=10)
 
 
@@ -237,7 +235,18 @@ def _draw_history(
     """Draw a line per module over the steps; the producer and the largest while finite are named."""
     modules = list(dict.fromkeys(name for magnitudes in history.values() for name in magnitudes))
     steps = list(history)
-    curves = {name: [_axis_number(history[s].get(name, _FLOOR), limit) for s in steps] for name in modules}
+
+    def draw_curve(name: str, **style: Any) -> None:
+        """Draw one line: with a gap where there is no number, and an X beyond the limit for a nan or inf."""
+        values = [float(history[step].get(name, math.nan)) for step in steps]
+        shown = [max(value, _FLOOR) if math.isfinite(value) else math.nan for value in values]
+        (line,) = axes.plot(steps, shown, **style)
+        bad = [
+            s
+            for s, value in zip(steps, values, strict=True)
+            if not math.isfinite(value) and name in history[s]
+        ]
+        axes.scatter(bad, [limit * 10] * len(bad), marker="X", color=line.get_color(), zorder=3)
 
     def largest_finite(name: str) -> float:
         values = (history[s].get(name, 0.0) for s in steps)
@@ -246,7 +255,7 @@ def _draw_history(
     worst = sorted(modules, key=lambda name: (name != producer, -largest_finite(name)))[:_WORST]
     for name in modules:
         if name not in worst:
-            axes.plot(steps, [max(v, _FLOOR) for v in curves[name]], color="0.85", linewidth=0.8)
+            draw_curve(name, color="0.85", linewidth=0.8)
     for index, name in enumerate(reversed(worst)):
         label = (name or "(LightningModule)") + (" (produced it)" if name == producer else "")
         style = (
@@ -254,13 +263,13 @@ def _draw_history(
             if name == producer
             else {"linewidth": 1.6, "color": _COLOURS[index % len(_COLOURS)]}
         )
-        axes.plot(steps, [max(v, _FLOOR) for v in curves[name]], marker=".", label=label, **style)
+        draw_curve(name, marker=".", label=label, **style)
     axes.axhline(limit, color="tab:red", linestyle="--", linewidth=1)
     axes.text(steps[0], limit, f"{dtype} limit {limit:.3g}", color="tab:red", va="bottom", fontsize=8)
     axes.set_yscale("log")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("largest output magnitude; nan and inf drawn above the limit")
+    axes.set_ylabel("largest output magnitude; a gap and an X beyond the limit: nan or inf")
     axes.set_title(f"all modules over the last {len(steps)} steps; the largest are named", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
     axes.figure.legend(handles[::-1], labels[::-1], fontsize=7, ncols=2, loc="outside lower right")
@@ -276,12 +285,6 @@ def _limit(frames: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
             if isinstance(dtype, torch.dtype) and not value["label"].startswith("input"):
                 best = min(best, (float(torch.finfo(dtype).max), name))
     return best if math.isfinite(best[0]) else (float(torch.finfo(torch.float32).max), "float32")
-
-
-def _axis_number(value: Any, limit: float) -> float:
-    """Return a magnitude that can be drawn; nan and inf go above the limit."""
-    number = float(value)
-    return number if math.isfinite(number) else limit * 10
 
 
 # -- Collects the findings of all ranks over the side channel, prints them once and writes them to files --

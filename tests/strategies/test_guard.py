@@ -104,7 +104,7 @@ def check_stall(outcome: ScriptOutcome, place: str) -> None:
     assert "CollectiveStallError: rank 1 never came to collective #" in outcome.stderr
     assert all(f"rank {rank} raises CollectiveStallError" in outcome.stdout for rank in (0, 1))
     assert re.search(rf"1 +- +{place}, after #\d+ all_reduce.*<- never came", outcome.stderr), outcome.stderr
-    assert "Stack of rank 1, innermost first" in outcome.stderr
+    assert "Stack of rank 1 (innermost frame last)" in outcome.stderr
 
 
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -61,6 +62,15 @@ def format_error(error: BaseException) -> str:
     if has_plain_message(error):
         return "".join(traceback.format_exception_only(type(error), error))
     return "".join(_lines(traceback.TracebackException.from_exception(error)))
+
+
+def folded_stack(places: Iterable[tuple[str, int, str]]) -> list[str]:
+    """Return the lines of a stack, given files, lines and functions, the innermost last; no file is read for it."""
+    frames = [traceback.FrameSummary(*place, lookup_line=False, line="") for place in places]
+    if not frames:
+        return []
+    text = traceback.StackSummary.from_list(frames).format() if full_traceback() else _frames(frames)
+    return [line.strip() for line in text]
 
 
 def user_function(error: BaseException) -> str | None:
@@ -124,10 +134,15 @@ _BROKEN = (
     "gloo",
     "nccl",
     "remote process exited",
-    "store",
     "socket",
     "rankfailederror",  # torch wraps what a callback in C++ has raised
 )
+
+
+# A store, but no word such as "restore".
+_STORE = r"\b(tcp|file|hash|prefix)?store\b"
+# The errors that say so.
+_BREAKS = ("RuntimeError", "Dist", "Connection", "BrokenPipeError")
 
 
 @dataclass(frozen=True)
@@ -227,7 +242,7 @@ def _hint(record: FailureRecord) -> str:
         )
     if record.kind == "exit":
         return "It ended without a report; what it printed itself is above."
-    if record.kind == "exception" and any(word in record.summary.lower() for word in _BROKEN):
+    if record.kind == "exception" and _says_broken(record.summary) and record.summary.startswith(_BREAKS):
         return (
             "A collective operation broke, most often because another rank ended; none has reported a failure, so"
             " look at what the program that started the ranks says of them."
@@ -288,8 +303,12 @@ def is_broken_collective(error: BaseException) -> bool:
     """Return whether ``error`` is how a backend reports that a peer has exited or did not arrive."""
     if isinstance(error, (DistError, ConnectionError)):
         return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in _BROKEN)
+    return isinstance(error, RuntimeError) and _says_broken(str(error))
+
+
+def _says_broken(text: str) -> bool:
+    text = text.lower()
+    return any(word in text for word in _BROKEN) or bool(re.search(_STORE, text))
 
 
 # -- How a rank tells the process that started it how it ended, beyond its exit code --

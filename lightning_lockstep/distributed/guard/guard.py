@@ -21,14 +21,14 @@ from lightning_lockstep.distributed.failure.propagation import FailurePropagatio
 from lightning_lockstep.distributed.failure.record import is_broken_collective
 from lightning_lockstep.distributed.guard.rank_state import MainThreadErrors, RankState, position_of_error
 from lightning_lockstep.distributed.guard.records import (
+    BACKWARD,
     Arrival,
     CollectiveCall,
     GroupRecorders,
     Outstanding,
     RecordedCall,
     group_titles,
-    is_library_file,
-    site_text,
+    nearest_site,
 )
 from lightning_lockstep.distributed.guard.verdict import Verdict
 from lightning_lockstep.distributed.guard.verify import CallVerifier, MessageRecorder
@@ -84,7 +84,6 @@ def _install() -> bool:
 
 #: Calls that the ring holds; below 1 MiB with their stacks.
 _CALLS = 512
-_AUTOGRAD = f"{os.sep}torch{os.sep}autograd{os.sep}"
 _SIZE = "TORCH_FR_BUFFER_SIZE"
 
 #: A process group: the ring that has its calls, and torch's number of it there.
@@ -215,23 +214,15 @@ def _number(entry: Mapping[str, Any]) -> int:
 
 def _call(entry: Mapping[str, Any], group: str) -> CollectiveCall:
     operation = entry["profiling_name"].rpartition(":")[2]
+    frames = [(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ())]
     return CollectiveCall(
         operation=operation,
         group=group,
         number=_number(entry),
         dtypes=tuple(dict.fromkeys(_DTYPES.get(name, name.lower()) for name in entry["input_dtypes"])),
         shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
-        site=_site(entry.get("frames", ())),
+        site=nearest_site(frames, BACKWARD if frames else ""),
     )
-
-
-def _site(frames: Sequence[Mapping[str, Any]]) -> str:
-    for frame in frames:
-        if _AUTOGRAD in frame["filename"]:
-            return "backward"
-        if not is_library_file(frame["filename"]):
-            return site_text(frame["filename"], frame["line"], frame["name"])
-    return "backward" if frames else ""
 
 
 def _dumps(**options: bool) -> Iterator[tuple[str, dict[str, Any]]]:

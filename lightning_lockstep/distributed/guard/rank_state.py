@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
+from lightning_lockstep.distributed.failure.record import folded_stack
 from lightning_lockstep.distributed.guard.activity import Connection
 from lightning_lockstep.distributed.guard.records import (
     WORLD,
@@ -20,7 +21,7 @@ from lightning_lockstep.distributed.guard.records import (
     Outstanding,
     RecordedCall,
     group_titles,
-    is_library_module,
+    nearest_site,
     site_text,
 )
 
@@ -40,8 +41,6 @@ class Question:
 # -- What the thread that trains is doing, asked from another thread, and a way to raise an error in it --
 # That is the main thread of the process, unless the fit was started in another one, as Ray Train does.
 
-# Frames of the stack that a report shows.
-_SHOWN_FRAMES = 12
 # Ignored by default, so that it does no harm where no handler is installed.
 _SIGNAL = signal.SIGURG
 #: Stands for the function of a main thread that waits by a handle.
@@ -53,7 +52,7 @@ class Position(NamedTuple):
     """Where a thread is."""
 
     site: str  # nearest place in the user's own program
-    stack: tuple[str, ...]  # innermost first
+    stack: tuple[str, ...]  # lines, the innermost frame last, as in a traceback
     # Of torch.distributed, such as ``broadcast``; ``wait``: it waits by a handle; empty: it is in none.
     function: str = ""
     arguments: Mapping[str, str] = {}  # of that function, what reports show: ``op``, ``src``, ``dst``
@@ -76,9 +75,9 @@ def position_of_error(error: BaseException) -> Position:
 
 def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
     """Return what is shown of frames and their lines, innermost first."""
-    stack = tuple(_place(frame, line) for frame, line in places[:_SHOWN_FRAMES])
-    sites = (_site(frame, line) for frame, line in places)
-    site = next(filter(None, sites), stack[0] if stack else "")
+    named = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in places]
+    stack = tuple(folded_stack(named[::-1]))
+    site = nearest_site(named, site_text(*named[0]) if named else "")
     inside = [frame for frame, _ in places if frame.f_globals.get("__name__") == _C10D]
     if inside:
         # Functions that send and receive objects do so by others, which tell more.
@@ -106,19 +105,6 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _site(frame: FrameType, line: int) -> str:
-    """Return what a report shows of a frame of the user's program, or of autograd; empty for others."""
-    name = frame.f_globals.get("__name__", "")
-    if name.startswith("torch.autograd"):
-        return "backward"
-    is_standard = name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
-    return "" if is_standard or is_library_module(name) else _place(frame, line)
-
-
-def _place(frame: FrameType, line: int) -> str:
-    return site_text(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
 def _arguments(frame: FrameType) -> dict[str, str]:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import sys
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from lightning_lockstep._doors.torch_internals import ranks_of_groups, stores_of_groups
-from lightning_lockstep._text import plain_table
+from lightning_lockstep._text import plain_table, ranks_in_words
 from lightning_lockstep.distributed.process_group import process_group_exists
 
 # -- What one rank called, and the report for ranks that called different things --
@@ -116,9 +116,18 @@ def _remedy(calls: Mapping[int, CollectiveCall], compared: Sequence[tuple[str, .
     operation, dtype, shape = (len(set(column)) > 1 for column in zip(*compared, strict=True))
     if any(call.note for call in calls.values()):
         return "Make the arguments of the ranks fit together before the call."
+    first = next(iter(calls.values()))
+    sites = {call.site for call in calls.values()}
+    is_same = len({(call.group, call.number) for call in calls.values()}) == 1
+    if is_same and len(sites) > 1 and all(sites) and not first.uneven:
+        return f"{_skipped(calls)} {_SAME}"
     if operation:
         return "Call the same collectives with the same arguments in the same order on every rank."
-    first = next(iter(calls.values()))
+    if sites == {BACKWARD}:
+        return (
+            "In backward, DistributedDataParallel reduces the gradients: run as many backward passes on every rank,"
+            " through the same parameters."
+        )
     if shape and not dtype and first.operation in ALL_TO_ALL:
         return (
             "Let what each rank sends to another be as much as that expects from it (input_split_sizes here,"
@@ -130,6 +139,43 @@ def _remedy(calls: Mapping[int, CollectiveCall], compared: Sequence[tuple[str, .
     if shape and not dtype and first.operation.startswith("all_gather"):
         instead = ", or use lightning_lockstep.gather_uneven()"
     return f"Make the {what or 'arguments'} equal on all ranks before the call{instead}."
+
+
+_SAME = "Every rank must call the same collectives in the same order: look for a branch or loop that only some take."
+
+
+def _skipped(calls: Mapping[int, CollectiveCall]) -> str:
+    """Return which ranks have most likely skipped which call, where the ranks called from different places."""
+    at: dict[str, list[int]] = {}
+    for rank in sorted(calls):
+        at.setdefault(calls[rank].site, []).append(rank)
+
+    def what(site: str) -> str:
+        return f"{calls[at[site][0]].title} {'in' if site == BACKWARD else 'at'} {site}"
+
+    sites = sorted(at, key=_order)
+    first, then = sites[0], sites[-1]
+    if len(sites) > 2 or (then != BACKWARD and _order(first)[0] != _order(then)[0]):
+        called = "; ".join(f"{ranks_in_words(at[site])} called {what(site)}" for site in at)
+        return f"{called[0].upper()}{called[1:]}: a rank has skipped a call that another one made."
+    called, skipped = (ranks_in_words(at[site]) for site in (first, then))
+    if then == BACKWARD:
+        other = f", or {called} reduced nothing in backward: none was run there, or through other parameters"
+    else:
+        other = ", or comes to it later"
+    return f"{called.capitalize()} called {what(first)}; {skipped} skipped it and went on to {what(then)}{other}."
+
+
+def _order(site: str) -> tuple[str, int]:
+    """Return file and function of a site, and its line: of two in one function, the first comes before the other."""
+    # DDP's reductions in backward come after what a step calls itself.
+    file, _, rest = site.partition(":")
+    line, _, function = rest.partition(" in ")
+    return (
+        ("\U0010ffff", 0)
+        if site == BACKWARD
+        else (f"{file} {function}", int(line) if line.isdecimal() else 0)
+    )
 
 
 def _in_short(texts: Sequence[str]) -> str:
@@ -150,26 +196,53 @@ def compares_calls(group: object) -> bool:
     return bool(getattr(group, "compares_calls", False))
 
 
-_OF_LIBRARIES = {
-    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "hydra", "deepspeed"),
-    __name__.partition(".")[0],
-}
-# Modules whose decorators and context managers stand between a user's call and torch.
-_WRAPPERS = {"contextlib", "functools", "typing_extensions"}
+_OF_LIBRARIES = (
+    *(
+        "torch",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "lightning_utilities",
+        "torchmetrics",
+        "hydra",
+    ),
+    *("deepspeed", __name__.partition(".")[0]),
+)
+_STANDARD = os.__file__.rpartition(os.sep)[0] + os.sep
+# Where autograd is entered from Python; a `Function.apply` in the forward is no backward.
+_ENGINE = tuple(f"{os.sep}torch{os.sep}autograd{os.sep}{name}.py" for name in ("graph", "__init__"))
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+_TRAINER = f"{os.sep}pytorch{os.sep}trainer{os.sep}trainer.py"
+#: The site of what autograd calls.
+BACKWARD = "backward"
 
 
 def call_site() -> str:
-    """Return ``file.py:12 in function`` of the nearest caller outside torch, Lightning and this package."""
-    # ``backward`` where autograd has called it.
-    frame: FrameType | None = sys._getframe(1)
+    """Return :func:`nearest_site` of the caller."""
+    return nearest_site(_places(sys._getframe(1)), BACKWARD)
+
+
+def _places(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith("torch.autograd"):
-            break
-        if not is_library_module(name):
-            return site_text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
-    return "backward"
+
+
+def nearest_site(places: Iterable[tuple[str, int, str]], otherwise: str) -> str:
+    """Return the nearest place in the user's program, given files, lines and functions, the innermost first."""
+    # What the trainer does by itself has the innermost place in Lightning, not the user's `trainer.fit()`: that
+    # would be the same for whatever the ranks call.
+    inside = ""
+    for file, line, function in places:
+        if file.endswith(_ENGINE):
+            return BACKWARD
+        if file.endswith(_TRAINER) and inside:
+            break
+        if not is_library_file(file):
+            return site_text(file, line, function)
+        if not inside and file.startswith(_library_folders(_LIGHTNING)):
+            inside = site_text(file, line, function)
+    return inside or otherwise
 
 
 def site_text(file: str, line: int, function: str) -> str:
@@ -177,26 +250,20 @@ def site_text(file: str, line: int, function: str) -> str:
     return f"{file.rpartition(os.sep)[2]}:{line} in {function}"
 
 
-def is_library_module(name: str) -> bool:
-    """Return whether a module is torch's, Lightning's or this package's, rather than the user's."""
-    return name.partition(".")[0] in _OF_LIBRARIES or name in _WRAPPERS
-
-
 def is_library_file(path: str) -> bool:
-    """Return whether a file is torch's, Lightning's or this package's, rather than the user's."""
-    return path.startswith((*_library_folders(), "<frozen"))
+    """Return whether a file is Python's, torch's, Lightning's or this package's, rather than the user's."""
+    is_standard = path.startswith(_STANDARD) and "-packages" not in path
+    # Decorators of `typing_extensions` stand between a user's call and torch.
+    is_wrapper = path.endswith(f"{os.sep}typing_extensions.py")
+    return is_standard or is_wrapper or path.startswith((*_library_folders(_OF_LIBRARIES), "<frozen"))
 
 
 @functools.cache
-def _library_folders() -> tuple[str, ...]:
-    """Return the folders of those libraries that are loaded, and the files of the wrappers."""
-    folders = [file.rpartition(os.sep)[0] + os.sep for file in _files(_OF_LIBRARIES)]
-    return (*folders, *_files(_WRAPPERS))
-
-
-def _files(modules: Iterable[str]) -> list[str]:
-    loaded = (sys.modules.get(name) for name in modules)
-    return [module.__file__ for module in loaded if module is not None and module.__file__]
+def _library_folders(packages: Collection[str]) -> tuple[str, ...]:
+    """Return the folders of those packages that are loaded."""
+    loaded = [sys.modules.get(name) for name in packages]
+    files = [module.__file__ for module in loaded if module is not None and module.__file__]
+    return tuple(file.rpartition(os.sep)[0] + os.sep for file in files)
 
 
 # -- The collectives that a rank has called lately, whoever has recorded them --

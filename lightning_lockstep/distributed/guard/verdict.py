@@ -33,8 +33,10 @@ class StallReport:
         states: Mapping[int, RankState],
         silent: Mapping[int, str],  # why a rank has not answered
         waiting: WaitingRanks,
+        left: Collection[int],
     ) -> None:
         self._question, self._states, self._silent, self._waiting = question, states, silent, waiting
+        self._left = left
 
     def slow(self, late: Sequence[int]) -> str:
         """Return the remark that ranks are late and at work."""
@@ -57,18 +59,26 @@ class StallReport:
     def never_came(self, causes: Sequence[int]) -> str:
         """Return the report of ranks that did not come to a collective and do not move."""
         waited = f"{ranks_in_words(self._waiting.waiting())} waited {self._question.seconds:.0f} s"
-        if self._question.raised:
+        has_left = set(causes) <= set(self._left)
+        if has_left:  # what the backend says of the closed connection tells of a crash
+            waited = f"its program has ended while rank {self._question.rank} waited"
+        elif self._question.raised:
             reason = first_line(self._question.raised)
             waited = f"the wait of rank {self._question.rank} was ended by {reason}"
         text = f"{ranks_in_words(causes)} never came to {self._what()}: {waited}\n\n{self._table(causes)}"
         for rank in causes:
             if rank in self._states and self._states[rank].position.stack:
                 stack = "\n".join(f"      {place}" for place in self._states[rank].position.stack)
-                text += f"\n\n    Stack of rank {rank}, innermost first:\n{stack}"
-        remedy = (
-            "Look at what keeps it there; every rank must call the same collectives. A rank that only needs longer can"
-            " be given time by a larger stall_timeout."
-        )
+                text += f"\n\n    Stack of rank {rank} (innermost frame last):\n{stack}"
+        if has_left:
+            remedy = "It made fewer calls than the others: look for one that it skips, or a loop that is shorter there."
+        elif set(causes) <= set(self._silent):
+            remedy = "Look at that process and its host; one that is stopped must be let go on."
+        else:
+            remedy = (
+                "Look at what keeps it there; every rank must call the same collectives. A rank that only needs longer"
+                " can be given time by a larger stall_timeout."
+            )
         return f"{text}\n\n{remedy}"
 
     def does_not_complete(self, ranks: Sequence[int]) -> str:
@@ -110,12 +120,21 @@ class StallReport:
             mark = _CAUSE if rank in causes else ""
             if rank not in self._states:
                 rows.append((rank, "-", "", "", f"no answer: {self._silent[rank]}", mark))
-            elif self._waiting.is_waiting(rank):
-                call = self.current(rank)
+            elif self._waiting.is_waiting(rank) or self._raised_in(rank):
+                call = self._raised_in(rank) or self.current(rank)
                 rows.append((rank, *call.columns(), call.site, mark))
             else:
                 rows.append((rank, "-", "", "", self._place(self._states[rank]), mark))
         return plain_table(("rank", "operation", "dtype", "shape", "called from / now at", ""), rows)
+
+    def _raised_in(self, rank: int) -> CollectiveCall | None:
+        """Return the call about which the backend has raised on a rank, which it does not take for open any more."""
+        state = self._states[rank]
+        is_asker = rank == self._question.rank and self._question.raised
+        if not is_asker or state.outstanding or not state.calls:
+            return None
+        last = state.calls[-1].call
+        return state.call(Outstanding(last.group, last.number))
 
     def _place(self, state: RankState) -> str:
         asked = self._question.outstanding
@@ -207,7 +226,7 @@ class _Case:
         self.question, self.states, self.silent, self.left = question, states, silent, left
         self.stall_timeout = stall_timeout
         self.waiting = WaitingRanks(states, silent, running)
-        self.report = StallReport(question, states, silent, self.waiting)
+        self.report = StallReport(question, states, silent, self.waiting, left)
 
     def verdict(self) -> Verdict | None:
         asker = self.states.get(self.question.rank)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
 from typing import Any
 
+import lightning
 import pytest
+import torch
 
 from lightning_lockstep.distributed.guard.records import (
     CollectiveCall,
@@ -16,6 +19,7 @@ from lightning_lockstep.distributed.guard.records import (
     compares_calls,
     fingerprint,
     mismatch_report,
+    nearest_site,
 )
 
 
@@ -23,7 +27,7 @@ def call(rank: int, **changes: Any) -> CollectiveCall:
     usual: dict[str, Any] = {
         "dtypes": ("float32",),
         "shapes": ((1, 5),),
-        "site": f"train.py:{80 + rank} in step",
+        "site": "train.py:80 in step",
     }
     return CollectiveCall(**{"operation": "all_gather", "group": "world", "number": 412, **usual, **changes})
 
@@ -38,7 +42,7 @@ def test_the_report_is_that_of_the_contract() -> None:
         "",
         "  rank  operation   dtype    shape      called from",
         "  0     all_gather  float32  (1, 5)     train.py:80 in step",
-        "  1     all_gather  float32  (1, 2, 5)  train.py:81 in step  <- differs",
+        "  1     all_gather  float32  (1, 2, 5)  train.py:80 in step  <- differs",
         "",
         "Make the shapes equal on all ranks before the call, or use lightning_lockstep.gather_uneven().",
     ]
@@ -105,10 +109,47 @@ def test_fingerprints_are_the_same_in_every_process() -> None:
     assert 0 <= fingerprint(signature) < 2**63
 
 
-def test_the_site_is_the_nearest_caller_outside_of_the_libraries() -> None:
-    library = types.ModuleType("torch.nn.anything")
-    exec("def call(function): return function()", library.__dict__)
-    assert library.call(call_site).endswith(f"in {sys._getframe().f_code.co_name}")
+def at(*sites: str) -> str:
+    """Return the advice for ranks that called the same with other shapes, from these places."""
+    return report(*({"site": site, "shapes": ((rank,),)} for rank, site in enumerate(sites)))[-1].partition(
+        " Every rank"
+    )[0]
+
+
+def test_ranks_that_called_from_different_places_are_told_who_skipped_what() -> None:
+    line, later = "train.py:8 in step", "train.py:20 in step"
+    skipped = "called all_gather at train.py:8 in step; rank{} skipped it and went on to all_gather"
+    assert at(line, "backward").startswith(
+        f"Rank 0 {skipped.format(' 1')} in backward, or rank 0 reduced nothing"
+    )
+    assert at("backward", line, "backward").startswith(f"Rank 1 {skipped.format('s 0,2')} in backward")
+    assert at(later, line) == f"Rank 1 {skipped.format(' 0')} at train.py:20 in step, or comes to it later."
+    assert at(line, "train.py:9 in other") == (
+        "Rank 0 called all_gather at train.py:8 in step; rank 1 called all_gather at train.py:9 in other: a rank has"
+        " skipped a call that another one made."
+    )
+    assert at("backward", "backward").startswith("In backward, DistributedDataParallel reduces")
+    assert at(line, "").startswith("Make the shapes equal")  # where one came from is not known
+    assert at(line, line).startswith("Make the shapes equal")
+
+
+def test_the_site_is_the_nearest_place_in_the_users_program() -> None:
+    folder, torch_file = os.path.dirname(lightning.__file__), torch.distributed.__file__
+    inside = (f"{folder}/pytorch/trainer/connectors/result.py", 3, "compute")
+    trainer, own = (f"{folder}/pytorch/trainer/trainer.py", 5, "fit"), ("/home/me/train.py", 9, "main")
+    engine = (torch.autograd.graph.__file__, 7, "_engine_run_backward")
+    function = (torch.autograd.function.__file__, 8, "apply")
+    collective = (torch_file, 1, "all_reduce")
+    for places, expected in (
+        ([collective, own], "train.py:9 in main"),
+        ([collective, function, own], "train.py:9 in main"),  # as LightningModule.all_gather calls it
+        ([collective, (os.__file__, 2, "walk"), own], "train.py:9 in main"),
+        ([collective, engine, own], "backward"),
+        ([collective, inside, trainer, own], "result.py:3 in compute"),  # not where trainer.fit is called
+        ([collective, inside], "result.py:3 in compute"),
+        ([collective], "unknown"),
+    ):
+        assert nearest_site(places, "unknown") == expected
     assert call_site().startswith("test_call_report.py:")
 
 

@@ -111,11 +111,15 @@ CASES: dict[str, tuple[Case, list[list[str]], str]] = {
         [["all_gather", "float32", "(1, 5)"], ["all_gather", "float32", "(1, 2, 5)"]],
         "Make the shapes equal on all ranks before the call, or use lightning_lockstep.gather_uneven().",
     ),
-    "skipped": (skipped, [["all_reduce(sum)", "float32", "(3,)"], ["barrier"]], EQUAL_CALLS),
+    "skipped": (
+        skipped,
+        [["all_reduce(sum)", "float32", "(3,)"], ["barrier"]],
+        "Rank 0 called all_reduce(sum) at ...; rank 1 skipped it and went on to barrier at ...",
+    ),
     "operation": (
         other_operation,
         [["all_reduce(sum)", "float32", "(3,)"], ["broadcast from 0", "float32", "(3,)"]],
-        EQUAL_CALLS,
+        "Rank 0 called all_reduce(sum) at ...; rank 1 skipped it and went on to broadcast from 0 at ...",
     ),
     "dtype": (
         other_dtype,
@@ -174,7 +178,8 @@ CASES: dict[str, tuple[Case, list[list[str]], str]] = {
     "unused parameters": (
         unused_parameters,
         [["all_reduce(sum)", "float32", "(9,)"], ["all_reduce(sum)", "float32", "()"]],
-        "Make the shapes equal on all ranks before the call.",
+        "Rank 1 called all_reduce(sum) at ...; rank 0 skipped it and went on to all_reduce(sum) in backward, or rank 1"
+        " reduced nothing in backward: ...",
     ),
 }
 
@@ -221,7 +226,7 @@ def test_every_rank_raises_the_same_error_and_the_group_goes_on(
         assert row[: 1 + len(cells)] == [str(rank), *cells]
         assert re.fullmatch(rf"{file}:\d+ in \w+|backward", row[1 + len(cells)])
         assert row[2 + len(cells) :] == (["<- differs"] if rank else [])
-    assert lines[-1] == remedy
+    assert re.match(re.escape(remedy).replace(re.escape("..."), ".*"), lines[-1]), lines[-1]
 
 
 def sub_groups() -> Any:
