@@ -96,7 +96,7 @@ class RankOrderedLogging(Callback):
         self._takeover = ConsoleTakeover(handlers)
         self._takeover.begin()
         # Under pytest, which collects warnings itself, they are left as they are.
-        if warnings.showwarning.__module__ == "warnings":
+        if warnings.showwarning.__module__ in ("warnings", logger.__name__):
             logging.captureWarnings(True)
             self._captured = True
 

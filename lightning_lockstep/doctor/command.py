@@ -72,9 +72,12 @@ def select(arguments: Sequence[str], only: str | None = None) -> Selection:
 
 
 def _raise_unknown(name: str, known: Sequence[str]) -> None:
-    raise ConfigurationError(
-        f"check {name!r}: expected one of {', '.join(known)}.{did_you_mean(name, known)}"
+    # Who names what a check looks at, such as `gpus` or `gloo`, is told which one that is.
+    about = [check for check, summary in BUILT_IN.items() if name.lower() in summary.lower()]
+    hint = did_you_mean(name, known) or (
+        f" Did you mean {about[0]!r}: {BUILT_IN[about[0]]}?" if about else ""
     )
+    raise ConfigurationError(f"check {name!r}: expected one of {', '.join(known)}.{hint}")
 
 
 # -- The command ``lockstep-doctor``: checks of this machine before a run, with the lines to paste --

@@ -8,14 +8,16 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from lightning_lockstep import _settings
 from lightning_lockstep._doors.lightning import rank_zero_only
 from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.distributed.coordination.channel_opening import known_rank
-from lightning_lockstep.logs.ordering import call_of, format_message
+from lightning_lockstep.distributed.guard.records import is_library_file
+from lightning_lockstep.logs.ordering import LogCall, call_of, format_message
 from lightning_lockstep.logs.sender import connected_sender, send_level, with_sender
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -243,3 +245,33 @@ def _stack(frame: FrameType) -> str:
 _SKIPPED_FILES = (logging.info.__code__.co_filename, _caller.__code__.co_filename)
 _warned: set[tuple[str, str]] = set()
 _once_lock = threading.Lock()
+
+
+# -- Warnings that libraries give on every rank --
+
+
+def fold_library_warnings() -> None:
+    """Show once what torch and Lightning warn of in their own files, also where a rank other than 0 alone does."""
+    usual = warnings.showwarning
+    if usual.__module__ != "warnings":
+        return  # whoever collects them does so on
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        known = known_rank()
+        if file is None and known is not None and is_library_file(filename):
+            text = warnings.formatwarning(message, category, filename, lineno, line).rstrip()
+            site = (__name__, logging.WARNING, filename, lineno)
+            call: LogCall = (site, text, time.time(), "", "", {})
+            sent = with_sender(lambda sender: sender.send_once(call, printed=known[0] == 0))
+            if sent and known[0] != 0:
+                return
+        usual(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show

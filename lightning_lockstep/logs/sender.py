@@ -246,7 +246,9 @@ class _LocalPrinter:
         known = known_rank()
         _print_here(line_of(call, rank=known[0] if known else 0, host=socket.gethostname(), repeat=0))
 
-    send_once = send
+    def send_once(self, call: LogCall, *, printed: bool = False) -> None:
+        if not printed:
+            self.send(call)
 
     def send_level(self, logger: str, level: int) -> None:
         """There is nobody to send it to."""

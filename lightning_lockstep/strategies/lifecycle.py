@@ -74,6 +74,7 @@ from lightning_lockstep.launchers.environments import (
 from lightning_lockstep.launchers.multiprocessing import SpawnedLauncher
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
+from lightning_lockstep.logs.logger import fold_library_warnings
 from lightning_lockstep.numerics.precision import requested_precision, resolve_precision
 from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.strategies.options import (
@@ -227,6 +228,8 @@ class RankLifecycle:
         is_new = self.startup.connect(self._strategy, self.settings.duration)
         fold_tracebacks()  # in front again: a process group of torch puts its own hook there
         communicator = self.supervisor.ranks_have_met(prints_report=self._prints_report())
+        if communicator.world_size > 1:
+            fold_library_warnings()
         if is_new and communicator.world_size > 1:
             self._show_placement(communicator)
         self.startup.after_connect(self.supervisor)

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 import lightning_lockstep
-from lightning_lockstep.distributed.failure.record import agreed_exit, first_failure, orderly_ends
+from lightning_lockstep.distributed.failure.record import (
+    FailureRecord,
+    agreed_exit,
+    first_failure,
+    orderly_ends,
+)
 from tests.helpers import run_script
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
@@ -287,6 +292,37 @@ def test_a_failure_is_noted_for_our_launcher_and_for_torchrun(tmp_path: Path) ->
     assert noted is not None and (noted.rank, noted.summary, noted.exit_code) == (1, "ValueError: boom", 3)
     assert "rank 1 of 2 (host node7" in theirs.read_text()
     assert orderly_ends(tmp_path) == 0
+
+
+def test_the_report_leaves_the_traceback_to_torchrun_where_that_shows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = FailureRecord(
+        1, 2, "node7", 5, "exception", "ValueError: boom", "Traceback (most recent call last): ..."
+    )
+    assert record.traceback in record.printed()
+    last = {
+        "TORCHELASTIC_ERROR_FILE": "/x",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+    }
+    for name, value in (last | {"GROUP_WORLD_SIZE": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert record.traceback not in record.printed() and record.headline() in record.printed()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")  # an attempt of which torchrun shows no summary
+    assert record.traceback in record.printed()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # the summary with the traceback may be another host's
+    assert record.traceback in record.printed()
+
+
+def test_the_hint_that_a_collective_broke_is_of_errors_that_say_so() -> None:
+    def hint(summary: str) -> bool:
+        return "A collective operation broke" in FailureRecord(1, 2, "", 0, "exception", summary).report()
+
+    assert hint("RuntimeError: Connection closed by peer") and hint("DistStoreError: wait timeout in store")
+    assert not hint("ValueError: cannot restore the checkpoint") and not hint("KeyError: 'socket'")
+    assert not hint("RuntimeError: cannot restore the checkpoint")
 
 
 def test_an_agreed_exit_keeps_its_reason_code_and_checkpoint(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import lightning_lockstep
-from lightning_lockstep.doctor.command import main
+from lightning_lockstep.doctor.command import main, select
 from lightning_lockstep.doctor.hosts import ChecksOnHosts
 from lightning_lockstep.doctor.registry import CheckOptions
+from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.mpi_hosts import Host
 from tests.doctor.machines import FOLDER
 
@@ -64,6 +65,16 @@ def test_an_unknown_check_is_refused() -> None:
     done = doctor("kernal")
     assert done.returncode == 2
     assert "check 'kernal': expected one of" in done.stderr and "Did you mean 'kernel'?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("gpus", "devices"), ("nccl", "network"), ("SSH", "mpi"), ("driver", "cuda")]
+)
+def test_what_a_check_looks_at_names_it(given: str, meant: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"check '{given}': expected one of .* Did you mean '{meant}': "
+    ):
+        select([given])
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,15 @@ import logging
 import os
 import signal
 import time
+import warnings
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_lockstep import CollectiveStallError, RankFailedError, get_logger, in_rank_order
+from lightning_lockstep.distributed import current_communicator
 from tests.helpers import run_ranks, run_ranks_raw
 
 
@@ -45,6 +49,44 @@ def until(kept: Kept, count: int, limit: float = 20.0) -> list[str]:
     while len(kept.lines) < count and time.monotonic() < deadline:
         time.sleep(0.01)
     return kept.lines
+
+
+def library_warnings() -> list[str]:
+    """What this rank shows of warnings that both ranks and rank 1 alone give, from libraries and the user's file."""
+    from lightning_lockstep.logs import logger
+
+    shown = Kept()
+    logging.getLogger(logger.__name__).addHandler(shown)
+    printed: list[str] = shown.lines
+
+    def show(message: Warning | str, *_: object) -> None:
+        printed.append(str(message))
+
+    show.__module__ = "warnings"  # as outside of pytest, which collects warnings itself
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        logger.fold_library_warnings()
+        logger.fold_library_warnings()
+        current_communicator()
+        for file in (torch.optim.__file__, "/home/me/train.py"):
+            warnings.warn_explicit(f"both in {Path(file).name}", UserWarning, file, 3)
+            if dist.get_rank() == 1:
+                warnings.warn_explicit(f"rank 1 in {Path(file).name}", UserWarning, file, 3)
+        if dist.get_rank() == 0:
+            until(shown, 3)
+            time.sleep(0.5)  # a second one would have come by now
+        dist.barrier()
+    return printed
+
+
+def test_warnings_of_libraries_are_shown_once_and_none_is_lost() -> None:
+    zero, one = run_ranks(2, library_warnings)
+    # Rank 0 shows its own and what rank 1 alone has said of a library; the user's stay where they are given.
+    assert zero[:2] == ["both in __init__.py", "both in train.py"]
+    (alone,) = zero[2:]
+    assert alone.startswith("[rank 1] ") and alone.endswith("UserWarning: rank 1 in __init__.py")
+    assert one == ["both in train.py", "rank 1 in train.py"]
 
 
 def ordinary_calls() -> dict[str, list]:

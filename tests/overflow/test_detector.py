@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_lockstep import ConfigurationError, LockstepError, OverflowDetectedError, OverflowDetector
 from lightning_lockstep import detect_overflow as spot
+from lightning_lockstep.overflow.report import draw
 from tests.overflow.models import (
     WIDTH,
     BadBackward,
@@ -426,3 +428,40 @@ def test_the_picture(tmp_path: Path) -> None:
         folder = tmp_path / mode
         find(Task(Explode()), data(batches=6, marked={4: 0}), tmp_path, mode=mode, report_dir=folder)
         assert (folder / "batch-4.png").stat().st_size > 10_000
+
+
+def test_the_picture_has_a_gap_and_a_marker_for_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.axes import Axes
+
+    lines: list[list[float]] = []
+    marked: list[list[float]] = []
+    plot, scatter = Axes.plot, Axes.scatter
+
+    def kept_plot(self: Any, x: Any, y: Any, **style: Any) -> Any:
+        lines.append(list(y))
+        return plot(self, x, y, **style)
+
+    def kept_scatter(self: Any, x: Any, y: Any, **style: Any) -> Any:
+        if style.get("marker") == "X":
+            marked.append([*x, *y])
+        return scatter(self, x, y, **style)
+
+    monkeypatch.setattr(Axes, "plot", kept_plot)
+    monkeypatch.setattr(Axes, "scatter", kept_scatter)
+    value = {"label": "output", "bad": True, "abs_min": 1.0, "abs_max": "nan", "used_as": "float16"}
+    report = {
+        "rank": 0,
+        "epoch": 0,
+        "batch_idx": 2,
+        "step": 2,
+        "backward_producer": None,
+        "backward_frames": [],
+        "producer": {"module": "net"},
+        "frames": [{"module": "net", "type": "Linear", "values": [value]}],
+    }
+    draw([report], {0: {"net": 1.0}, 1: {"net": math.inf}, 2: {"net": 2.0}})
+    assert lines[0] == [0, 0]  # of the frame: what is finite, in row 0
+    assert lines[1][0] == 1.0 and math.isnan(lines[1][1]) and lines[1][2] == 2.0
+    beyond = float(torch.finfo(torch.float16).max) * 10
+    assert marked == [[beyond, 0], [1, beyond]]

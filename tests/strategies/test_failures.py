@@ -226,7 +226,11 @@ def test_under_torchrun_the_summary_has_the_traceback() -> None:
     assert outcome.returncode == 1
     end = last_lines(outcome.stderr, 3)
     assert "ValueError: boom in training_step" in end
-    assert re.search(r"rank +: 1 ", outcome.stderr)
+    # Once and last; of the other rank there is one line.
+    assert outcome.stderr.count("Traceback (most recent call last):\n    ...") == 1, outcome.stderr
+    others, _, cause = outcome.stderr.rpartition("Root Cause (first observed failure)")
+    assert re.search(r"rank +: 1 ", cause) and "another rank failed first: rank 1 of 2" in others
+    assert "\nThe traceback is at the end of what torchrun prints.\n" in others
 
 
 @pytest.mark.slow

@@ -105,6 +105,9 @@ def check_stall(outcome: ScriptOutcome, place: str) -> None:
     assert all(f"rank {rank} raises CollectiveStallError" in outcome.stdout for rank in (0, 1))
     assert re.search(rf"1 +- +{place}, after #\d+ all_reduce.*<- never came", outcome.stderr), outcome.stderr
     assert "Stack of rank 1 (innermost frame last)" in outcome.stderr
+    # The user's files by their whole paths; what libraries do between is one line.
+    assert re.search(rf'File "{re.escape(str(SCRIPT))}", line \d+, in \w+$', outcome.stderr, re.MULTILINE)
+    assert re.search(r"\.\.\. \d+ frames of lightning, .*torch", outcome.stderr), outcome.stderr
 
 
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:

@@ -44,13 +44,14 @@ from lightning_lockstep.distributed.failure.record import (
     is_alike,
     is_broken_collective,
     note_failure,
+    note_for_torchrun,
 )
 from lightning_lockstep.distributed.failure.uncaught import (
     end_within,
     keep_quiet,
     print_also,
+    print_instead,
     print_last,
-    show_plainly,
 )
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
@@ -181,21 +182,26 @@ class FailurePropagation:
         if self._first.confirmed or self.prints_report:
             # Python itself prints nothing of a SystemExit.
             says = isinstance(error, SystemExit) and self.prints_report and not self.parent_prints
-            report = f"\nlightning-lockstep: {record.report()}\n" if says else ""
+            report = record.printed() if says else ""
             # Of a SystemExit nobody can see later whether the program has caught it.
             leave_without_waiting(record.exit_code, report, unless_caught=not isinstance(error, SystemExit))
         if not self.prints_report and self._first.confirmed:
             keep_quiet(error)
+        elif self.prints_report and record.shown_by_torchrun:
+            print_instead(error, record.printed())
         print_last(error, record.headline())
         return self._ends(error, record)
 
     def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
         """Keep an own error, which ends this process in time unless the program catches it."""
         self._raised_alike_here = True
+        note_failure(record)
         if not self.prints_report:
             keep_quiet(error)
         elif self._describe(error).summary != record.summary:
-            print_also(error, f"\nlightning-lockstep: {record.report()}\n")
+            print_also(error, record.printed())
+        elif record.shown_by_torchrun:
+            print_instead(error, record.printed())
         return self._ends(error, record)
 
     def _ends(self, error: BaseException, record: FailureRecord) -> BaseException:
@@ -243,7 +249,9 @@ class FailurePropagation:
         # Should this one be raised on one rank alone after all, the others take it for a failure after half
         # the grace period, or when this rank exits. Rank 0 confirms either way that it prints what is to be
         # printed.
-        self._first.common.post(self._describe(error))
+        record = self._describe(error)
+        self._first.common.post(record)
+        note_for_torchrun(record.headline())
         if not self.prints_report:
             if self._first.wait_for_confirmation():
                 keep_quiet(error)
@@ -296,7 +304,7 @@ class FailurePropagation:
         note_failure(record)
         leave_without_waiting(record.exit_code)
         if self.prints_report:
-            show_plainly(error)
+            print_instead(error, record.printed())
         else:
             keep_quiet(error)
         return error
@@ -314,7 +322,7 @@ class FailurePropagation:
         if self.on_force is not None:
             self.on_force()
         prints = self.prints_report and not self.parent_prints
-        end_now(record.exit_code, f"\nlightning-lockstep: {record.report()}\n" if prints else "")
+        end_now(record.exit_code, record.printed() if prints else "")
 
 
 def propagation_on(channel: SideChannel) -> FailurePropagation:

@@ -179,6 +179,22 @@ class FailureRecord(FailedRank):
             lines += ["", self.traceback.rstrip(), "", self.headline()]
         return "\n".join(lines)
 
+    def printed(self) -> str:
+        """Return the report as it is printed; without the traceback where torchrun shows that last."""
+        text = self.report()
+        if self.shown_by_torchrun:
+            last = "The traceback is at the end of what torchrun prints."
+            text = "\n".join([self.headline(), "The other ranks were stopped.", last])
+        return f"\nlightning-lockstep: {text}\n"
+
+    @property
+    def shown_by_torchrun(self) -> bool:
+        """Whether the closing summary of torchrun, of this host alone and of the last attempt, has the traceback."""
+        given = os.environ
+        is_last = given.get("TORCHELASTIC_RESTART_COUNT") == given.get("TORCHELASTIC_MAX_RESTARTS")
+        has_summary = "TORCHELASTIC_ERROR_FILE" in given and given.get("GROUP_WORLD_SIZE") == "1"
+        return has_summary and is_last and self.traceback.startswith("Traceback")
+
     def to_json(self) -> str:
         """Return the record as JSON text."""
         return json.dumps(asdict(self), default=str)
@@ -334,16 +350,20 @@ def keep_notes_in(folder: Path) -> None:
 def note_failure(record: FailureRecord) -> None:
     """Note which rank failed first; also for ``torchrun``, so that its closing summary has the traceback."""
     _write("failed", record.to_json())
-    # Every rank that ends by it does so: torchrun's agent sums up whichever it sees end first.
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    is_own = (record.host, record.pid) == (socket.gethostname(), os.getpid())
+    if is_own:
+        note_for_torchrun(record.traceback)
+    else:
+        note_for_torchrun(f"another rank failed first: {record.headline()}", is_cause=False)
+
+
+def note_for_torchrun(text: str, *, is_cause: bool = True) -> None:
+    """Leave what the closing summary of ``torchrun`` says of this rank, if it is there."""
+    # It takes the earliest for the root cause, which it shows last.
+    path, seconds = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time() + (0 if is_cause else 1)
     if path:
-        content = {
-            "message": {
-                "message": record.headline(),
-                "extraInfo": {"py_callstack": record.traceback, "timestamp": str(int(time.time()))},
-            }
-        }
-        write_whole(Path(path), json.dumps(content))
+        extra = {"py_callstack": text, "timestamp": str(int(seconds))}
+        write_whole(Path(path), json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def forget_failure() -> None:

@@ -43,14 +43,14 @@ def keep_hook() -> Iterator[None]:
 
 def keep_quiet(error: BaseException) -> None:
     """Keep Python from printing ``error`` when it ends this process: another rank prints the report."""
-    _print_instead(error, "")
+    print_instead(error, "")
 
 
 def show_plainly(error: RankFailedError, exit_code: int | None = None) -> None:
     """Have Python print the report alone when ``error`` ends this process, without this rank's own stack."""
     # Torch's hook would put this rank's number in front of every line of the other one's traceback. Without
     # ``exit_code`` the process ends with Python's own, 1.
-    _print_instead(error, f"\nlightning-lockstep: {error}\n", exit_code)
+    print_instead(error, f"\nlightning-lockstep: {error}\n", exit_code)
 
 
 def print_also(error: BaseException, text: str) -> None:
@@ -80,7 +80,7 @@ def error_to_bytes(error: BaseException) -> bytes:
 def error_from_bytes(sent: bytes) -> BaseException:
     """Return the error of which a process that works for this one has made bytes."""
     error, text, exit_code = pickle.loads(sent)
-    _print_instead(error, text, exit_code)
+    print_instead(error, text, exit_code)
     assert isinstance(error, BaseException)
     return error
 
@@ -150,7 +150,8 @@ def on_uncaught(function: Callable[[], None]) -> None:
 _after_uncaught: list[Callable[[], None]] = []
 
 
-def _print_instead(error: BaseException, text: str, exit_code: int | None = None) -> None:
+def print_instead(error: BaseException, text: str, exit_code: int | None = None) -> None:
+    """Have Python print ``text`` instead of ``error`` when it ends this process."""
     error.__lockstep_text__ = text, exit_code  # type: ignore[attr-defined]
     _install_hook()
 

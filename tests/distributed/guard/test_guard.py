@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
@@ -33,6 +35,7 @@ from lightning_lockstep.distributed.guard.verify import CallVerifier, MessageRec
 from lightning_lockstep.distributed.guard.watch import CollectiveWatch, GuardSettings
 from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel
 from lightning_lockstep.errors import CollectiveStallError, ConfigurationError
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from tests.helpers import run_ranks
 
 
@@ -360,3 +363,19 @@ def test_only_a_collective_that_a_rank_stays_in_is_said_not_to_be_seen(
     monkeypatch.setattr(watch_module, "position", lambda thread: next(remaining))
     assert [watch._has_seen() for _ in places] == [False] * 4 + [True]
     assert capsys.readouterr().err.count("does not see the all_reduce that rank 0 waits in") == 1
+
+
+def test_the_report_goes_to_a_folder_that_the_user_has_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    supervisor = RankSupervisor(SupervisorSettings())
+    given: list[tuple[dict[str, Any], Path | None]] = [
+        ({"default_root_dir": tmp_path / "runs", "logger": False}, tmp_path / "runs"),
+        ({"logger": CSVLogger(tmp_path / "logs", version=3)}, tmp_path / "logs/lightning_logs/version_3"),
+        ({"logger": False}, None),  # nothing is left in the current folder
+    ]
+    for options, expected in given:
+        trainer = Trainer(accelerator="cpu", enable_checkpointing=False, **options)
+        supervisor.attach(trainer)
+        assert supervisor._folder() == expected
