@@ -101,9 +101,10 @@ def advice(producer: Producer) -> str:
             " raise the optimizer's eps, or use action='skip' from the start of the run."
         )
     if producer.low_precision:
+        wider = "32-true" if producer.remarks.startswith("bfloat16") else "bf16-mixed or 32-true"
         return (
             "Running modules in float32 did not help on this batch. Check the inputs of the first bad module (frames"
-            " above), clip gradients, lower the learning rate, or train in bf16-mixed or 32-true."
+            f" above), clip gradients, lower the learning rate, or train in {wider}."
         )
     return (
         "It computed in float32 already. Where its weights or inputs have become huge (frames above), lower the"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_lockstep import ConfigurationError, OverflowDetectedError, OverflowDetector
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.overflow.replay import StepRecord
+from lightning_lockstep.overflow.frames import Producer
+from lightning_lockstep.overflow.replay import StepRecord, advice
 from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.overflow.step_check import StepCheck
 from lightning_lockstep.steps.capabilities import Capabilities
@@ -155,3 +157,9 @@ def test_an_overflow_in_the_backward_is_replayed_bit_for_bit(tmp_path: Path) -> 
     origin = detector.reports[0].occasion.batch_number
     assert losses[-1] == losses[origin]
     assert not detector.reports[0].notes
+
+
+def test_a_wider_format_is_advised_than_the_one_in_use() -> None:
+    bad = Producer("module", "net", "Linear", ("output",), "bfloat16: 4 nan", low_precision=True)
+    assert advice(bad).endswith("or train in 32-true.")
+    assert advice(replace(bad, remarks="float16: 4 inf")).endswith("or train in bf16-mixed or 32-true.")
