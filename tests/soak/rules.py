@@ -171,15 +171,15 @@ def _failed(plan: Plan, failure: _Failure) -> Expected:
     by_mpirun = plan.launch in WITH_MPI and plan.fault in ("kill", "usr1_rank", "usr1_parent")
     # A logger that cannot write its file fails again whenever Lightning closes it: one traceback has all these errors.
     report = failure.last if failure.error and plan.fault != "disk" else ""
-    # torchrun's own summary has the report once more, for each rank that left it.
-    times = 1 + plan.ranks if plan.launch == "torchrun" else 1
+    if report and plan.launch == "torchrun":
+        report = f"(  )?{report}"  # the traceback is in torchrun's own summary, indented
     at_the_end = not by_mpirun and plan.launch not in ("torchrun", *OF_USER)
     return Expected(
         _codes(plan, failure.code),
         _raised(plan, failure),
         printed=_PRINTED.get(plan.fault, ()) + (() if by_mpirun else _headline(plan, failure)),
         report=report,
-        times=times if report else 0,
+        times=1 if report else 0,
         last=_last_line(plan, failure) if at_the_end else "",
         checkpoint="" if plan.fault in ("folder", "uneven", "disk") else r"step=4\.ckpt",
         # torchrun gives a stopped rank 30 s to end.
