@@ -55,6 +55,7 @@ from lightning_lockstep.doctor.machine import ThisMachine
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.environments import hide_srun_hint
 from lightning_lockstep.launchers.mpirun import MPIRunLauncher, ran_under_mpirun
+from lightning_lockstep.stopping.loader_position import LoaderPosition
 
 # -- Leaves out of the output what is for the developers of other packages, or for nobody --
 
@@ -204,7 +205,7 @@ def run(config: DictConfig) -> float | None:
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
     record = RunRecord(config.objective.metric, _monitored(config))
-    parts = build(config, own_callbacks=[record, LogConfiguration(config), QuietRanks()])
+    parts = build(config, own_callbacks=[record, LogConfiguration(config), QuietRanks(), LoaderPosition()])
     if isinstance(parts.trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
     left_out = _left_out(config, parts)
