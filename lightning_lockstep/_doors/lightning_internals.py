@@ -82,6 +82,7 @@ OWNERS: dict[str, str] = {
     "_AutomaticOptimization": "loops.optimization.automatic",
     "Closure": "loops.optimization.automatic",
     "CombinedLoader": "utilities",
+    "_MaxSizeCycle": "utilities.combined_loader",
     "_SignalConnector": "trainer.connectors.signal_connector",
     "_CheckpointConnector": "trainer.connectors.checkpoint_connector",
     "_LoggerConnector": "trainer.connectors.logger_connector",

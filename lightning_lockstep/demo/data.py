@@ -97,6 +97,8 @@ class GlobalBatchSampler(DistributedSampler):  # type: ignore[type-arg]
         else:
             self.num_samples = len(partition.eval_indices(rank))
         self.total_size = partition.samples
+        # By this a run that resumes on another number of ranks knows that it goes on in the same order.
+        self.global_order = f"global batches, {'shuffled, seed ' + str(seed) if shuffle else 'as they are'}"
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's positions for the epoch set by `set_epoch`."""

@@ -269,7 +269,7 @@ class _ResumableBatches:
     """A batch sampler that can begin within its epoch and keeps the random state its order was drawn from."""
 
     def __init__(self, inner: Any, position: LoaderPosition) -> None:
-        self._inner, self._position = inner, position
+        self.inner, self._position = inner, position
         self.drawn_from: dict[str, Any] | None = None
         self._epoch, self.passes = -1, 0
 
@@ -283,8 +283,8 @@ class _ResumableBatches:
         is_next_pass = epoch == self._epoch and batch > 0
         self._epoch, self.passes = epoch, self.passes + 1 if is_next_pass else 1
         if seen and self._position.begins_again():
-            length = len(self._inner)
-            self.passes = record["passes"] if record is not None else _passes(self._inner, seen)
+            length = len(self.inner)
+            self.passes = record["passes"] if record is not None else _passes(self.inner, seen)
             seen -= (self.passes - 1) * length
         if record is not None and record["drawn_from"] is not None:
             self.drawn_from = record["drawn_from"]
@@ -301,19 +301,19 @@ class _ResumableBatches:
                 yield batch
 
     def _first(self) -> tuple[Iterator[Any], Any]:
-        batches = iter(self._inner)
+        batches = iter(self.inner)
         return batches, next(batches, _NOTHING)
 
     def __len__(self) -> int:
-        return len(self._inner)
+        return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # not there yet while it is copied or unpickled
+        if name == "inner":  # not there yet while it is copied or unpickled
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self._inner,)  # in another process it has nothing to resume
+        return copy.copy, (self.inner,)  # in another process it has nothing to resume
 
 
 class _ReplayedLoader:
@@ -424,10 +424,12 @@ def _described(loader: Any) -> dict[str, Any]:
 
 def _order(loader: Any) -> str | None:
     """Return in which order all ranks together take the samples, or ``None`` where more than that decides."""
-    batches = getattr(_batches_of(loader), "_inner", None)
-    if not _chooses_batches(loader) or type(batches) is not BatchSampler:
+    batches = _batches_of(loader)
+    if not isinstance(batches, _ResumableBatches) or type(batches.inner) is not BatchSampler:
         return None
-    sampler: Any = batches.sampler
+    sampler: Any = batches.inner.sampler
+    if hasattr(sampler, "global_order"):
+        return str(sampler.global_order)
     if type(sampler) is DistributedSampler:  # Lightning's own subclass divides a sampler of the user
         return f"shuffled, seed {sampler.seed}" if sampler.shuffle else "as they are"
     return "as they are" if type(sampler) is SequentialSampler else None

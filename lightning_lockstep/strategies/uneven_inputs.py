@@ -262,7 +262,7 @@ class SizedEvenLoader(EvenLoader):
 class AgreeingLoader(EvenLoader):
     """Gives a batch only when the policy says so for all ranks; for loaders that may end at any batch."""
 
-    _ours = (*EvenLoader._ours, "_epoch", "_has_warned")
+    _ours = (*EvenLoader._ours, "_trainer", "_epoch", "_has_warned")
 
     def __init__(
         self,
@@ -392,7 +392,7 @@ def _is_of_a_library(part: Any) -> bool:
 
 
 def _own_batches(loader: Any) -> float:
-    count = loader.own_batches if isinstance(loader, EvenLoader) else _length(loader)
+    count = loader.own_batches if hasattr(loader, "own_batches") else _length(loader)
     return math.inf if count is None else count
 
 

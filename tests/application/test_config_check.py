@@ -53,7 +53,7 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
         ("callbacks.auto_batch_size.max_trials=many", "expected a whole number, given the text 'many'."),
         ("seed=1,2", "Add -m to run a job for each, or write a list as seed=[1,2]."),
         ("data._target_=lightning_lockstep.demo.DigitData", "Did you mean 'DigitsData'?"),
-        ("data._target_=no_such_module.Data", "cannot be imported. No module named 'no_such_module'"),
+        ("data._target_=no_such_module.Data", "cannot be imported. There is no module 'no_such_module'"),
         ("ckpt_path=nowhere.ckpt", "ckpt_path=nowhere.ckpt: there is no checkpoint"),
         ("ckpt_path=last", "ckpt_path=last: no run under"),
         ("model.lr=0.1", "Did you mean 'learning_rate'?"),

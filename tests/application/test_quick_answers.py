@@ -18,7 +18,11 @@ from tests.helpers import run_script
 
 CONF = Path(lightning_lockstep.__file__).parent / "conf"
 TARGETS = sorted(
-    {target for file in CONF.rglob("*.yaml") for target in re.findall(r"_target_: (\S+)", file.read_text())}
+    {
+        name
+        for file in CONF.rglob("*.yaml")
+        for name in re.findall(r"_target_: (lightning\S+)", file.read_text())
+    }
 )
 # As the console command does it, and then says what was imported.
 COMMAND = """

@@ -52,5 +52,5 @@ def test_the_global_batch_of_a_config_is_all_that_a_run_hangs_on(tmp_path):
         assert outcome.returncode == 0, outcome.output
     one, two = (losses(tmp_path / "runs" / name, "val_loss") for name in setups)
     # With accumulation the training loss of a row is its last micro-batch's, so weights are compared by the
-    # validation loss.
-    assert len(one) == len(two) == 1 and abs(one[0] - two[0]) < 1e-9
+    # validation loss, whose mean over batches Lightning takes in float32.
+    assert len(one) == len(two) == 1 and abs(one[0] - two[0]) < 1e-7

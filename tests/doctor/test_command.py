@@ -72,7 +72,7 @@ def test_an_unknown_check_is_refused() -> None:
 )
 def test_what_a_check_looks_at_names_it(given: str, meant: str) -> None:
     with pytest.raises(
-        ConfigurationError, match=f"check '{given}': expected one of .* Did you mean '{meant}': "
+        ConfigurationError, match=f"check '{given}': expected one of .* Did you mean '{meant}'"
     ):
         select([given])
 

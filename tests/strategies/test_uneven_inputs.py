@@ -266,7 +266,7 @@ def loaders_of_libraries() -> list[str]:
     for data in (*trusted, stream((4, 4), 4)):
         trainer = Trainer(**{**QUIET, "max_epochs": 1}, strategy=LockstepDDPStrategy())
         trainer.fit(Net(), data)
-        names.append(type(trainer.train_dataloader).__name__)
+        names.append(type(getattr(trainer.train_dataloader, "_loader", trainer.train_dataloader)).__name__)
     return names
 
 

@@ -203,8 +203,10 @@ def leave_without_waiting(
     def leave() -> None:
         atexit.unregister(leave)
         # Not imported here: what has not imported Lightning has no process group either.
-        if (door := sys.modules.get("lightning_lockstep._doors.lightning")) is not None:
-            atexit.unregister(door._destroy_dist_connection)
+        if "lightning_lockstep._doors.lightning" in sys.modules:
+            from lightning_lockstep._doors.lightning import _destroy_dist_connection
+
+            atexit.unregister(_destroy_dist_connection)
         if unless_caught and not ends_with_error():
             stay()
             return
