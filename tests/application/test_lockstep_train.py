@@ -135,6 +135,21 @@ def test_torchrun_makes_one_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.log")), "nothing was logged"
 
 
+def test_a_run_of_torchrun_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+    same = [*QUICK, "data.global_batch_size=64", "trainer.devices=2", "trainer.max_epochs=1", "test=false"]
+    whole = lockstep_train(*same, "hydra.run.dir=whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.output
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "lightning_lockstep.train", *same, "hydra.run.dir=cut"]
+    for more in ("trainer.max_steps=9", "ckpt_path=auto"):
+        outcome = run_script([*command, more], cwd=tmp_path, timeout=180)
+        assert outcome.returncode == 0, outcome.output
+    losses = column(tmp_path / "whole", "train_loss")
+    with open(tmp_path / "cut" / "csv" / "attempt-1" / "metrics.csv", newline="") as file:
+        resumed = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+    assert resumed == losses[9:] and len(resumed) > 3
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_says_how_far_the_run_came_and_how_it_goes_on(ranks: int, tmp_path: Path) -> None:
     arguments = [*QUICK, f"trainer.devices={ranks}", "trainer.max_epochs=1000", "seed=7"]
