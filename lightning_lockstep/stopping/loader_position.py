@@ -21,6 +21,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from lightning_lockstep.steps.patching import put_in_place
 
 _log = logging.getLogger(__name__)
 _KEY = "lockstep_loader_position"
+_DTYPE = "numpy dtype"
 _NOTHING = object()
 
 
@@ -76,8 +78,12 @@ class LoaderPosition(Callback):
         put_in_place(trainer.strategy, "process_dataloader", process_dataloader)
 
     def _positioned(self, loader: Any) -> Any:
-        if self._resume is not None and not self._resume.batches:
-            self._resume.draw_as_then(loader)
+        made = self._with_position(loader)
+        if self._resume is not None:
+            self._resume.asked_for(made)
+        return made
+
+    def _with_position(self, loader: Any) -> Any:
         if isinstance(loader, _ReplayedLoader) or _saves_its_state(loader):
             return loader
         if not _chooses_batches(loader):
@@ -99,13 +105,10 @@ class LoaderPosition(Callback):
         communicator = current_communicator()
         described = [_described(loader) for loader in loaders]
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        states = [
-            loader.state_dict()
-            for loader in loaders
-            # A limit that ended the epoch left it in the middle of its own; the next epoch begins anew.
-            if _saves_its_state(loader)
-            and not (progress.is_last_batch and progress.current.ready < len(loader))
-        ]
+        savers = [loader for loader in loaders if _saves_its_state(loader)]
+        # Where a limit has ended the epoch they are in the middle of theirs, and the next epoch begins anew.
+        cut = progress.is_last_batch and any(progress.current.ready < len(loader) for loader in savers)
+        states = [] if cut else [loader.state_dict() for loader in savers]
         mine: dict[str, Any] = {"loaders": described, "states": states, "random": None}
         if communicator.world_size == 1 or any(one["order"] is None for one in described):
             mine["random"] = _random_state()
@@ -142,8 +145,7 @@ class LoaderPosition(Callback):
         number = next((i for i, loader in enumerate(loaders) if _is_part(asks, loader)), None)
         if resume is None or number is None or asks in resume.begun:
             return 0, None
-        if not resume.settled:
-            resume.settle(self._trainer, loaders)
+        resume.settle(self._trainer, loaders)
         _set_epoch(loaders[number], resume.epoch)
         return resume.batches, resume.record(number) if resume.batches else None
 
@@ -167,8 +169,7 @@ class LoaderPosition(Callback):
         resume, self._resume = self._resume, None
         if resume is None or not resume.batches:
             return
-        if not resume.settled:  # all loaders go on by themselves
-            resume.settle(trainer, _loaders(trainer))
+        resume.settle(trainer, _loaders(trainer))
         if self.begins_again():
             mark_as_ended(trainer, [_passes(one, resume.batches) > 1 for one in _loaders(trainer)])
         if resume.random is not None:
@@ -182,16 +183,15 @@ class _Resume:
 
     def __init__(self, batches: int, epoch: int, saved: dict[str, Any] | None) -> None:
         self.batches, self.epoch = batches, epoch  # seen of the epoch (0: it begins), and its number
-        self.settled = False
         self.begun: list[Any] = []
-        self._asked = 0
-        communicator = current_communicator()
-        self._communicator = communicator
-        self._then: list[dict[str, Any]] = saved["ranks"][0]["loaders"] if saved else []
-        self._ranks_then = saved["world_size"] if saved else communicator.world_size
-        ranks = saved["ranks"] if saved and self._ranks_then == communicator.world_size else []
-        self._has_every_rank = len(ranks) == communicator.world_size
-        mine = ranks[communicator.rank] if communicator.rank < len(ranks) else {}
+        self._settled, self._asked = False, 0
+        self._communicator = current_communicator()
+        self._saved = saved or {"world_size": self._communicator.world_size, "ranks": []}
+        # Of each loader that Lightning has asked for: what it is like, on each rank.
+        self._now: list[list[dict[str, Any]]] = []
+        ranks, rank = self._saved["ranks"], self._communicator.rank
+        alike = self._saved["world_size"] == self._communicator.world_size and rank < len(ranks)
+        mine = ranks[rank] if alike else {}
         self._records: list[dict[str, Any]] = mine.get("loaders", [])
         self.random, self.states = mine.get("random"), mine.get("states")
 
@@ -199,8 +199,13 @@ class _Resume:
         """Return what was saved of this rank's loader of that number."""
         return self._records[number] if number < len(self._records) else None
 
-    def draw_as_then(self, loader: Any) -> None:
-        """Let an epoch that begins draw its order from where it would have been drawn."""
+    def asked_for(self, loader: Any) -> None:
+        """Take in a loader that is about to begin. Ranks: all, together; one gather within an epoch."""
+        if self.batches:
+            described = {**_nature(loader), "keeps_state": _saves_its_state(loader)}
+            self._now.append(self._communicator.gather(described))
+            return
+        # The epoch that begins draws its order from where it would have been drawn.
         if self.random is not None:
             _set_random_state(self.random)
         if self._records:
@@ -209,38 +214,38 @@ class _Resume:
         self._asked += 1
 
     def settle(self, trainer: Any, loaders: list[Any]) -> None:
-        """Find the batch at which the epoch goes on, and say what it repeats where it cannot go on exactly."""
-        self.settled = True
-        if not self.batches:
+        """Find the batch at which the epoch goes on, and say what it repeats; all ranks with the same facts."""
+        if self._settled or not self.batches:
             return
-        now = [_described(loader) for loader in loaders]
-        then = self._then or now
-        ranks, pairs = self._communicator.world_size, list(zip(then, now, strict=False))
-        seen = [(a["samples"] or 1) * self._ranks_then * self.batches for a, _ in pairs]
-        each = [(b["samples"] or 1) * ranks for _, b in pairs]
-        places = {(s // n, s % n) for s, n in zip(seen, each, strict=True)}
+        self._settled = True
+        now = self._now[-len(loaders) :]
+        ranks = self._saved["ranks"]
+        known = bool(ranks)
+        then = [list(of_ranks) for of_ranks in zip(*(one["loaders"] for one in ranks), strict=False)] or now
+        pairs = list(zip(then, now, strict=False))
+        # One rank alone may have saved, after an error.
+        missing = self._saved["world_size"] / max(len(ranks), 1) if known else 1
+        seen = [int(_samples(a) * missing) * self.batches for a, _ in pairs]
+        places = {divmod(s, _samples(b)) for s, (_, b) in zip(seen, pairs, strict=True)}
         batches = {batch for batch, _ in places}
-        keep_states = any(_saves_its_state(loader) for loader in loaders)
+        keep_states = any(one["keeps_state"] for of_ranks in now for one in of_ranks)
         if len(batches) == 1 and batches != {self.batches} and not keep_states:
             # A batch of all ranks has another size.
             (self.batches,) = batches
             _count_batches(trainer, self.batches)
         again = max((rest for _, rest in places), default=0)
-        goes_by_epoch = len(then) == len(now) and all(
-            a["order"] is not None and a["order"] == b["order"] for a, b in pairs
-        )
-        alike = ranks == self._ranks_then and all(a["samples"] == b["samples"] for a, b in pairs)
-        if self._then and ((goes_by_epoch and again == 0) or (alike and self._has_every_rank)):
+        orders = [{one["order"] for one in (*a, *b)} for a, b in pairs]
+        goes_by_epoch = len(then) == len(now) and all(len(o) == 1 and None not in o for o in orders)
+        alike = all([one["samples"] for one in a] == [one["samples"] for one in b] for a, b in pairs)
+        if (known and goes_by_epoch and again == 0) or (known and alike) or not self._communicator.is_main:
             return
-        if not self._communicator.is_main:
-            return
-        if not self._then:
+        if not known:
             how = "The checkpoint does not say how many ranks and which random numbers gave it the order of its epoch"
-        elif alike:
+        elif len(ranks) < self._saved["world_size"]:
             how = "The checkpoint was made by one rank after an error, and knows nothing of the other ranks' data"
         else:
-            how = f"The checkpoint is from {_division(self._ranks_then, then)}, this run has {_division(ranks, now)}"
-        if goes_by_epoch and not self._then:
+            how = f"The checkpoint is from {_division(then)}, this run has {_division(now)}"
+        if goes_by_epoch and not known:
             what = "exactly if the number of ranks and the size of the batches are the same"
         elif goes_by_epoch:
             what = f"{counted(again, 'sample')} seen before come again"
@@ -249,9 +254,14 @@ class _Resume:
         _log.warning("%s: epoch %d goes on at batch %d; %s.", how, self.epoch, self.batches, what)
 
 
-def _division(ranks: int, loaders: list[dict[str, Any]]) -> str:
-    sizes = sorted({one["samples"] or 1 for one in loaders})
-    return f"{counted(ranks, 'rank')} with batches of {' and '.join(map(str, sizes))}"
+def _samples(of_ranks: list[dict[str, Any]]) -> int:
+    """Samples of a batch of all ranks."""
+    return sum(one["samples"] or 1 for one in of_ranks)
+
+
+def _division(loaders: list[list[dict[str, Any]]]) -> str:
+    sizes = sorted({one["samples"] or 1 for of_ranks in loaders for one in of_ranks})
+    return f"{counted(len(loaders[0]), 'rank')} with batches of {' and '.join(map(str, sizes))}"
 
 
 def _count_batches(trainer: Any, batches: int) -> None:
@@ -319,26 +329,28 @@ class _ResumableBatches:
 class _ReplayedLoader:
     """Gives the batches of a loader; in a resumed epoch it reads and drops those that were seen."""
 
-    _own = ("_loader", "_position", "drawn_from", "_epoch")
+    _own = ("_loader", "_position", "drawn_from", "_epoch", "passes")
 
     def __init__(self, loader: Any, position: LoaderPosition) -> None:
         self._loader, self._position = loader, position
         self.drawn_from: dict[str, Any] | None = None
-        self._epoch = -1
+        self._epoch, self.passes = -1, 0
 
     def __iter__(self) -> Iterator[Any]:
         epoch, batch = self._position.epoch_and_batch()
         seen, record = self._position.begin(self)
         if seen:
             self._position.has_begun(self)
-            self._epoch = epoch
+            self._epoch, self.passes = epoch, 1
             if record is not None and record["drawn_from"] is not None:
                 self.drawn_from = record["drawn_from"]
                 resumed: Iterator[Any] = _drawn_from(self, lambda: self._behind(seen))
                 return resumed
             return self._behind(seen)
-        if epoch != self._epoch or batch == 0:  # else it begins again within its epoch
-            self._epoch = epoch
+        if epoch == self._epoch and batch > 0:
+            self.passes += 1
+        else:
+            self._epoch, self.passes = epoch, 1
             self.drawn_from = {"random": _random_state(), "generators": _generator_states(self)}
         batches: Iterator[Any] = iter(self._loader)
         return batches
@@ -347,6 +359,7 @@ class _ReplayedLoader:
         batches: Iterator[Any] = iter(self._loader)
         for _ in range(seen):
             if next(batches, _NOTHING) is _NOTHING and self._position.begins_again():
+                self.passes += 1
                 batches = iter(self._loader)
                 next(batches, None)
         return batches
@@ -405,17 +418,26 @@ def _length(loader: Any) -> int | None:
         return None
 
 
+def _keeper(loader: Any) -> Any:
+    """Return what keeps how an epoch of a loader began."""
+    return loader if isinstance(loader, _ReplayedLoader) else _batches_of(loader)
+
+
 def _passes(loader: Any, batches: int) -> int:
     """Return how often a loader had begun in an epoch of so many batches, if it begins again where it ends."""
-    known, length = getattr(_batches_of(loader), "passes", 0), _length(loader)
+    known, length = getattr(_keeper(loader), "passes", 0), _length(loader)
     return known or (1 + (batches - 1) // length if length else 1)
 
 
+def _nature(loader: Any) -> dict[str, Any]:
+    size = getattr(loader, "batch_size", None)
+    return {"order": _order(loader), "samples": int(size) if isinstance(size, Integral) else None}
+
+
 def _described(loader: Any) -> dict[str, Any]:
-    keeper = loader if isinstance(loader, _ReplayedLoader) else _batches_of(loader)
+    keeper = _keeper(loader)
     return {
-        "order": _order(loader),
-        "samples": getattr(loader, "batch_size", None),
+        **_nature(loader),
         "passes": getattr(keeper, "passes", 1),
         "drawn_from": getattr(keeper, "drawn_from", None),
         "generators": _generator_states(loader),
@@ -432,7 +454,9 @@ def _order(loader: Any) -> str | None:
         return str(sampler.global_order)
     if type(sampler) is DistributedSampler:  # Lightning's own subclass divides a sampler of the user
         return f"shuffled, seed {sampler.seed}" if sampler.shuffle else "as they are"
-    return "as they are" if type(sampler) is SequentialSampler else None
+    # With several ranks each has its own samples then.
+    in_order = type(sampler) is SequentialSampler and current_communicator().world_size == 1
+    return "as they are" if in_order else None
 
 
 def _batches_of(loader: Any) -> Any:
@@ -448,51 +472,62 @@ def _set_epoch(loader: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
-# -- Random states, as plain data --
+# -- Random states, as data that can be loaded without running code --
 
 
 def _random_state() -> dict[str, Any]:
     state = {"torch": torch.get_rng_state(), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (kind, keys.tolist(), *rest)
+        state["numpy"] = _without_arrays(numpy.random.get_state())
     return state
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate(_as_tuples(state["python"]))
     if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+        sys.modules["numpy"].random.set_state(_with_arrays(state["numpy"]))
 
 
 def _generators(loader: Any) -> list[Any]:
-    """Return the random generators of a loader and of its samplers, whichever library made them."""
+    """Return the random generators of a loader, of its samplers and of a stream, whichever library made them."""
     found: list[Any] = []
-    holders = [loader, getattr(loader, "sampler", None), _batches_of(loader)]
+    holders = [loader]
+    while "_loader" in getattr(holders[-1], "__dict__", {}):  # ours, and those of torch-xla
+        holders.append(vars(holders[-1])["_loader"])
+    dataset = getattr(loader, "dataset", None)
+    holders += [getattr(loader, "sampler", None), _batches_of(loader)]
+    holders += [dataset] if isinstance(dataset, IterableDataset) else []
     for holder in holders:  # grows meanwhile
-        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            if isinstance(value, (torch.Generator, random.Random)) or hasattr(value, "bit_generator"):
-                found += [value] if not any(value is one for one in found) else []
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if _is_generator(value) and not any(value is one for one in found):
+                found.append(value)
             # Lightning divides a sampler of one's own as the data set of a sampler.
-            divides = isinstance(holder, DistributedSampler) and name == "dataset"
-            divides = divides and value is not getattr(loader, "dataset", None)
+            divides = isinstance(holder, DistributedSampler) and name == "dataset" and value is not dataset
             if (isinstance(value, Sampler) or divides) and not any(value is one for one in holders):
                 holders.append(value)
     return found
 
 
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    of_numpy = hasattr(value, "bit_generator") or type(value).__name__ == "RandomState"
+    return isinstance(value, torch.Generator) or of_numpy
+
+
 def _generator_states(loader: Any) -> list[Any]:
-    return [
-        one.get_state()
-        if isinstance(one, torch.Generator)
-        else one.getstate()
-        if isinstance(one, random.Random)
-        else one.bit_generator.state
-        for one in _generators(loader)
-    ]
+    states: list[Any] = []
+    for one in _generators(loader):
+        if isinstance(one, torch.Generator):
+            states.append(one.get_state())
+        elif isinstance(one, random.Random):
+            states.append(one.getstate())
+        else:
+            of_legacy = not hasattr(one, "bit_generator")
+            states.append(_without_arrays(one.get_state() if of_legacy else one.bit_generator.state))
+    return states
 
 
 def _set_generators(loader: Any, states: list[Any]) -> None:
@@ -500,9 +535,34 @@ def _set_generators(loader: Any, states: list[Any]) -> None:
         if isinstance(one, torch.Generator):
             one.set_state(state)
         elif isinstance(one, random.Random):
-            one.setstate((state[0], tuple(state[1]), state[2]))
+            one.setstate(_as_tuples(state))
+        elif hasattr(one, "bit_generator"):
+            one.bit_generator.state = _with_arrays(state)
         else:
-            one.bit_generator.state = state
+            one.set_state(_with_arrays(state))
+
+
+def _without_arrays(state: Any) -> Any:
+    """Return a state of numpy with lists for its arrays, which a file gives back without running code."""
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(_without_arrays(value) for value in state)
+    if hasattr(state, "dtype"):
+        return {_DTYPE: str(state.dtype), "values": state.tolist()}
+    return state
+
+
+def _with_arrays(state: Any) -> Any:
+    if isinstance(state, dict) and _DTYPE in state:
+        return sys.modules["numpy"].array(state["values"], dtype=state[_DTYPE])
+    if isinstance(state, dict):
+        return {key: _with_arrays(value) for key, value in state.items()}
+    return tuple(map(_with_arrays, state)) if isinstance(state, (tuple, list)) else state
+
+
+def _as_tuples(state: Any) -> Any:
+    return tuple(map(_as_tuples, state)) if isinstance(state, (tuple, list)) else state
 
 
 def _drawn_from(asks: Any, make: Callable[[], Any]) -> Any:

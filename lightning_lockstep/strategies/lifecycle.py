@@ -275,12 +275,14 @@ class RankLifecycle:
         if module is None:
             return
         trainer = module.trainer
+        if trainer.state.fn != "fit":
+            return
         LoaderPosition.attach(trainer)
         # Lightning saves and requeues inside the signal handler of each rank, wherever that rank is; ranks in
         # different places then wait for each other.
         callback = public("StopTogether")
         given = any(isinstance(one, callback) for one in trainer.callbacks)
-        if trainer.state.fn == "fit" and belongs_to_slurm(self._strategy.cluster_environment) and not given:
+        if belongs_to_slurm(self._strategy.cluster_environment) and not given:
             trainer.callbacks.insert(0, callback())
 
     def _prints_report(self) -> bool:

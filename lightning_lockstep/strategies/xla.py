@@ -31,6 +31,7 @@ from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationErro
 from lightning_lockstep.launchers.subprocess_script import ScriptLauncher
 from lightning_lockstep.numerics.precision import requested_precision
 from lightning_lockstep.steps.capabilities import Capabilities
+from lightning_lockstep.stopping.loader_position import LoaderPosition
 from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycle, RankStartup
 from lightning_lockstep.strategies.options import LifecycleSettings
 from lightning_lockstep.strategies.xla_steps import XLASteps
@@ -361,6 +362,8 @@ class LockstepXLASPMDStrategy(XLASteps, SingleDeviceStrategy):
             )
         self._device = self.runtime.device()
         super().setup_environment()
+        if self.lightning_module is not None:
+            LoaderPosition.attach(self.lightning_module.trainer)
 
     def model_to_device(self) -> None:
         """Move the module to the devices, and divide its parameters. Ranks: every process, alike."""

@@ -63,6 +63,19 @@ class Stream(IterableDataset[int]):
         return iter(numbers)
 
 
+class DrawingStream(Stream):
+    """Draws its order from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(8)
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(super().__iter__())
+        self.generator.shuffle(numbers)
+        return iter(numbers)
+
+
 class SizedStream(Stream):
     def __len__(self) -> int:
         return -(-(self.length - rank()) // world())
@@ -105,9 +118,12 @@ class Remembers(Sampler[int]):
 
     def __init__(self) -> None:
         self.numpy, self.python = np.random.default_rng(3), random.Random(4)
+        self.legacy, self.philox = np.random.RandomState(5), np.random.Generator(np.random.Philox(6))
 
     def __iter__(self) -> Iterator[int]:
         order = [int(i) for i in self.numpy.permutation(SAMPLES)]
+        self.legacy.shuffle(order)
+        self.philox.shuffle(order)
         self.python.shuffle(order)
         return iter(order)
 
@@ -177,6 +193,8 @@ LOADERS: dict[str, tuple[Made, dict[str, Any]]] = {
     "a dict with a stream": (lambda: {"a": plain(3 * SIZE * world(), shuffle=True), "b": streamed()}, {}),
     "stream": (streamed, {}),
     "stream, shuffled": (lambda: streamed(Stream(shuffles=True)), {}),
+    "stream with a generator": (lambda: streamed(DrawingStream(), generator=generator()), {}),
+    "a stream that begins again": (lambda: [streamed(Stream(5 * world())), plain(shuffle=True)], {}),
     "stream, workers": (lambda: streamed(num_workers=1), {}),
     "stream, persistent workers": (lambda: streamed(**PERSISTENT), {}),
     "stream with a length": (lambda: streamed(SizedStream()), {}),
@@ -186,6 +204,14 @@ LOADERS: dict[str, tuple[Made, dict[str, Any]]] = {
     "stateful stream with a length": (lambda: StatefulDataLoader(SizedStream(), SIZE), {}),
     "stateful data": (lambda: StatefulDataLoader(StatefulStream(), SIZE), {}),
     "stateful data, workers": (lambda: StatefulDataLoader(StatefulStream(), SIZE, num_workers=1), {}),
+    "stateful data, two": (
+        lambda: CombinedLoader([StatefulDataLoader(StatefulStream(), SIZE * n) for n in (1, 2)], "min_size"),
+        {},
+    ),
+    "batches of another size on each rank": (
+        lambda: DataLoader(Numbers((1 + rank()) * SAMPLES // world()), SIZE * (1 + rank()), shuffle=True),
+        {"use_distributed_sampler": False},
+    ),
     "uneven, truncate": (
         lambda: plain(SAMPLES - 4 * rank(), shuffle=True),
         {"use_distributed_sampler": False, "uneven": "truncate"},
