@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -40,6 +41,8 @@ class Model(LightningModule):
         here = self.global_rank == 1 and batch_idx == 5
         if self.do == "breakpoint" and here:
             set_breakpoint(reason="on purpose")
+        if self.do == "breakpoint" and self.trainer.global_step > 5:
+            time.sleep(0.1)  # so that few batches pass while the request travels on a busy machine
         if self.do == "preempt" and here:
             os.kill(os.getpid(), signal.SIGTERM)
         if self.do == "logging" and batch_idx == 2 and self.current_epoch == 0:
