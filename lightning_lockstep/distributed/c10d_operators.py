@@ -29,6 +29,7 @@ from lightning_lockstep._doors.torch_internals import (
     schema_of,
     version_getter,
 )
+from lightning_lockstep.errors import CollectiveStallError
 
 # -- The operators of torch's ``c10d``, by which torch.distributed calls its process groups through the
 # dispatcher
@@ -231,6 +232,9 @@ def _kind_among(args: tuple[Any, ...]) -> str:
 HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
 
+# How long after its timeout a collective that did not end may raise its own error, which says more [s].
+_LATER = 5.0
+
 # Those that call no other collective in a callback.
 _ONE_COLLECTIVE = (
     default_hooks.allreduce_hook,
@@ -244,6 +248,8 @@ def compression_hook(
     hook: str | Callable[..., Any] | None,
     state: object | None,
     wrapper: Callable[..., Any] | None,  # makes a hook of the hook
+    *,
+    timeout: float,  # of the process group [s]
 ) -> tuple[Callable[..., Any] | None, object | None]:
     """Return (hook, state) for a gradient compression hook given by name or as a function."""
     # Source: https://pytorch.org/docs/stable/ddp_comm_hooks.html
@@ -256,13 +262,28 @@ def compression_hook(
         return None, state
     alone = hook in _ONE_COLLECTIVE and wrapper is None
     made = wrapper(hook) if wrapper is not None else hook
+    name = f"communication hook {getattr(hook, '__qualname__', repr(hook))}"
 
     def in_order(state: Any, bucket):  # type: ignore[no-untyped-def]  # torch looks at the annotation
         # Gloo and mpi4py call back in threads of theirs, NCCL at once. A callback's collective would meet that of
         # the next bucket, in another order on each rank: with equal shapes the weights differ in silence.
         future = made(state, bucket)
+        if not hasattr(future, "then"):
+            raise TypeError(
+                f"The {name} returned {type(future).__name__}, expected a torch.futures.Future that gives the bucket's"
+                " tensor, such as `dist.all_reduce(..., async_op=True).get_future().then(lambda f: f.value()[0])`."
+            )
         if not alone and not (bucket.buffer().is_cuda and "nccl" in dist.get_backend_config()):
-            future.wait()
+            over = threading.Event()
+            future.add_done_callback(lambda _: over.set())
+            if not over.wait(timeout + _LATER):
+                raise CollectiveStallError(
+                    f"The future that the {name} returned for bucket {bucket.index()} is not complete after"
+                    f" {timeout:g} s, the timeout of the process group. Outside NCCL a bucket is completed before"
+                    " the next one is handed to the hook, so a hook must not complete futures in the call for a"
+                    " later bucket (`bucket.is_last()`): give each bucket a future that completes by itself."
+                )
+            future.wait()  # raises its error
         return future
 
     return in_order, state

@@ -115,7 +115,10 @@ class LockstepDDPStrategy(LifecycleHooks, DDPStrategy):
         super().configure_ddp()
         # Lightning registers a hook on CUDA only, so it is not given one.
         hook, state = compression_hook(
-            self.settings.ddp_comm_hook, self.settings.ddp_comm_state, self._comm_wrapper
+            self.settings.ddp_comm_hook,
+            self.settings.ddp_comm_state,
+            self._comm_wrapper,
+            timeout=self.settings.duration.total_seconds(),
         )
         if hook is not None:
             self.model.register_comm_hook(state, hook)  # type: ignore[union-attr,operator] # wrapped just now

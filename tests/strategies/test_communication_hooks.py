@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_lockstep import LockstepDDPStrategy
+from lightning_lockstep.distributed import c10d_operators
+from lightning_lockstep.errors import CollectiveStallError
 from tests.distributed.mpi.launch import run_program, why_no
 from tests.helpers import run_ranks
 from tests.strategies.communication_hooks import HOOKS, REFUSED, fits_with_hooks
@@ -25,6 +30,32 @@ def as_expected(first: dict[str, float | str], second: dict[str, float | str]) -
     assert numbers["allreduce"] == numbers["none"] and numbers["own, chained"] == numbers["none"]
     assert numbers["power_sgd"] != numbers["none"] and numbers["fp16"] != numbers["none"]
     return numbers
+
+
+def bucket_of(index: int) -> Any:
+    return SimpleNamespace(buffer=lambda: torch.ones(2), index=lambda: index)
+
+
+def test_a_hook_that_completes_its_futures_in_a_later_call_ends_in_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(c10d_operators, "_LATER", 0.0)
+
+    def deferring(state: Any, bucket: Any) -> Any:
+        return torch.futures.Future()
+
+    hook, _ = c10d_operators.compression_hook(deferring, None, None, timeout=0.1)
+    assert hook is not None
+    with pytest.raises(CollectiveStallError, match=r"deferring returned for bucket 3 .* after 0\.1 s"):
+        hook(None, bucket_of(3))
+
+
+@pytest.mark.parametrize("hook", [lambda state, bucket: bucket.buffer(), lambda state, bucket: None])
+def test_a_hook_that_returns_no_future_is_an_error_that_says_so(hook: Any) -> None:
+    made, _ = c10d_operators.compression_hook(hook, None, None, timeout=1.0)
+    assert made is not None
+    with pytest.raises(TypeError, match=r"returned (Tensor|NoneType), expected a torch\.futures\.Future"):
+        made(None, bucket_of(0))
 
 
 @pytest.mark.slow
