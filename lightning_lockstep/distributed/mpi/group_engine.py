@@ -177,6 +177,8 @@ class GroupEngine:
         timeout = _seconds(options) or self.timeout
         waits = not getattr(options, "asyncOp", True) and self._coalesced is None
         with self._lock:
+            if self.broken is not None:  # by the operation that held the lock
+                raise self._unusable()
             self._started += 1
             number = self._started
             here = small and waits and not self._queued and self.runtime.anywhere

@@ -263,33 +263,21 @@ class ProgressThread:
 # -- The handles that operations of the backend ``mpi4py`` return --
 
 
-class _Completions:
-    """Threads that complete futures, as many as there are callbacks under way."""
-
-    # A callback may start another operation and wait for it, which the progress thread could not.
-
-    def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
-        self._free, self._lock = 0, threading.Lock()
-
-    def complete(self, future: Future[Any]) -> None:
-        """Have a thread set the result, which calls the callbacks; their errors stay in their futures."""
-        with self._lock:
-            self._free -= 1
-            grows = self._free < 0
-            self._free += grows
-        if grows:
-            threading.Thread(target=self._loop, name="lockstep-mpi-future", daemon=True).start()
-        self._inbox.put(future)
-
-    def _loop(self) -> None:
-        while True:
-            self._inbox.get().set_result(None)
-            with self._lock:
-                self._free += 1
+_futures = 0  # how many of them are not complete, or have callbacks under way
+_counted = threading.Condition()
 
 
-_completions = _Completions()
+def _count(change: int) -> None:
+    global _futures
+    with _counted:
+        _futures += change
+        _counted.notify_all()
+
+
+def wait_for_futures(seconds: float) -> bool:
+    """Wait until all futures are complete and their callbacks have returned; return whether they are in time."""
+    with _counted:
+        return _counted.wait_for(lambda: not _futures, seconds)
 
 
 class MPIWork(dist.Work):
@@ -307,17 +295,12 @@ class MPIWork(dist.Work):
         self._gate.acquire()
         self._guard = _thread.allocate_lock()
         self._future: Future[Any] | None = None
-        self._trigger: Future[Any] | None = None
         self.senders: list[int] = []
         task.on_done = self.complete
 
     def complete(self) -> None:
         """Let those go on who wait for the operation; called once, when it is over."""
-        with self._guard:
-            trigger = self._trigger
-            self._gate.release()
-        if trigger is not None:
-            _completions.complete(trigger)
+        self._gate.release()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is over."""
@@ -363,11 +346,27 @@ class MPIWork(dist.Work):
             if self._future is None:
                 trigger: Future[Any] = Future()
                 self._future = trigger.then(self._outcome)
-                if self._gate.locked():
-                    self._trigger = trigger
-                else:
-                    trigger.set_result(None)
+                # A callback may start another operation and wait for it, which the progress thread could not. The
+                # thread starts here: once Python is shutting down, or at the limit of threads, none does.
+                _count(1)
+                try:
+                    if not self._gate.locked():
+                        self._set(trigger)
+                    else:
+                        name = "lockstep-mpi-future"
+                        threading.Thread(target=self._set, args=(trigger,), name=name, daemon=True).start()
+                except RuntimeError:
+                    self._set(trigger)
             return self._future
+
+    def _set(self, trigger: Future[Any]) -> None:
+        """Complete the future once the operation is over; errors of callbacks stay in their futures."""
+        try:
+            self._gate.acquire()
+            self._gate.release()
+            trigger.set_result(None)
+        finally:
+            _count(-1)
 
     def _outcome(self, _: Any) -> list[Tensor]:
         if self._task.error is not None:

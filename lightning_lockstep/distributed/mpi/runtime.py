@@ -22,9 +22,14 @@ import psutil
 
 from lightning_lockstep._text import first_line, plain_table
 from lightning_lockstep.distributed.coordination.channel_opening import close_side_channel
-from lightning_lockstep.distributed.failure.process_exit import at_exit, flush_everything, leaving_code
+from lightning_lockstep.distributed.failure.process_exit import (
+    at_exit,
+    flush_everything,
+    leaving_code,
+    say_last,
+)
 from lightning_lockstep.distributed.failure.uncaught import on_uncaught
-from lightning_lockstep.distributed.mpi.progress import ProgressThread, set_listener
+from lightning_lockstep.distributed.mpi.progress import ProgressThread, set_listener, wait_for_futures
 from lightning_lockstep.distributed.process_group import host_rendezvous
 from lightning_lockstep.distributed.rendezvous import address_towards
 from lightning_lockstep.errors import LaunchError, MissingExtraError
@@ -96,6 +101,11 @@ class MPIRuntime:
             self._nowhere = open(os.devnull, "w")  # noqa: SIM115 - stays open until the end
             faulthandler.dump_traceback_later(_ABORTED, exit=True, file=self._nowhere)
             self.MPI.COMM_WORLD.Abort(self.failed)
+        if not wait_for_futures(_CALLBACKS):  # C++ ends a process whose callbacks Python stops at its own end
+            say_last(
+                f"Callbacks of futures of the backend 'mpi4py' have not returned {_CALLBACKS:g} s after the end of"
+                " the program, and are cut off: wait for what `then` returns."
+            )
         if not self.MPI.Is_finalized():
             self.call(self._finish_together)
             set_listener(None)
@@ -140,6 +150,7 @@ _TOGETHER = 2.0  # ranks that exit within this time of each other send no notice
 _EXIT_TAG = 31_007  # of the message that a rank has exited
 # How long the rank that ends the job waits for the others [s], whose programs deal with the failure, too.
 _OTHERS_RAISE = 2.0
+_CALLBACKS = 60.0  # longest wait for callbacks at the end of a program that has not failed [s]
 _ABORTED = 10.0  # MPI_Abort has ended this process within this time, or it ends itself [s]
 
 _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -340,6 +341,22 @@ def too_late(rank, size):
     return [first, seconds, caught(dist.all_reduce, torch.ones(2), group=group)]
 
 
+def behind_too_late(rank, size):
+    """A thread calls a collective while that of another one, which times out, is under way."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    found = []
+
+    def reduce():
+        found.append(caught(dist.all_reduce, torch.ones(2), group=group))
+
+    threads = [threading.Thread(target=reduce) for _ in range(2 * (rank == 0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
 def impatient_wait(rank, size):
     group = dist.new_group()
     if rank == 1:
@@ -374,6 +391,7 @@ ASKED = [
     large_of_every_number,
     late_without_check,
     too_late,
+    behind_too_late,
     impatient_wait,
     impatient_barrier,
     error_in_backward,

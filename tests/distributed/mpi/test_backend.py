@@ -54,6 +54,15 @@ def test_messages_of_more_elements_than_mpi_can_count(kind: str, tmp_path: Path)
         assert seen["message"] == [41, 42, 43, 44, 45]
 
 
+@pytest.mark.parametrize("argument", ["", "--destroy", "--no-thread"])
+def test_callbacks_under_way_at_the_end_of_the_program_return(argument: str, tmp_path: Path) -> None:
+    needs("open_mpi")
+    outcome, found = run_program(
+        "open_mpi", 2, "program_callbacks.py", tmp_path, arguments=[argument], timeout=60
+    )
+    assert outcome.returncode == 0 and found == {0: [2.0], 1: [2.0]}, outcome.output
+
+
 @pytest.fixture(
     scope="module",
     params=[("open_mpi", ""), ("open_mpi", "--funneled"), ("open_mpi", "--serialized"), ("mpich", "")],
@@ -163,6 +172,11 @@ def test_a_rank_that_does_not_arrive_is_named_after_the_timeout(seen: list[dict[
     )
     assert seconds < 30
     assert second[0] == "DistBackendError" and "cannot be used any more" in second[1]
+    kinds = [kind for kind, _ in seen[0]["behind_too_late"]]
+    by_callers = (
+        seen[0]["thread level"] == 3
+    )  # else one after another in the progress thread, at their own limits
+    assert kinds == ["CollectiveStallError", "DistBackendError" if by_callers else "CollectiveStallError"]
     assert seen[0]["impatient_wait"][0] == "CollectiveStallError"
     kind, text = seen[0]["impatient_barrier"]
     assert kind == "CollectiveStallError" and "timed out after 0.2 s" in text
