@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -263,21 +264,42 @@ class ProgressThread:
 # -- The handles that operations of the backend ``mpi4py`` return --
 
 
-_futures = 0  # how many of them are not complete, or have callbacks under way
-_counted = threading.Condition()
+class _Completions:
+    """Threads that complete futures: one for each that is not complete or has callbacks under way."""
+
+    # A callback may start another operation and wait for it, which the progress thread could not.
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+        self._free, self._taken, self._changed = 0, 0, threading.Condition()
+
+    def take(self) -> None:
+        """Have a thread for a future; RuntimeError: none can be started, since Python is shutting down, say."""
+        with self._changed:
+            if not self._free:
+                threading.Thread(target=self._loop, name="lockstep-mpi-future", daemon=True).start()
+                self._free += 1
+            self._free, self._taken = self._free - 1, self._taken + 1
+
+    def complete(self, future: Future[Any]) -> None:
+        """Have the thread set the result, which calls the callbacks; their errors stay in their futures."""
+        self._inbox.put(future)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all futures are complete and their callbacks have returned; return whether they are in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._taken, seconds)
+
+    def _loop(self) -> None:
+        while True:
+            self._inbox.get().set_result(None)
+            with self._changed:
+                self._free, self._taken = self._free + 1, self._taken - 1
+                self._changed.notify_all()
 
 
-def _count(change: int) -> None:
-    global _futures
-    with _counted:
-        _futures += change
-        _counted.notify_all()
-
-
-def wait_for_futures(seconds: float) -> bool:
-    """Wait until all futures are complete and their callbacks have returned; return whether they are in time."""
-    with _counted:
-        return _counted.wait_for(lambda: not _futures, seconds)
+_completions = _Completions()
+wait_for_futures = _completions.wait
 
 
 class MPIWork(dist.Work):
@@ -294,13 +316,19 @@ class MPIWork(dist.Work):
         self._gate = _thread.allocate_lock()
         self._gate.acquire()
         self._guard = _thread.allocate_lock()
+        self._over = False  # the gate is locked for a moment by each waiter, too
         self._future: Future[Any] | None = None
+        self._trigger: Future[Any] | None = None
         self.senders: list[int] = []
         task.on_done = self.complete
 
     def complete(self) -> None:
         """Let those go on who wait for the operation; called once, when it is over."""
-        self._gate.release()
+        with self._guard:
+            self._over, trigger = True, self._trigger
+            self._gate.release()
+        if trigger is not None:
+            _completions.complete(trigger)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is over."""
@@ -343,30 +371,19 @@ class MPIWork(dist.Work):
     def get_future(self) -> Future[Any]:
         """Return a future that holds the tensors, or raises the operation's error, in C++ too."""
         with self._guard:
-            if self._future is None:
-                trigger: Future[Any] = Future()
-                self._future = trigger.then(self._outcome)
-                # A callback may start another operation and wait for it, which the progress thread could not. The
-                # thread starts here: once Python is shutting down, or at the limit of threads, none does.
-                _count(1)
-                try:
-                    if not self._gate.locked():
-                        self._set(trigger)
-                    else:
-                        name = "lockstep-mpi-future"
-                        threading.Thread(target=self._set, args=(trigger,), name=name, daemon=True).start()
-                except RuntimeError:
-                    self._set(trigger)
-            return self._future
-
-    def _set(self, trigger: Future[Any]) -> None:
-        """Complete the future once the operation is over; errors of callbacks stay in their futures."""
-        try:
-            self._gate.acquire()
-            self._gate.release()
-            trigger.set_result(None)
-        finally:
-            _count(-1)
+            if self._future is not None:
+                return self._future
+            trigger: Future[Any] = Future()
+            self._future = future = trigger.then(self._outcome)
+            if not self._over:
+                with suppress(RuntimeError):  # then this thread waits
+                    _completions.take()
+                    self._trigger = trigger
+                    return future
+        self._gate.acquire()
+        self._gate.release()
+        trigger.set_result(None)
+        return future
 
     def _outcome(self, _: Any) -> list[Tensor]:
         if self._task.error is not None:
