@@ -119,7 +119,8 @@ def _remedy(calls: Mapping[int, CollectiveCall], compared: Sequence[tuple[str, .
     first = next(iter(calls.values()))
     sites = {call.site for call in calls.values()}
     is_same = len({(call.group, call.number) for call in calls.values()}) == 1
-    if is_same and len(sites) > 1 and all(sites) and not first.uneven:
+    is_elsewhere = is_same and len(sites) > 1 and all(sites) and not first.uneven
+    if is_elsewhere and (operation or BACKWARD in sites):
         return f"{_skipped(calls)} {_SAME}"
     if operation:
         return "Call the same collectives with the same arguments in the same order on every rank."
@@ -138,6 +139,8 @@ def _remedy(calls: Mapping[int, CollectiveCall], compared: Sequence[tuple[str, .
     instead = ""
     if shape and not dtype and first.operation.startswith("all_gather"):
         instead = ", or use lightning_lockstep.gather_uneven()"
+    if is_elsewhere:  # as likely two branches with a call each
+        instead += ", or look for a call that only some ranks make"
     return f"Make the {what or 'arguments'} equal on all ranks before the call{instead}."
 
 
@@ -153,29 +156,24 @@ def _skipped(calls: Mapping[int, CollectiveCall]) -> str:
     def what(site: str) -> str:
         return f"{calls[at[site][0]].title} {'in' if site == BACKWARD else 'at'} {site}"
 
-    sites = sorted(at, key=_order)
+    # DDP's reductions in backward come after what a step calls itself.
+    sites = sorted(at, key=lambda site: (site == BACKWARD, _order(site)))
     first, then = sites[0], sites[-1]
     if len(sites) > 2 or (then != BACKWARD and _order(first)[0] != _order(then)[0]):
         called = "; ".join(f"{ranks_in_words(at[site])} called {what(site)}" for site in at)
         return f"{called[0].upper()}{called[1:]}: a rank has skipped a call that another one made."
     called, skipped = (ranks_in_words(at[site]) for site in (first, then))
+    other = ", or comes to it later"
     if then == BACKWARD:
         other = f", or {called} reduced nothing in backward: none was run there, or through other parameters"
-    else:
-        other = ", or comes to it later"
     return f"{called.capitalize()} called {what(first)}; {skipped} skipped it and went on to {what(then)}{other}."
 
 
 def _order(site: str) -> tuple[str, int]:
     """Return file and function of a site, and its line: of two in one function, the first comes before the other."""
-    # DDP's reductions in backward come after what a step calls itself.
     file, _, rest = site.partition(":")
     line, _, function = rest.partition(" in ")
-    return (
-        ("\U0010ffff", 0)
-        if site == BACKWARD
-        else (f"{file} {function}", int(line) if line.isdecimal() else 0)
-    )
+    return f"{file} {function}", int(line) if line.isdecimal() else 0
 
 
 def _in_short(texts: Sequence[str]) -> str:
@@ -196,22 +194,14 @@ def compares_calls(group: object) -> bool:
     return bool(getattr(group, "compares_calls", False))
 
 
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _OF_LIBRARIES = (
-    *(
-        "torch",
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-        "lightning_utilities",
-        "torchmetrics",
-        "hydra",
-    ),
-    *("deepspeed", __name__.partition(".")[0]),
+    *("torch", *_LIGHTNING, "lightning_utilities", "torchmetrics", "hydra", "deepspeed"),
+    __name__.partition(".")[0],
 )
 _STANDARD = os.__file__.rpartition(os.sep)[0] + os.sep
 # Where autograd is entered from Python; a `Function.apply` in the forward is no backward.
 _ENGINE = tuple(f"{os.sep}torch{os.sep}autograd{os.sep}{name}.py" for name in ("graph", "__init__"))
-_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _TRAINER = f"{os.sep}pytorch{os.sep}trainer{os.sep}trainer.py"
 #: The site of what autograd calls.
 BACKWARD = "backward"
@@ -258,12 +248,20 @@ def is_library_file(path: str) -> bool:
     return is_standard or is_wrapper or path.startswith((*_library_folders(_OF_LIBRARIES), "<frozen"))
 
 
-@functools.cache
+def is_torch_or_lightning(path: str) -> bool:
+    """Return whether a file is torch's or Lightning's own."""
+    return path.startswith(_library_folders(("torch", *_LIGHTNING)))
+
+
 def _library_folders(packages: Collection[str]) -> tuple[str, ...]:
     """Return the folders of those packages that are loaded."""
-    loaded = [sys.modules.get(name) for name in packages]
-    files = [module.__file__ for module in loaded if module is not None and module.__file__]
-    return tuple(file.rpartition(os.sep)[0] + os.sep for file in files)
+    return _folders(tuple(name for name in packages if name in sys.modules))  # more may be loaded later
+
+
+@functools.cache
+def _folders(loaded: tuple[str, ...]) -> tuple[str, ...]:
+    files = [getattr(sys.modules[name], "__file__", None) for name in loaded]
+    return tuple(file.rpartition(os.sep)[0] + os.sep for file in files if file)
 
 
 # -- The collectives that a rank has called lately, whoever has recorded them --

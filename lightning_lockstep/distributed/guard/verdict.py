@@ -61,7 +61,7 @@ class StallReport:
         waited = f"{ranks_in_words(self._waiting.waiting())} waited {self._question.seconds:.0f} s"
         has_left = set(causes) <= set(self._left)
         if has_left:  # what the backend says of the closed connection tells of a crash
-            waited = f"its program has ended while rank {self._question.rank} waited"
+            waited = f"the program there has ended while rank {self._question.rank} waited"
         elif self._question.raised:
             reason = first_line(self._question.raised)
             waited = f"the wait of rank {self._question.rank} was ended by {reason}"
@@ -71,9 +71,9 @@ class StallReport:
                 stack = "\n".join(f"      {place}" for place in self._states[rank].position.stack)
                 text += f"\n\n    Stack of rank {rank} (innermost frame last):\n{stack}"
         if has_left:
-            remedy = "It made fewer calls than the others: look for one that it skips, or a loop that is shorter there."
+            remedy = "Fewer calls were made there than elsewhere: look for a skipped one, or a shorter loop."
         elif set(causes) <= set(self._silent):
-            remedy = "Look at that process and its host; one that is stopped must be let go on."
+            remedy = "Look at each silent process and its host; one that is stopped must be let go on."
         else:
             remedy = (
                 "Look at what keeps it there; every rank must call the same collectives. A rank that only needs longer"

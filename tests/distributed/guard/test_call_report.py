@@ -109,11 +109,11 @@ def test_fingerprints_are_the_same_in_every_process() -> None:
     assert 0 <= fingerprint(signature) < 2**63
 
 
-def at(*sites: str) -> str:
-    """Return the advice for ranks that called the same with other shapes, from these places."""
-    return report(*({"site": site, "shapes": ((rank,),)} for rank, site in enumerate(sites)))[-1].partition(
-        " Every rank"
-    )[0]
+def at(*sites: str, last: str = "all_gather") -> str:
+    """Return the advice for ranks that called from these places with other shapes, the last one this operation."""
+    changes: list[dict[str, Any]] = [{"site": site, "shapes": ((rank,),)} for rank, site in enumerate(sites)]
+    changes[-1]["operation"] = last
+    return report(*changes)[-1].partition(" Every rank")[0]
 
 
 def test_ranks_that_called_from_different_places_are_told_who_skipped_what() -> None:
@@ -123,10 +123,18 @@ def test_ranks_that_called_from_different_places_are_told_who_skipped_what() -> 
         f"Rank 0 {skipped.format(' 1')} in backward, or rank 0 reduced nothing"
     )
     assert at("backward", line, "backward").startswith(f"Rank 1 {skipped.format('s 0,2')} in backward")
-    assert at(later, line) == f"Rank 1 {skipped.format(' 0')} at train.py:20 in step, or comes to it later."
-    assert at(line, "train.py:9 in other") == (
-        "Rank 0 called all_gather at train.py:8 in step; rank 1 called all_gather at train.py:9 in other: a rank has"
+    assert at(line, later, last="barrier") == (
+        "Rank 0 called all_gather at train.py:8 in step; rank 1 skipped it and went on to barrier at train.py:20 in"
+        " step, or comes to it later."
+    )
+    assert at(line, "train.py:9 in other", last="barrier") == (
+        "Rank 0 called all_gather at train.py:8 in step; rank 1 called barrier at train.py:9 in other: a rank has"
         " skipped a call that another one made."
+    )
+    # The two branches of an `if rank == 0`, or a call that a rank has skipped.
+    assert at(line, later) == (
+        "Make the shapes equal on all ranks before the call, or use lightning_lockstep.gather_uneven(), or look for a"
+        " call that only some ranks make."
     )
     assert at("backward", "backward").startswith("In backward, DistributedDataParallel reduces")
     assert at(line, "").startswith("Make the shapes equal")  # where one came from is not known
@@ -151,6 +159,16 @@ def test_the_site_is_the_nearest_place_in_the_users_program() -> None:
     ):
         assert nearest_site(places, "unknown") == expected
     assert call_site().startswith("test_call_report.py:")
+
+
+def test_a_library_that_is_loaded_later_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [("/site/deepspeed/comm.py", 4, "reduce"), ("/home/me/train.py", 9, "main")]
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    assert nearest_site(places, "unknown") == "comm.py:4 in reduce"
+    module = types.ModuleType("deepspeed")
+    module.__file__ = "/site/deepspeed/__init__.py"
+    monkeypatch.setitem(sys.modules, "deepspeed", module)
+    assert nearest_site(places, "unknown") == "train.py:9 in main"
 
 
 def test_a_group_whose_backend_compares_says_so() -> None:

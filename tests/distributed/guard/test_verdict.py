@@ -86,11 +86,12 @@ def test_an_error_of_the_backend_because_a_rank_has_left() -> None:
     states = {0: rank(0, call(3, done=True), of=3), 1: rank(1, of=3)}
     found = judge(question, states, {2: "it has come to the end of its program"}, left=[2])
     assert lines(found)[0] == (
-        "rank 2 never came to collective #3 of group 'world' (all_reduce): its program has ended while rank 0 waited"
+        "rank 2 never came to collective #3 of group 'world' (all_reduce): the program there has ended while"
+        " rank 0 waited"
     )
     assert lines(found)[5].endswith("no answer: it has come to the end of its program  <- never came")
     assert lines(found)[3].split() == ["0", "all_reduce", "float32", "(4,)", "train.py:3", "in", "step"]
-    assert lines(found)[-1].startswith("It made fewer calls than the others: look for one that it skips")
+    assert lines(found)[-1].startswith("Fewer calls were made there than elsewhere: look for a skipped one")
     assert found is not None and (found.kind, found.ranks) == ("stall", (2,))
 
 
@@ -325,7 +326,7 @@ def test_a_rank_that_does_not_answer() -> None:
     )
     assert "no answer: its process 7 is stopped  <- never came" in lines(found)[4]
     assert "Stack of" not in "".join(lines(found))
-    assert lines(found)[-1].startswith("Look at that process and its host")
+    assert lines(found)[-1].startswith("Look at each silent process and its host")
 
 
 def test_a_rank_that_moves_is_slow() -> None:
