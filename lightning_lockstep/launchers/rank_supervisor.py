@@ -28,6 +28,7 @@ from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.watch import GuardSettings
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.launchers.subprocess_script import current_job
 
 # -- How many CPU threads a rank may use, and on which cores --
 
@@ -221,10 +222,10 @@ class RankSupervisor:
         trainer = self._trainer()
         if trainer is None:
             return None
-        folder = Path(trainer.default_root_dir)
-        if folder != Path.cwd():
+        folder, job = Path(trainer.default_root_dir), current_job()
+        if folder != Path.cwd() or (job is not None and Path(job[0]).resolve() == folder):
             return folder
-        # Nothing is left in the current folder that the user has not named.
+        # Nothing is left in a current folder that is no run folder: Lightning does not say who has named it.
         of_logger = getattr(trainer.logger, "log_dir", None)
         return Path(of_logger) if of_logger else None
 

@@ -313,8 +313,8 @@ def rank_command() -> tuple[list[str], str | None]:
     return list(_basic_subprocess_cmd()), None
 
 
-def current_job() -> object:
-    """Return what tells one Hydra job of this process from the next; ``None`` without Hydra."""
+def current_job() -> tuple[str, object] | None:
+    """Return run folder and number of the Hydra job, which tell it from the next; ``None`` without Hydra."""
     module = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
         return None

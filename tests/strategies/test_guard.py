@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from tests.distributed.mpi.launch import mpi_environ, why_no
 from tests.helpers import ScriptOutcome, run_script
 
@@ -149,3 +154,18 @@ def test_the_history_is_listed_on_request(tmp_path: Path) -> None:
     outcome = run(tmp_path, "sleep", "popen", "guard_history=3")
     assert "The last 3 collectives of each rank" in outcome.stderr
     assert len(re.findall(r"^ +[01] +#\d+ +world +[a-z_]+ ", outcome.stderr, re.MULTILINE)) == 6
+
+
+def test_the_report_goes_to_the_run_folder_of_hydra_where_that_is_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logger = SimpleNamespace(log_dir=str(tmp_path / "logs"))
+    supervisor = RankSupervisor(SupervisorSettings())
+    trainer = SimpleNamespace(default_root_dir=os.getcwd(), logger=logger)
+    supervisor._trainer = lambda: trainer
+    assert supervisor._folder() == tmp_path / "logs"
+    for folder, expected in ((tmp_path, tmp_path), (tmp_path / "other", tmp_path / "logs")):
+        hydra = {"runtime": {"output_dir": str(folder)}, "job": {"num": 0}}
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": hydra}))
+        assert supervisor._folder() == expected
