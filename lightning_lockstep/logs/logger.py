@@ -10,15 +10,15 @@ import time
 import traceback
 import warnings
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from lightning_lockstep import _settings
 from lightning_lockstep._doors.lightning import rank_zero_only
 from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.distributed.coordination.channel_opening import known_rank
-from lightning_lockstep.distributed.guard.records import is_library_file
+from lightning_lockstep.distributed.guard.records import is_torch_or_lightning
 from lightning_lockstep.logs.ordering import LogCall, call_of, format_message
-from lightning_lockstep.logs.sender import connected_sender, send_level, with_sender
+from lightning_lockstep.logs.sender import STDERR, connected_sender, send_level, with_sender
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _host = socket.gethostname()
@@ -257,18 +257,12 @@ def fold_library_warnings() -> None:
         return  # whoever collects them does so on
 
     def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
         known = known_rank()
-        if file is None and known is not None and is_library_file(filename):
+        if file is None and known is not None and is_torch_or_lightning(filename):
             text = warnings.formatwarning(message, category, filename, lineno, line).rstrip()
-            site = (__name__, logging.WARNING, filename, lineno)
-            call: LogCall = (site, text, time.time(), "", "", {})
+            call: LogCall = ((STDERR, logging.WARNING, filename, lineno), text, time.time(), "", "", {})
             sent = with_sender(lambda sender: sender.send_once(call, printed=known[0] == 0))
             if sent and known[0] != 0:
                 return

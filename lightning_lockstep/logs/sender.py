@@ -12,7 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep._text import ranks_in_words, say
 from lightning_lockstep.distributed import SideChannel
 from lightning_lockstep.distributed.coordination.channel_opening import known_rank, side_channel_if_open
 from lightning_lockstep.distributed.failure.process_exit import at_exit, on_flush, printed_a_line
@@ -33,6 +33,7 @@ from lightning_lockstep.logs.ordering import (
 # The first rank of every other node merges the lines of that node, where the ranks have agreed to that.
 
 LINES, LEVEL, ONCE, NODE = "log/lines", "log/level", "log/once", "log/node"
+STDERR = "standard error"  # in the place of a logger's name: no level and no handler may drop the line
 # Longest time for which a node's first rank keeps lines back to merge them [s].
 _MERGE_FOR = 0.02
 # How long a line of which one is enough waits for the equal ones of other ranks [s].
@@ -50,7 +51,7 @@ class Collector:
         merging: bool = True,  # whether equal lines become one
         emit: Callable[[logging.LogRecord], None] | None = None,
     ) -> None:
-        self._emit = emit or (lambda record: logging.getLogger(record.name).handle(record))
+        self._emit = emit or _handle
         ranks = range(channel.world_size)
         ordering = LineOrdering(ranks, timeout=timeout, merging=merging)
         self.lines = OrderingThread(ordering, self._print, name="lockstep-log-order", look_every=0.25)
@@ -224,11 +225,11 @@ class LineSender:
             self.channel.flush(1.0)
         if not self.channel.lost:
             return
-        oldest = time.time() - _KEPT_FOR
+        oldest, why = time.time() - _KEPT_FOR, "printed here since rank 0 has failed"
         while self._kept:
             line = line_of(self._kept.popleft(), rank=self.channel.rank, host=self._host, repeat=0)
             if line.created >= oldest:
-                _print_here(line, prefix=f"[rank {self.channel.rank}, printed here since rank 0 has failed] ")
+                _handle(record_of(line, prefix=f"[rank {self.channel.rank}, {why}] "))
 
     def _line(self, call: LogCall) -> Line:
         repeat = self._repeats.get(call[0], 0)
@@ -243,8 +244,8 @@ class _LocalPrinter:
     """Stands in for the sender of a run whose rank 0 never opened the channel."""
 
     def send(self, call: LogCall) -> None:
-        known = known_rank()
-        _print_here(line_of(call, rank=known[0] if known else 0, host=socket.gethostname(), repeat=0))
+        rank = (known_rank() or (0, 1))[0]
+        _handle(record_of(line_of(call, rank=rank, host=socket.gethostname(), repeat=0)))
 
     def send_once(self, call: LogCall, *, printed: bool = False) -> None:
         if not printed:
@@ -345,8 +346,11 @@ def _print_kept_back() -> None:
     _release_kept_back(_LocalPrinter())
 
 
-def _print_here(line: Line, *, prefix: str | None = None) -> None:
-    logging.getLogger(line.site.logger).handle(record_of(line, prefix=prefix))
+def _handle(record: logging.LogRecord) -> None:
+    if record.name == STDERR:
+        say(record.getMessage())
+    else:
+        logging.getLogger(record.name).handle(record)
 
 
 # Lines logged while rank 0 had not opened the channel yet; they are sent with the first one after that.
