@@ -7,8 +7,10 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from lightning_lockstep.distributed.failure.process_exit import leaving, writing
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.failure.record import describe_exit, is_broken_collective
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError, RankFailedError
-from tests.helpers import run_ranks_raw, world_size
+from tests.helpers import run_ranks, run_ranks_raw, world_size
 
 RECORD = FailureRecord(
     2,
@@ -362,3 +364,25 @@ def interrupted() -> str:
 def test_ctrl_c_on_one_rank_is_ctrl_c_on_all() -> None:
     outcomes = run_ranks_raw(2, interrupted, timeout=60)
     assert all("KeyboardInterrupt" in (outcome.exception or outcome.stderr) for outcome in outcomes)
+
+
+def notes_for_torchrun() -> list[bool]:
+    """Whether torchrun has a note of a common error after it ended this process, and after another did."""
+    propagation = propagation_on(current_communicator().side_channel)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder, "error.json")
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(note)
+        error = propagation.error_to_raise(BatchSizeError("no batch size fits"))
+        follows = KeyError("as it is saved")
+        follows.__context__ = error
+        for other in (error, follows, ValueError("bad labels")):
+            sys.excepthook(type(other), other, None)
+            found.append(note.exists())
+        del os.environ["TORCHELASTIC_ERROR_FILE"]
+    return found
+
+
+def test_torchrun_is_not_told_an_error_that_the_program_has_caught() -> None:
+    for found in run_ranks(2, notes_for_torchrun):
+        assert found == [True, True, False]

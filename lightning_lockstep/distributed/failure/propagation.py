@@ -251,7 +251,7 @@ class FailurePropagation:
         # printed.
         record = self._describe(error)
         self._first.common.post(record)
-        note_for_torchrun(record.headline())
+        note_for_torchrun(record.headline(), of=error)
         if not self.prints_report:
             if self._first.wait_for_confirmation():
                 keep_quiet(error)

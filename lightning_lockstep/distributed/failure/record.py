@@ -23,6 +23,7 @@ from lightning_lockstep._settings import ended_folder, full_traceback
 from lightning_lockstep._system import write_whole
 from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.distributed.failure.process_exit import at_exit, ends_with_error, leaving
+from lightning_lockstep.distributed.failure.uncaught import take_back_unless
 from lightning_lockstep.errors import FailedRank, FailureKind, LockstepError, Preempted, RankFailedError
 
 # -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
@@ -350,15 +351,15 @@ def keep_notes_in(folder: Path) -> None:
 def note_failure(record: FailureRecord) -> None:
     """Note which rank failed first; also for ``torchrun``, so that its closing summary has the traceback."""
     _write("failed", record.to_json())
-    is_own = (record.host, record.pid) == (socket.gethostname(), os.getpid())
-    if is_own:
+    if (record.host, record.pid) == (socket.gethostname(), os.getpid()):
         note_for_torchrun(record.traceback)
     else:
         note_for_torchrun(f"another rank failed first: {record.headline()}", is_cause=False)
 
 
-def note_for_torchrun(text: str, *, is_cause: bool = True) -> None:
-    """Leave what the closing summary of ``torchrun`` says of this rank, if it is there."""
+def note_for_torchrun(text: str, *, is_cause: bool = True, of: BaseException | None = None) -> None:
+    """Leave what the closing summary of ``torchrun`` says of this rank, as long as ``of`` is what ends it."""
+    take_back_unless(of, forget_failure)
     # It takes the earliest for the root cause, which it shows last.
     path, seconds = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time() + (0 if is_cause else 1)
     if path:

@@ -93,11 +93,7 @@ def _formatted(error: BaseException) -> str:
 
 
 def _usual_text(error: BaseException) -> str:
-    parts = (
-        _formatted(error),
-        _headline(error),
-        getattr(error, "__lockstep_more__", ""),
-    )
+    parts = (_formatted(error), _headline(error), getattr(error, "__lockstep_more__", ""))
     return "\n\n".join(part.strip("\n") for part in parts if part)
 
 
@@ -148,6 +144,17 @@ def on_uncaught(function: Callable[[], None]) -> None:
 
 
 _after_uncaught: list[Callable[[], None]] = []
+_noted: tuple[float, Callable[[], None]] | None = None
+
+
+def take_back_unless(error: BaseException | None, take_back: Callable[[], None]) -> None:
+    """Have what was noted of ``error`` taken back if another exception ends this process; only the last one counts."""
+    global _noted
+    _noted = None
+    if error is not None:
+        _noted = time.monotonic(), take_back
+        error.__lockstep_noted__ = _noted[0]  # type: ignore[attr-defined]
+        _install_hook()
 
 
 def print_instead(error: BaseException, text: str, exit_code: int | None = None) -> None:
@@ -166,12 +173,13 @@ def _install_hook() -> None:
         try:
             show(kind, value, trace)
         finally:
+            if _noted is not None and _said_of(value, "__lockstep_noted__") != _noted[0]:
+                _noted[1]()
             if (limit := _said_of(value, "__lockstep_end__")) is not None:
                 _start_countdown(*limit)
 
     def show(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        instead = getattr(value, "__lockstep_text__", None)
-        if instead is not None:
+        if (instead := getattr(value, "__lockstep_text__", None)) is not None:
             text, exit_code = instead
             if exit_code is not None:
                 leave_without_waiting(exit_code)
