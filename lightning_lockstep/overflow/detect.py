@@ -105,10 +105,10 @@ class StepDetection:
         self.record: StepRecord | None = None
 
     def remove(self) -> None:
+        if self._watch is not None:  # first: its hook is one of the whole process
+            self._watch.remove()
         self._remove()
         self._publisher.close()
-        if self._watch is not None:
-            self._watch.remove()
 
     def after_backward(self) -> None:
         """Watch activations again: with manual optimization another forward may follow."""
@@ -120,13 +120,8 @@ class StepDetection:
         place = self._trainer.fit_loop.epoch_loop
         self._buffers.refresh()
         self.record = StepRecord(
-            step,
-            args,
-            kwargs,
-            RandomState.capture(self._device),
-            self._buffers,
-            place.total_batch_idx,
-            place.batch_idx,
+            *(step, args, kwargs, RandomState.capture(self._device), self._buffers),
+            *(place.total_batch_idx, place.batch_idx),
         )
         if self._watch is not None:
             self._watch.begin_step()

@@ -94,12 +94,6 @@ class LateDetection(StepDetection):
         super().__init__(trainer, module, settings, counters)
         self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
         self._allow_inf = NamePatterns(settings.allow_inf)
-        modules = None if settings.modules is None else NamePatterns(settings.modules)
-        self._watch = (
-            LateActivationWatch(module, allow_inf=self._allow_inf, modules=modules)
-            if settings.mode == "hooks"
-            else None
-        )
         self._response = Response(
             trainer, module, settings, self._communicator, self._publisher, None, counters
         )
@@ -111,12 +105,15 @@ class LateDetection(StepDetection):
         self._handles = [
             optimizer.register_step_post_hook(self._after_optimizer_step) for optimizer in trainer.optimizers
         ]
+        modules = None if settings.modules is None else NamePatterns(settings.modules)
+        on = settings.mode == "hooks"
+        self._watch = LateActivationWatch(module, allow_inf=self._allow_inf, modules=modules) if on else None
         self._remove = wrap_training_step(module, self._begin_step)
 
     def remove(self) -> None:
-        super().remove()
         for handle in self._handles:
             handle.remove()
+        super().remove()
 
     def before_backward(self, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every gradient and so every rank."""

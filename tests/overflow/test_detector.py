@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_lockstep import ConfigurationError, LockstepError, OverflowDetectedError, OverflowDetector
 from lightning_lockstep import detect_overflow as spot
-from lightning_lockstep.overflow.report import draw
+from lightning_lockstep.overflow.report import ReportPublisher, draw
 from tests.overflow.models import (
     WIDTH,
     BadBackward,
@@ -420,6 +420,19 @@ def test_an_error_of_the_user_takes_the_detector_away_too(tmp_path: Path) -> Non
     with pytest.raises(KeyError, match="mine"):
         fit(model, data(batches=3), OverflowDetector(mode="hooks"), default_root_dir=tmp_path)
     assert no_hooks(model)
+
+
+def test_a_report_that_cannot_be_closed_leaves_no_hook_of_all_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(ReportPublisher, "close", refuse)
+    before = len(torch.nn.modules.module._global_forward_hooks)
+    with pytest.raises(OSError, match="disk full"):
+        fit(Task(), data(batches=2), OverflowDetector(mode="hooks"), default_root_dir=tmp_path)
+    assert len(torch.nn.modules.module._global_forward_hooks) == before
 
 
 @pytest.mark.slow
