@@ -14,7 +14,7 @@ _ABSENT = object()
 
 
 class _InItsPlace:
-    """Calls one function in the place of another; a copy or a pickle of the owner has that other one."""
+    """Calls one function in the place of another; a deep copy or a pickle of the owner has that other one."""
 
     def __init__(self, function: Callable[..., Any], owner: object, name: str, before: object) -> None:
         former: Any = getattr(owner, name, function) if before is _ABSENT else before
@@ -34,9 +34,9 @@ class _InItsPlace:
 def put_in_place(owner: object, name: str, value: object) -> Callable[[], None]:
     """Give ``owner`` an attribute of its own, past any ``__setattr__`` and property; returns what undoes it.
 
-    What was found through the class, such as a method, is found again once the attribute is deleted; copies of a
-    module have it. For a place that runs in every step, where a context manager is too dear; elsewhere use
-    :func:`replaced`.
+    What was found through the class, such as a method, is found again once the attribute is deleted; deep
+    copies and pickles of a module have it. For a place that runs in every step, where a context manager is too
+    dear; elsewhere use :func:`replaced`.
     """
     attributes = vars(owner)
     before = attributes.get(name, _ABSENT)
