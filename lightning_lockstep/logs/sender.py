@@ -228,7 +228,8 @@ class LineSender:
         oldest, why = time.time() - _KEPT_FOR, "printed here since rank 0 has failed"
         while self._kept:
             line = line_of(self._kept.popleft(), rank=self.channel.rank, host=self._host, repeat=0)
-            if line.created >= oldest:
+            # A library's warning most likely stands above, from another rank, and would be in the way below an error.
+            if line.created >= oldest and line.site.logger != STDERR:
                 _handle(record_of(line, prefix=f"[rank {self.channel.rank}, {why}] "))
 
     def _line(self, call: LogCall) -> Line:
