@@ -247,7 +247,11 @@ def _near(given: str, known: Iterable[str], most: int) -> list[str]:
     plain = "_".join(words)
     if not plain:
         return []
+    joined = {"_".join(its): name for name, its in names.items()}
+    close = [joined[name] for name in difflib.get_close_matches(plain, joined, n=most, cutoff=0.6)]
     found = [name for name, its in names.items() if its == words]
+    # `train` is nearer to trainer than to what others call so, but `epochs` not to min_epochs.
+    found = found or (close if difflib.get_close_matches(plain, joined, n=1, cutoff=0.8) else [])
     found = found or [
         name
         for called, meant in _CALLED_ELSEWHERE.items()
@@ -257,11 +261,7 @@ def _near(given: str, known: Iterable[str], most: int) -> list[str]:
     ]
     # lr, wd, bs
     found = found or [name for name, its in names.items() if plain == "".join(word[0] for word in its)]
-    if not found:
-        joined = {"_".join(its): name for name, its in names.items()}
-        close = difflib.get_close_matches(plain, list(joined), n=most, cutoff=0.6)
-        found = [joined[name] for name in close]
-    found = found or [name for name in names if name.lower().startswith(given.lower())]
+    found = found or close or [name for name in names if name.lower().startswith(given.lower())]
     # `ddp_spawn` for ddp, `gpt` for byte_gpt: all words of one are words of the other.
     return (
         found

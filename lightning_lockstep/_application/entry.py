@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import hydra
+import hydra.utils
 import yaml
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log, env_override, setup_globals
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -28,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 import lightning_lockstep
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
 from lightning_lockstep._application.overrides import JobCheck, preflight, read_arguments, run_requested
-from lightning_lockstep._application.values import Fault, show_faults
+from lightning_lockstep._application.values import Fault, is_left_out, show_faults
 from lightning_lockstep._doors.hydra_internals import (
     Loader,
     flush_loggers,
@@ -249,7 +250,6 @@ def hydra_main(
             arguments = read_arguments(sys.argv[1:])
             if arguments.experimental_rerun is not None:
                 return _run_child(Path(arguments.experimental_rerun), program)
-            _import_from(str(Path.cwd()))
             ranks = external_ranks()
             channel = ConfigChannel(ranks)
             if ranks is not None and ranks.rank > 0:
@@ -305,10 +305,13 @@ class _Application:
 
     def _check(self, check: JobCheck | None) -> None:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
+        before = list(sys.path)
+        _import_from(str(Path.cwd()))
         with without_claiming():
             faults, quoted = preflight(
                 self.arguments, search_path, self.config_name, check, alone=self.channel.ranks is None
             )
+        sys.path[:] = before  # which the processes of a sweep get, before they look for Hydra's plugins
         sys.argv[1:] = [quoted.get(argument, argument) for argument in sys.argv[1:]]
         if faults:
             show_faults(program_name(), faults, stack_traces=stack_traces())
@@ -339,6 +342,7 @@ class _Application:
         hydra.main(self.config_path, self.config_name, self.version_base)(job)()
 
     def _run_job(self, prepare: Callable[[DictConfig], None] | None, channel: ConfigChannel) -> Any:
+        _import_from(hydra.utils.get_original_cwd())
         config = self._freeze_job(prepare)
         last = config.hydra.mode != RunMode.MULTIRUN or self.sent
         channel.send(Message(for_other_ranks(config), last=last))
@@ -364,9 +368,6 @@ class _Application:
                 raise LaunchError(
                     f"Rank {ranks.rank} ended with code {end.code}; see the message of rank 0."
                 ) from end
-        whole = current_hydra_config()
-        assert whole is not None
-        _import_from(str(whole.hydra.runtime.cwd))
         with _closing(channel):
             return self._run_job(prepare, channel)
 
@@ -393,8 +394,10 @@ class _Application:
 
 def _import_from(started_in: str) -> None:
     """Let a `_target_` name what is in the folder where the program was started, as under `python -m`."""
-    # Last, so that no file of that folder takes the place of an installed module; not where Python is told to (-P).
-    if started_in not in sys.path and not getattr(sys.flags, "safe_path", False):
+    # Last, so that no file of that folder takes the place of an installed module, and after Hydra has run all that a
+    # `hydra_plugins` contains; not where Python is told to leave it out.
+    Plugins.instance()
+    if started_in not in sys.path and not is_left_out():
         sys.path.append(started_in)
 
 

@@ -67,24 +67,19 @@ def read_arguments(given: list[str]) -> argparse.Namespace:
 
 
 def as_overrides(words: list[str]) -> list[tuple[str, str]]:
-    """Each argument as typed, and as an override: `--key value`, `--key`, `key value`, `key:value` as `key=value`."""
+    """Each argument as typed, and as an override: `--key value`, `--key=value`, `key value`, `--key` as `key=value`."""
     found: list[tuple[str, str]] = []
     rest = list(words)
     while rest:
-        typed = word = rest.pop(0)
-        shape = re.fullmatch(r"(-*)([^\W\d][\w./@-]*)(?:(=|==|:=|\+=|:)([^=].*)?)?", word, re.DOTALL)
-        if shape is None or (shape[1] == "" and shape[3] == "=" and shape[4]):
-            found.append((typed, word))
-            continue
-        dashes, key, _, value = shape.groups()
-        follows = re.fullmatch(r"(?!--?[^\W\d]|[+~])(=?)([^=]*)", rest[0]) if rest and not value else None
-        if follows:
-            typed, value = f"{typed} {rest.pop(0)}", follows[2]
-            if not value and rest:
-                typed, value = f"{typed} {rest[0]}", rest.pop(0)
-        elif dashes and not value:
-            value = "true"
-        found.append((typed, word if value is None else f"{key}={value}"))
+        typed = line = rest.pop(0)
+        shape = re.fullmatch(r"(-*)([^\W\d][\w./@-]*)(=.+)?", typed, re.DOTALL)
+        if shape and (shape[1] or not shape[3]):
+            dashes, key, value = shape.groups()
+            if not value and rest and re.fullmatch(r"(?!--?[^\W\d]|[+~])[^=]*", rest[0]):
+                value = f"={rest[0]}"
+                typed = f"{typed} {rest.pop(0)}"
+            line = f"{key}{value or ('=true' if dashes else '')}"
+        found.append((typed, line))
     return found
 
 
@@ -99,7 +94,9 @@ def parse(lines: list[str]) -> tuple[list[Override], list[Fault]]:
             overrides.extend(parser.parse_overrides([line]))
         except HydraException as error:  # noqa: PERF203
             how = (
-                "Quote special characters: \"key='a, b'\"." if "=" in line else f"Give it a value: {line}=..."
+                "Quote special characters: \"key='a, b'\"."
+                if re.search("[=:]", line)
+                else f"Give it a value: {line}=..."
             )
             faults.append(Fault(f"{line!r} cannot be read as key=value ({first_line(error)}). {how}", error))
     return overrides, faults
@@ -288,9 +285,9 @@ def _missing_key(loader: Loader, override: Override, config: DictConfig) -> str 
             if depth == 0:
                 names = [*[name for name in names if name != "hydra"], *loader.groups()]
             keys = Keys(loader, config)
-            same = keys.same(override.key_or_group)
-            hint = same if "choice" in same or depth == 0 else ""
-            hint = hint or did_you_mean(part, names) or same or keys.near(override.key_or_group)
+            same, near = keys.hint(override.key_or_group, near=False), did_you_mean(part, names)
+            hint = (same or near) if depth == 0 or "choice" in same else (near or same)
+            hint = hint or keys.hint(override.key_or_group)
             if not hint and settings is not None:
                 hint = f" It has: {listed(names, 12)}."
             elif not hint and parts[0] in keys.components:
@@ -322,49 +319,34 @@ class Keys:
                 if key.endswith("_target_"):
                     self.components.add(group)
 
-    def same(self, typed: str) -> str:
-        """Where the key, or one with the same last part, is to be had; as the end of a sentence."""
-        return self._hint(typed, self._same(typed))
-
-    def near(self, typed: str) -> str:
-        """Likewise of a key whose last part is near."""
-        return self._hint(typed, self._near(typed))
-
-    def meant(self, typed: str) -> str:
-        """The key itself if there is one like it, else the nearest, else what was typed."""
-        found = [typed] if typed in self._choices else self._same(typed) or self._near(typed)
-        return next(iter(found), typed)
-
-    def _same(self, typed: str) -> list[str]:
-        plain, last = re.sub(r"[\W_]", "", typed).lower(), _split(typed)[-1]
-        if self._choices.get(typed):
-            return [typed]
-        alike = [key for key in self._choices if re.sub(r"[\W_]", "", key).lower() == plain]
-        return alike or self._first(typed, lambda key: _split(key)[-1] == last)
-
-    def _near(self, typed: str) -> list[str]:
-        group = f"{_split(typed)[0]}."
-        likely = [key for key, choice in self._choices.items() if not choice or key.startswith(group)]
-        near = nearest(_split(typed)[-1], [_split(key)[-1] for key in likely])
-        return self._first(typed, lambda key: _split(key)[-1] == near and key in likely)
-
-    def _first(self, typed: str, fits: Callable[[str], bool]) -> list[str]:
-        """Of the keys that fit: those of the same group, those that are there, the others."""
-        group = f"{_split(typed)[0]}."
-        ranked: dict[tuple[bool, bool], list[str]] = {}
-        for key in filter(fits, self._choices):
-            ranked.setdefault((not key.startswith(group), bool(self._choices[key])), []).append(key)
+    def find(self, typed: str, *, near: bool = True) -> list[str]:
+        """The keys most like one: but for case and signs, by the last part, by a near one; of one group first."""
+        group, last = f"{_split(typed)[0]}.", _split(typed)[-1]
+        ends = {key: _split(key)[-1] for key in self._choices}
+        likely = [end for key, end in ends.items() if not self._choices[key] or key.startswith(group)]
+        close = nearest(last, likely) if near else None
+        ranked: dict[tuple[int, bool, bool], list[str]] = {}
+        for key, end in ends.items():
+            alike = [key == typed, _plain(key) == _plain(typed), end == last, end == close]
+            if any(alike):
+                rank = (alike.index(True), not key.startswith(group), bool(self._choices[key]))
+                ranked.setdefault(rank, []).append(key)
         return ranked[min(ranked)] if ranked else []
 
-    def _hint(self, typed: str, found: list[str]) -> str:
+    def hint(self, typed: str, *, near: bool = True) -> str:
+        """Where such a key is to be had; as the end of a sentence."""
+        found = self.find(typed, near=near)
         if not found:
             return ""
         choice = self._choices[found[0]]
         if not choice:
             return " Did you mean " + " or ".join(map(repr, found[:2])) + "?"
-        if found[0] == typed:
-            return f" It comes with the choice {choice}: give that too."
-        return f" Did you mean {found[0]!r}? It comes with the choice {choice}: give that too."
+        meant = "" if found[0] == typed else f" Did you mean {found[0]!r}?"
+        return f"{meant} It comes with the choice {choice}: give that too."
+
+
+def _plain(key: str) -> str:
+    return re.sub(r"[\W_]", "", key).lower()
 
 
 def quote_numbers(loader: Loader, lines: list[str]) -> dict[str, str]:
@@ -462,8 +444,8 @@ def _with_right_keys(
     for typed, line in written:
         key, _, value = line.partition("=")
         if typed != line:
-            meant = key if loader.is_group(key) else keys.meant(key)
-            line = f"{meant}={value}"
+            meant = [key] if loader.is_group(key) else [*keys.find(key), key]
+            line = f"{meant[0]}={value}"
             faults.append(Fault(f"{typed}: expected key=value. Did you mean {line!r}?"))
         found.append((typed, line))
     return found, faults

@@ -61,7 +61,8 @@ def missing_package(target: Any, key: str, settings: Mapping[Any, Any]) -> Missi
     if name == "MLFlowLogger" and uri.startswith(_DATABASES):
         needed += [("sqlalchemy",), ("alembic",)]
     for choices in needed:
-        if not any(importlib.util.find_spec(package) for package in choices):
+        # A bare folder, such as the `wandb` of earlier runs, has a spec without an origin.
+        if not any(getattr(importlib.util.find_spec(package), "origin", None) for package in choices):
             return MissingExtraError(choices[0], extra=extra, needed_for=key)
     return None
 

@@ -262,18 +262,14 @@ def _say_interrupted(trainer: Any, record: RunRecord) -> None:
     place = (
         f"after optimizer step {record.steps}" if record.steps else "before its first optimizer step ended"
     )
-    root = Path(trainer.default_root_dir)
-    here = Path.cwd()
-    folder = RunFolder(ThisMachine(), str(root.relative_to(here) if root.is_relative_to(here) else root))
+    # Whole paths: with hydra.job.chdir the run is in another folder than the shell.
+    folder = RunFolder(ThisMachine(), str(Path(trainer.default_root_dir).absolute()))
     kept = folder.checkpoints()
     lines = [f"lightning-lockstep: interrupted {place}."]
     if kept:
-        script = sys.argv[0].endswith(".py") and "lightning_lockstep" not in sys.argv[0]
-        program = f"python {sys.argv[0]}" if script else "lockstep-train"
-        lines += [
-            f"  newest checkpoint: {folder.shown(kept[0])}",
-            f"  to go on from it:  {folder.resume_command(kept[0], program)}",
-        ]
+        again = f"the command of the run once more, with ckpt_path={folder.shown(kept[0])}"
+        command = folder.resume_command(kept[0]) or again
+        lines += [f"  newest checkpoint: {folder.shown(kept[0])}", f"  to go on from it:  {command}"]
     else:
         lines.append(f"  no checkpoint was saved in {folder.shown()}; the run must start from the beginning")
     say("\n".join(lines))
@@ -286,7 +282,8 @@ def _monitored(config: DictConfig) -> dict[str, str]:
         node = config.checkpoint[name]
         each_epoch = node.get("every_n_epochs") in (None, 1) and node.get("every_n_train_steps") is None
         metric = node.get("monitor") if node.get("save_on_train_epoch_end") is False and each_epoch else None
-        if metric not in (None, "epoch", "step"):  # a ModelCheckpoint knows these two by itself
+        # A ModelCheckpoint knows two by itself.
+        if isinstance(metric, str) and metric not in ("epoch", "step"):
             same = metric == config.objective.metric
             found["objective.metric" if same else f"checkpoint.{name}.monitor"] = metric
     return found
@@ -401,7 +398,7 @@ class RunRecord(Callback):
     # :meth:`share`. What decides about a further validation or checkpoint is the same on all ranks; samples
     # and seconds are rank 0's.
 
-    def __init__(self, objective: str, monitored: dict[str, str]) -> None:
+    def __init__(self, objective: str | None, monitored: dict[str, str]) -> None:
         self._objective = objective
         self._monitored = monitored  # metrics of checkpoints, by key of the configuration
         # samples of this rank, seconds of training, steps, epochs, step of the last validation
@@ -457,7 +454,9 @@ class RunRecord(Callback):
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
         """End a run that goes by a metric of which validation has logged another spelling."""
         # What is missing otherwise may still be logged by training.
-        asked = {"objective.metric": self._objective, **self._monitored}
+        asked = {**self._monitored}
+        if isinstance(self._objective, str):  # null where nothing goes by a metric
+            asked["objective.metric"] = self._objective
         self._refuse(
             trainer, {key: name for key, name in asked.items() if _misspelt(name, trainer.callback_metrics)}
         )

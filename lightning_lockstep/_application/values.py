@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
+import os
 import pkgutil
 import re
 import sys
@@ -311,11 +312,16 @@ def _why_not_found(name: str, cause: BaseException) -> str:
         return " Expected module.Class."
     here = Path.cwd()
     near = did_you_mean(module, [found.name for found in pkgutil.iter_modules([str(here)])])
-    left_out = " (left out for -P or PYTHONSAFEPATH)" if getattr(sys.flags, "safe_path", False) else ""
+    left_out = " (left out for -P or PYTHONSAFEPATH)" if is_left_out() else ""
     return (
         f" There is no module {module!r}, neither in {here}{left_out} nor installed.{near} Start in the folder of"
         f" {module}.py, or name that in PYTHONPATH."
     )
+
+
+def is_left_out() -> bool:
+    """Whether Python is told not to import from the folder where it is started; it heeds that from 3.11."""
+    return bool(getattr(sys.flags, "safe_path", False) or os.environ.get("PYTHONSAFEPATH"))
 
 
 def _names_beside(name: str) -> list[str]:

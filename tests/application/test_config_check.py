@@ -83,7 +83,7 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
         ("+callbacks=overflow", "has a choice already. Write callbacks=overflow, which takes its place."),
         ("objective=val_acc", "Give a value to one of them, such as objective.metric=..."),
         ("trainer.max_epochs", "Give it a value: trainer.max_epochs=..."),
-        ("trainer.max_epochs:1", "Did you mean 'trainer.max_epochs=1'?"),
+        ("a:b=c", "'a:b=c' cannot be read as key=value"),
         ("--max_epochs=1", "--max_epochs=1: expected key=value. Did you mean 'trainer.max_epochs=1'?"),
         ("--fast_dev_run", "Did you mean 'trainer.fast_dev_run=true'?"),
         ("trainer.max_epochs=-5", "max_epochs"),
@@ -116,8 +116,6 @@ def test_a_key_of_a_choice_that_is_not_taken_names_the_choice(typed: str, hint: 
         ("--max_epochs", "1"),
         ("--trainer.max_epochs", "1"),
         ("trainer.max_epochs", "1"),
-        ("trainer.max_epochs", "=", "1"),
-        ("trainer.max_epochs=", "1"),
     ],
 )
 def test_arguments_in_other_forms_are_said_as_they_are_written(words: tuple[str, ...]) -> None:

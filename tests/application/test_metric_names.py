@@ -42,7 +42,7 @@ class Logs(LightningModule):
     val_dataloader = train_dataloader
 
 
-def fit(module: Logs, metric: str, tmp_path: Path, *, checkpoint: bool = True) -> None:
+def fit(module: Logs, metric: str | None, tmp_path: Path, *, checkpoint: bool = True) -> None:
     best = {"monitor": metric, "save_on_train_epoch_end": False}
     config = OmegaConf.create(
         {"objective": {"metric": metric}, "checkpoint": {"best": best} if checkpoint else {}}
@@ -88,7 +88,8 @@ def test_a_metric_of_validation_or_of_training_is_none(metric: str, tmp_path: Pa
     module = Logs()
     fit(module, metric, tmp_path)
     fit(module, "logged_by_nobody", tmp_path, checkpoint=False)  # only a sweeper asks for it
-    assert module.steps == 8
+    fit(module, None, tmp_path)
+    assert module.steps == 12
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ def own_folder(tmp_path: Path) -> Path:
 def test_a_console_command_finds_it_on_every_rank_and_leaves_out_the_test(
     own_folder: Path, more: tuple[str, ...]
 ) -> None:
+    (own_folder / "hydra_plugins").mkdir()
+    (own_folder / "hydra_plugins" / "theirs.py").write_text("raise SystemExit('run as a plugin of Hydra')\n")
     command = [sys.executable, str(own_folder / "bin" / "lockstep-train"), *OWN, *QUIET, *more]
     outcome = run_script([*command, "+model.hidden=6"], cwd=own_folder, timeout=180)
     assert outcome.returncode == 0, outcome.output

@@ -105,18 +105,34 @@ def test_a_run_that_left_nothing_can_go_on_from_its_newest_whole_checkpoint(tmp_
         with zipfile.ZipFile(folder / "checkpoints" / name, "w") as archive:
             archive.writestr("data.pkl", "x")
         os.utime(folder / "checkpoints" / name, (number, number))
+    (folder / ".hydra").mkdir()
+    record = {
+        "job": {"name": "train", "config_name": "mine"},
+        "overrides": {"hydra": ["hydra.run.dir=x"], "task": ["seed=3", "ckpt_path=auto"]},
+        "runtime": {
+            "config_sources": [
+                {"provider": "main", "path": "lightning_lockstep.conf"},
+                {"provider": "command-line", "path": "/my conf"},
+            ]
+        },
+    }
+    (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": record}))
     half = (folder / "checkpoints" / "best.ckpt").read_bytes()[:20]
     (folder / "checkpoints" / "last.ckpt").write_bytes(half)  # it was killed while it wrote this
     found = {finding.subject: finding for finding in findings(folder)}
     assert "it may still be running" in found["run"].evidence  # written to just now
     [command] = found["checkpoints"].fix
-    [_, override, *_] = shlex.split(command, comments=True)
+    *start, override = shlex.split(command)
+    assert start == ["lockstep-train", "--config-dir", "/my conf", "--config-name", "mine", "seed=3"]
     [read] = OverridesParser.create().parse_overrides([override])
     assert read.get_key_element() == "ckpt_path"
     path = read.value()
     assert find_checkpoint(str(path), run_folder=tmp_path, started_in=tmp_path) == str(
         folder / "checkpoints" / "preempted.ckpt"
     )
+    record["job"]["name"] = "own_program"  # type: ignore[index]
+    (folder / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": record}))
+    assert not any(finding.fix for finding in findings(folder) if finding.subject == "checkpoints")
 
 
 def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:

@@ -127,21 +127,24 @@ class RunFolder:
         """Return the path of a file in it, to paste into a shell."""
         return shlex.quote(str(PurePath(self.given, name)))
 
-    def resume_command(self, checkpoint: str, program: str = "lockstep-train") -> str:
-        """Return the command that goes on from a checkpoint in it, with the arguments of the run."""
+    def resume_command(self, checkpoint: str) -> str | None:
+        """Return the command of lockstep-train that goes on from a checkpoint in it; `None` for another program."""
+        try:
+            hydra = yaml.safe_load(self.text(".hydra/hydra.yaml"))["hydra"]
+            job, typed = hydra["job"], hydra["overrides"]
+            sources = {each["provider"]: each["path"] for each in hydra["runtime"]["config_sources"]}
+            if (job["name"], sources["main"]) != ("train", "lightning_lockstep.conf"):
+                return None
+            given = ["--config-dir", sources["command-line"]] if "command-line" in sources else []
+            given += ["--config-name", job["config_name"]] if job["config_name"] != "lockstep_train" else []
+            given += [line for line in typed["hydra"] if "hydra.searchpath=" in line]
+            given += [line for line in typed["task"] if not line.startswith("ckpt_path=")]
+        except (yaml.YAMLError, LookupError, TypeError):
+            return None
         path = str(PurePath(self.given, checkpoint))
         if not _UNQUOTED.fullmatch(path):  # for Hydra too such a path has quotes
             path = '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
-        typed = [argument for argument in self.arguments() if not argument.startswith("ckpt_path=")]
-        return " ".join([program, *map(shlex.quote, [*typed, f"ckpt_path={path}"])])
-
-    def arguments(self) -> list[str]:
-        """Return the overrides with which the run was started, but those of Hydra's own keys."""
-        try:
-            found = yaml.safe_load(self.text(_STARTED))
-        except yaml.YAMLError:
-            found = None
-        return [str(argument) for argument in found] if isinstance(found, list) else []
+        return " ".join(["lockstep-train", *map(shlex.quote, [*given, f"ckpt_path={path}"])])
 
 
 # -- Check ``run``: how a run ended, by the records in its folder, and what to do next --
@@ -423,12 +426,9 @@ def _checkpoints(folder: RunFolder) -> Finding:
         return not_applicable(
             "checkpoints", f"{folder.given}: no complete one was saved; the run must start from the beginning"
         )
-    return Finding(
-        Status.OK,
-        "checkpoints",
-        f"{folder.given}: {len(found)}, the newest is {found[0]}; the run can resume from it",
-        (folder.resume_command(found[0]),),
-    )
+    evidence = f"{folder.given}: {len(found)}, the newest is {found[0]}; the run can resume from it"
+    command = folder.resume_command(found[0])
+    return Finding(Status.OK, "checkpoints", evidence, (command,) if command else ())
 
 
 def _count(number: object, what: str) -> str:
