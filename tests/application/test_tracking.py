@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sqlite3
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def test_what_is_wrong_with_a_logger_is_found_by_its_signature(arguments: list[s
     assert expected in only(faults_of("logger=[wandb,mlflow]", *arguments))
 
 
+@pytest.mark.parametrize("found", [None, ModuleSpec("a_bare_folder", None)], ids=["nothing", "folder"])
 @pytest.mark.parametrize(
     ("logger", "missing", "extra"),
     [
@@ -58,12 +60,12 @@ def test_what_is_wrong_with_a_logger_is_found_by_its_signature(arguments: list[s
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
-    logger: str, missing: set[str], extra: str, monkeypatch: pytest.MonkeyPatch
+    logger: str, missing: set[str], extra: str, found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
 
     def find_other(name: str, *rest: Any) -> Any:
-        return None if name in missing else find(name, *rest)
+        return found if name in missing else find(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_other)
     assert only(faults_of(f"logger={logger}")) == (
