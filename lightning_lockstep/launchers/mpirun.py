@@ -32,8 +32,9 @@ from lightning_lockstep.launchers.mpirun_command import (
     mpirun_environ,
 )
 from lightning_lockstep.launchers.rank_processes import ASKS_TO_END, SignalForwarding
+from lightning_lockstep.launchers.rank_supervisor import current_job
 from lightning_lockstep.launchers.rank_variables import RANK_VARIABLES
-from lightning_lockstep.launchers.subprocess_script import current_job, rank_command
+from lightning_lockstep.launchers.subprocess_script import rank_command
 
 # -- Hands the configuration of a Hydra job to ranks on other hosts, in an environment variable --
 # A file would have to lie in a folder that all hosts share, where others may replace it before a rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -28,7 +29,6 @@ from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.watch import GuardSettings
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.launchers.subprocess_script import current_job
 
 # -- How many CPU threads a rank may use, and on which cores --
 
@@ -70,7 +70,7 @@ def apply_threads(
     return threads, mine
 
 
-# -- Which rank of a notebook this process is, if it is one --
+# -- Which rank of a notebook this process is, and in which job of Hydra, if in any --
 
 _rank: int | None = None
 
@@ -84,6 +84,15 @@ def become_rank(rank: int) -> None:
 def notebook_rank() -> int | None:
     """Return the number of this rank, or ``None`` in a process that no notebook has started."""
     return _rank
+
+
+def current_job() -> tuple[str, object] | None:
+    """Return run folder and number of the Hydra job, which tell it from the next; ``None`` without Hydra."""
+    module = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return None
+    hydra = module.HydraConfig.get()
+    return hydra.runtime.output_dir, hydra.job.get("num")
 
 
 # -- Per-rank life cycle: CPU threads, failure handling, exit report --

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_lockstep._doors.lightning import _basic_subprocess_cmd, _SubprocessScriptLauncher
 from lightning_lockstep._settings import LAUNCHER_PID, launcher_pid
@@ -33,10 +33,7 @@ from lightning_lockstep.distributed.failure.record import describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous, host_rendezvous
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.launchers.environments import LockstepEnvironment
-
-if TYPE_CHECKING:
-    from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
-
+from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current_job
 
 # -- Ctrl-C for a main thread that sits in a collective --
 # Python runs signal handlers on the main thread, between two bytecodes, which a rank that waits in C++ for
@@ -311,15 +308,6 @@ def rank_command() -> tuple[list[str], str | None]:
         if by_hydra is not None:
             return by_hydra
     return list(_basic_subprocess_cmd()), None
-
-
-def current_job() -> tuple[str, object] | None:
-    """Return run folder and number of the Hydra job, which tell it from the next; ``None`` without Hydra."""
-    module = sys.modules.get("hydra.core.hydra_config")
-    if module is None or not module.HydraConfig.initialized():
-        return None
-    hydra = module.HydraConfig.get()
-    return hydra.runtime.output_dir, hydra.job.get("num")
 
 
 @at_exit

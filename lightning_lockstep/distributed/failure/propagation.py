@@ -48,6 +48,7 @@ from lightning_lockstep.distributed.failure.record import (
 )
 from lightning_lockstep.distributed.failure.uncaught import (
     end_within,
+    fold_tracebacks,
     keep_quiet,
     print_also,
     print_instead,
@@ -252,6 +253,7 @@ class FailurePropagation:
         record = self._describe(error)
         self._first.common.post(record)
         note_for_torchrun(record.headline(), of=error)
+        fold_tracebacks()  # so that the note is taken back if another error ends this process
         if not self.prints_report:
             if self._first.wait_for_confirmation():
                 keep_quiet(error)

@@ -23,7 +23,6 @@ from lightning_lockstep._settings import ended_folder, full_traceback
 from lightning_lockstep._system import write_whole
 from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.distributed.failure.process_exit import at_exit, ends_with_error, leaving
-from lightning_lockstep.distributed.failure.uncaught import take_back_unless
 from lightning_lockstep.errors import FailedRank, FailureKind, LockstepError, Preempted, RankFailedError
 
 # -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
@@ -359,12 +358,24 @@ def note_failure(record: FailureRecord) -> None:
 
 def note_for_torchrun(text: str, *, is_cause: bool = True, of: BaseException | None = None) -> None:
     """Leave what the closing summary of ``torchrun`` says of this rank, as long as ``of`` is what ends it."""
-    take_back_unless(of, forget_failure)
+    global _noted
+    _noted = None if of is None else time.monotonic()
+    if of is not None:
+        of.__lockstep_noted__ = _noted  # type: ignore[attr-defined]
     # It takes the earliest for the root cause, which it shows last.
     path, seconds = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time() + (0 if is_cause else 1)
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(seconds))}
         write_whole(Path(path), json.dumps({"message": {"message": text, "extraInfo": extra}}))
+
+
+def forget_note_of_another(mark: float | None) -> None:
+    """Take the note for ``torchrun`` back if it is of an error that the program has caught."""
+    if _noted not in (None, mark):
+        forget_failure()
+
+
+_noted: float | None = None  # the mark of the error that the note stands for, if it may yet be caught
 
 
 def forget_failure() -> None:

@@ -144,17 +144,6 @@ def on_uncaught(function: Callable[[], None]) -> None:
 
 
 _after_uncaught: list[Callable[[], None]] = []
-_noted: tuple[float, Callable[[], None]] | None = None
-
-
-def take_back_unless(error: BaseException | None, take_back: Callable[[], None]) -> None:
-    """Have what was noted of ``error`` taken back if another exception ends this process; only the last one counts."""
-    global _noted
-    _noted = None
-    if error is not None:
-        _noted = time.monotonic(), take_back
-        error.__lockstep_noted__ = _noted[0]  # type: ignore[attr-defined]
-        _install_hook()
 
 
 def print_instead(error: BaseException, text: str, exit_code: int | None = None) -> None:
@@ -173,10 +162,11 @@ def _install_hook() -> None:
         try:
             show(kind, value, trace)
         finally:
-            if _noted is not None and _said_of(value, "__lockstep_noted__") != _noted[0]:
-                _noted[1]()
             if (limit := _said_of(value, "__lockstep_end__")) is not None:
                 _start_countdown(*limit)
+            from lightning_lockstep.distributed.failure.record import forget_note_of_another
+
+            forget_note_of_another(_said_of(value, "__lockstep_noted__"))
 
     def show(kind: type[BaseException], value: BaseException, trace: Any) -> None:
         if (instead := getattr(value, "__lockstep_text__", None)) is not None:
