@@ -493,11 +493,8 @@ def _set_random_state(state: dict[str, Any]) -> None:
 def _generators(loader: Any) -> list[Any]:
     """Return the random generators of a loader, of its samplers and of a stream, whichever library made them."""
     found: list[Any] = []
-    holders = [loader]
-    while "_loader" in getattr(holders[-1], "__dict__", {}):  # ours, and those of torch-xla
-        holders.append(vars(holders[-1])["_loader"])
     dataset = getattr(loader, "dataset", None)
-    holders += [getattr(loader, "sampler", None), _batches_of(loader)]
+    holders = [loader, getattr(loader, "sampler", None), _batches_of(loader)]
     holders += [dataset] if isinstance(dataset, IterableDataset) else []
     for holder in holders:  # grows meanwhile
         for name, value in getattr(holder, "__dict__", {}).items():
@@ -505,7 +502,8 @@ def _generators(loader: Any) -> list[Any]:
                 found.append(value)
             # Lightning divides a sampler of one's own as the data set of a sampler.
             divides = isinstance(holder, DistributedSampler) and name == "dataset" and value is not dataset
-            if (isinstance(value, Sampler) or divides) and not any(value is one for one in holders):
+            wraps = name == "_loader"  # ours do, and those of torch-xla
+            if (isinstance(value, Sampler) or divides or wraps) and not any(value is one for one in holders):
                 holders.append(value)
     return found
 
