@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
 import threading
@@ -13,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lightning_lockstep._text import ranks_in_words
@@ -211,12 +211,11 @@ class LineOrdering:
         *,
         timeout: float = 5.0,  # longest time that a line waits for those of other ranks [s]
         merging: bool = True,  # whether equal lines become one
-        # Of lines that belong together; by default those of the same call.
-        key: Callable[[Line], Hashable] = attrgetter("site"),
+        once: bool = False,  # one line of all with the same text is enough, wherever they were logged
     ) -> None:
         self.ranks = frozenset(ranks)
         self.timeout, self.merging = timeout, merging
-        self._key = key
+        self._once = once
         self._waiting: OrderedDict[Hashable, _Waiting] = OrderedDict()
         self._overdue: OrderedDict[Hashable, set[int]] = OrderedDict()
         self._levels: dict[tuple[int, str], int] = {}
@@ -236,13 +235,14 @@ class LineOrdering:
         for rank in line.ranks:
             if line.site.level < self._levels.get((rank, line.site.logger), 0):
                 del self._levels[rank, line.site.logger]
-        key = self._key(line)
+        site = line.site
+        key = (site.logger, site.level, line.text, site.repeat) if self._once else site
         overdue = self._overdue.get(key)
         if overdue is not None and overdue.issuperset(line.ranks):
             overdue.difference_update(line.ranks)
             if not overdue:
                 del self._overdue[key]
-            return [Batch((line,), late=True)]
+            return [] if self._once else [Batch((line,), late=True)]
         waiting = self._waiting.setdefault(key, _Waiting(now, [], set()))
         waiting.lines.append(line)
         waiting.ranks.update(line.ranks)
@@ -259,11 +259,11 @@ class LineOrdering:
         keys = [key for key, waiting in self._waiting.items() if now - waiting.since >= self.timeout]
         return [self._print(key, now) for key in keys]
 
-    def next_due(self) -> float | None:
-        """Return when :meth:`due` will next have something [s], or ``None`` while nothing waits."""
+    def next_due(self) -> float:
+        """Return when :meth:`due` will next have something [s]; infinity while nothing waits."""
         # They are kept in the order of their first line, so the first one is due first.
         first = next(iter(self._waiting.values()), None)
-        return None if first is None else first.since + self.timeout
+        return math.inf if first is None else first.since + self.timeout
 
     def flush(self, now: float) -> list[Batch]:
         """Return all that is held back."""
@@ -283,35 +283,32 @@ class LineOrdering:
                 self._overdue.popitem(last=False)
         merges = self.merging and len(waiting.lines) > 1
         lines = merge_equal(waiting.lines) if merges else sorted(waiting.lines, key=by_rank)
-        return Batch(tuple(lines), tuple(sorted(missing)), waited=now - waiting.since)
+        told = () if self._once else tuple(sorted(missing))
+        return Batch(tuple(lines), told, waited=now - waiting.since)
 
 
-def same_text(line: Line) -> Hashable:
-    """Return a key under which equal lines of all ranks belong together, wherever they were logged."""
-    return line.site.logger, line.site.level, line.text, line.site.repeat
-
-
-# -- Lets several threads bring lines to one ordering without making any of them wait for a slow console --
+# -- Lets several threads bring lines to one place without making any of them wait for a slow console --
 
 Work = Callable[[], list[Batch]]
 
 
 class OrderingThread:
-    """Owns a :class:`LineOrdering` and prints what comes out of it."""
+    """Owns orderings of lines and prints what comes out of them."""
 
     # The receiving thread does its work at once and prints, without a detour over another thread. The main
     # thread only queues its work; the next thread that has access to the ordering does it.
 
     def __init__(
         self,
-        ordering: LineOrdering,
         # Called by one thread at a time, in the order in which batches were ready.
         print_batch: Callable[[Batch], None],
-        *,
+        ordering: LineOrdering,
+        *others: LineOrdering,
         name: str,  # of the thread that prints what has waited long enough
         look_every: float,  # time between two of its looks [s]
     ) -> None:
-        self.ordering, self._print_batch, self._look_every = ordering, print_batch, look_every
+        self.ordering, self._orderings = ordering, (ordering, *others)
+        self._print_batch, self._look_every = print_batch, look_every
         self._queued: deque[Work] = deque()
         self._ready: deque[Batch] = deque()
         self._access = threading.Lock()
@@ -349,7 +346,7 @@ class OrderingThread:
 
     def flush(self) -> None:
         """Print all that is held back, here, and wait for a thread that is just printing."""
-        self._queued.append(lambda: self.ordering.flush(time.monotonic()))
+        self._queued.append(lambda: self._from_all(LineOrdering.flush))
         # Another thread may have access, with lines in hand that it has not laid out for printing yet.
         # The limit is for a signal handler that has interrupted its own thread there.
         if self._access.acquire(timeout=1.0):
@@ -359,6 +356,10 @@ class OrderingThread:
     def stop(self) -> None:
         self._ended = True
         self._wake.put(None)
+
+    def _from_all(self, what: Callable[[LineOrdering, float], list[Batch]]) -> list[Batch]:
+        now = time.monotonic()
+        return [batch for ordering in self._orderings for batch in what(ordering, now)]
 
     def _queue(self, work: Work) -> None:
         self._queued.append(work)
@@ -380,12 +381,11 @@ class OrderingThread:
 
     def _print_when_due(self) -> None:
         while not self._ended:
-            self._queued.append(lambda: self.ordering.due(time.monotonic()))
+            self._queued.append(lambda: self._from_all(LineOrdering.due))
             self._run()
             with self._access:
-                due = self.ordering.next_due()
+                due = min(one.next_due() for one in self._orderings)
             if self._queued:
                 continue  # somebody came while this thread had access, and has left work here
-            patience = self._look_every if due is None else max(0.0, due - time.monotonic())
             with suppress(queue.Empty):
-                self._wake.get(timeout=min(patience, self._look_every))
+                self._wake.get(timeout=min(max(0.0, due - time.monotonic()), self._look_every))

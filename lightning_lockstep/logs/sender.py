@@ -25,7 +25,6 @@ from lightning_lockstep.logs.ordering import (
     OrderingThread,
     line_of,
     record_of,
-    same_text,
 )
 
 # -- The collector on rank 0, which prints the lines of all ranks in rank order, and a merger on other nodes
@@ -54,9 +53,10 @@ class Collector:
         self._emit = emit or _handle
         ranks = range(channel.world_size)
         ordering = LineOrdering(ranks, timeout=timeout, merging=merging)
-        self.lines = OrderingThread(ordering, self._print, name="lockstep-log-order", look_every=0.25)
-        once = LineOrdering(ranks, timeout=_ONCE_FOR, key=same_text)
-        self._once = OrderingThread(once, self._print_once, name="lockstep-log-once", look_every=0.1)
+        self._once = LineOrdering(ranks, timeout=_ONCE_FOR, once=True)
+        self.lines = OrderingThread(
+            self._print, ordering, self._once, name="lockstep-log-order", look_every=0.25
+        )
         self._remove = [
             channel.on(LINES, lambda message: self.lines.receive(message.body)),
             channel.on(LEVEL, lambda message: self.note_level(message.sender, *message.body)),
@@ -85,10 +85,10 @@ class Collector:
         now = time.monotonic()
 
         def add() -> list[Batch]:
-            batches = self._once.ordering.add(line, now, waits=not printed)
+            batches = self._once.add(line, now, waits=not printed)
             return [] if printed else batches
 
-        self._once.do(add)
+        self.lines.do(add)
 
     def settle(self, timeout: float) -> None:
         """Wait up to ``timeout`` [s] for lines that are under way, then print all that is held back."""
@@ -100,7 +100,6 @@ class Collector:
     def flush(self) -> None:
         """Print all that is held back."""
         self.lines.flush()
-        self._once.flush()
 
     def close(self) -> None:
         """Print all that is held back and stop."""
@@ -108,17 +107,12 @@ class Collector:
         for remove in self._remove:
             remove()
         self.lines.stop()
-        self._once.stop()
 
     def _print(self, batch: Batch) -> None:
         for line in batch.lines:
             self._print_record(record_of(line, prefix=_late_prefix(line) if batch.late else None))
         if batch.missing:
             self._print_record(_missing_note(batch))
-
-    def _print_once(self, batch: Batch) -> None:
-        for line in batch.lines if not batch.late else ():
-            self._print_record(record_of(line))
 
     def _print_record(self, record: logging.LogRecord) -> None:
         printed_a_line()
@@ -136,7 +130,7 @@ class NodeMerger:
     def __init__(self, channel: SideChannel, ranks: Iterable[int], *, merge_for: float = _MERGE_FOR) -> None:
         self._channel = channel
         ordering = LineOrdering(ranks, timeout=merge_for)
-        self.lines = OrderingThread(ordering, self._pass_on, name="lockstep-log-node", look_every=merge_for)
+        self.lines = OrderingThread(self._pass_on, ordering, name="lockstep-log-node", look_every=merge_for)
         channel.on(NODE, lambda message: self.lines.receive(message.body))
         on_flush(self.flush)
 

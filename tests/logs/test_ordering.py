@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 
 import pytest
@@ -17,7 +18,6 @@ from lightning_lockstep.logs.ordering import (
     line_of,
     merge_equal,
     record_of,
-    same_text,
 )
 from lightning_lockstep.logs.sender import Collector
 
@@ -37,7 +37,7 @@ def test_prints_in_rank_order_once_all_have_come():
     assert ordering.add(line(2, "c"), 0.0) == []
     assert ordering.add(line(0, "a"), 0.1) == []
     assert texts(ordering.add(line(1, "b"), 0.2)) == [((0,), "a"), ((1,), "b"), ((2,), "c")]
-    assert ordering.next_due() is None
+    assert ordering.next_due() == math.inf
 
 
 def test_equal_lines_are_merged_unless_asked_not_to():
@@ -136,11 +136,10 @@ def collector(printed):
 
 
 def test_one_of_the_ranks_equal_warnings_is_printed(collector, printed):
-    ordering = LineOrdering(range(4), timeout=0.3, key=same_text)
+    ordering = LineOrdering(range(4), timeout=0.3, once=True)
     assert ordering.add(line(1), 0.0) == [] and ordering.add(line(3, at=8), 0.1) == []
     assert texts(ordering.due(0.3)) == [((1, 3), "same")]
-    (batch,) = ordering.add(line(2), 5.0)
-    assert batch.late and ordering.next_due() is None
+    assert ordering.add(line(2), 5.0) == [] and ordering.next_due() == math.inf
     for rank in (1, 3):
         collector.add_once(line(rank))
     collector.flush()
