@@ -213,6 +213,15 @@ def flight_recorders() -> list[tuple[str, Callable[..., bytes]]]:
     return [(name, dump) for name, dump in found if dump is not None]
 
 
+@TORCH_IF_THERE.touches(
+    "torch.distributed.distributed_c10d._FR_SELF_RECORDING_BACKENDS",
+    why="from 2.15 on torch attaches its recorder to every other backend, which fails for one written in Python",
+)
+def note_self_recording(backend: str) -> None:
+    """Tell torch that a backend records its collectives itself."""
+    getattr(torch.distributed.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(backend)
+
+
 # -- containers of any structure --
 
 _touches_trees = TORCH.touches(

@@ -124,6 +124,7 @@ class OptionsOfDDP(OptionsOfLightning, total=False):
     device_mesh: Any
     skip_all_reduce_unused_params: bool
     bucket_cap_mb_list: list[int] | None
+    lazy_bucket_allocation: bool
     batched_grad_copy: bool
     forward_sync_buffers: bool | None
 

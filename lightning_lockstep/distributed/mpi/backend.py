@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_lockstep._doors.torch_internals import note_self_recording
 from lightning_lockstep._text import plain_table
 from lightning_lockstep.distributed.guard.records import WORLD, group_title
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime, start_runtime
@@ -59,6 +60,7 @@ def register_mpi_backend() -> None:
     """
     if not dist.is_backend_available(NAME):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        note_self_recording(NAME)
 
 
 def _create(given: Any, options: MPIBackendOptions | None = None) -> dist.ProcessGroup:
