@@ -234,6 +234,8 @@ class GroupEngine:
             work.complete()
         else:
             self.runtime.thread.submit(task)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     def refuse(self, operation: str, error: Exception) -> Exception:
