@@ -8,22 +8,19 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from lightning_lockstep._doors.lightning import EarlyStopping
 from lightning_lockstep._doors.lightning_internals import faults_as_lightnings, logged_in_this_step
 from lightning_lockstep._settings import Faults, plain_number
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.stopping.early_stopping import (
     MISSING,
-    MODES,
     REDUCTIONS,
-    Decision,
     Entry,
-    Progress,
-    Reduced,
     StepMetric,
-    StopRule,
     combine,
     missing_message,
 )
@@ -94,7 +91,7 @@ class SyncedEarlyStopping(EarlyStopping):
         faults.number("min_delta", min_delta, such_as=0.001)
         if patience != math.inf:
             faults.whole("patience", patience, least=0, what="a whole number of checks", such_as=3)
-        faults.choice("mode", mode, tuple(MODES))
+        faults.choice("mode", mode, tuple(self.mode_dict))
         faults.choice("reduce", reduce, REDUCTIONS)
         faults.choice("missing", missing, MISSING)
         what = "a whole number of optimizer steps"
@@ -118,17 +115,6 @@ class SyncedEarlyStopping(EarlyStopping):
         self.check_every_n_steps = check_every_n_steps
         self._step_metric: StepMetric | None = None
         self._trainer: Any = None
-
-    _best: Tensor | Reduced
-
-    @property
-    def best_score(self) -> Tensor:
-        """Best value so far, a tensor without dimensions as Lightning's is."""
-        return self._best.value if isinstance(self._best, Reduced) else self._best
-
-    @best_score.setter
-    def best_score(self, best: Tensor) -> None:
-        self._best = best
 
     @property
     def state_key(self) -> str:
@@ -223,41 +209,19 @@ class SyncedEarlyStopping(EarlyStopping):
             if self.verbose and trainer.is_global_zero:
                 warnings.warn(missing_message(self.monitor, entries), RuntimeWarning, stacklevel=2)
             return
-        stop, message = self._judge(reduced)
+        value = reduced.value
+        not_finite = reduced.not_finite if self.check_finite else ()
+        if not_finite:  # it stops, whatever the others have
+            value = torch.tensor(entries[not_finite[0]].value)
+        stop, message = self._evaluate_stopping_criteria(value)  # Lightning's, or that of a subclass
+        if not_finite and message and len(entries) > 1:
+            message += f" It is not finite on {ranks_in_words(not_finite)}."
         if stop:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
         if message and self.verbose:  # the same on all ranks, so that once is enough
             self._log_info(trainer, message, log_rank_zero_only=True)
-
-    def _judge(self, reduced: Reduced) -> tuple[bool, str | None]:
-        """Ask a subclass that has a rule of its own, as Lightning would; all ranks give it the same value."""
-        if type(self)._evaluate_stopping_criteria is not SyncedEarlyStopping._evaluate_stopping_criteria:
-            return self._evaluate_stopping_criteria(reduced.value)
-        decision = self._decide(reduced, explain=self.verbose)
-        return decision.stop, decision.message
-
-    def _evaluate_stopping_criteria(self, current: Tensor) -> tuple[bool, str | None]:
-        decision = self._decide(Reduced(float(current), current.dtype))
-        return decision.stop, decision.message
-
-    def _decide(self, reduced: Reduced, *, explain: bool = True) -> Decision:
-        # Made each time, since Lightning's attributes may be set at any time.
-        rule = StopRule(
-            self.monitor,
-            self.mode,
-            self.min_delta,
-            self.patience,
-            self.check_finite,
-            self.stopping_threshold,
-            self.divergence_threshold,
-        )
-        decision = rule.decide(Progress(self._best, self.wait_count), reduced, explain=explain)
-        self._best, self.wait_count = decision.progress
-        if decision.stop:
-            self.stopping_reason = decision.reason
-        return decision
 
     def _drain(self) -> None:
         if self._step_metric is not None and self._trainer is not None:

@@ -1,9 +1,8 @@
-"""The rule of early stopping, and the value that it looks at, gathered from all ranks."""
+"""The value that early stopping looks at: one made of what all ranks have, gathered with or without a stall."""
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -11,21 +10,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lockstep._doors.lightning import EarlyStoppingReason
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
 from lightning_lockstep.distributed.side_channel.gather import Gather
 from lightning_lockstep.errors import MetricMissingError
 
-# -- Whether to stop, from numbers alone: no Trainer, no ranks, no clock --
+# -- One value of those of all ranks, from numbers alone: no Trainer, no ranks, no clock --
 
 Reduction = Literal["mean", "min", "max", "rank0"]
 REDUCTIONS = ("mean", "min", "max", "rank0")
 MISSING = ("error", "use_present")
-MODES = {"min": (torch.lt, "<"), "max": (torch.gt, ">")}
 
-_NOT_STOPPED = EarlyStoppingReason.NOT_STOPPED
 _DTYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -58,110 +54,15 @@ class Entry(NamedTuple):
 class Reduced(NamedTuple):
     """One value for all ranks."""
 
-    number: float  # rounded as the dtype is
-    dtype: torch.dtype = torch.float32  # the metric's own
-    not_finite: tuple[int, ...] = ()  # ranks whose value took part and is nan or infinite
-    ranks: int = 1  # how many
+    number: float
+    dtype: torch.dtype  # the metric's own
+    not_finite: tuple[int, ...]  # ranks whose value took part and is nan or infinite
 
     @property
     def value(self) -> Tensor:
         """The value as a tensor without dimensions."""
         number = self.number if self.dtype.is_floating_point else int(self.number)
         return torch.tensor(number, dtype=self.dtype)
-
-
-class Progress(NamedTuple):
-    """How far the search for a better value has come."""
-
-    best_score: Tensor | Reduced  # a tensor is made of it when somebody asks
-    wait_count: int = 0  # checks since then without an improvement
-
-
-class Decision(NamedTuple):
-    """The outcome of one check."""
-
-    stop: bool
-    reason: EarlyStoppingReason  # NOT_STOPPED where stop is false
-    message: str | None  # for the user; None: nothing happened
-    progress: Progress  # after this check
-
-
-class StopRule(NamedTuple):
-    """When to stop; the names are those of Lightning's ``EarlyStopping``."""
-
-    monitor: str
-    mode: str = "min"  # min or max
-    min_delta: float = 0.0  # with the sign of the direction, as Lightning's attribute has it
-    patience: int = 3  # [checks]
-    check_finite: bool = True  # whether nan or an infinity stops
-    stopping_threshold: float | None = None  # a better value stops
-    divergence_threshold: float | None = None  # a worse value stops
-
-    def decide(
-        self,
-        progress: Progress,  # before this check
-        reduced: Reduced,
-        *,
-        explain: bool = True,  # whether an improvement needs a message, which costs more than the decision
-    ) -> Decision:
-        """Return the decision on one value, in the arithmetic of the metric's own dtype."""
-        stop = self._stops_at_once(reduced, progress.best_score)
-        if stop is not None:
-            reason, text = stop
-            return Decision(True, reason, f"{text} Signaling Trainer to stop.", progress)
-        if self._improves(reduced, progress.best_score):
-            message = self._improvement(reduced.value, _tensor(progress.best_score)) if explain else None
-            return Decision(False, _NOT_STOPPED, message, Progress(reduced, 0))
-        waited = Progress(progress.best_score, progress.wait_count + 1)
-        if waited.wait_count < self.patience:
-            return Decision(False, _NOT_STOPPED, None, waited)
-        message = (
-            f"Monitored metric {self.monitor} did not improve in the last {waited.wait_count} records."
-            f" Best score: {_tensor(progress.best_score):.3f}. Signaling Trainer to stop."
-        )
-        return Decision(True, EarlyStoppingReason.PATIENCE_EXHAUSTED, message, waited)
-
-    def _improves(self, reduced: Reduced, best: Tensor | Reduced) -> bool:
-        if not self.min_delta and reduced.dtype in (torch.float32, torch.float64):
-            # Python compares numbers of these as torch does, in a tenth of the time.
-            number, other = reduced.number, best.number if isinstance(best, Reduced) else float(best)
-            return number < other if self.mode == "min" else number > other
-        return bool(MODES[self.mode][0](reduced.value - self.min_delta, _tensor(best).cpu()))
-
-    def _stops_at_once(
-        self, reduced: Reduced, best: Tensor | Reduced
-    ) -> tuple[EarlyStoppingReason, str] | None:
-        if self.check_finite and (reduced.not_finite or not math.isfinite(reduced.number)):
-            message = f"Monitored metric {self.monitor} = {reduced.value} is not finite."
-            if reduced.ranks > 1 and reduced.not_finite:
-                message += f" It is not finite on {ranks_in_words(reduced.not_finite)}."
-            message += f" Previous best value was {_tensor(best):.3f}."
-            return EarlyStoppingReason.NON_FINITE_METRIC, message
-        if self.stopping_threshold is None and self.divergence_threshold is None:
-            return None
-        current, (better, sign) = reduced.value, MODES[self.mode]
-        threshold = self.stopping_threshold
-        if threshold is not None and better(current, threshold):
-            message = f"Stopping threshold reached: {self.monitor} = {current} {sign} {threshold}."
-            return EarlyStoppingReason.STOPPING_THRESHOLD, message
-        threshold = self.divergence_threshold
-        if threshold is not None and better(-current, -threshold):
-            message = f"Divergence threshold reached: {self.monitor} = {current} {sign} {threshold}."
-            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, message
-        return None
-
-    def _improvement(self, current: Tensor, best: Tensor) -> str:
-        best = best.to(current.device)
-        if not torch.isfinite(best):
-            return f"Metric {self.monitor} improved. New best score: {current:.3f}"
-        return (
-            f"Metric {self.monitor} improved by {abs(best - current):.3f} >="
-            f" min_delta = {abs(self.min_delta)}. New best score: {current:.3f}"
-        )
-
-
-def _tensor(best: Tensor | Reduced) -> Tensor:
-    return best.value if isinstance(best, Reduced) else best
 
 
 def combine(
@@ -206,16 +107,7 @@ def reduce_entries(
         number = (min if how == "min" else max)(values)
     if how == "mean" and not dtype.is_floating_point and len(values) > 1:
         dtype = torch.float32
-    return Reduced(_rounded(number, dtype), dtype, tuple(not_finite), len(entries))
-
-
-_SINGLE = struct.Struct("f")
-
-
-def _rounded(number: float, dtype: torch.dtype) -> float:
-    if dtype == torch.float32:
-        return float(_SINGLE.unpack(_SINGLE.pack(number))[0])
-    return number if dtype == torch.float64 else float(Reduced(number, dtype).value)
+    return Reduced(number, dtype, tuple(not_finite))
 
 
 def missing_message(monitor: str, entries: Sequence[Entry]) -> str:

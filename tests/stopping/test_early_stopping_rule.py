@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,6 @@ from lightning_lockstep import ConfigurationError, MetricMissingError, SyncedEar
 from lightning_lockstep._doors.lightning import EarlyStopping, EarlyStoppingReason
 from lightning_lockstep.stopping.early_stopping import (
     Entry,
-    Progress,
-    StopRule,
     combine,
     missing_message,
     reduce_entries,
@@ -45,7 +44,7 @@ def entries(*values: float | None) -> list[Entry]:
 )
 def test_one_value_is_made_of_all_ranks(how, values, value, not_finite):
     reduced = reduce_entries(entries(*values), how)
-    assert reduced.not_finite == not_finite and reduced.ranks == 2
+    assert reduced.not_finite == not_finite
     torch.testing.assert_close(reduced.value, torch.tensor(value), equal_nan=True)
 
 
@@ -60,6 +59,12 @@ def test_an_entry_survives_packing():
         entry = Entry.of(metric, ["a"])
         there = Entry.unpack(entry.pack())
         assert repr(there) == repr(entry)
+
+
+def a_trainer():
+    """What early stopping asks of a Trainer."""
+    strategy = SimpleNamespace(reduce_boolean_decision=lambda decision, all: decision)
+    return SimpleNamespace(fast_dev_run=False, current_epoch=7, should_stop=False, strategy=strategy)
 
 
 def stock_and_ours(**settings):
@@ -81,10 +86,13 @@ def test_any_sequence_of_values_ends_as_with_lightnings(seed):
     for _ in range(25):
         number = chance.choice([NAN, INF, 0.9, 1.0, 0.1]) if chance.random() < 0.2 else chance.random() * 3
         value = torch.tensor(number)
-        assert ours._evaluate_stopping_criteria(value) == stock._evaluate_stopping_criteria(value)
+        trainers = a_trainer(), a_trainer()
+        for callback, trainer in zip((ours, stock), trainers, strict=True):
+            trainer.callback_metrics = {"m": value}
+            callback._run_early_stopping_check(trainer)
+        assert trainers[0].should_stop == trainers[1].should_stop
         mine, theirs = ours.state_dict(), stock.state_dict()
         torch.testing.assert_close(mine.pop("best_score"), theirs.pop("best_score"), equal_nan=True)
-        mine.pop("stopping_reason_message"), theirs.pop("stopping_reason_message")
         assert mine == theirs
 
 
@@ -100,20 +108,16 @@ def test_attributes_and_state_are_lightnings():
     assert back.state_dict() == ours.state_dict()
 
 
-def test_a_decision_leaves_the_state_it_was_given_alone():
-    rule = StopRule(monitor="m", patience=1)
-    before = Progress(torch.tensor(1.0), 0)
-    decision = rule.decide(before, reduce_entries(entries(2.0), "mean"))
-    assert decision.stop and decision.reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
-    assert decision.progress.wait_count == 1 and before.wait_count == 0
-
-
-def test_nan_on_one_rank_is_named():
-    decision = StopRule(monitor="m").decide(
-        Progress(torch.tensor(1.0)), reduce_entries(entries(1.0, NAN), "min")
-    )
-    assert decision.reason is EarlyStoppingReason.NON_FINITE_METRIC
-    assert "It is not finite on rank 1." in decision.message
+def test_what_is_not_finite_on_one_rank_stops_whatever_the_others_have_and_is_named():
+    for how, other in (("min", NAN), ("min", INF), ("max", -INF), ("mean", INF)):
+        ours, trainer = SyncedEarlyStopping("m", mode="min", reduce=how), a_trainer()
+        ours._check(trainer, entries(1.0, other))
+        assert trainer.should_stop and ours.stopping_reason is EarlyStoppingReason.NON_FINITE_METRIC
+        assert ours.stopping_reason_message.startswith(f"Monitored metric m = {other} is not finite.")
+        assert "It is not finite on rank 1." in ours.stopping_reason_message
+        ours, trainer = SyncedEarlyStopping("m", reduce=how, check_finite=False), a_trainer()
+        ours._check(trainer, entries(1.0, other))
+        assert not trainer.should_stop
 
 
 def test_the_messages_for_a_missing_metric():
