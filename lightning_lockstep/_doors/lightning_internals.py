@@ -105,7 +105,7 @@ INHERITED: dict[str, str] = {
     "DeepSpeedStrategy._initialize_deepspeed_inference": "as above; and it takes all hooks off the user's modules",
     "DeepSpeedStrategy._set_deepspeed_activation_checkpointing": "Lightning's does not hand over all of its options",
     "BatchSizeFinder._early_exit": "the Tuner sets it, so that the run ends with the search",
-    "EarlyStopping._evaluate_stopping_criteria": "the rule of Lightning's early stopping, asked with the one value of all ranks",
+    "EarlyStopping._evaluate_stopping_criteria": "Lightning's rule of early stopping, asked with the one value of all ranks",
     "EarlyStopping._log_info": "prints the reason of a stop as Lightning does",
     "EarlyStopping._run_early_stopping_check": "the moment at which Lightning looks at the monitored value",
     "MLFlowLogger._initialized": "whether the run at the store has begun",
@@ -113,13 +113,6 @@ INHERITED: dict[str, str] = {
     "MLFlowLogger._tracking_uri": "where the run will be logged",
     "WandbLogger._experiment": "the run of wandb, if it has begun; the public property begins one",
     "WandbLogger._wandb_init": "holds an argument that wandb warns of whatever its value",
-    "_AutomaticOptimization._make_closure": "the closure of a batch, which is run again when it does not fit",
-    "_AutomaticOptimization._make_step_fn": "the forward part of a closure",
-    "_AutomaticOptimization._make_zero_grad_fn": "the zero_grad part of a closure",
-    "_AutomaticOptimization._make_backward_fn": "the backward part of a closure",
-    "_AutomaticOptimization._skip_backward": "a loop that replaces another one keeps its setting",
-    "Closure._zero_grad_fn": "the zero_grad part of a closure, run before a step is split",
-    "Closure._backward_fn": "the backward part of a closure, run again for a part of a batch",
     "_SubprocessScriptLauncher._check_can_spawn_children": "refuses to start ranks from a rank",
     "_MultiProcessingLauncher._already_fit": "refuses a second fit, whose optimizers stayed in the ranks",
     "_MultiProcessingLauncher._recover_results_in_main_process": "brings weights and metrics back from rank 0",
@@ -342,6 +335,26 @@ def search_only(finder: Any) -> None:
 def before_batch_transfer(module: Any, batch: Any) -> Any:
     """Return the batch as the module's hooks hand it on before it goes to the device."""
     return module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+@touches(
+    "_AutomaticOptimization._make_closure",
+    "_AutomaticOptimization._make_step_fn",
+    "_AutomaticOptimization._make_backward_fn",
+    "_AutomaticOptimization._make_zero_grad_fn",
+    why="the closure of a batch, whose parts are run again where it does not fit",
+)
+def make_closures_by(trainer: Any, make: Callable[..., Any]) -> Callable[[], None]:
+    """Have the fit loop take its closures from ``make(kwargs, make_step, backward, zero_grad)``."""
+    # Backward and zero_grad may be None. Returns what undoes it.
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+
+    def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        backward, zero_grad = loop._make_backward_fn(optimizer), loop._make_zero_grad_fn(batch_idx, optimizer)
+        return make(kwargs, loop._make_step_fn, backward, zero_grad)
+
+    vars(loop)["_make_closure"] = make_closure
+    return lambda: vars(loop).pop("_make_closure", None)
 
 
 _WHY_ACCUMULATES = (

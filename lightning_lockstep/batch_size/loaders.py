@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_lockstep._doors.lightning import (
@@ -35,58 +36,70 @@ class SearchRefusedError(BatchSizeError, MisconfigurationException):
     """A search is not possible on any rank; programs for ``BatchSizeFinder`` catch it as Lightning's."""
 
 
-# -- The attributes that hold a batch size, in the places where Lightning looks for them --
+# -- The places that hold a batch size, and real batches of any size from there --
+# It lives in an attribute (of the module, its hparams, the data module or its hparams) that the loader is made with, or
+# in a DataLoader that was passed to ``fit()``. Every attribute of that name follows in any case: a step may read it.
 
 
-class SizeAttributes:
-    """The batch size as attribute of the module, its hparams, the data module and its hparams, wherever it exists.
+class BatchLoaders:
+    """The batch size of one loop, where it is kept, and the data behind it."""
 
-    A property that cannot be set counts as none: it shows what another place holds.
-    """
+    def __init__(self, trainer: Trainer, module: LightningModule, name: str = "batch_size") -> None:
+        self._trainer, self._module, self._name = trainer, module, name
+        self._loop = getattr(trainer, f"{loop_of(trainer)}_loop")
+        self._source = data_source(self._loop)
+        self.in_attribute = bool(self._source.is_module())  # whether the loaders are made with the attribute
+        if self.in_attribute and not self._holders():
+            raise SearchRefusedError(
+                f"no attribute {name!r} was found in the module, its hparams, the data module or its hparams."
+                f" Add self.{name} and make the loader with it, name another with batch_arg_name=, or pass the"
+                " DataLoader to the Trainer's method."
+            )
+        self._given = self._source.dataloader() if self._source.is_defined() else None
+        self.loaders = _flattened(self._given)
+        if not self.loaders:
+            raise SearchRefusedError(
+                "there is no DataLoader to change the batch size of: the loader is empty or None"
+            )
+        self.size = int(self.loaders[0].batch_size or 1)  # as configured now [samples per rank]
+        if self.in_attribute and self.size not in self._values():
+            self._check_effect()
+        # Of this rank in an epoch; the smallest number of all ranks is not known here.
+        self.samples = max(1, min(_whole_share(trainer, loader) for loader in self.loaders))
 
-    def __init__(self, module: LightningModule, name: str) -> None:
-        self._module, self._name = module, name
+    def _check_effect(self) -> None:
+        """Raise unless the loader follows the attribute, if not to the very number."""
+        value = next(filter(None, self._values()), None)
+        if value is None:
+            return
+        with self.former_size():
+            follows = self.made_with(self.size + 1)[0].batch_size != self.size
+        if not follows:
+            places = " and ".join(f"{type(holder).__name__}.{self._name}" for holder in self._holders())
+            raise SearchRefusedError(
+                f"{places} is {value!r}, but the loader was made with batch_size={self.size}."
+                f" Make it with self.{self._name}, so that a change has an effect."
+            )
 
-    def __bool__(self) -> bool:
-        return bool(self._holders())
+    # -- the attributes --
 
-    def __str__(self) -> str:
-        return " and ".join(f"{type(holder).__name__}.{self._name}" for holder in self._holders())
+    def _holders(self) -> list[Any]:
+        """Return what has an attribute (or key) of that name; perhaps nothing, where a DataLoader was passed."""
+        # Looked up each time: restoring a module may replace its hparams. A property that cannot be set counts as
+        # none: it shows what another place holds.
+        found = _lightning_get_all_attr_holders(self._module, self._name)
+        attributes = [getattr(type(holder), self._name, None) for holder in found]
+        return [
+            holder
+            for holder, attribute in zip(found, attributes, strict=True)
+            if not isinstance(attribute, property) or attribute.fset is not None
+        ]
 
-    @property
-    def values(self) -> list[Any]:
-        """What each place holds, in Lightning's order."""
+    def _values(self) -> list[Any]:
         return [
             holder[self._name] if isinstance(holder, dict) else getattr(holder, self._name)
             for holder in self._holders()
         ]
-
-    def set(self, size: int) -> None:
-        self._write([size] * len(self._holders()))
-
-    @contextmanager
-    def former_on_error(self) -> Iterator[None]:
-        """Put the former values back if the body raises."""
-        before = self.values
-        try:
-            yield
-        except BaseException:
-            self._write(before)
-            raise
-
-    @contextmanager
-    def former_afterwards(self) -> Iterator[None]:
-        """Put the former values back when the body ends."""
-        before = self.values
-        try:
-            yield
-        finally:
-            self._write(before)
-
-    def _holders(self) -> list[Any]:
-        # Looked up each time: restoring a module may replace its hparams.
-        found = _lightning_get_all_attr_holders(self._module, self._name)
-        return [holder for holder in found if not _is_read_only(holder, self._name)]
 
     def _write(self, values: Sequence[Any]) -> None:
         for holder, value in zip(self._holders(), values, strict=True):
@@ -95,92 +108,60 @@ class SizeAttributes:
             else:
                 setattr(holder, self._name, value)
 
+    def hold(self, size: int) -> None:
+        """Let every attribute of that name hold ``size``."""
+        self._write([size] * len(self._holders()))
 
-def _is_read_only(holder: Any, name: str) -> bool:
-    attribute = getattr(type(holder), name, None)
-    return isinstance(attribute, property) and attribute.fset is None
+    @contextmanager
+    def former_size(self, *, on_error_only: bool = False) -> Iterator[None]:
+        """Put the former values of the attributes back when the body ends, or if it raises."""
+        before = self._values()
+        try:
+            yield
+        except BaseException:
+            self._write(before)
+            raise
+        if not on_error_only:
+            self._write(before)
 
+    # -- the loaders --
 
-# -- Where the batch size lives, and real batches of any size from there --
-# It lives in an attribute (of the module, its hparams, the data module or its hparams) that the loader is
-# made with, or in a DataLoader that was passed to ``fit()``.
-
-
-class BatchLoaders:
-    """The batch size of one loop, where it is kept, and the data behind it."""
-
-    def __init__(self, trainer: Trainer, module: LightningModule, name: str = "batch_size") -> None:
-        self._trainer = trainer
-        self._loop = getattr(trainer, f"{trainer.state.fn.value if trainer.state.fn else 'fit'}_loop")
-        self._source = data_source(self._loop)
-        self.in_attribute = bool(self._source.is_module())  # whether the loaders are made with the attribute
-        self.attributes = SizeAttributes(module, name)  # perhaps none, where a DataLoader was passed
-        if self.in_attribute and not self.attributes:
-            raise SearchRefusedError(
-                f"no attribute {name!r} was found in the module, its hparams, the data module or its hparams."
-                f" Add self.{name} and make the loader with it, name another with batch_arg_name=, or pass the"
-                " DataLoader to the Trainer's method."
-            )
-        given = self._request()
-        self._combined = given if isinstance(given, CombinedLoader) else None
-        self.loaders = _flattened(given)
-        if not self.loaders:
-            raise SearchRefusedError(
-                "there is no DataLoader to change the batch size of: the loader is empty or None"
-            )
-        self.size = int(self.loaders[0].batch_size or 1)  # as configured now [samples per rank]
-        if self.in_attribute and self.size not in self.attributes.values:
-            self._check_effect(name)
-        # Of this rank in an epoch; the smallest number of all ranks is not known here.
-        self.samples = max(1, min(_whole_share(trainer, loader) for loader in self.loaders))
-
-    def _check_effect(self, name: str) -> None:
-        """Raise unless the loader follows the attribute, if not to the very number."""
-        value = next(filter(None, self.attributes.values), None)
-        if value is None:
-            return
-        with self.attributes.former_afterwards():
-            follows = self.made_with(self.size + 1)[0].batch_size != self.size
-        if not follows:
-            raise SearchRefusedError(
-                f"{self.attributes} is {value!r}, but the loader was made with batch_size={self.size}."
-                f" Make it with self.{name}, so that a change has an effect."
-            )
-
-    def _request(self) -> Any:
-        if not self._source.is_defined():
-            return None
-        return self._source.dataloader()
+    def _with_size(self, size: int) -> Any:
+        """Return what the loop would be given with that size, which the attributes then hold."""
+        self.hold(size)
+        if self.in_attribute:
+            return self._source.dataloader()
+        given = self._source.instance
+        if isinstance(given, CombinedLoader):
+            combined = copy.copy(given)
+            combined.flattened = [with_batch_size(loader, size) for loader in self.loaders]
+            return combined
+        return apply_to_collection(given, DataLoader, with_batch_size, size)
 
     def made_with(self, size: int) -> list[DataLoader[Any]]:
         """Return the loaders that the run would have with that size, which the attributes then hold."""
-        self.attributes.set(size)
-        if self.in_attribute:
-            return _flattened(self._request())
-        return [with_batch_size(loader, size) for loader in self.loaders]
+        return _flattened(self._with_size(size))
 
     def apply(self, size: int) -> None:
         """Make ``size`` the batch size of the run."""
-        self.attributes.set(size)
-        if not self.in_attribute:
-            self._source.instance = self._rebuilt(size)
         self.size = size
+        if self.in_attribute:
+            self.hold(size)
+        else:
+            self._source.instance = self._with_size(size)
         strategy = self._trainer.strategy
-        if isinstance(strategy, HasEngineTrials) and self._fits:
+        fits = in_fit(self._trainer)
+        if isinstance(strategy, HasEngineTrials) and fits:
             strategy.engine_trials.take_sizes(
                 batch_size=size, accumulate=self._trainer.accumulate_grad_batches
             )
         # All ranks, alike: in an evaluation this is as collective as the first making of the loaders.
         if drop_loaders(self._loop):
             self._loop.setup_data()
-            if self._fits:
+            if fits:
                 self._go_on_in_fit()
             else:
                 self._loop.reset()
-
-    @property
-    def _fits(self) -> bool:
-        return self._trainer.state.fn is None or self._trainer.state.fn.value == "fit"
 
     def _go_on_in_fit(self) -> None:
         """In the midst of a fit: shuffle for this epoch, and validate with the new size from the next time on."""
@@ -191,33 +172,30 @@ class BatchLoaders:
         if self.in_attribute:
             drop_loaders(self._loop.epoch_loop.val_loop)
 
-    def _rebuilt(self, size: int) -> Any:
-        if self._combined is not None:
-            combined = copy.copy(self._combined)
-            combined.flattened = [with_batch_size(loader, size) for loader in self.loaders]
-            return combined
-        given = self._source.instance
-        if isinstance(given, DataLoader):
-            return with_batch_size(given, size)
-        return _map_loaders(given, lambda loader: with_batch_size(loader, size))
-
     def batch(self, size: int) -> Any:
         """Return one collated batch of ``size`` samples, in the structure that the step expects."""
         # The samples are those the sampler gives first; where there are fewer, they are repeated.
         made = [_collated(loader, size) for loader in self.loaders]
-        given = self._combined.iterables if self._combined is not None else None
-        if given is None:
-            given = self._source.instance if not self.in_attribute else self.loaders[0]
-        if isinstance(given, DataLoader) or len(made) == 1:
+        if not in_fit(self._trainer):  # evaluations take one loader after the other
             return made[0]
+        structure = self._given.iterables if isinstance(self._given, CombinedLoader) else self._given
         batches = iter(made)
-        return _map_loaders(given, lambda loader: next(batches))
+        return apply_to_collection(structure, DataLoader, lambda loader: next(batches))
 
     def generators(self) -> list[torch.Generator]:
         """Return the random generators of loaders and samplers."""
         holders = itertools.chain.from_iterable((loader, loader.sampler) for loader in self.loaders)
         found = [getattr(holder, "generator", None) for holder in holders]
         return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+def loop_of(trainer: Trainer) -> str:
+    """Return the loop that a Trainer is in: ``fit``, ``validate``, ``test`` or ``predict``."""
+    return trainer.state.fn.value if trainer.state.fn is not None else "fit"
+
+
+def in_fit(trainer: Trainer) -> bool:
+    return loop_of(trainer) == "fit"
 
 
 def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
@@ -276,28 +254,12 @@ def _checked(loader: object) -> DataLoader[Any]:
 
 
 def _collated(loader: DataLoader[Any], size: int) -> Any:
-    indices: Iterable[Any] = itertools.islice(_repeat(loader.sampler), size)
     dataset: Any = loader.dataset
+    indices = list(itertools.islice(itertools.cycle(loader.sampler), size))
+    if not indices:
+        raise BatchSizeError("the sampler of the loader is empty on this rank")
     if hasattr(dataset, "__getitems__"):
-        samples = dataset.__getitems__(list(indices))
+        samples = dataset.__getitems__(indices)
     else:
         samples = [dataset[index] for index in indices]
     return loader.collate_fn(samples)
-
-
-def _repeat(sampler: Iterable[Any]) -> Iterable[Any]:
-    while True:
-        empty = True
-        for index in sampler:
-            empty = False
-            yield index
-        if empty:
-            raise BatchSizeError("the sampler of the loader is empty on this rank")
-
-
-def _map_loaders(tree: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, dict):
-        return type(tree)((key, _map_loaders(value, function)) for key, value in tree.items())
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_map_loaders(value, function) for value in tree)
-    return function(tree)

@@ -8,10 +8,9 @@ import gc
 import os
 import re
 import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,18 +36,13 @@ _KEPT_UP_TO = 32 * 2**20  # where glibc's own growth ends
 
 
 @cache
-def _c_library() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-@cache
-def _function(name: str) -> Callable[..., int] | None:
-    return getattr(_c_library(), name, None)
+def _c_function(name: str) -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def trim() -> None:
     """Return what malloc keeps unused to the system, where the C library can."""
-    function = _function("malloc_trim")
+    function = _c_function("malloc_trim")
     if function is not None:
         function(0)
 
@@ -67,9 +61,9 @@ def keep_freed_memory() -> None:
 
 
 def _set_thresholds(size: int) -> None:
-    mallopt = _function("mallopt")
+    mallopt = _c_function("mallopt")
     own = "MALLOC_MMAP_THRESHOLD_" in os.environ or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if mallopt is None or _function("gnu_get_libc_version") is None or own:
+    if mallopt is None or _c_function("gnu_get_libc_version") is None or own:
         return
     mallopt(_MMAP_THRESHOLD, size)
     mallopt(_TRIM_THRESHOLD, 2 * size)
@@ -78,7 +72,7 @@ def _set_thresholds(size: int) -> None:
 # -- How much memory a trial used at its peak, and how much there is --
 # On CUDA the caching allocator knows. On CPU it is the kernel: what is counted is what the limit that binds
 # counts, so that a prediction meets the limit where it is. The kernel keeps the highest value itself;
-# samples would miss peaks, and the thread that takes them has a stack and an allocator's arena of its own.
+# samples would miss peaks.
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -186,14 +180,14 @@ class CPUMeter(MemoryMeter):
         unlimited = address_space == psutil.RLIM_INFINITY
         if not unlimited and address_space - now.vms < resident_limit - now.rss:
             self.limit, self.judges, self.source = float(address_space), False, "RLIMIT_AS"
-        # Owed: what the run will take and a trial does not [bytes]. It counts as if it were in use.
-        self._owed, self._peak_before = owed, 0
-        self._samples: _Samples | None = None
+        # What the run will take and a trial does not [bytes]. It counts as if it were in use.
+        self._owed = owed if self.judges else 0
+        self._record = "VmHWM" if self.judges else "VmPeak"
+        self._before = (0, 0)  # record and use when a trial began
 
     @property
     def headroom(self) -> float:
-        now = self._process.memory_info()
-        return float(self.limit - self._owed - (now.rss if self.judges else now.vms))
+        return float(self.limit - self._owed - self._in_use)
 
     @property
     def data_limit(self) -> int:
@@ -201,49 +195,22 @@ class CPUMeter(MemoryMeter):
         data: int = self._process.memory_info().data
         return data + max(0, int(self.headroom))
 
+    @property
+    def _in_use(self) -> int:
+        now = self._process.memory_info()
+        return int(now.rss if self.judges else now.vms)
+
     def start(self) -> None:
-        self._peak_before = _peak("VmPeak")
-        if self.judges and not _reset_peak_of_resident(self._process):
-            self._samples = _Samples(self._process)
+        if self.judges:
+            with suppress(OSError):
+                # Sets the record to what is in use. Some sandboxes refuse it, or accept it and do nothing.
+                Path("/proc/self/clear_refs").write_text("5")
+        self._before = _peak(self._record), self._in_use
 
     def stop(self) -> MemoryUse:
-        if not self.judges:
-            highest = _peak("VmPeak")
-            return MemoryUse(float(highest) if highest > self._peak_before else None, self.limit)
-        if self._samples is None:
-            return MemoryUse(float(_peak("VmHWM") + self._owed), self.limit)
-        samples, self._samples = self._samples, None
-        return MemoryUse(float(samples.stop() + self._owed), self.limit)
-
-
-class _Samples:
-    """Highest resident memory among samples, where the kernel does not let its own record be reset."""
-
-    def __init__(self, process: psutil.Process) -> None:
-        self._process, self._highest = process, int(process.memory_info().rss)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="lockstep-memory", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> int:
-        self._stop.set()
-        self._thread.join()
-        self._highest = max(self._highest, self._process.memory_info().rss)
-        return self._highest
-
-    def _sample(self) -> None:
-        while not self._stop.wait(0.001):
-            self._highest = max(self._highest, self._process.memory_info().rss)
-
-
-def _reset_peak_of_resident(process: psutil.Process) -> bool:
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    # Some sandboxes accept the write and do nothing.
-    resident: int = process.memory_info().rss
-    return _peak("VmHWM") <= resident + 16 * 2**20
+        highest, (record, in_use) = _peak(self._record), self._before
+        known = highest > record or abs(record - in_use) <= 16 * 2**20
+        return MemoryUse(float(highest + self._owed) if known else None, self.limit)
 
 
 def _peak(name: str) -> int:
@@ -266,67 +233,41 @@ def _host_limit(local_ranks: int) -> tuple[int, str]:
 @contextmanager
 def limited_memory(meter: MemoryMeter | None) -> Iterator[None]:
     """Let allocations beyond the limit of ``meter`` fail while the body runs."""
-    if isinstance(meter, CPUMeter) and meter.judges and sys.platform == "linux":
-        with _data_limit(meter):
-            yield
-    elif isinstance(meter, CUDAMeter) and meter.memory_limit is not None:
-        total = torch.cuda.get_device_properties(meter.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, meter.memory_limit / total), meter.device)
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, meter.device)
-    else:  # the limit raises by itself, or memory cannot be read
-        yield
+    with ExitStack() as stack:
+        if isinstance(meter, CPUMeter) and meter.judges:
+            import resource  # not on every system
 
-
-@contextmanager
-def _data_limit(meter: CPUMeter) -> Iterator[None]:
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    ceiling = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
-    # Counted from now: pages that were given back, but whose addresses malloc keeps, can be used again.
-    resource.setrlimit(resource.RLIMIT_DATA, (min([meter.data_limit, *ceiling]), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+            soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            ceiling = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
+            # Counted from now: pages that were given back, but whose addresses malloc keeps, can be used again.
+            resource.setrlimit(resource.RLIMIT_DATA, (min([meter.data_limit, *ceiling]), hard))
+            stack.callback(resource.setrlimit, resource.RLIMIT_DATA, (soft, hard))
+        elif isinstance(meter, CUDAMeter) and meter.memory_limit is not None:
+            total = torch.cuda.get_device_properties(meter.device).total_memory
+            share = min(1.0, meter.memory_limit / total)
+            torch.cuda.set_per_process_memory_fraction(share, meter.device)
+            stack.callback(torch.cuda.set_per_process_memory_fraction, 1.0, meter.device)
+        yield  # else the limit raises by itself, or memory cannot be read
 
 
 # -- Which errors mean that memory ran out, and how to get it back --
 # Only errors that say so count. A shape error, a device-side assertion or a bug must surface at once, not
 # be mistaken for a batch that is too large.
 
-# What allocators and libraries write, in lower case. Each is specific enough not to appear in other errors.
+# What allocators and libraries write, in lower case.
 _TEXTS = (
-    "cuda out of memory",
-    "hip out of memory",
-    "xpu out of memory",
-    "mps backend out of memory",
-    "npu out of memory",  # Ascend
-    "module:pt_devmem allocation failed",  # HPU
-    "cuda error: out of memory",
-    "hip error: out of memory",
-    "cuda driver error: out of memory",
-    "cuda failure 'out of memory'",  # nccl, when it allocates its own buffers
-    "cuda failure 2 'out of memory'",
+    "out of memory",  # CUDA, HIP, XPU, MPS, NPU, nccl; XLA on CPU
+    "outofmemory",  # Metal: kIOGPUCommandBufferCallbackErrorOutOfMemory
+    "out_of_device_memory",  # XPU: UR_RESULT_ERROR_...
+    "out_of_host_memory",
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
+    "alloc_failed",  # CUBLAS_STATUS_..., CUDNN_STATUS_..., CUSOLVER, CUSPARSE, CUFFT, HIPBLAS
     "cudnn_status_internal_error_host_allocation_failed",
     "cudnn_status_internal_error_device_allocation_failed",
-    "cusolver_status_alloc_failed",
-    "cusparse_status_alloc_failed",
-    "cufft_alloc_failed",
-    "hipblas_status_alloc_failed",
     "miopenstatusallocfailed",
+    "module:pt_devmem allocation failed",  # HPU
     "resource_exhausted",  # XLA
-    "error preparing computation: out of memory allocating",  # XLA on CPU
-    "ur_result_error_out_of_device_memory",  # XPU
-    "ur_result_error_out_of_host_memory",
-    "outofmemory",  # Metal: kIOGPUCommandBufferCallbackErrorOutOfMemory
     "std::bad_alloc",
 )
 # cuDNN answers this too when no algorithm's workspace fits; it counts only while the GPU is nearly full.

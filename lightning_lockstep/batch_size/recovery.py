@@ -1,125 +1,77 @@
-"""A batch that does not fit in mid-run: split, halved or refused, alike on all ranks."""
+"""A batch that does not fit in mid-run: run again in micro-batches under the same optimizer step, or left out.
+
+The rank concerned does it alone, its micro-batches out of the wrapper's sight; then the wrapper is made to send what
+it still owes (see :mod:`lightning_lockstep.distributed.c10d_operators`). The other ranks see an ordinary, slower step.
+What hangs on a decision of all (a step that is left out, or the end of the run) goes through a notice: the others wait
+in their backward for the gradients that this rank owes; it posts its notice, and sends the gradients only once every
+rank has acknowledged it, so each finds the notice when its backward returns. All take the same decision in the same
+step, and a step without a notice costs one attribute read.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.lightning import ClosureResult, LightningModule, Trainer
-from lightning_lockstep._doors.lightning_internals import accumulates, logs_as
-from lightning_lockstep.batch_size.loaders import SearchRefusedError
-from lightning_lockstep.batch_size.memory import release_memory
-from lightning_lockstep.batch_size.split_step import (
-    SPLIT_ON_PURPOSE,
-    GuardedClosure,
-    GuardedOptimization,
-    KnownSizes,
-    LogCall,
-    SplitStep,
-    TooLargeError,
-    samples_in,
-    volume,
+from lightning_lockstep._doors.lightning import Closure, ClosureResult, LightningModule, Trainer
+from lightning_lockstep._doors.lightning_internals import accumulates, logs_as, make_closures_by
+from lightning_lockstep.batch_size.memory import Failure, attempt, is_out_of_memory, release_memory
+from lightning_lockstep.batch_size.split_step import LogRecord, merged_extra, samples_in, split, volume
+from lightning_lockstep.distributed import Message, current_communicator
+from lightning_lockstep.distributed.c10d_operators import (
+    GradientMarks,
+    ddp_of,
+    deliver_gradients,
+    why_not_resumable,
 )
-from lightning_lockstep.distributed import Communicator, Message, current_communicator
-from lightning_lockstep.distributed.c10d_operators import ddp_of, deliver_gradients, why_not_resumable
 from lightning_lockstep.errors import BatchSizeError
-from lightning_lockstep.steps.capabilities import HasEngineTrials
-from lightning_lockstep.steps.patching import put_in_place
-
-# -- What a rank that runs out of memory in mid-run sends to the others, at no cost to a step --
-# The others wait in their backward for the gradients that this rank owes. It posts its notice, and sends
-# the gradients only once every rank has acknowledged it, so each finds the notice when its backward
-# returns: all take the same decision in the same step, and a step without a notice costs one attribute
-# read.
+from lightning_lockstep.steps.isolated import gradients_apart, on_plain_module
+from lightning_lockstep.steps.patching import put_in_place, replaced
+from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Snapshot
 
 _NOTICE, _ACKNOWLEDGED, _COUNT = "batch_size/notice", "batch_size/acknowledged", "batch_size/count"
+_PATIENCE = 60.0  # for the acknowledgement of a rank [s]
+_ON_PURPOSE = "this batch is as large as one that did not fit"
 
 
-@dataclass(frozen=True)
-class Notice:
-    """A decision that all ranks take at the end of the same optimizer step."""
-
-    step: int  # of the optimizer, counted alike on every rank
-    fatal: bool  # the run ends; otherwise the step is left out
-    text: str  # what happened, with the rank
+class _TooLargeError(MemoryError):
+    """Raised in place of a step that is known not to fit."""
 
 
-class Notices:
-    """Sends and receives notices."""
+class _GuardedClosure(Closure):
+    """Forward and backward of one batch, which a :class:`Recovery` runs."""
 
-    def __init__(self, communicator: Communicator, on_count: Callable[[int, str], None]) -> None:
-        self._communicator = communicator
-        self._channel = communicator.side_channel  # opened here, by all ranks together
-        self._waiting: set[int] = set()
-        self._all_acknowledged = threading.Event()
-        # By step, and then by rank: the next step's may come before this one's was read, and where two ranks
-        # ran out in one step all must give the same reason.
-        self._notices: dict[int, dict[int, Notice]] = {}
-        self._remove = [
-            self._channel.on(_NOTICE, self._receive),
-            self._channel.on(_ACKNOWLEDGED, self._acknowledged),
-            self._channel.on(_COUNT, lambda message: on_count(message.sender, str(message.body))),
-        ]
+    # Nothing in it refers back to it: a cycle would keep every batch alive until the collector's next run.
 
-    def count(self, text: str) -> None:
-        """Let rank 0 know that this rank split or skipped a batch."""
-        self._channel.post(_COUNT, text, to=0)
-
-    def send(self, notice: Notice, timeout: float = 60.0) -> bool:  # timeout [s]
-        """Make every rank take the decision, before sending what is owed; return whether all acknowledged."""
-        self._keep(self._communicator.rank, notice)
-        others = set(range(self._communicator.world_size)) - {self._communicator.rank}
-        if not others:
-            return True
-        self._waiting = others
-        self._all_acknowledged.clear()
-        self._channel.post(_NOTICE, [notice.step, notice.fatal, notice.text])
-        return self._all_acknowledged.wait(timeout)
+    def __init__(
+        self,
+        recovery: Recovery,
+        kwargs: dict[str, Any],  # of training_step, the batch first
+        make_step: Callable[[Any], Callable[[], Any]],
+        backward: Callable[[Tensor], None] | None,
+        zero_grad: Callable[[], None] | None,
+    ) -> None:
+        marked = None if backward is None else partial(recovery.run_backward, backward)
+        super().__init__(make_step(kwargs), marked, zero_grad)
+        self._recovery, self.kwargs, self.make_step = recovery, kwargs, make_step
+        self.backward, self.zero_grad = backward, zero_grad
 
     @property
-    def none(self) -> bool:
-        """Whether there is no notice for any step."""
-        return not self._notices
+    def batch(self) -> Any:
+        return next(iter(self.kwargs.values()))
 
-    def at(self, step: int) -> Notice | None:
-        """Return the notice for this optimizer step, once; of several the lowest rank's."""
-        notices = self._notices.pop(step, None)
-        return None if notices is None else notices[min(notices)]
-
-    def close(self) -> None:
-        for remove in self._remove:
-            remove()
-
-    def _receive(self, message: Message) -> None:
-        self._keep(message.sender, Notice(*message.body))
-        self._channel.post(_ACKNOWLEDGED, to=message.sender)
-
-    def _acknowledged(self, message: Message) -> None:
-        self._waiting.discard(message.sender)
-        if not self._waiting:
-            self._all_acknowledged.set()
-
-    def _keep(self, rank: int, notice: Notice) -> None:
-        # One operation each under the interpreter's lock: the receiving thread and this one both come here.
-        self._notices.setdefault(notice.step, {})[rank] = notice
-
-
-# -- A batch that does not fit in mid-run: run again in micro-batches under the same optimizer step, or left
-# out
-#
-# The rank concerned does it alone, its micro-batches out of the wrapper's sight (see
-# :mod:`lightning_lockstep.batch_size.split_step`); then the wrapper is made to send what it still
-# owes (see :mod:`lightning_lockstep.distributed.c10d_operators`). The other ranks see an ordinary, slower
-# step. What hangs on a decision of all goes through a notice.
+    def closure(self, *args: Any, **kwargs: Any) -> Any:
+        return self._recovery.run(self, super().closure)
 
 
 class Recovery:
-    """Runs a batch that did not fit again, or leaves it out."""
+    """Has the training steps of a fit survive running out of memory; made and closed by all ranks, together."""
 
     def __init__(
         self,
@@ -127,62 +79,108 @@ class Recovery:
         module: LightningModule,
         *,
         mode: Literal["split", "skip"],
-        loss_reduction: Literal["mean", "sum"],
-        communicator: Communicator,
-        on_count: Callable[[int, str], None],
+        loss_reduction: Literal["mean", "sum"],  # how the training step's loss adds up over samples
+        on_count: Callable[[int, str], None],  # on rank 0, with (rank, text), for each batch split or skipped
     ) -> None:
-        self._trainer, self._module, self._mode = trainer, module, mode
-        self._communicator = communicator
-        self.trainable = [p for p in module.parameters() if p.requires_grad]
-        self.notices = Notices(communicator, on_count)
-        self.recovered = 0  # batches of this rank that were split or skipped
+        reason = why_not_resumable(trainer.strategy.model)
+        if not module.automatic_optimization:
+            reason = (
+                "the module uses manual optimization, so this package does not control its optimizer steps"
+            )
+        if reason:
+            raise BatchSizeError(f"on_oom={mode!r} is not possible here: {reason}")
+        self._trainer, self._module = trainer, module
+        self._mode, self._loss_reduction = mode, loss_reduction
         self._ddp = ddp_of(trainer.strategy.model)
-        self._sizes = KnownSizes()
-        self._split_step = SplitStep(trainer, module, loss_reduction=loss_reduction)
-        self._last_logged: list[LogCall] | None = None
+        self._communicator = current_communicator()
+        self._channel = self._communicator.side_channel  # opened here, by all ranks together
+        self.recovered = 0  # batches of this rank that were split or skipped
+        self._trainable = self._trained_now()
+        # Of the step that is being made: what had arrived of the gradients when its backward began, what it logged.
+        self._marks: GradientMarks | None = None
+        self._logged = LogRecord()
+        self._last_logged: LogRecord | None = None  # by the last step that fitted
+        # One failure may be an accident. After a second of at least that volume, such batches are too large.
+        self._suspect: int | None = None
+        self._too_large: int | None = None
+        self._fitted = 1  # volume of a micro-batch that did
+        # (the run ends, what happened) by step, and then by rank: the next step's may come before this one's was
+        # read, and where two ranks ran out in one step all must give the same reason.
+        self._notices: dict[int, dict[int, tuple[bool, str]]] = {}
+        self._acknowledged = threading.Semaphore(0)
+        self._undo: list[Callable[[], Any]] = [
+            self._channel.on(_NOTICE, self._receive),
+            self._channel.on(_ACKNOWLEDGED, lambda message: self._acknowledged.release()),
+            self._channel.on(_COUNT, lambda message: on_count(message.sender, str(message.body))),
+            make_closures_by(trainer, partial(_GuardedClosure, self)),
+        ]
 
-    def refresh(self) -> None:
-        """Look again which parameters are trained: at the start of an epoch, where some may be frozen."""
-        self.trainable = [p for p in self._module.parameters() if p.requires_grad]
+    def close(self) -> None:
+        """Let the loop take its steps without a guard again."""
+        for undo in self._undo:
+            undo()
 
-    # -- around every step ------------------------------------------------------------------------------
+    def _trained_now(self) -> list[nn.Parameter]:
+        return [p for p in self._module.parameters() if p.requires_grad]
 
-    def prepare(self, call: GuardedClosure) -> list[Callable[[], None]]:
-        """Note what the step logs, and let one that is known not to fit stop before its forward."""
-        # A repetition must not log again, and a step left out still owes what it logs. Called around every
-        # step, so it is no context manager.
-        module, log, calls = self._module, self._module.log, call.logged
+    # -- every step -------------------------------------------------------------------------------------
 
-        def noted(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            log(name, value, *args, **kwargs)
-            calls.append((name, value.detach() if type(value) is Tensor else value, args, kwargs))
+    def run(self, call: _GuardedClosure, whole: Callable[[], Any]) -> Any:
+        """Run a step; where memory runs out, run it again in parts or leave it out."""
+        if self._trainer.fit_loop.epoch_loop.batch_idx == 0:  # an epoch may begin with some frozen
+            self._trainable = self._trained_now()
+        result, failure = self._attempt(call, whole)
+        # Outside the except clause: what the failed step held is free again.
+        if failure is not None:
+            result = self._recover(call, failure)
+        elif self._communicator.world_size > 1:
+            self._last_logged = self._logged
+        self._marks = None  # it refers to gradients
+        return self._decided(result)
 
-        undo = [put_in_place(module, "log", noted)]
-        if self._sizes.some_too_large and self._sizes.is_too_large(next(iter(call.kwargs.values()))):
+    def run_backward(self, backward: Callable[[Tensor], None], loss: Tensor) -> None:
+        """Run the backward of a whole batch."""
+        self._marks = GradientMarks(self._trainable)
+        backward(loss)
+
+    def _attempt(self, call: _GuardedClosure, whole: Callable[[], Any]) -> tuple[Any, str | None]:
+        # A repetition must not log again, and a step left out still owes what it logs. Called around every step,
+        # so without a context manager.
+        module = self._module
+        self._marks, self._logged = None, LogRecord(module.log)
+        self._logged.begin_part()
+        undo = [put_in_place(module, "log", self._logged)]
+        if (
+            self._too_large is not None
+            and volume(call.batch) >= self._too_large
+            and samples_in(call.batch) > 1
+        ):
             # The wrapper's own forward still runs: what it sends before the module's is owed to the others.
             undo.append(put_in_place(module, "training_step", _stop))
-        return undo
+        try:
+            return whole(), None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None, _ON_PURPOSE if isinstance(error, _TooLargeError) else Failure.of(error).summary[:200]
+        finally:
+            for put_back in undo:
+                put_back()
 
-    def succeeded(self, call: GuardedClosure) -> None:
-        """Remember what a step logs."""
-        if self._communicator.world_size > 1:
-            self._last_logged = call.logged
-
-    def decide(self, result: Any) -> Any:
+    def _decided(self, result: Any) -> Any:
         """Take the decision of a notice, at the end of a step in which gradients were reduced."""
         if self._mode == "skip" and self._module.device.type != "cpu":
             # The others' gradients, before which a notice is known, are reduced in the background there.
             torch.accelerator.synchronize()
-        if self.notices.none:
+        if not self._notices or accumulates(self._trainer):
             return result
-        if accumulates(self._trainer):
+        notices = self._notices.pop(self._step, None)
+        if notices is None:
             return result
-        notice = self.notices.at(self._step)
-        if notice is None:
-            return result
-        if notice.fatal:
-            raise BatchSizeError(notice.text)
-        for parameter in self.trainable:
+        fatal, text = notices[min(notices)]
+        if fatal:
+            raise BatchSizeError(text)
+        for parameter in self._trainable:
             parameter.grad = None
         return ClosureResult(closure_loss=None)
 
@@ -193,40 +191,49 @@ class Recovery:
 
     # -- when memory has run out ------------------------------------------------------------------------
 
-    def recover(self, call: GuardedClosure, failure: str) -> Any:
+    def _recover(self, call: _GuardedClosure, failure: str) -> Any:
         """Run the batch again in micro-batches, or leave it out; then finish what is owed to the others."""
         release_memory()
-        batch = next(iter(call.kwargs.values()))
-        began = call.marks is not None
-        missing = self.trainable if call.marks is None else call.marks.missing(self.trainable)
-        if not began:
-            call.zero_grad()
-        done = self._in_micro_batches(call, batch, missing, failure) if self._mode == "split" else None
+        began = self._marks is not None
+        missing = self._trainable if self._marks is None else self._marks.missing(self._trainable)
+        if not began and call.zero_grad is not None:
+            call.zero_grad()  # with its hooks, as the step on the whole batch would have
+        done = self._in_micro_batches(call, missing, failure) if self._mode == "split" else None
         if done is not None:
             result, gradients = done
             deliver_gradients(self._ddp, gradients, backward_began=began)
             if result.closure_loss is not None:
                 self._trainer.precision_plugin.post_backward(result.closure_loss, self._module)
             return result
-        fatal = self._mode == "split"  # not even single samples fit: every rank raises BatchSizeError
-        text = f"left out batch {self._where()}: {failure}"
-        self._notify(self._not_even_one(batch, failure) if fatal else text, fatal=fatal)
-        self._count(text)
-        self._log_as_before(call)
+        left_out = f"left out batch {self._where}: {failure}"
+        if self._mode == "skip":
+            self._notify(left_out, fatal=False)
+        else:
+            batch = f"{samples_in(call.batch)} samples, {volume(call.batch)} values in the batch"
+            too_much = (
+                f"ran out of memory in batch {self._where}, and single samples do not fit either ({batch})"
+            )
+            self._notify(f"{too_much}: {failure}", fatal=True)
+        self._count(left_out)
+        if not began:
+            self._log_as_before()
         deliver_gradients(self._ddp, dict.fromkeys(missing), backward_began=began)
         return ClosureResult(closure_loss=None)
 
     def _in_micro_batches(
-        self, call: GuardedClosure, batch: Any, missing: Sequence[nn.Parameter], failure: str
+        self, call: _GuardedClosure, missing: Sequence[nn.Parameter], failure: str
     ) -> tuple[Any, dict[nn.Parameter, Tensor | None]] | None:
-        samples, size = samples_in(batch), volume(batch)
-        parts = self._sizes.parts_for(size) if failure == SPLIT_ON_PURPOSE else 2
+        samples, size = samples_in(call.batch), volume(call.batch)
+        parts = max(2, -(-size // self._fitted)) if failure == _ON_PURPOSE else 2
         while samples > 1:
             parts = min(parts, samples)
-            done = self._split_step.run(call, batch, parts, missing)
+            done = self._in_parts(call, parts, missing)
             if done is not None:
-                self._sizes.learn(size, parts)
-                self._count(f"split batch {self._where()} into {parts} micro-batches: {failure}")
+                if self._suspect is not None and size >= self._suspect:
+                    self._too_large = self._suspect
+                self._suspect = min(size, self._suspect or size)
+                self._fitted = max(1, size // parts)
+                self._count(f"split batch {self._where} into {parts} micro-batches: {failure}")
                 return done
             if parts == samples:
                 break
@@ -234,9 +241,70 @@ class Recovery:
             parts *= 2
         return None
 
-    def _log_as_before(self, call: GuardedClosure) -> None:
+    def _in_parts(
+        self, call: _GuardedClosure, parts: int, missing: Sequence[nn.Parameter]
+    ) -> tuple[Any, dict[nn.Parameter, Tensor | None]] | None:
+        """Run the batch in that many parts."""
+        # They run on the module itself, where no gradient hook of the wrapper or the program fires. Returns what
+        # the step on the whole batch would have, and the ``missing`` gradients, which had not come when memory ran
+        # out; ``None`` when it runs out again.
+        samples = samples_in(call.batch)
+        weights = [samples_in(part) / samples for part in split(call.batch, parts)]
+        log, results = LogRecord(), list[Any]()
+        trained = self._trained_now()
+        with gradients_apart(trained, hooks=False), self._as_after_forward():
+            for parameter in set(trained).difference(missing):
+                parameter.requires_grad_(False)  # its gradient has arrived already
+            failed = attempt(lambda: results.append(self._run_parts(call, weights, log)))
+            gradients = {parameter: parameter.grad for parameter in missing}
+        if failed is None:
+            done = len((log if self._marks is not None else self._logged).parts[0])
+            with logs_as(self._module, "training_step"):
+                log.replay(self._module.log, weights, skip=done)
+            return results[0], gradients
+        if not failed.out_of_memory:
+            raise failed.error or BatchSizeError(failed.summary)
+        return None
+
+    def _run_parts(self, call: _GuardedClosure, weights: Sequence[float], log: LogRecord) -> Any:
+        """Forward and backward of each micro-batch, whose gradients add up."""
+        strategy, precision = self._trainer.strategy, self._trainer.precision_plugin
+        refused = dict.fromkeys(("all_gather", "reduce", "broadcast"), _refuse_collective)
+        name, total, extras = next(iter(call.kwargs)), None, []
+        with (
+            torch.enable_grad(),
+            on_plain_module(strategy),
+            replaced(self._module, log=log),
+            replaced(strategy, **refused),
+            # Its hooks are for the gradients of the whole batch.
+            replaced(precision, post_backward=lambda tensor, module: tensor.detach()),
+        ):
+            for part, weight in zip(split(call.batch, len(weights)), weights, strict=True):
+                log.begin_part()
+                result = call.make_step({**call.kwargs, name: part})()
+                if result.closure_loss is None:
+                    continue
+                loss = result.closure_loss * (weight if self._loss_reduction == "mean" else 1.0)
+                if call.backward is not None:
+                    call.backward(loss)
+                total = loss.detach() if total is None else total + loss.detach()
+                extras.append(result.extra)
+                del result, loss
+        extra = merged_extra(extras, weights) if extras and len(extras) == len(weights) else {}
+        return ClosureResult(closure_loss=total, extra=extra)
+
+    @contextmanager
+    def _as_after_forward(self) -> Iterator[None]:
+        """Where the whole batch had its forward, keep what that left: running statistics, metrics, lists."""
+        if self._marks is None:
+            yield
+            return
+        with Snapshot(BufferCopies(self._module), ModuleAttributes(self._module)):
+            yield
+
+    def _log_as_before(self) -> None:
         """Log what a step logs, with the values of the last one: the others wait for those they average."""
-        if call.marks is not None or self._communicator.world_size == 1:
+        if self._communicator.world_size == 1:
             return
         if self._last_logged is None:
             raise BatchSizeError(
@@ -244,76 +312,43 @@ class Recovery:
                 " ranks average is known only after one complete step. Start with a smaller batch."
             )
         with logs_as(self._module, "training_step"):
-            for name, value, args, kwargs in self._last_logged[len(call.logged) :]:
-                self._module.log(name, value, *args, **kwargs)
+            self._last_logged.replay(self._module.log, [1.0], skip=len(self._logged.parts[0]))
+
+    @property
+    def _where(self) -> str:
+        return f"{self._trainer.fit_loop.epoch_loop.batch_idx} of epoch {self._trainer.current_epoch}"
+
+    # -- what is sent, at no cost to a step without it --------------------------------------------------
 
     def _notify(self, text: str, *, fatal: bool) -> None:
-        notice = Notice(self._step, fatal, f"rank {self._communicator.rank} {text}")
-        if not self.notices.send(notice):
-            raise BatchSizeError(f"{notice.text} (and not every rank answered, so this one stops alone)")
+        """Make every rank take the decision, before what is owed is sent."""
+        text = f"rank {self._communicator.rank} {text}"
+        self._keep(self._communicator.rank, self._step, fatal, text)
+        self._channel.post(_NOTICE, [self._step, fatal, text])
+        for _ in range(self._communicator.world_size - 1):
+            if not self._acknowledged.acquire(timeout=_PATIENCE):
+                raise BatchSizeError(f"{text} (and not every rank answered, so this one stops alone)")
+
+    def _receive(self, message: Message) -> None:
+        self._keep(message.sender, *message.body)
+        self._channel.post(_ACKNOWLEDGED, to=message.sender)
+
+    def _keep(self, rank: int, step: int, fatal: bool, text: str) -> None:
+        # One operation each under the interpreter's lock: the receiving thread and this one both come here.
+        self._notices.setdefault(step, {})[rank] = (fatal, text)
 
     def _count(self, text: str) -> None:
+        """Let rank 0 know that this rank split or skipped a batch."""
         self.recovered += 1
-        self.notices.count(text)
-
-    def _where(self) -> str:
-        progress = self._trainer.fit_loop.epoch_loop
-        return f"{progress.batch_idx} of epoch {self._trainer.current_epoch}"
-
-    def _not_even_one(self, batch: Any, failure: str) -> str:
-        return (
-            f"ran out of memory in batch {self._where()}, and single samples do not fit either"
-            f" ({samples_in(batch)} samples, {volume(batch)} values in the batch): {failure}"
-        )
+        self._channel.post(_COUNT, text, to=0)
 
 
 def _stop(*args: Any, **kwargs: Any) -> None:
-    raise TooLargeError
+    raise _TooLargeError
 
 
-# -- The guard around the training steps of a fit, put in place and taken away --
-
-
-def refuse_engine(trainer: Trainer, on_oom: str) -> None:
-    """Raise where an engine makes the steps, which cannot be run again in parts."""
-    if isinstance(trainer.strategy, HasEngineTrials):
-        raise SearchRefusedError(
-            f"on_oom={on_oom!r} is not possible with {type(trainer.strategy).__name__}: its engine reduces gradients"
-            " while the backward runs, and a batch that ended half way cannot be finished in parts. Write"
-            " on_oom='raise'; the search for a batch size works."
-        )
-
-
-def guard_fit(
-    trainer: Trainer,
-    module: LightningModule,
-    *,
-    on_oom: Literal["split", "skip"],
-    loss_reduction: Literal["mean", "sum"],  # how the training step's loss adds up over samples
-    on_count: Callable[[int, str], None],  # on rank 0, with (rank, text), for each batch split or skipped
-) -> Recovery:
-    """Have the training steps of a fit survive running out of memory; all ranks, together."""
-    reason = why_not_resumable(trainer.strategy.model)
-    if not module.automatic_optimization:
-        reason = "the module uses manual optimization, so this package does not control its optimizer steps"
-    if reason:
-        raise BatchSizeError(f"on_oom={on_oom!r} is not possible here: {reason}")
-    recovery = Recovery(
-        trainer,
-        module,
-        mode=on_oom,
-        loss_reduction=loss_reduction,
-        communicator=current_communicator(),
-        on_count=on_count,
+def _refuse_collective(*args: Any, **kwargs: Any) -> None:
+    raise BatchSizeError(
+        "training_step communicates (all_gather, reduce or broadcast), so its batch cannot be split on one rank:"
+        " the other ranks call it once. Use on_oom='skip' or a smaller batch."
     )
-    loop = trainer.fit_loop.epoch_loop
-    loop.automatic_optimization = GuardedOptimization(trainer, loop.automatic_optimization, recovery)
-    return recovery
-
-
-def unguard_fit(trainer: Trainer, recovery: Recovery) -> None:
-    """Let the loop take its steps without a guard again."""
-    recovery.notices.close()
-    loop = trainer.fit_loop.epoch_loop
-    if isinstance(loop.automatic_optimization, GuardedOptimization):
-        loop.automatic_optimization = loop.automatic_optimization.original

@@ -7,20 +7,19 @@ Ranks that are given the same outcomes propose the same.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One size that was tried."""
+    """How a trial of one size went, the same on every rank."""
 
     size: int
     fits: bool  # on every rank
     peak: float | None = None  # the most of any rank [bytes]; None: could not be read
     limit: float | None = None  # the least of any rank [bytes]; None: could not be read
+    reasons: Mapping[int, str] = field(default_factory=dict)  # what ran out, by rank
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,33 @@ class Proposal:
     reason: str
 
 
-class SizeSearch(ABC):
-    """Base of the three searches."""
+class SizeSearch:
+    """One search; the modes differ in what comes after a trial.
 
-    mode = ""
+    ``power`` doubles the size until it does not fit; the answer is the last that did. ``binsearch`` grows eightfold
+    until a size does not fit, then halves the ratio between the two: that needs about half the trials of doubling and
+    dividing by difference for the same relative precision. ``model`` fits peak memory = a + b x size to small trials,
+    and confirms the size at which that reaches the limit; until two peaks differ by more than ``noise`` it grows, and
+    where memory cannot be read (no ``noise``) it is a ``binsearch``.
+    """
+
+    # Aim this share below the prediction: a trial that fits says more than one that does not.
+    caution = 0.99
+    # A straight line is not trusted further than this beyond the largest size that was run.
+    reach = 64
 
     def __init__(
-        self, init_val: int = 2, *, max_val: int = 8192, max_trials: int = 25, tolerance: float = 0.02
+        self,
+        mode: str,
+        init_val: int = 2,
+        *,
+        max_val: int = 8192,
+        max_trials: int = 25,
+        tolerance: float = 0.02,
+        noise: float | None = None,  # peaks that differ by less say nothing [bytes]
     ) -> None:
-        self.init_val, self.max_val = min(init_val, max_val), max_val
+        self.mode = "binsearch" if mode == "model" and noise is None else mode
+        self.init_val, self.max_val, self.noise = min(init_val, max_val), max_val, noise or 0.0
         # The search ends when the size found is within this share (tolerance) of the first that cannot fit.
         self.max_trials, self.tolerance = max_trials, tolerance
         self.low = 0  # largest that fitted; 0: none has
@@ -49,116 +66,40 @@ class SizeSearch(ABC):
 
     def propose(self) -> Proposal:
         """Return what to try next, or the answer."""
+        low, high = self.low, self.high
         if not self.trials:
             return Proposal(False, self.init_val, "first size")
-        if self.low >= self.max_val:
-            return Proposal(True, self.low, f"the largest size allowed, {self.max_val}, fits")
-        if self.high is not None and self.high <= 1:
+        if low >= self.max_val:
+            return Proposal(True, low, f"the largest size allowed, {self.max_val}, fits")
+        if high is not None and high <= 1:
             return Proposal(True, 0, "1 does not fit")
-        if self.high is not None and self.low and self.low >= (1 - self.tolerance) * (self.high - 1):
-            return Proposal(True, self.low, f"{self.high} does not fit")
+        if high is not None and low and low >= (1 - self.tolerance) * (high - 1):
+            return Proposal(True, low, f"{high} does not fit")
         if len(self.trials) >= self.max_trials:
-            return Proposal(True, self.low, f"max_trials={self.max_trials} reached")
-        return self._next()
+            return Proposal(True, low, f"max_trials={self.max_trials} reached")
+        predicted = self._predicted() if self.mode == "model" and low else None
+        if predicted is not None:
+            return self._by_prediction(predicted)
+        growth = 2 if self.mode == "power" else 8
+        if high is None:
+            if self.mode == "model" and len(self.trials) < 2:
+                growth = 4
+            return self._try(growth * low, f"{low} fits")
+        if not low:
+            return self._try(high // growth, f"{high} does not fit")
+        if self.mode == "power":
+            return Proposal(True, low, f"{high} does not fit")
+        return self._halfway(high)
 
-    def record(self, size: int, fits: bool, *, peak: float | None = None, limit: float | None = None) -> None:
-        self.trials.append(Trial(size, fits, peak, limit))
-        if fits:
-            self.low = max(self.low, size)
+    def record(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        if trial.fits:
+            self.low = max(self.low, trial.size)
         else:
-            self.high = size if self.high is None else min(self.high, size)
+            self.high = trial.size if self.high is None else min(self.high, trial.size)
         if self.high is not None and self.low >= self.high:
             # Memory in use elsewhere changed between two trials: what failed last counts.
             self.low = max((t.size for t in self.trials if t.fits and t.size < self.high), default=0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is known so far as plain values."""
-        return {"mode": self.mode, "trials": [asdict(trial) for trial in self.trials]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.low, self.high, self.trials = 0, None, []
-        for trial in state["trials"]:
-            self.record(trial["size"], trial["fits"], peak=trial["peak"], limit=trial["limit"])
-
-    @abstractmethod
-    def _next(self) -> Proposal:
-        """Return the next size; some trial was made, and no end is reached."""
-
-    def _try(self, size: float, reason: str) -> Proposal:
-        """Propose ``size``, kept between what fitted and what did not, and never twice."""
-        upper = self.max_val if self.high is None else min(self.max_val, self.high - 1)
-        size = min(max(int(size), self.low + 1), upper)
-        return Proposal(False, size, reason)
-
-    def _halfway(self) -> Proposal:
-        assert self.high is not None
-        middle = math.sqrt(max(self.low, 1) * self.high)
-        return self._try(middle, f"between {self.low}, which fits, and {self.high}, which does not")
-
-
-class PowerSearch(SizeSearch):
-    """Doubles the size until it does not fit; the answer is the last that did."""
-
-    mode = "power"
-
-    def _next(self) -> Proposal:
-        if self.high is None:
-            return self._try(2 * self.low, f"{self.low} fits")
-        if self.low:
-            return Proposal(True, self.low, f"{self.high} does not fit")
-        return self._try(self.high // 2, f"{self.high} does not fit")
-
-
-class BinarySearch(SizeSearch):
-    """Grows eightfold until a size does not fit, then halves the ratio between the two."""
-
-    # Growing fast and dividing by ratio needs about half the trials of doubling and dividing by difference
-    # for the same relative precision.
-
-    mode = "binsearch"
-    growth = 8
-
-    def _next(self) -> Proposal:
-        if self.high is None:
-            return self._try(self.growth * self.low, f"{self.low} fits")
-        if not self.low:
-            return self._try(self.high // self.growth, f"{self.high} does not fit")
-        return self._halfway()
-
-
-class ModelSearch(BinarySearch):
-    """Fits peak memory = a + b x size to small trials, and confirms the size at which that reaches the limit.
-
-    Until two peaks differ by more than ``noise`` it grows, and where memory cannot be read it is a
-    :class:`BinarySearch`.
-    """
-
-    mode = "model"
-    # Aim this share below the prediction: a trial that fits says more than one that does not.
-    caution = 0.99
-    # A straight line is not trusted further than this beyond the largest size that was run.
-    reach = 64
-
-    def __init__(
-        self,
-        init_val: int = 2,
-        *,
-        max_val: int = 8192,
-        max_trials: int = 25,
-        tolerance: float = 0.02,
-        noise: float = 0.0,
-    ) -> None:
-        super().__init__(init_val, max_val=max_val, max_trials=max_trials, tolerance=tolerance)
-        self.noise = noise  # [bytes]
-
-    def predicted(self) -> float | None:
-        """Return the size at which the line through the peaks reaches the limit, or ``None`` without a line."""
-        line = self.line()
-        limit = next((t.limit for t in reversed(self.trials) if t.limit is not None), None)
-        if line is None or limit is None:
-            return None
-        a, b = line
-        return (limit - a) / b
 
     def line(self) -> tuple[float, float] | None:
         """Return (a, b) of peak = a + b x size through the two largest peaks that differ [bytes]."""
@@ -175,37 +116,31 @@ class ModelSearch(BinarySearch):
                 return peak - b * size, b
         return None
 
-    def _next(self) -> Proposal:
-        predicted = self.predicted()
-        if predicted is None or not self.low:
-            return self._without_line()
-        if self.high is not None and predicted >= self.high:
+    def _predicted(self) -> float | None:
+        """Return the size at which the line through the peaks reaches the limit, or ``None`` without a line."""
+        line = self.line()
+        limit = next((t.limit for t in reversed(self.trials) if t.limit is not None), None)
+        return None if line is None or limit is None else (limit - line[0]) / line[1]
+
+    def _by_prediction(self, predicted: float) -> Proposal:
+        low, high = self.low, self.high
+        if high is not None and predicted >= high:
             # The line promised a size that failed: trust what was seen.
-            return self._below_failure(self.high)
-        goal = min(predicted, self.max_val, self.reach * self.low)
-        if self.low >= (1 - self.tolerance) * min(predicted, self.max_val):
-            return Proposal(True, self.low, f"memory is full at about {predicted:.0f}")
+            failures = sum(1 for trial in self.trials if not trial.fits)
+            if low < 0.75 * high and failures <= 2:
+                return self._try(0.95 * high, f"{high} does not fit, though predicted to")
+            return self._halfway(high)
+        if low >= (1 - self.tolerance) * min(predicted, self.max_val):
+            return Proposal(True, low, f"memory is full at about {predicted:.0f}")
+        goal = min(predicted, self.max_val, self.reach * low)
         aim = goal if goal == self.max_val else goal * self.caution
         return self._try(aim, f"memory is predicted to be full at about {predicted:.0f}")
 
-    def _without_line(self) -> Proposal:
-        if self.high is None:
-            return self._try((4 if len(self.trials) < 2 else self.growth) * self.low, f"{self.low} fits")
-        return super()._next()
+    def _halfway(self, high: int) -> Proposal:
+        middle = math.sqrt(max(self.low, 1) * high)
+        return self._try(middle, f"between {self.low}, which fits, and {high}, which does not")
 
-    def _below_failure(self, high: int) -> Proposal:
-        reason = f"{high} does not fit, though predicted to"
-        failures = sum(1 for trial in self.trials if not trial.fits)
-        if self.low < 0.75 * high and failures <= 2:
-            return self._try(0.95 * high, reason)
-        return self._halfway()
-
-
-def search_for(
-    mode: str, *, init_val: int, max_val: int, max_trials: int, noise: float | None = None
-) -> SizeSearch:
-    """Return the search of that name; without ``noise`` memory cannot be read, and ``model`` is blind."""
-    if mode == "model" and noise is not None:
-        return ModelSearch(init_val, max_val=max_val, max_trials=max_trials, noise=noise)
-    kind = PowerSearch if mode == "power" else BinarySearch
-    return kind(init_val, max_val=max_val, max_trials=max_trials)
+    def _try(self, size: float, reason: str) -> Proposal:
+        """Propose ``size``, kept between what fitted and what did not, and never twice."""
+        upper = self.max_val if self.high is None else min(self.max_val, self.high - 1)
+        return Proposal(False, min(max(int(size), self.low + 1), upper), reason)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import gc
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lightning_lockstep._doors.lightning import Trainer
+from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import counted, plain_table, ranks_in_words, size_in_words
-from lightning_lockstep.batch_size.loaders import SearchRefusedError
+from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, loop_of
 from lightning_lockstep.batch_size.memory import (
     CPUMeter,
     MemoryMeter,
@@ -26,9 +26,9 @@ from lightning_lockstep.batch_size.memory import (
     parse_bytes,
     return_freed_memory,
 )
-from lightning_lockstep.batch_size.search import ModelSearch, SizeSearch, Trial
-from lightning_lockstep.batch_size.trial import TrialOutcome, TrialRunner
-from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.batch_size.search import SizeSearch, Trial
+from lightning_lockstep.batch_size.trial import TrialRunner
+from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.c10d_operators import untouched_buckets
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError, MissingExtraError
 from lightning_lockstep.steps.capabilities import HasEngineTrials, missing_capabilities
@@ -76,155 +76,7 @@ class AutoBatchSizeSettings:
         faults.raise_all()
 
 
-# -- What people see of a search: a line a trial, a table, a picture, and the file a resumed run reads --
-
-FILE = "batch_size.json"
-PICTURE = "batch_size.png"
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What a search found."""
-
-    size: int  # that the run uses [samples per rank and micro-batch]
-    largest: int  # that fitted in a trial, before the margin
-    accumulate: int  # micro-batches per optimizer step
-    ranks: int
-    mode: str
-    trials: Sequence[Trial]
-    seconds: float  # that the search took
-    reason: str  # why it ended there
-    limit_source: str  # of the memory limit
-    fingerprint: Mapping[str, Any]  # what the answer depends on
-    tight: bool = False  # as in Found
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of all ranks in one optimizer step."""
-        return self.size * self.accumulate * self.ranks
-
-
-def trial_line(number: int, trial: Trial, reasons: Mapping[int, str]) -> str:
-    line = f"batch size trial {number}: {trial.size:>6} per rank, "
-    if trial.peak is not None:
-        line += f"peak {size_in_words(trial.peak)} of {size_in_words(trial.limit)}, "
-    if trial.fits:
-        return line + "fits"
-    first = next(iter(reasons.values()), "")
-    return line + f"out of memory on {ranks_in_words(reasons)} ({first[:90]})"
-
-
-def table(result: SearchResult) -> str:
-    """Return the closing table of a search."""
-    rows = [
-        (
-            each.size,
-            size_in_words(each.peak),
-            size_in_words(each.limit),
-            "fits" if each.fits else "out of memory",
-        )
-        for each in sorted(result.trials, key=lambda each: each.size)
-    ]
-    trials = plain_table(("size", "peak", "limit", "verdict"), rows)
-    numbers = f"{result.size} per rank x {result.accumulate} accumulated x {counted(result.ranks, 'rank')}"
-    head = f"AutoBatchSize ({result.mode}): {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}"
-    return "\n".join([head, trials, f"  batch size {numbers} = {result.global_batch} per optimizer step"])
-
-
-def keep_result(folder: str | Path, result: SearchResult, search: SizeSearch | None = None) -> None:
-    """Write the file and, given a search, a picture; where one cannot be written, print why and go on."""
-    content = asdict(result)
-    content["fingerprint"] = dict(result.fingerprint)
-    write_report(Path(folder, FILE), json.dumps(content, indent=2) + "\n")
-    if search is not None:
-        write_report(Path(folder, PICTURE), draw(search, result.size))
-
-
-def read_result(folder: str | Path) -> dict[str, Any]:
-    """Return what :func:`keep_result` wrote in an earlier run; empty where there is nothing to read."""
-    try:
-        content = json.loads((Path(folder) / FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) and isinstance(content.get("size"), int) else {}
-
-
-def known_size(
-    found: Mapping[str, Any], folder: str | Path, fingerprint: Mapping[str, Any], communicator: Communicator
-) -> tuple[int, bool] | None:
-    """Return (size, tight) that an earlier search found under the same conditions, by checkpoint or file."""
-    known = None
-    if communicator.is_main:
-        for earlier in (found, read_result(folder)):
-            if known is None and earlier.get("fingerprint") == dict(fingerprint):
-                known = int(earlier["size"]), bool(earlier.get("tight"))
-    answer: tuple[int, bool] | None = communicator.broadcast(known)
-    return answer
-
-
-def draw(search: SizeSearch, chosen: int) -> bytes:
-    """Return a PNG of peak memory over batch size, with the limit and the choice."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        needed = "the picture of memory over batch size"
-        raise MissingExtraError("matplotlib", extra="plot", needed_for=needed) from error
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    scale, unit = _scale(search)
-    fits = [t for t in search.trials if t.fits and t.peak is not None]
-    failed = [t for t in search.trials if not t.fits]
-    limits = [t.limit for t in search.trials if t.limit is not None]
-    axes.plot(
-        [t.size for t in fits], [t.peak / scale for t in fits if t.peak], "o", color="tab:blue", label="fits"
-    )
-    if failed:
-        heights = [(t.limit or 0.0) / scale for t in failed]
-        axes.plot([t.size for t in failed], heights, "x", color="tab:red", ms=9, mew=2, label="out of memory")
-    if limits:
-        axes.axhline(
-            limits[-1] / scale, color="tab:red", ls="--", lw=1, label=f"limit {size_in_words(limits[-1])}"
-        )
-    line = search.line() if isinstance(search, ModelSearch) else None
-    if line is not None:
-        right = max(t.size for t in search.trials)
-        ends = [0.0, 1.03 * right]
-        label = f"{size_in_words(line[0])} + {line[1] / 2**20:.3g} MiB a sample"
-        axes.plot(ends, [(line[0] + line[1] * x) / scale for x in ends], color="tab:blue", lw=1, label=label)
-    axes.axvline(chosen, color="tab:green", lw=1.5, label=f"chosen: {chosen}")
-    axes.set(
-        title=f"Batch size {chosen} (largest that fitted: {search.low})",
-        xlabel="batch size per rank [samples]",
-        ylabel=f"peak memory [{unit}]",
-    )
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.12)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=150)
-    return content.getvalue()
-
-
-def _scale(search: SizeSearch) -> tuple[float, str]:
-    largest = max((t.peak or t.limit or 0.0 for t in search.trials), default=0.0)
-    return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
-
-
-# -- A whole search on all ranks: try, agree, repeat, report --
-
-# On CPU a malloc that keeps freed blocks needs up to about half as much again as what is in use.
-_SHARE_WITH_KEPT_BLOCKS = 0.6
-
-
-@dataclass(frozen=True)
-class Found:
-    """The answer of a search."""
-
-    size: int  # the largest that was run and fits, with the margin
-    reason: str  # why it ended there
-    tight: bool  # memory on CPU is short, so the process goes on returning freed blocks at once
+# -- What is refused before any trial --
 
 
 def refuse_strategy(trainer: Trainer) -> None:
@@ -255,10 +107,120 @@ def refuse_fixed_sizes(trainer: Trainer, what: str, *, accumulates: bool = False
         raise SearchRefusedError(f"{what}, and {why}.")
 
 
-def meter_of_run(
-    trainer: Trainer, memory_limit: str | int | float | None, communicator: Communicator
-) -> MemoryMeter | None:
+def refuse_engine(trainer: Trainer, on_oom: str) -> None:
+    """Raise where an engine makes the steps, which cannot be run again in parts."""
+    if isinstance(trainer.strategy, HasEngineTrials):
+        raise SearchRefusedError(
+            f"on_oom={on_oom!r} is not possible with {type(trainer.strategy).__name__}: its engine reduces gradients"
+            " while the backward runs, and a batch that ended half way cannot be finished in parts. Write"
+            " on_oom='raise'; the search for a batch size works."
+        )
+
+
+# -- A whole search on all ranks: try, agree, repeat --
+
+# On CPU a malloc that keeps freed blocks needs up to about half as much again as what is in use.
+_SHARE_WITH_KEPT_BLOCKS = 0.6
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found."""
+
+    size: int  # that the run uses [samples per rank and micro-batch]
+    largest: int  # that fitted in a trial, before the margin
+    accumulate: int  # micro-batches per optimizer step
+    ranks: int
+    mode: str
+    trials: Sequence[Trial]
+    seconds: float  # that the search took
+    reason: str  # why it ended there
+    limit_source: str  # of the memory limit
+    fingerprint: Mapping[str, Any]  # what the answer depends on
+    tight: bool  # memory on CPU is short, so the process goes on returning freed blocks at once
+    line: tuple[float, float] | None  # (a, b) of peak = a + b x size [bytes]
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in one optimizer step."""
+        return self.size * self.accumulate * self.ranks
+
+
+def run_search(
+    trainer: Trainer,
+    module: LightningModule,
+    place: BatchLoaders,
+    settings: AutoBatchSizeSettings,
+    *,
+    most: int,  # the largest size that can be run
+    accumulates: bool,  # whether batches may be accumulated, by the size found
+    fingerprint: Mapping[str, Any],
+    say: Callable[[str], None],  # takes a line for people, on rank 0
+) -> SearchResult:
+    """Search on all ranks together until an answer is found."""
+    began, communicator = time.perf_counter(), current_communicator()
+    meter = _meter_of_run(trainer, settings.memory_limit)
+    search = SizeSearch(
+        settings.mode,
+        settings.init_val,
+        max_val=most,
+        max_trials=settings.max_trials,
+        noise=None if meter is None else meter.noise,
+    )
+    runner = TrialRunner(
+        trainer, module, place, steps=settings.steps_per_trial, meter=meter, accumulates=accumulates
+    )
+    headroom = None
+    if meter is not None:
+        left = torch.tensor(meter.headroom, dtype=torch.float64)
+        headroom = float(communicator.all_reduce(left, "min"))
+    trials: list[Trial] = []
+
+    def tried(size: int) -> Trial:
+        trial = runner.run(size)
+        trials.append(trial)
+        if communicator.is_main:
+            say(_trial_line(len(trials), trial))
+        return trial
+
+    # On CPU, let a size need the same whatever was tried before; the run goes on so where memory is short.
+    on_cpu, tight = isinstance(meter, CPUMeter), False
+    if on_cpu:
+        return_freed_memory()
+    gc.freeze()  # the collector would go through all that existed before the search, again and again
+    try:
+        with runner.preserved():
+            while not (proposal := search.propose()).stop:
+                search.record(tried(proposal.size))
+            if not proposal.size:
+                raise BatchSizeError(_nothing_fits(search, proposal.reason, headroom))
+            margin = 0.0 if settings.mode == "power" else settings.margin
+            size = _with_margin(search, proposal.size, margin, tried)
+            last = next(trial for trial in reversed(trials) if trial.size == size)
+            tight = on_cpu and _is_short(last)
+    finally:
+        gc.unfreeze()
+        if on_cpu and not tight:
+            keep_freed_memory()
+    return SearchResult(
+        size=size,
+        largest=search.low,
+        accumulate=trainer.accumulate_grad_batches,
+        ranks=communicator.world_size,
+        mode=search.mode,
+        trials=tuple(trials),
+        seconds=time.perf_counter() - began,
+        reason=proposal.reason,
+        limit_source="" if meter is None else meter.source,
+        fingerprint=fingerprint,
+        tight=tight,
+        line=search.line(),
+    )
+
+
+def _meter_of_run(trainer: Trainer, memory_limit: str | int | float | None) -> MemoryMeter | None:
     """Return what reads the memory of this rank in trials, or ``None`` where that cannot be read."""
+    communicator = current_communicator()
     hosts = communicator.gather(communicator.host)
     return meter_for(
         trainer.strategy.root_device,
@@ -268,81 +230,24 @@ def meter_of_run(
     )
 
 
-def run_search(
-    search: SizeSearch,
-    runner: TrialRunner,
-    *,
-    meter: MemoryMeter | None,
-    margin: float,  # share (0 to 1) by which the answer stays below the largest size that fitted
-    communicator: Communicator,
-    say: Callable[[str], None],  # takes a line for people
-) -> Found:
-    """Search on all ranks together until an answer is found."""
-    headroom = None
-    if meter is not None:
-        left = torch.tensor(meter.headroom, dtype=torch.float64)
-        headroom = float(communicator.all_reduce(left, "min"))
-
-    def report(outcome: TrialOutcome) -> None:
-        if communicator.is_main:
-            say(trial_line(len(search.trials), search.trials[-1], outcome.reasons))
-
-    with runner.preserved(), _cheap_collections(), _steady_malloc(meter) as malloc:
-        while not (proposal := search.propose()).stop:
-            outcome = runner.run(proposal.size)
-            search.record(outcome.size, outcome.fits, peak=outcome.peak, limit=outcome.limit)
-            report(outcome)
-        if not proposal.size:
-            raise BatchSizeError(_nothing_fits(search, proposal.reason, headroom))
-        size = _with_margin(search, runner, proposal.size, margin, report)
-        malloc.tight = isinstance(meter, CPUMeter) and _is_short(search, size)
-    return Found(size, proposal.reason, malloc.tight)
-
-
-@dataclass
-class _Malloc:
-    tight: bool = False
-
-
-@contextmanager
-def _steady_malloc(meter: MemoryMeter | None) -> Iterator[_Malloc]:
-    """On CPU, let a size need the same whatever was tried before; the run goes on so where memory is short."""
-    malloc = _Malloc()
-    if not isinstance(meter, CPUMeter):
-        yield malloc
-        return
-    return_freed_memory()
-    try:
-        yield malloc
-    finally:
-        if not malloc.tight:
-            keep_freed_memory()
-
-
-def _is_short(search: SizeSearch, size: int) -> bool:
-    trial = next(trial for trial in reversed(search.trials) if trial.size == size)
-    return trial.peak is None or trial.limit is None or trial.peak > _SHARE_WITH_KEPT_BLOCKS * trial.limit
-
-
-def _with_margin(
-    search: SizeSearch, runner: TrialRunner, size: int, margin: float, report: Callable[[TrialOutcome], None]
-) -> int:
+def _with_margin(search: SizeSearch, size: int, margin: float, tried: Callable[[int], Trial]) -> int:
     """Return the size below ``size`` by the margin, after it was run too."""
     smaller = max(1, int(size * (1 - margin)))
     if size >= search.max_val or smaller == size:
         return size  # nothing larger was ever going to be run: the memory limit is not near
     first = smaller
     while smaller >= 1:
-        outcome = runner.run(smaller)
-        search.trials.append(Trial(smaller, outcome.fits, outcome.peak, outcome.limit))
-        report(outcome)
-        if outcome.fits:
+        if tried(smaller).fits:
             return smaller
         # Fragmentation or another process took what was free before: a size must fit when it is tried again.
         smaller = int(smaller * min(1 - margin, 0.9))
     raise BatchSizeError(
         f"batch size {first} did not fit though {size} did just before, nor did any below it"
     )
+
+
+def _is_short(trial: Trial) -> bool:
+    return trial.peak is None or trial.limit is None or trial.peak > _SHARE_WITH_KEPT_BLOCKS * trial.limit
 
 
 def _nothing_fits(search: SizeSearch, reason: str, headroom: float | None) -> str:
@@ -360,26 +265,127 @@ def _nothing_fits(search: SizeSearch, reason: str, headroom: float | None) -> st
     )
 
 
-@contextmanager
-def _cheap_collections() -> Iterator[None]:
-    """Keep the collector from going through all that existed before the search, again and again."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def fingerprint_of(trainer: Any, module: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def fingerprint_of(
+    trainer: Any, module: LightningModule, settings: AutoBatchSizeSettings, most: int
+) -> dict[str, Any]:
     """Return what the answer of a search depends on, as plain values."""
     parameters = list(module.parameters())
     return {
-        "loop": trainer.state.fn.value if trainer.state.fn is not None else "fit",
+        "loop": loop_of(trainer),
         "ranks": trainer.world_size,
         "device": trainer.strategy.root_device.type,
         "precision": str(trainer.precision),
         "parameters": sum(p.numel() for p in parameters),
         "trainable": sum(p.numel() for p in parameters if p.requires_grad),
         "optimizers": [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers],
-        **settings,
+        "most": most,
+        "memory_limit": settings.memory_limit,
+        "margin": settings.margin,
+        "mode": settings.mode,
     }
+
+
+# -- What people see of a search: a line a trial, a table, a picture, and the file a resumed run reads --
+
+FILE = "batch_size.json"
+PICTURE = "batch_size.png"
+
+
+def _trial_line(number: int, trial: Trial) -> str:
+    line = f"batch size trial {number}: {trial.size:>6} per rank, "
+    if trial.peak is not None:
+        line += f"peak {size_in_words(trial.peak)} of {size_in_words(trial.limit)}, "
+    if trial.fits:
+        return line + "fits"
+    first = next(iter(trial.reasons.values()), "")
+    return line + f"out of memory on {ranks_in_words(trial.reasons)} ({first[:90]})"
+
+
+def table(result: SearchResult) -> str:
+    """Return the closing table of a search."""
+    rows = [
+        (
+            each.size,
+            size_in_words(each.peak),
+            size_in_words(each.limit),
+            "fits" if each.fits else "out of memory",
+        )
+        for each in sorted(result.trials, key=lambda each: each.size)
+    ]
+    trials = plain_table(("size", "peak", "limit", "verdict"), rows)
+    numbers = f"{result.size} per rank x {result.accumulate} accumulated x {counted(result.ranks, 'rank')}"
+    head = f"AutoBatchSize ({result.mode}): {len(result.trials)} trials in {result.seconds:.1f} s, {result.reason}"
+    return "\n".join([head, trials, f"  batch size {numbers} = {result.global_batch} per optimizer step"])
+
+
+def keep_result(folder: str | Path, result: SearchResult, *, plot: bool) -> None:
+    """Write the file, and a picture if asked to; where one cannot be written, print why and go on."""
+    write_report(Path(folder, FILE), json.dumps(asdict(result), indent=2) + "\n")
+    if plot:
+        write_report(Path(folder, PICTURE), _picture(result))
+
+
+def known_size(
+    found: Mapping[str, Any], folder: str | Path, fingerprint: Mapping[str, Any]
+) -> tuple[int, bool] | None:
+    """Return (size, tight) that an earlier search found under the same conditions, by checkpoint or file."""
+    communicator, known = current_communicator(), None
+    if communicator.is_main:
+        for earlier in (found, _read(Path(folder, FILE))):
+            if known is None and earlier.get("fingerprint") == dict(fingerprint):
+                known = int(earlier["size"]), bool(earlier.get("tight"))
+    answer: tuple[int, bool] | None = communicator.broadcast(known)
+    return answer
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what :func:`keep_result` wrote in an earlier run; empty where there is nothing to read."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and isinstance(content.get("size"), int) else {}
+
+
+def _picture(result: SearchResult) -> bytes:
+    """Return a PNG of peak memory over batch size, with the limit and the choice."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        needed = "the picture of memory over batch size"
+        raise MissingExtraError("matplotlib", extra="plot", needed_for=needed) from error
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    largest = max((t.peak or t.limit or 0.0 for t in result.trials), default=0.0)
+    scale, unit = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+    fits = [t for t in result.trials if t.fits and t.peak is not None]
+    failed = [t for t in result.trials if not t.fits]
+    limits = [t.limit for t in result.trials if t.limit is not None]
+    axes.plot(
+        [t.size for t in fits], [t.peak / scale for t in fits if t.peak], "o", color="tab:blue", label="fits"
+    )
+    if failed:
+        heights = [(t.limit or 0.0) / scale for t in failed]
+        axes.plot([t.size for t in failed], heights, "x", color="tab:red", ms=9, mew=2, label="out of memory")
+    if limits:
+        axes.axhline(
+            limits[-1] / scale, color="tab:red", ls="--", lw=1, label=f"limit {size_in_words(limits[-1])}"
+        )
+    if result.line is not None:
+        (a, b), ends = result.line, [0.0, 1.03 * max(t.size for t in result.trials)]
+        label = f"{size_in_words(a)} + {b / 2**20:.3g} MiB a sample"
+        axes.plot(ends, [(a + b * x) / scale for x in ends], color="tab:blue", lw=1, label=label)
+    axes.axvline(result.size, color="tab:green", lw=1.5, label=f"chosen: {result.size}")
+    axes.set(
+        title=f"Batch size {result.size} (largest that fitted: {result.largest})",
+        xlabel="batch size per rank [samples]",
+        ylabel=f"peak memory [{unit}]",
+    )
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.12)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150)
+    return content.getvalue()

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,12 @@ from torch.utils.data import DataLoader
 from lightning_lockstep._doors.lightning import CombinedLoader, LightningModule, Trainer
 from lightning_lockstep._doors.lightning_internals import before_batch_transfer, data_source
 from lightning_lockstep._text import counted
-from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, samples_of_rank
+from lightning_lockstep.batch_size.loaders import (
+    BatchLoaders,
+    SearchRefusedError,
+    loop_of,
+    samples_of_rank,
+)
 from lightning_lockstep.batch_size.memory import (
     Failure,
     MemoryMeter,
@@ -25,7 +29,8 @@ from lightning_lockstep.batch_size.memory import (
     limited_memory,
     release_memory,
 )
-from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.batch_size.search import Trial
+from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.capabilities import EngineState, EngineTrials, HasEngineTrials
@@ -53,17 +58,16 @@ def largest_to_try(
     max_val: int,
     within_shard: bool,  # no more than the data that every rank gets
     global_batch: int | None,  # samples of all ranks in an optimizer step
-    communicator: Communicator,
 ) -> tuple[int, str]:
     """Return the largest size that a search may try, and why none above can be run (empty: one could)."""
-    most = max_val
+    communicator, most = current_communicator(), max_val
     if global_batch is not None:
         most = min(most, math.ceil(global_batch / communicator.world_size))
     if within_shard:
         most = min(most, int(communicator.all_reduce(torch.tensor(place.samples), "min")))
-    with place.attributes.former_afterwards():
+    with place.former_size():
         return largest_runnable(
-            lambda size: why_not_runnable(trainer, place, size), most=most, communicator=communicator
+            lambda size: _why_not_runnable(trainer, place, size), most=most, communicator=communicator
         )
 
 
@@ -94,9 +98,9 @@ def largest_runnable(
     return low, reason
 
 
-def why_not_runnable(trainer: Trainer, place: BatchLoaders, size: int) -> str:
+def _why_not_runnable(trainer: Trainer, place: BatchLoaders, size: int) -> str:
     """Return why a run with that size could not begin on this rank, or nothing."""
-    fn = trainer.state.fn.value if trainer.state.fn is not None else "fit"
+    fn = loop_of(trainer)
     try:
         loaders = place.made_with(size)
         fault = _fault_of(trainer, loaders, _LIMITS.get(fn, f"limit_{fn}_batches"))
@@ -161,17 +165,6 @@ _STEPS = {"validate": "validation_step", "test": "test_step", "predict": "predic
 _ONE_VALUE = "Expected more than 1 value per channel"
 
 
-@dataclass(frozen=True)
-class TrialOutcome:
-    """How a trial went, the same on every rank."""
-
-    size: int
-    fits: bool  # on every rank
-    peak: float | None  # the most of any rank [bytes]; None: could not be read
-    limit: float | None  # the least of any rank [bytes]
-    reasons: dict[int, str]  # what ran out, by rank
-
-
 class TrialRunner:
     """Runs trials of one loop."""
 
@@ -183,13 +176,11 @@ class TrialRunner:
         *,
         steps: int,  # of a trial; the second is the first with the optimizer's state in place
         meter: MemoryMeter | None,
-        communicator: Communicator,
-        accumulates: bool = False,  # the run may, though the Trainer does not say so yet
+        accumulates: bool,  # the run may, though the Trainer does not say so yet
     ) -> None:
         self._trainer, self._module, self._place = trainer, module, place
-        self._steps, self._meter, self._communicator = steps, meter, communicator
-        self._kind = trainer.state.fn.value if trainer.state.fn is not None else "fit"
-        self._accumulates = accumulates
+        self._steps, self._meter, self._accumulates = steps, meter, accumulates
+        self._kind = loop_of(trainer)
         strategy = trainer.strategy
         self._engine: EngineTrials | None = (
             strategy.engine_trials if isinstance(strategy, HasEngineTrials) else None
@@ -209,24 +200,27 @@ class TrialRunner:
             generators=self._place.generators(),
         )
 
-    def run(self, size: int) -> TrialOutcome:
+    def run(self, size: int) -> Trial:
         """Try ``size`` and agree on how it went."""
         # What a trial leaves in attributes of the module must not be memory of the next one, nor what that one reads.
         gradients, attributes = Gradients(self._module), ModuleAttributes(self._module)
+        used = None
         with self._alone() as passes:
             if self._meter is not None:
                 self._meter.start()
             with limited_memory(self._meter):
                 failure = attempt(lambda: self._steps_of(size, passes))
-            used = self._meter.stop() if self._meter is not None else None
-        if failure is None and used is not None:
-            failure = self._over_the_limit(used)
+            if self._meter is not None:
+                used = self._meter.stop()
+                over = 0.0 if used.peak is None or not self._meter.judges else used.peak - used.limit
+                if failure is None and over > 0:
+                    failure = Failure(f"the peak was {over / 2**20:.0f} MiB above the limit", True)
         if self._engine_state is not None:
             self._engine_state.restore_structure()
         attributes.restore()
         gradients.restore()  # and the flags of an optimizer that was toggled when memory ran out
         release_memory(collect=failure is not None)
-        return self._agree(size, failure, used)
+        return _agreed(size, failure, used)
 
     @contextmanager
     def _alone(self) -> Iterator[int]:
@@ -238,46 +232,8 @@ class TrialRunner:
             with self._engine.alone(accumulates=self._accumulates and self._kind == "fit") as passes:
                 yield passes
 
-    def _over_the_limit(self, used: MemoryUse) -> Failure | None:
-        over = self._meter is not None and self._meter.judges and used.peak is not None
-        if not over or used.peak is None or used.peak <= used.limit:
-            return None
-        return Failure(f"the peak was {(used.peak - used.limit) / 2**20:.0f} MiB above the limit", True)
-
-    def _agree(self, size: int, failure: Failure | None, used: MemoryUse | None) -> TrialOutcome:
-        state = _FITS if failure is None else _FULL if failure.out_of_memory else _BROKEN
-        limit = float("inf") if used is None else used.limit
-        # A peak that one rank could not read is read on none: the maximum would be of the others only.
-        peak = float("inf") if used is None or used.peak is None else used.peak
-        outcome = torch.tensor([state, peak, -limit], dtype=torch.float64)
-        worst, peak, limit = self._communicator.all_reduce(outcome, "max").tolist()
-        read = None if peak == float("inf") else peak
-        bound = None if used is None else -limit
-        if worst == _FITS:
-            return TrialOutcome(size, True, read, bound, {})
-        said = self._communicator.gather((state, failure.summary if failure is not None else ""))
-        if worst == _BROKEN:
-            self._raise_alike(
-                size, failure, {rank: text for rank, (how, text) in enumerate(said) if how == _BROKEN}
-            )
-        reasons = {rank: text for rank, (how, text) in enumerate(said) if how == _FULL}
-        return TrialOutcome(size, False, read, bound, reasons)
-
-    def _raise_alike(self, size: int, failure: Failure | None, said: dict[int, str]) -> None:
-        rank, text = min(said.items())
-        if all(_ONE_VALUE in each for each in said.values()):
-            raise BatchSizeError(
-                f"batch size {size} cannot be trained with batch norm, which needs more than one value per"
-                " channel. Let the search begin higher (init_val=2) or, where 2 does not fit, use group norm."
-            )
-        if failure is not None and failure.error is not None:
-            raise failure.error
-        raise BatchSizeError(
-            f"the step failed on rank {rank} with batch size {size}, so every rank stops: {text}"
-        )
-
     def _steps_of(self, size: int, passes: int) -> None:
-        self._place.attributes.set(size)  # a step may read it
+        self._place.hold(size)  # a step may read it
         for index in range(self._steps * passes):
             batch = self._on_device(self._place.batch(size))
             if self._kind == "fit":
@@ -314,3 +270,32 @@ def step_arguments(step: Callable[..., Any], batch: Any, index: int) -> list[Any
         )
     several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     return [batch, index] if several else [batch]
+
+
+def _agreed(size: int, failure: Failure | None, used: MemoryUse | None) -> Trial:
+    """Return how a trial went on all ranks; raises on all where a step failed for another reason than memory."""
+    communicator = current_communicator()
+    state = _FITS if failure is None else _FULL if failure.out_of_memory else _BROKEN
+    limit = float("inf") if used is None else used.limit
+    # A peak that one rank could not read is read on none: the maximum would be of the others only.
+    peak = float("inf") if used is None or used.peak is None else used.peak
+    outcome = torch.tensor([state, peak, -limit], dtype=torch.float64)
+    worst, peak, limit = communicator.all_reduce(outcome, "max").tolist()
+    read, bound = None if peak == float("inf") else peak, None if used is None else -limit
+    if worst == _FITS:
+        return Trial(size, True, read, bound)
+    said = communicator.gather((state, failure.summary if failure is not None else ""))
+    reasons = {rank: text for rank, (how, text) in enumerate(said) if how == worst}
+    if worst == _FULL:
+        return Trial(size, False, read, bound, reasons)
+    if all(_ONE_VALUE in text for text in reasons.values()):
+        raise BatchSizeError(
+            f"batch size {size} cannot be trained with batch norm, which needs more than one value per"
+            " channel. Let the search begin higher (init_val=2) or, where 2 does not fit, use group norm."
+        )
+    if failure is not None and failure.error is not None:
+        raise failure.error
+    rank, text = min(reasons.items())
+    raise BatchSizeError(
+        f"the step failed on rank {rank} with batch size {size}, so every rank stops: {text}"
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from lightning_lockstep._doors.lightning import (
@@ -17,27 +17,25 @@ from lightning_lockstep._doors.lightning import (
 from lightning_lockstep._doors.lightning_internals import faults_as_lightnings
 from lightning_lockstep._settings import settings_of
 from lightning_lockstep._text import say
-from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError
+from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, in_fit
 from lightning_lockstep.batch_size.memory import return_freed_memory
-from lightning_lockstep.batch_size.recovery import Recovery, guard_fit, refuse_engine, unguard_fit
-from lightning_lockstep.batch_size.search import SizeSearch, search_for
+from lightning_lockstep.batch_size.recovery import Recovery
 from lightning_lockstep.batch_size.search_run import (
     AutoBatchSizeSettings,
     SearchResult,
     fingerprint_of,
     keep_result,
     known_size,
-    meter_of_run,
+    refuse_engine,
     refuse_fixed_sizes,
     refuse_strategy,
     run_search,
     table,
 )
-from lightning_lockstep.batch_size.trial import TrialRunner, largest_to_try
+from lightning_lockstep.batch_size.trial import largest_to_try
 from lightning_lockstep.callbacks.effective_batch_size import (
-    apply_size,
-    in_fit,
-    requested_global_batch,
+    EffectiveBatchSize,
+    keeper_of_global_batch,
     unaccumulated,
 )
 from lightning_lockstep.distributed import current_communicator
@@ -137,7 +135,8 @@ class AutoBatchSize(BatchSizeFinder):
         super().__init__(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
         self.result: SearchResult | None = None
         self.batches_split = 0
-        self.search: SizeSearch | None = None
+        size = self.settings.global_batch_size
+        self._keeper = None if size is None else EffectiveBatchSize(size, batch_arg_name=batch_arg_name)
         self._found: dict[str, Any] = {}
         self._recovery: Recovery | None = None
         self._unlogged = False
@@ -146,27 +145,27 @@ class AutoBatchSize(BatchSizeFinder):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None) -> None:
         """Refuse a strategy under which no size can be tried. Ranks: all, alike; nothing is sent."""
-        if self.settings.on_oom != "raise":
-            refuse_engine(trainer, self.settings.on_oom)
-        if self.settings.global_batch_size is not None:
-            refuse_fixed_sizes(
-                trainer, f"global_batch_size={self.settings.global_batch_size}", accumulates=True
-            )
-        if self.settings.mode != "off" and not getattr(trainer, "fast_dev_run", False):
+        settings = self.settings
+        if settings.on_oom != "raise":
+            refuse_engine(trainer, settings.on_oom)
+        if settings.global_batch_size is not None:
+            refuse_fixed_sizes(trainer, f"global_batch_size={settings.global_batch_size}", accumulates=True)
+        if settings.mode != "off" and not getattr(trainer, "fast_dev_run", False):
             refuse_strategy(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Search, and guard the steps to come. Ranks: all, together."""
         super().on_fit_start(trainer, pl_module)
-        if self.settings.mode == "off" and self.settings.global_batch_size is not None:
+        keeper = keeper_of_global_batch(trainer, self._keeper) if self._keeper is not None else None
+        if self.settings.mode == "off" and keeper is not None:
             place = unaccumulated(trainer, pl_module, self.settings.batch_arg_name)
-            apply_size(trainer, place, place.size, requested=self.settings.global_batch_size)
+            keeper.divide(trainer, place, largest=place.size)
         if self.settings.on_oom != "raise":
             refuse_strategy(trainer)
-            self._recovery = guard_fit(
+            self._recovery = Recovery(
                 trainer,
                 pl_module,
-                on_oom=self.settings.on_oom,
+                mode=self.settings.on_oom,
                 loss_reduction=self.settings.loss_reduction,
                 on_count=self._counted,
             )
@@ -187,13 +186,6 @@ class AutoBatchSize(BatchSizeFinder):
         if self._early_exit:
             raise _TunerExitException
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Look again which parameters are trained, once an epoch. Ranks: any, alone."""
-        if batch_idx == 0 and self._recovery is not None:
-            self._recovery.refresh()
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -211,7 +203,7 @@ class AutoBatchSize(BatchSizeFinder):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the loop. Ranks: any, alone."""
         if self._recovery is not None:
-            unguard_fit(trainer, self._recovery)
+            self._recovery.close()
             self._recovery = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,16 +227,15 @@ class AutoBatchSize(BatchSizeFinder):
 
         Ranks: all, together.
         """
-        communicator = current_communicator()
-        write: Callable[[str], None] = say if communicator.is_main else lambda text: None
+        write: Callable[[str], None] = say if current_communicator().is_main else lambda text: None
         self.optimal_batch_size = None
         if getattr(trainer, "fast_dev_run", False):
             write("AutoBatchSize: no search under fast_dev_run")
             return None
         refuse_strategy(trainer)
-        requested = requested_global_batch(trainer, self.settings.global_batch_size)
+        keeper = keeper_of_global_batch(trainer, self._keeper)
         # What is accumulated is decided afterwards, by the size found.
-        accumulate = trainer.accumulate_grad_batches if requested is None else 1
+        accumulate = trainer.accumulate_grad_batches if keeper is None else 1
         with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
             place = BatchLoaders(trainer, pl_module, self.settings.batch_arg_name)
             if len(place.loaders) > 1 and not in_fit(trainer):
@@ -257,14 +248,19 @@ class AutoBatchSize(BatchSizeFinder):
                 place,
                 max_val=self.settings.max_val,
                 within_shard=self.settings.limit == "shard",
-                global_batch=requested,
-                communicator=communicator,
+                global_batch=None if keeper is None else keeper.global_batch_size,
             )
         if reason:
             write(f"AutoBatchSize: more than {most} per rank cannot be run: {reason}")
-        with place.attributes.former_on_error():
-            self.optimal_batch_size = self._known_or_found(trainer, pl_module, place, most, write)
-        return self.optimal_batch_size
+        with place.former_size(on_error_only=True):
+            size = self._known_or_found(trainer, pl_module, place, most, keeper is not None, write)
+            if keeper is not None:
+                keeper.divide(trainer, place, largest=size)
+            else:
+                place.apply(size)
+        self._report(trainer, place, write)
+        self.optimal_batch_size = place.size
+        return place.size
 
     def _known_or_found(
         self,
@@ -272,73 +268,42 @@ class AutoBatchSize(BatchSizeFinder):
         module: LightningModule,
         place: BatchLoaders,
         most: int,
+        accumulates: bool,
         write: Callable[[str], None],
     ) -> int:
-        conditions = {name: getattr(self.settings, name) for name in ("memory_limit", "margin", "mode")}
-        fingerprint = fingerprint_of(trainer, module, {"most": most, **conditions})
-        known = None
+        """Return the largest size, of which the run may use a part."""
+        settings, self.result = self.settings, None
+        fingerprint, known = fingerprint_of(trainer, module, settings, most), None
         # Who searches in mid-fit does so since something has changed.
         in_mid_fit = in_fit(trainer) and trainer.train_dataloader is not None
-        if self.settings.reuse and trainer.ckpt_path is not None and not in_mid_fit:
-            known = known_size(self._found, trainer.default_root_dir, fingerprint, current_communicator())
-        if known is None:
-            return self._search(trainer, module, place, most, fingerprint, write)
-        size, tight = known
-        write(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
-        if tight:
-            return_freed_memory()
-        apply_size(trainer, place, size, requested=self.settings.global_batch_size)
-        return place.size
-
-    def _search(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        place: BatchLoaders,
-        most: int,
-        fingerprint: Mapping[str, Any],
-        write: Callable[[str], None],
-    ) -> int:
-        communicator, settings = current_communicator(), self.settings
-        began = time.perf_counter()
-        meter = meter_of_run(trainer, settings.memory_limit, communicator)
-        self.search = search = search_for(
-            settings.mode,
-            init_val=settings.init_val,
-            max_val=most,
-            max_trials=settings.max_trials,
-            noise=None if meter is None else meter.noise,
-        )
-        runner = TrialRunner(
+        if settings.reuse and trainer.ckpt_path is not None and not in_mid_fit:
+            known = known_size(self._found, trainer.default_root_dir, fingerprint)
+        if known is not None:
+            size, tight = known
+            write(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
+            if tight:
+                return_freed_memory()
+            return size
+        self.result = found = run_search(
             trainer,
             module,
             place,
-            steps=settings.steps_per_trial,
-            meter=meter,
-            communicator=communicator,
-            accumulates=requested_global_batch(trainer, settings.global_batch_size) is not None,
-        )
-        margin = 0.0 if settings.mode == "power" else settings.margin
-        found = run_search(search, runner, meter=meter, margin=margin, communicator=communicator, say=write)
-        self._found = {"size": found.size, "tight": found.tight, "fingerprint": dict(fingerprint)}
-        apply_size(trainer, place, found.size, requested=settings.global_batch_size)
-        self.result = SearchResult(
-            size=place.size,
-            largest=search.low,
-            accumulate=trainer.accumulate_grad_batches,
-            ranks=communicator.world_size,
-            mode=search.mode,
-            trials=tuple(search.trials),
-            seconds=time.perf_counter() - began,
-            reason=found.reason,
-            tight=found.tight,
-            limit_source="" if meter is None else meter.source,
+            settings,
+            most=most,
+            accumulates=accumulates,
             fingerprint=fingerprint,
+            say=write,
         )
-        if communicator.is_main:
+        self._found = {"size": found.size, "tight": found.tight, "fingerprint": fingerprint}
+        return found.size
+
+    def _report(self, trainer: Trainer, place: BatchLoaders, write: Callable[[str], None]) -> None:
+        if self.result is None:
+            return
+        self.result = replace(self.result, size=place.size, accumulate=trainer.accumulate_grad_batches)
+        if current_communicator().is_main:
             write(table(self.result))
-            keep_result(trainer.default_root_dir, self.result, search if settings.plot else None)
-        return place.size
+            keep_result(trainer.default_root_dir, self.result, plot=self.settings.plot)
 
     def _counted(self, rank: int, text: str) -> None:
         self.batches_split += 1

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import counted, say
-from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError
+from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, in_fit
 from lightning_lockstep.batch_size.search_run import refuse_fixed_sizes
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
@@ -134,132 +133,85 @@ class EffectiveBatchSize(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Divide the global batch, unless a search has just done that. Ranks: all, alike; nothing is sent."""
-        if self.plan is not None:
-            return
-        place = unaccumulated(trainer, pl_module, self.batch_arg_name)
-        self.divide(trainer, place, largest=place.size)
+        if self.plan is None:
+            place = unaccumulated(trainer, pl_module, self.batch_arg_name)
+            self.divide(trainer, place, largest=place.size)
 
     def divide(self, trainer: Trainer, place: BatchLoaders, *, largest: int) -> None:
         """Divide the global batch, or divide it again after a search for another micro-batch.
 
         Args:
-            trainer: The Trainer, in a fit.
+            trainer: The Trainer, in a fit: before its first batch, and before a checkpoint's optimizer state is loaded.
             place: Where the batch size lives.
             largest: Largest micro-batch.
 
         Raises:
-            BatchSizeError: As :func:`keep_effective_batch`.
+            BatchSizeError: The ranks are more than the samples, or the module uses manual optimization.
 
         Ranks: all, alike; nothing is sent.
         """
-        is_main = current_communicator().is_main
+        requested, is_main = self.global_batch_size, current_communicator().is_main
+        if requested < trainer.world_size:
+            raise BatchSizeError(
+                f"a global batch of {requested} cannot be divided among {trainer.world_size} ranks:"
+                " every rank needs at least one sample"
+            )
+        if not trainer.lightning_module.automatic_optimization:
+            raise BatchSizeError(
+                "the module uses manual optimization, so this package does not control how many micro-batches make an"
+                " optimizer step, and cannot keep a global batch"
+            )
         reference = self.reference_batch_size if self.plan is None else self.plan.total
-        self.plan = keep_effective_batch(
-            trainer, place, self.global_batch_size, largest=largest, is_main=is_main
-        )
-        scale_learning_rates(
-            trainer,
-            total=self.plan.total,
-            reference=reference,
-            scaling=self.lr_scaling,
-            say=say if is_main else lambda text: None,
-        )
+        largest = min(largest, place.samples)
+        self.plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=largest)
+        if not self.plan.exact and is_main:
+            warnings.warn(
+                f"a global batch of {requested} is not possible here; the nearest is used: {self.plan}.",
+                stacklevel=2,
+            )
+        trainer.accumulate_grad_batches = self.plan.accumulate
+        place.apply(self.plan.micro_batch)
+        if self.lr_scaling is not None and self.plan.total != reference:
+            self._scale_learning_rates(trainer, self.plan.total, reference, is_main)
+
+    def _scale_learning_rates(self, trainer: Trainer, total: int, reference: int, is_main: bool) -> None:
+        """Scale the learning rate of every parameter group, and what its schedulers start from."""
+
+        def scaled(rate: Any) -> float:
+            return scaled_learning_rate(
+                float(rate), total=total, reference=reference, scaling=self.lr_scaling
+            )
+
+        for optimizer in trainer.strategy.optimizers:
+            for group in optimizer.param_groups:
+                before = float(group["lr"])
+                group.update({key: scaled(group[key]) for key in ("lr", "initial_lr") if key in group})
+                if is_main:
+                    why = f"{self.lr_scaling} scaling: global batch {reference} -> {total}"
+                    say(f"learning rate {before:g} -> {group['lr']:g} ({why})")
+        for config in trainer.lr_scheduler_configs:
+            scheduler: Any = config.scheduler
+            if hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs = [scaled(rate) for rate in scheduler.base_lrs]
 
 
-def in_fit(trainer: Trainer) -> bool:
-    """Return whether the Trainer fits."""
-    return trainer.state.fn is None or trainer.state.fn.value == "fit"
-
-
-def requested_global_batch(trainer: Trainer, own: int | None) -> int | None:
-    """Return the global batch that a fit is to keep: its own, or that of an :class:`EffectiveBatchSize`."""
+def keeper_of_global_batch(trainer: Any, own: EffectiveBatchSize | None) -> EffectiveBatchSize | None:
+    """Return what divides the global batch of a fit: a callback of the Trainer, or an ``AutoBatchSize``'s own."""
     if not in_fit(trainer):
         return None
-    asked = {each.global_batch_size for each in _effective_batch_sizes(trainer)} | (
-        {own} if own is not None else set()
-    )
-    if len(asked) > 1:
+    asking = [each for each in trainer.callbacks if isinstance(each, EffectiveBatchSize)]
+    asking += [] if own is None else [own]
+    sizes = {each.global_batch_size for each in asking}
+    if len(sizes) > 1:
+        given = None if own is None else own.global_batch_size
         raise SearchRefusedError(
-            f"AutoBatchSize(global_batch_size={own}) and EffectiveBatchSize ask for global batches of"
-            f" {' and '.join(map(str, sorted(asked)))}: expected one. Give either of them."
+            f"AutoBatchSize(global_batch_size={given}) and EffectiveBatchSize ask for global batches of"
+            f" {' and '.join(map(str, sorted(sizes)))}: expected one. Give either of them."
         )
-    return next(iter(asked), None)
-
-
-def apply_size(trainer: Trainer, place: BatchLoaders, largest: int, *, requested: int | None) -> None:
-    """Let a run go on with a size, or with the part of it that keeps a global batch."""
-    callbacks = _effective_batch_sizes(trainer) if in_fit(trainer) else []
-    if callbacks:
-        callbacks[0].divide(trainer, place, largest=largest)
-    elif requested is not None and in_fit(trainer):
-        is_main = current_communicator().is_main
-        keep_effective_batch(trainer, place, requested, largest=largest, is_main=is_main)
-    else:
-        place.apply(largest)
-
-
-def _effective_batch_sizes(trainer: Trainer) -> list[EffectiveBatchSize]:
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    return [each for each in callbacks if isinstance(each, EffectiveBatchSize)]
+    return asking[0] if asking else None
 
 
 def unaccumulated(trainer: Trainer, module: LightningModule, name: str) -> BatchLoaders:
     """Return where the batch size lives, before it is decided how many micro-batches are accumulated."""
     with replaced(trainer, accumulate_grad_batches=1):  # a loader's hook may look at it
         return BatchLoaders(trainer, module, name)
-
-
-def keep_effective_batch(
-    trainer: Trainer, place: BatchLoaders, requested: int, *, largest: int, is_main: bool
-) -> EffectiveBatch:
-    """Set micro-batch and accumulation of a fit so that the global batch is ``requested``, or the nearest."""
-    if requested < trainer.world_size:
-        raise BatchSizeError(
-            f"a global batch of {requested} cannot be divided among {trainer.world_size} ranks:"
-            " every rank needs at least one sample"
-        )
-    if not trainer.lightning_module.automatic_optimization:
-        raise BatchSizeError(
-            "the module uses manual optimization, so this package does not control how many micro-batches make an"
-            " optimizer step, and cannot keep a global batch"
-        )
-    plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=min(largest, place.samples))
-    if not plan.exact and is_main:
-        warnings.warn(
-            f"a global batch of {requested} is not possible here; the nearest is used: {plan}.", stacklevel=2
-        )
-    trainer.accumulate_grad_batches = plan.accumulate
-    place.apply(plan.micro_batch)
-    return plan
-
-
-def scale_learning_rates(
-    trainer: Trainer,  # before its first batch, and before a checkpoint's optimizer state is loaded
-    *,
-    total: int,  # samples in one optimizer step now
-    reference: int,  # samples in one optimizer step when the learning rate was chosen
-    scaling: LearningRateScaling | None,
-    say: Callable[[str], Any],
-) -> None:
-    """Scale the learning rate of every parameter group, and what its schedulers start from."""
-    if scaling is None or total == reference:
-        return
-    for optimizer in trainer.strategy.optimizers:
-        for group in optimizer.param_groups:
-            before = float(group["lr"])
-            group["lr"] = scaled_learning_rate(before, total=total, reference=reference, scaling=scaling)
-            if "initial_lr" in group:
-                initial = float(group["initial_lr"])
-                group["initial_lr"] = scaled_learning_rate(
-                    initial, total=total, reference=reference, scaling=scaling
-                )
-            say(
-                f"learning rate {before:g} -> {group['lr']:g} ({scaling} scaling: global batch {reference} -> {total})"
-            )
-    for config in trainer.lr_scheduler_configs:
-        scheduler: Any = config.scheduler
-        if hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs = [
-                scaled_learning_rate(float(rate), total=total, reference=reference, scaling=scaling)
-                for rate in scheduler.base_lrs
-            ]

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from lightning_lockstep.batch_size.search import (
-    BinarySearch,
-    ModelSearch,
-    PowerSearch,
-    SizeSearch,
-    search_for,
-)
+from lightning_lockstep.batch_size.search import SizeSearch, Trial
 
 BASE, SLOPE = 1e9, 3.7e6
 
@@ -23,7 +15,7 @@ def run(search: SizeSearch, wall: int, *, read: bool = False) -> tuple[int, int]
         fits = proposal.size <= wall
         peak = BASE + SLOPE * proposal.size if read and fits else None
         limit = BASE + SLOPE * (wall + 0.5) if read else None
-        search.record(proposal.size, fits, peak=peak, limit=limit)
+        search.record(Trial(proposal.size, fits, peak, limit))
     if proposal.size:
         assert any(trial.size == proposal.size and trial.fits for trial in search.trials), (
             "a size that was not run"
@@ -33,18 +25,18 @@ def run(search: SizeSearch, wall: int, *, read: bool = False) -> tuple[int, int]
 
 @pytest.mark.parametrize("wall", [1, 2, 3, 7, 30, 100, 511, 512, 600, 1023, 5000])
 def test_every_search_ends_near_the_wall_within_its_trials(wall):
-    size, trials = run(BinarySearch(2, max_trials=12), wall)
+    size, trials = run(SizeSearch("binsearch", max_trials=12), wall)
     assert 0.98 * wall <= size <= wall and trials <= 12
-    size, trials = run(ModelSearch(2, noise=8e6), wall, read=True)
+    size, trials = run(SizeSearch("model", noise=8e6), wall, read=True)
     assert 0.98 * wall <= size <= wall and trials <= 6
-    size, trials = run(PowerSearch(2), wall)
+    size, trials = run(SizeSearch("power"), wall)
     assert wall / 2 < size <= wall
 
 
 @pytest.mark.parametrize("mode", ["power", "binsearch", "model"])
 def test_nothing_fits_a_start_too_high_and_a_cap(mode):
     def make(**kw):
-        return search_for(mode, **{"init_val": 2, "max_val": 8192, "max_trials": 25, "noise": 8e6, **kw})
+        return SizeSearch(mode, **{"noise": 8e6, **kw})
 
     search = make(init_val=64)
     assert run(search, 0)[0] == 0 and search.propose().reason == "1 does not fit"
@@ -54,30 +46,26 @@ def test_nothing_fits_a_start_too_high_and_a_cap(mode):
 
 
 def test_a_wrong_line_does_not_lead_beyond_the_wall():
-    search = ModelSearch(2, noise=0.0)
+    search = SizeSearch("model", noise=0.0)
     while not (proposal := search.propose()).stop:
         fits = proposal.size <= 700  # memory grows faster than the line says
-        search.record(proposal.size, fits, peak=BASE + SLOPE * proposal.size, limit=BASE + SLOPE * 1000)
+        search.record(Trial(proposal.size, fits, BASE + SLOPE * proposal.size, BASE + SLOPE * 1000))
     # Where the line is wrong throughout, halving takes over: a few trials more than the 6 of a good line.
     assert 0.98 * 700 <= proposal.size <= 700 and len(search.trials) <= 15
 
 
 def test_memory_that_comes_and_goes_takes_the_last_word():
-    search = BinarySearch(2)
-    search.record(512, True)
-    search.record(256, False)
+    search = SizeSearch("binsearch")
+    search.record(Trial(512, True))
+    search.record(Trial(256, False))
     assert search.low == 0 and search.high == 256
 
 
-def test_a_search_goes_on_from_its_state():
-    search = ModelSearch(2, noise=8e6)
-    for size in (2, 8):
-        search.record(size, True, peak=BASE + SLOPE * size, limit=BASE + SLOPE * 600)
-    other = ModelSearch(2, noise=8e6)
-    other.load_state_dict(json.loads(json.dumps(search.state_dict())))
-    assert other.propose() == search.propose()
-    assert run(other, 600, read=True) == run(search, 600, read=True)
+def test_a_model_without_readings_is_a_binary_search():
+    blind = SizeSearch("model", max_trials=12)
+    assert blind.mode == "binsearch"
+    assert run(blind, 600) == run(SizeSearch("binsearch", max_trials=12), 600)
 
 
 def test_power_stops_at_max_trials():
-    assert run(PowerSearch(2, max_trials=3), 10**6) == (8, 3)
+    assert run(SizeSearch("power", max_trials=3), 10**6) == (8, 3)
