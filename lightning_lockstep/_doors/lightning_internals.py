@@ -105,7 +105,7 @@ INHERITED: dict[str, str] = {
     "DeepSpeedStrategy._initialize_deepspeed_inference": "as above; and it takes all hooks off the user's modules",
     "DeepSpeedStrategy._set_deepspeed_activation_checkpointing": "Lightning's does not hand over all of its options",
     "BatchSizeFinder._early_exit": "the Tuner sets it, so that the run ends with the search",
-    "EarlyStopping._evaluate_stopping_criteria": "Lightning's rule of early stopping, asked with the one value of all ranks",
+    "EarlyStopping._evaluate_stopping_criteria": "Lightning's rule, asked with the one value of all ranks",
     "EarlyStopping._log_info": "prints the reason of a stop as Lightning does",
     "EarlyStopping._run_early_stopping_check": "the moment at which Lightning looks at the monitored value",
     "MLFlowLogger._initialized": "whether the run at the store has begun",

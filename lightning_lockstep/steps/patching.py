@@ -1,4 +1,4 @@
-"""Attributes of an object put in the place of others for a while, and taken away exactly."""
+"""Attributes put in the place of others for a while, and taken away exactly; loaders in the place of others."""
 
 from __future__ import annotations
 
@@ -62,3 +62,28 @@ def replaced(owner: object, /, **values: object) -> Iterator[None]:
     finally:
         for put_back in reversed(undo):
             put_back()
+
+
+#: By these Lightning knows a loader that it lets go on by itself in a resumed epoch.
+STATEFUL = ("state_dict", "load_state_dict")
+
+
+class LoaderAround:
+    """Behaves as the loader that it wraps, but for what a subclass does otherwise."""
+
+    # What a subclass gives it under ``own`` is its own, and every other attribute the loader's. A state is neither: the
+    # loader's own would not count what the subclass does.
+
+    def __init__(self, loader: Any, **own: Any) -> None:
+        vars(self).update(own, _loader=loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_loader", *STATEFUL) or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            vars(self)[name] = value
+        else:
+            setattr(self._loader, name, value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 import tempfile
 import weakref
 from collections import defaultdict
@@ -14,6 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
+import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -41,13 +41,12 @@ class RandomState:
     torch_cpu: Tensor
     torch_cuda: dict[int, Tensor]  # by index of the device
     python: Any
-    numpy: Any  # of the global generator; None: numpy is not in use
+    numpy: Any  # of the global generator
 
     @classmethod
     def capture(cls, device: torch.device | None = None) -> RandomState:
         """Take the states, of CUDA that of ``device`` or all in use; nothing is read from a device."""
-        numpy = sys.modules.get("numpy")
-        of_numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+        of_numpy = numpy.random.get_state(legacy=False)
         return cls(torch.get_rng_state(), _cuda_states(device), random.getstate(), of_numpy)
 
     def restore(self) -> None:
@@ -55,8 +54,7 @@ class RandomState:
         for index, state in self.torch_cuda.items():
             torch.cuda.set_rng_state(state, index)
         random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+        numpy.random.set_state(self.numpy)
 
 
 def _cuda_states(device: torch.device | None) -> dict[int, Tensor]:

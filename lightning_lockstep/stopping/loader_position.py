@@ -18,13 +18,16 @@ import copy
 import inspect
 import logging
 import random
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from numbers import Integral
 from typing import Any
 
+import numpy
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -42,11 +45,10 @@ from lightning_lockstep._doors.lightning_internals import (
 )
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.steps.patching import put_in_place
+from lightning_lockstep.steps.patching import STATEFUL, LoaderAround, put_in_place
 
 _log = logging.getLogger(__name__)
 _KEY = "lockstep_loader_position"
-_DTYPE = "numpy dtype"
 _NOTHING = object()
 
 
@@ -108,13 +110,10 @@ class LoaderPosition(Callback):
         savers = [loader for loader in loaders if _saves_its_state(loader)]
         # Where a limit has ended the epoch they are in the middle of theirs, and the next epoch begins anew.
         cut = progress.is_last_batch and any(progress.current.ready < len(loader) for loader in savers)
-        states = [] if cut else [loader.state_dict() for loader in savers]
-        mine: dict[str, Any] = {"loaders": described, "states": states, "random": None}
-        if communicator.world_size == 1 or any(one["order"] is None for one in described):
-            mine["random"] = _random_state()
-        else:
+        mine = {"loaders": described, "states": [] if cut else [loader.state_dict() for loader in savers]}
+        if communicator.world_size > 1 and all(one["order"] is not None for one in described):
             for one in described:  # no order depends on random numbers
-                one["drawn_from"], one["generators"] = None, []
+                one["drawn_from"] = one["now"] = None
         # After an exception the other ranks do not come here.
         alone = trainer.state.status == "interrupted"
         ranks = [mine] if alone else communicator.gather(mine)
@@ -142,12 +141,13 @@ class LoaderPosition(Callback):
     def begin(self, asks: Any) -> tuple[int, dict[str, Any] | None]:
         """Return how many batches of its epoch a loader leaves out now, and what was saved of it, if any."""
         resume, loaders = self._resume, _loaders(self._trainer)
-        number = next((i for i, loader in enumerate(loaders) if _is_part(asks, loader)), None)
+        number = next((i for i, loader in enumerate(loaders) if _keeper(loader) is asks), None)
         if resume is None or number is None or asks in resume.begun:
             return 0, None
         resume.settle(self._trainer, loaders)
         _set_epoch(loaders[number], resume.epoch)
-        return resume.batches, resume.record(number) if resume.batches else None
+        saved = resume.batches and number < len(resume.records)
+        return resume.batches, resume.records[number] if saved else None
 
     def has_begun(self, asks: Any) -> None:
         """Note that a loader has begun; if it is asked for its batches again, it has ended."""
@@ -172,8 +172,8 @@ class LoaderPosition(Callback):
         resume.settle(trainer, _loaders(trainer))
         if self.begins_again():
             mark_as_ended(trainer, [_passes(one, resume.batches) > 1 for one in _loaders(trainer)])
-        if resume.random is not None:
-            _set_random_state(resume.random)
+        if resume.records:
+            _set_states(_GLOBAL, resume.records[0]["now"])
         # Lightning takes every loader that saves no state for one that starts from the beginning.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
 
@@ -192,12 +192,8 @@ class _Resume:
         ranks, rank = self._saved["ranks"], self._communicator.rank
         alike = self._saved["world_size"] == self._communicator.world_size and rank < len(ranks)
         mine = ranks[rank] if alike else {}
-        self._records: list[dict[str, Any]] = mine.get("loaders", [])
-        self.random, self.states = mine.get("random"), mine.get("states")
-
-    def record(self, number: int) -> dict[str, Any] | None:
-        """Return what was saved of this rank's loader of that number."""
-        return self._records[number] if number < len(self._records) else None
+        self.records: list[dict[str, Any]] = mine.get("loaders", [])  # of this rank's loaders
+        self.states = mine.get("states")
 
     def asked_for(self, loader: Any) -> None:
         """Take in a loader that is about to begin. Ranks: all, together; one gather within an epoch."""
@@ -205,12 +201,10 @@ class _Resume:
             described = {**_nature(loader), "keeps_state": _saves_its_state(loader)}
             self._now.append(self._communicator.gather(described))
             return
-        # The epoch that begins draws its order from where it would have been drawn.
-        if self.random is not None:
-            _set_random_state(self.random)
-        if self._records:
-            record = self._records[self._asked % len(self._records)]  # Lightning asks for them in their order
-            _set_generators(loader, record["generators"])
+        if self.records:
+            # The epoch that begins draws its order from where it would have been drawn.
+            record = self.records[self._asked % len(self.records)]  # Lightning asks for them in their order
+            _set_states([*_GLOBAL, *_generators(loader)], record["now"])
         self._asked += 1
 
     def settle(self, trainer: Any, loaders: list[Any]) -> None:
@@ -275,13 +269,44 @@ def _count_batches(trainer: Any, batches: int) -> None:
 # -- Loaders that can begin within their epoch --
 
 
-class _ResumableBatches:
-    """A batch sampler that can begin within its epoch and keeps the random state its order was drawn from."""
+class _Resumable(LoaderAround):
+    """Keeps how an epoch of a loader, or of a batch sampler, began."""
 
-    def __init__(self, inner: Any, position: LoaderPosition) -> None:
-        self.inner, self._position = inner, position
-        self.drawn_from: dict[str, Any] | None = None
-        self._epoch, self.passes = -1, 0
+    # Whether a pass that begins in mid-epoch, where the loader has ended, is what a resumed run begins with.
+    _resumes_in_last_pass = False
+
+    _epoch: int
+    passes: int  # how often it has begun in this epoch
+    drawn_from: list[Any] | None  # states of the generators then
+
+    def __init__(self, loader: Any, position: LoaderPosition) -> None:
+        super().__init__(loader, _position=position, drawn_from=None, passes=0, _epoch=-1)
+
+    def _begin(self, record: dict[str, Any] | None, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` makes, from the random state that the saved epoch began with, if there is one."""
+        epoch, batch = self._position.epoch_and_batch()
+        again = epoch == self._epoch and batch > 0
+        self._epoch, self.passes = epoch, self.passes + 1 if again else 1
+        generators = [*_GLOBAL, *_generators(self)]
+        if record is None or record["drawn_from"] is None:
+            if not again or self._resumes_in_last_pass:
+                self.drawn_from = _states(generators)
+            return make()
+        self.drawn_from, before = record["drawn_from"], _states(_GLOBAL)
+        try:
+            _set_states(generators, self.drawn_from)
+            return make()
+        finally:
+            _set_states(_GLOBAL, before)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class _ResumableBatches(_Resumable):
+    """A batch sampler that leaves out the batches that were seen, which are not loaded then."""
+
+    _resumes_in_last_pass = True
 
     def __iter__(self) -> Iterator[Any]:
         return self._behind(*self._position.begin(self))
@@ -289,70 +314,28 @@ class _ResumableBatches:
     def _behind(self, seen: int, record: dict[str, Any] | None) -> Iterator[Any]:
         # Runs once the first batch is asked for, which without workers is after the start of the training.
         self._position.has_begun(self)
-        epoch, batch = self._position.epoch_and_batch()
-        is_next_pass = epoch == self._epoch and batch > 0
-        self._epoch, self.passes = epoch, self.passes + 1 if is_next_pass else 1
+        first, others = self._begin(record, self._first)
         if seen and self._position.begins_again():
-            length = len(self.inner)
-            self.passes = record["passes"] if record is not None else _passes(self.inner, seen)
-            seen -= (self.passes - 1) * length
-        if record is not None and record["drawn_from"] is not None:
-            self.drawn_from = record["drawn_from"]
-            batches, first = _drawn_from(self, self._first)
-        else:
-            self.drawn_from = {"random": _random_state(), "generators": _generator_states(self)}
-            batches, first = self._first()
-        if first is _NOTHING:
-            return
-        if seen <= 0:
-            yield first
-        for number, batch in enumerate(batches, 1):
-            if number >= seen:
-                yield batch
+            self.passes = record["passes"] if record is not None else _passes(self._loader, seen)
+            seen -= (self.passes - 1) * len(self._loader)
+        yield from islice(chain(first, others), max(seen, 0), None)
 
-    def _first(self) -> tuple[Iterator[Any], Any]:
-        batches = iter(self.inner)
-        return batches, next(batches, _NOTHING)
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not there yet while it is copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.inner, name)
+    def _first(self) -> tuple[list[Any], Iterator[Any]]:
+        batches = iter(self._loader)
+        return list(islice(batches, 1)), batches  # with the first one the order is drawn
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return copy.copy, (self.inner,)  # in another process it has nothing to resume
+        return copy.copy, (self._loader,)  # in another process it has nothing to resume
 
 
-class _ReplayedLoader:
+class _ReplayedLoader(_Resumable):
     """Gives the batches of a loader; in a resumed epoch it reads and drops those that were seen."""
 
-    _own = ("_loader", "_position", "drawn_from", "_epoch", "passes")
-
-    def __init__(self, loader: Any, position: LoaderPosition) -> None:
-        self._loader, self._position = loader, position
-        self.drawn_from: dict[str, Any] | None = None
-        self._epoch, self.passes = -1, 0
-
     def __iter__(self) -> Iterator[Any]:
-        epoch, batch = self._position.epoch_and_batch()
         seen, record = self._position.begin(self)
         if seen:
             self._position.has_begun(self)
-            self._epoch, self.passes = epoch, 1
-            if record is not None and record["drawn_from"] is not None:
-                self.drawn_from = record["drawn_from"]
-                resumed: Iterator[Any] = _drawn_from(self, lambda: self._behind(seen))
-                return resumed
-            return self._behind(seen)
-        if epoch == self._epoch and batch > 0:
-            self.passes += 1
-        else:
-            self._epoch, self.passes = epoch, 1
-            self.drawn_from = {"random": _random_state(), "generators": _generator_states(self)}
-        batches: Iterator[Any] = iter(self._loader)
+        batches: Iterator[Any] = self._begin(record, lambda: self._behind(seen))
         return batches
 
     def _behind(self, seen: int) -> Iterator[Any]:
@@ -364,34 +347,13 @@ class _ReplayedLoader:
                 next(batches, None)
         return batches
 
-    def __getattr__(self, name: str) -> Any:
-        if name in type(self)._own or name in _STATEFUL or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in type(self)._own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._loader, name, value)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
 
 # -- What a loader is like --
-
-# By these Lightning knows a loader that it lets go on by itself.
-_STATEFUL = ("state_dict", "load_state_dict")
 
 
 def _loaders(trainer: Any) -> list[Any]:
     loaders = trainer.train_dataloader
     return [] if loaders is None else list(CombinedLoader(loaders).flattened)
-
-
-def _is_part(asks: Any, loader: Any) -> bool:
-    return loader is asks or getattr(loader, "batch_sampler", None) is asks
 
 
 def _chooses_batches(loader: Any) -> bool:
@@ -406,8 +368,8 @@ def _saves_its_state(loader: Any) -> bool:
     """Return whether Lightning lets this loader go on by itself, at the right batch."""
     # Without a length Lightning asks for one batch ahead, and a state is saved behind that. torchdata's loader keeps
     # a mere number of batches where its data set has no state, and no random state.
-    has_state = all(inspect.getattr_static(loader, name, None) is not None for name in _STATEFUL)
-    counts_only = isinstance(loader, DataLoader) and not hasattr(loader.dataset, _STATEFUL[0])
+    has_state = all(inspect.getattr_static(loader, name, None) is not None for name in STATEFUL)
+    counts_only = isinstance(loader, DataLoader) and not hasattr(loader.dataset, STATEFUL[0])
     return has_state and _length(loader) is not None and not counts_only
 
 
@@ -420,7 +382,7 @@ def _length(loader: Any) -> int | None:
 
 def _keeper(loader: Any) -> Any:
     """Return what keeps how an epoch of a loader began."""
-    return loader if isinstance(loader, _ReplayedLoader) else _batches_of(loader)
+    return loader if isinstance(loader, _ReplayedLoader) else getattr(loader, "batch_sampler", None)
 
 
 def _passes(loader: Any, batches: int) -> int:
@@ -440,16 +402,16 @@ def _described(loader: Any) -> dict[str, Any]:
         **_nature(loader),
         "passes": getattr(keeper, "passes", 1),
         "drawn_from": getattr(keeper, "drawn_from", None),
-        "generators": _generator_states(loader),
+        "now": _states([*_GLOBAL, *_generators(loader)]),
     }
 
 
 def _order(loader: Any) -> str | None:
     """Return in which order all ranks together take the samples, or ``None`` where more than that decides."""
-    batches = _batches_of(loader)
-    if not isinstance(batches, _ResumableBatches) or type(batches.inner) is not BatchSampler:
+    batches = _keeper(loader)
+    if not isinstance(batches, _ResumableBatches) or type(batches._loader) is not BatchSampler:
         return None
-    sampler: Any = batches.inner.sampler
+    sampler: Any = batches.sampler
     if hasattr(sampler, "global_order"):
         return str(sampler.global_order)
     if type(sampler) is DistributedSampler:  # Lightning's own subclass divides a sampler of the user
@@ -459,13 +421,12 @@ def _order(loader: Any) -> str | None:
     return "as they are" if in_order else None
 
 
-def _batches_of(loader: Any) -> Any:
-    return getattr(loader, "batch_sampler", None)
-
-
 def _set_epoch(loader: Any, epoch: int) -> None:
     # Workers ask for their first batches as soon as the iterator is made, before Lightning sets the epoch.
-    samplers = (getattr(loader, "sampler", None), getattr(_batches_of(loader), "sampler", None))
+    samplers = (
+        getattr(loader, "sampler", None),
+        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+    )
     for sampler in {id(sampler): sampler for sampler in samplers}.values():
         set_epoch = getattr(sampler, "set_epoch", None)
         if callable(set_epoch):
@@ -474,27 +435,15 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 # -- Random states, as data that can be loaded without running code --
 
-
-def _random_state() -> dict[str, Any]:
-    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = _without_arrays(numpy.random.get_state())
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(_as_tuples(state["python"]))
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(_with_arrays(state["numpy"]))
+# What is drawn from without naming a generator.
+_GLOBAL = (torch.default_generator, random, numpy.random)
 
 
 def _generators(loader: Any) -> list[Any]:
     """Return the random generators of a loader, of its samplers and of a stream, whichever library made them."""
     found: list[Any] = []
     dataset = getattr(loader, "dataset", None)
-    holders = [loader, getattr(loader, "sampler", None), _batches_of(loader)]
+    holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     holders += [dataset] if isinstance(dataset, IterableDataset) else []
     for holder in holders:  # grows meanwhile
         for name, value in getattr(holder, "__dict__", {}).items():
@@ -515,60 +464,25 @@ def _is_generator(value: Any) -> bool:
     return isinstance(value, torch.Generator) or of_numpy
 
 
-def _generator_states(loader: Any) -> list[Any]:
-    states: list[Any] = []
-    for one in _generators(loader):
-        if isinstance(one, torch.Generator):
-            states.append(one.get_state())
-        elif isinstance(one, random.Random):
-            states.append(one.getstate())
-        else:
-            of_legacy = not hasattr(one, "bit_generator")
-            states.append(_without_arrays(one.get_state() if of_legacy else one.bit_generator.state))
-    return states
+def _states(generators: Sequence[Any]) -> list[Any]:
+    return [_state_of(one) for one in generators]
 
 
-def _set_generators(loader: Any, states: list[Any]) -> None:
-    for one, state in zip(_generators(loader), states, strict=False):
-        if isinstance(one, torch.Generator):
+def _state_of(generator: Any) -> Any:
+    if hasattr(generator, "getstate"):  # Python's
+        return generator.getstate()
+    # torch's, and numpy's of both generations
+    state = generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+    return apply_to_collection(state, numpy.ndarray, torch.from_numpy)
+
+
+def _set_states(generators: Sequence[Any], states: Sequence[Any] | None) -> None:
+    for one, state in zip(generators, states or (), strict=False):
+        if hasattr(one, "setstate"):
+            one.setstate(state)
+        elif isinstance(one, torch.Generator):
             one.set_state(state)
-        elif isinstance(one, random.Random):
-            one.setstate(_as_tuples(state))
-        elif hasattr(one, "bit_generator"):
-            one.bit_generator.state = _with_arrays(state)
+        elif hasattr(one, "set_state"):
+            one.set_state(apply_to_collection(state, Tensor, Tensor.numpy))
         else:
-            one.set_state(_with_arrays(state))
-
-
-def _without_arrays(state: Any) -> Any:
-    """Return a state of numpy with lists for its arrays, which a file gives back without running code."""
-    if isinstance(state, dict):
-        return {key: _without_arrays(value) for key, value in state.items()}
-    if isinstance(state, tuple):
-        return tuple(_without_arrays(value) for value in state)
-    if hasattr(state, "dtype"):
-        return {_DTYPE: str(state.dtype), "values": state.tolist()}
-    return state
-
-
-def _with_arrays(state: Any) -> Any:
-    if isinstance(state, dict) and _DTYPE in state:
-        return sys.modules["numpy"].array(state["values"], dtype=state[_DTYPE])
-    if isinstance(state, dict):
-        return {key: _with_arrays(value) for key, value in state.items()}
-    return tuple(map(_with_arrays, state)) if isinstance(state, (tuple, list)) else state
-
-
-def _as_tuples(state: Any) -> Any:
-    return tuple(map(_as_tuples, state)) if isinstance(state, (tuple, list)) else state
-
-
-def _drawn_from(asks: Any, make: Callable[[], Any]) -> Any:
-    """Return what ``make`` makes, from the random state that ``asks`` began its epoch with."""
-    before = _random_state()
-    try:
-        _set_random_state(asks.drawn_from["random"])
-        _set_generators(asks, asks.drawn_from["generators"])
-        return make()
-    finally:
-        _set_random_state(before)
+            one.bit_generator.state = apply_to_collection(state, Tensor, Tensor.numpy)

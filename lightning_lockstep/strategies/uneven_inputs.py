@@ -34,7 +34,7 @@ from lightning_lockstep._doors.lightning_internals import (
 from lightning_lockstep.distributed import Communicator, PendingReduction
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import replaced
+from lightning_lockstep.steps.patching import LoaderAround, replaced
 
 # -- Losses of zero, with which a rank that has nothing to contribute still takes part in the reductions of
 # a step
@@ -92,33 +92,24 @@ class UnevenInputs:
         """Return a loader of which every rank takes as many batches, if it is a training loader."""
         if not asks_for_training_loader(trainer) or communicator.world_size == 1:
             return dataloader
-        lengths, keep_to_it = zip(
+        lengths, trusted = zip(
             *communicator.gather((_length(dataloader), _keeps_to_its_length(dataloader))), strict=True
         )
         self._lengths.append(lengths)
-        return self._even(dataloader, lengths, all(keep_to_it), trainer, communicator)
-
-    def _even(
-        self,
-        loader: Any,
-        lengths: Sequence[int | None],
-        keep_to_it: bool,  # whether all ranks' loaders give what their lengths say
-        trainer: Any,
-        communicator: Communicator,
-    ) -> Any:
+        keep_to_it = all(trusted)  # all ranks' loaders give what their lengths say
         known = [length for length in lengths if length is not None]
-        agreeing = partial(AgreeingLoader, loader, communicator, self._policy, trainer)
+        agreeing = partial(AgreeingLoader, dataloader, communicator, self._policy, trainer)
         if len(known) == len(lengths):
             if len({batches_taken(trainer, [length]) for length in known}) == 1:
                 # the loop ends everywhere at the same batch
-                return loader if keep_to_it else agreeing(min(known))
+                return dataloader if keep_to_it else agreeing(min(known))
             if self._policy == "error":
-                return CheckedLoader(loader, lambda: self._check(lengths, trainer, communicator.rank))
+                return CheckedLoader(dataloader, lambda: self._check(lengths, trainer, communicator.rank))
         plan = plan_steps(lengths, communicator.rank, self._policy)
         if plan.notice and communicator.is_main:
             _log.warning(plan.notice)
         if plan.steps is not None and keep_to_it:
-            return SizedEvenLoader(loader, plan.steps, plan.own or 0)
+            return SizedEvenLoader(dataloader, plan.steps, plan.own or 0)
         return agreeing(plan.steps)
 
     def _check(self, own: Sequence[int | None], trainer: Any, rank: int) -> None:
@@ -201,34 +192,13 @@ def _until_max_steps(trainer: Any) -> float:
     return float(max((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches, 0))
 
 
-class EvenLoader:
-    """Behaves as the loader it wraps, except for the number of batches."""
-
-    _ours: tuple[str, ...] = ("_loader", "own_batches", "_steps", "_communicator", "_policy", "_check")
-
-    def __init__(self, loader: Any, own_batches: int | None) -> None:
-        self._loader = loader
-        # Those after it are padding, which must contribute nothing; None: not known yet.
-        self.own_batches = own_batches
-
-    def __getattr__(self, name: str) -> Any:
-        if name in type(self)._ours or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in type(self)._ours:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._loader, name, value)
-
-
-class CheckedLoader(EvenLoader):
+class CheckedLoader(LoaderAround):
     """Gives the batches of a loader that differs among the ranks, unless the epoch would."""
 
+    _check: Callable[[], None]
+
     def __init__(self, loader: Any, check: Callable[[], None]) -> None:
-        super().__init__(loader, len(loader))
-        self._check = check
+        super().__init__(loader, _check=check)
 
     def __len__(self) -> int:
         self._check()  # Lightning asks before the first batch, on all ranks
@@ -239,12 +209,13 @@ class CheckedLoader(EvenLoader):
         return iter(self._loader)
 
 
-class SizedEvenLoader(EvenLoader):
+class SizedEvenLoader(LoaderAround):
     """Gives exactly ``steps`` batches: stops early, or repeats its last one as padding batches."""
 
+    _steps: int
+
     def __init__(self, loader: Any, steps: int, own: int) -> None:
-        super().__init__(loader, own)
-        self._steps = steps
+        super().__init__(loader, _steps=steps, own_batches=own)
 
     def __len__(self) -> int:
         return self._steps
@@ -259,22 +230,20 @@ class SizedEvenLoader(EvenLoader):
             yield batch
 
 
-class AgreeingLoader(EvenLoader):
+class AgreeingLoader(LoaderAround):
     """Gives a batch only when the policy says so for all ranks; for loaders that may end at any batch."""
 
-    _ours = (*EvenLoader._ours, "_trainer", "_epoch", "_has_warned")
+    _communicator: Communicator
+    _epoch: int
+    _has_warned: bool
+    _steps: int | None  # batches at most, the same on all ranks; None: the loader has no length
+    own_batches: int | None  # those after it are padding, which must contribute nothing; None: not known yet
 
     def __init__(
-        self,
-        loader: Any,
-        communicator: Communicator,
-        policy: Policy,
-        trainer: Any,
-        steps: int | None,  # batches at most, the same on all ranks; None: the loaders have no length
+        self, loader: Any, communicator: Communicator, policy: Policy, trainer: Any, steps: int | None
     ) -> None:
-        super().__init__(loader, None)
-        self._communicator, self._policy, self._trainer, self._steps = communicator, policy, trainer, steps
-        self._epoch, self._has_warned = -1, False
+        own = {"_communicator": communicator, "_policy": policy, "_trainer": trainer, "_steps": steps}
+        super().__init__(loader, **own, own_batches=None, _epoch=-1, _has_warned=False)
 
     def __len__(self) -> int:
         if self._steps is None:
