@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from lightning_lockstep.batch_size.memory import Failure, release_memory
+from lightning_lockstep.batch_size.memory import Failure, attempt, release_memory
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError
 
@@ -83,35 +83,27 @@ def find_executable_batch_size(
         nonlocal size
         _refuse_batch_size(function, args)
         while True:
-            if size < 1:
-                tried, size = size, starting_batch_size
-                raise BatchSizeError(f"no batch size fits: the next one to try would be {tried}")
-            value, failure = _call(function, size, args, kwargs)
+            values: list[Any] = []
+            failure = attempt(lambda: values.append(function(size, *args, **kwargs)))
             if not _some_rank_is_full(failure):
-                return value
-            del value  # this rank fitted, another did not: its result goes too
+                return values[0]
+            values.clear()  # this rank fitted, another did not: its result goes too
             release_memory()
-            size = reduce_batch_size_fn() if reduce_batch_size_fn is not None else size // 2
+            tried, size = size, reduce_batch_size_fn() if reduce_batch_size_fn is not None else size // 2
+            if size < 1:
+                size = starting_batch_size
+                raise BatchSizeError(
+                    f"no batch size fits: memory ran out with {tried} too, the last one to try"
+                )
 
     return call
 
 
-def _call(
-    function: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Failure | None]:
-    try:
-        return function(size, *args, **kwargs), None
-    except Exception as error:
-        return None, Failure.of(error)
-
-
 def _some_rank_is_full(failure: Failure | None) -> bool:
     """Agree on what happened; an error that is not about memory ends all ranks."""
-    communicator = current_communicator()
-    full = failure is not None and failure.out_of_memory
     broken = failure is not None and not failure.out_of_memory
     said = "" if failure is None else f"{'!' if broken else ''}{failure.summary}"
-    happened = communicator.agree(full or broken, said)
+    happened = current_communicator().agree(failure is not None, said)
     errors = {rank: text[1:] for rank, text in happened.reasons.items() if text.startswith("!")}
     if errors:
         if failure is not None and failure.error is not None:
@@ -126,13 +118,13 @@ def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...]) -> N
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
         return
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if not positional and not takes_any:
-        name = getattr(function, "__name__", repr(function))
+    name = getattr(function, "__name__", repr(function))
+    if not positional:
         raise TypeError(f"{name}() must take the batch size as its first argument")
-    if not takes_any and len(args) + 1 > len(positional):
-        name = getattr(function, "__name__", repr(function))
+    if len(args) + 1 > len(positional):
         given = ", ".join(repr(argument) for argument in args[1:])
         raise TypeError(
             f"{name}() got {len(args)} arguments beside the batch size, which the decorator adds itself."

@@ -7,7 +7,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import torch
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._system import write_report
-from lightning_lockstep._text import counted, plain_table, ranks_in_words, size_in_words
+from lightning_lockstep._text import counted, plain_table, ranks_in_words, say, size_in_words
 from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, loop_of
 from lightning_lockstep.batch_size.memory import (
     CPUMeter,
@@ -136,9 +136,9 @@ class SearchResult:
     seconds: float  # that the search took
     reason: str  # why it ended there
     limit_source: str  # of the memory limit
-    fingerprint: Mapping[str, Any]  # what the answer depends on
     tight: bool  # memory on CPU is short, so the process goes on returning freed blocks at once
     line: tuple[float, float] | None  # (a, b) of peak = a + b x size [bytes]
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)  # what the answer depends on
 
     @property
     def global_batch(self) -> int:
@@ -154,8 +154,6 @@ def run_search(
     *,
     most: int,  # the largest size that can be run
     accumulates: bool,  # whether batches may be accumulated, by the size found
-    fingerprint: Mapping[str, Any],
-    say: Callable[[str], None],  # takes a line for people, on rank 0
 ) -> SearchResult:
     """Search on all ranks together until an answer is found."""
     began, communicator = time.perf_counter(), current_communicator()
@@ -179,8 +177,7 @@ def run_search(
     def tried(size: int) -> Trial:
         trial = runner.run(size)
         trials.append(trial)
-        if communicator.is_main:
-            say(_trial_line(len(trials), trial))
+        say_once(_trial_line(len(trials), trial))
         return trial
 
     # On CPU, let a size need the same whatever was tried before; the run goes on so where memory is short.
@@ -212,7 +209,6 @@ def run_search(
         seconds=time.perf_counter() - began,
         reason=proposal.reason,
         limit_source="" if meter is None else meter.source,
-        fingerprint=fingerprint,
         tight=tight,
         line=search.line(),
     )
@@ -301,7 +297,7 @@ def _trial_line(number: int, trial: Trial) -> str:
     return line + f"out of memory on {ranks_in_words(trial.reasons)} ({first[:90]})"
 
 
-def table(result: SearchResult) -> str:
+def _table(result: SearchResult) -> str:
     """Return the closing table of a search."""
     rows = [
         (
@@ -318,11 +314,19 @@ def table(result: SearchResult) -> str:
     return "\n".join([head, trials, f"  batch size {numbers} = {result.global_batch} per optimizer step"])
 
 
+def say_once(text: str) -> None:
+    """Print a line on rank 0 alone."""
+    if current_communicator().is_main:
+        say(text)
+
+
 def keep_result(folder: str | Path, result: SearchResult, *, plot: bool) -> None:
-    """Write the file, and a picture if asked to; where one cannot be written, print why and go on."""
-    write_report(Path(folder, FILE), json.dumps(asdict(result), indent=2) + "\n")
-    if plot:
-        write_report(Path(folder, PICTURE), _picture(result))
+    """Print the table and write the file, and a picture if asked to; all that on rank 0 alone."""
+    if current_communicator().is_main:
+        say(_table(result))
+        write_report(Path(folder, FILE), json.dumps(asdict(result), indent=2) + "\n")
+        if plot:
+            write_report(Path(folder, PICTURE), _picture(result))
 
 
 def known_size(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -30,7 +29,7 @@ from lightning_lockstep.batch_size.search_run import (
     refuse_fixed_sizes,
     refuse_strategy,
     run_search,
-    table,
+    say_once,
 )
 from lightning_lockstep.batch_size.trial import largest_to_try
 from lightning_lockstep.callbacks.effective_batch_size import (
@@ -227,17 +226,56 @@ class AutoBatchSize(BatchSizeFinder):
 
         Ranks: all, together.
         """
-        write: Callable[[str], None] = say if current_communicator().is_main else lambda text: None
-        self.optimal_batch_size = None
+        self.optimal_batch_size = self.result = None
         if getattr(trainer, "fast_dev_run", False):
-            write("AutoBatchSize: no search under fast_dev_run")
+            say_once("AutoBatchSize: no search under fast_dev_run")
             return None
         refuse_strategy(trainer)
-        keeper = keeper_of_global_batch(trainer, self._keeper)
+        settings, keeper = self.settings, keeper_of_global_batch(trainer, self._keeper)
+        place, most = self._place_and_most(trainer, pl_module, keeper)
+        fingerprint, known = fingerprint_of(trainer, pl_module, settings, most), None
+        # Who searches in mid-fit does so since something has changed.
+        in_mid_fit = in_fit(trainer) and trainer.train_dataloader is not None
+        if settings.reuse and trainer.ckpt_path is not None and not in_mid_fit:
+            known = known_size(self._found, trainer.default_root_dir, fingerprint)
+        with place.former_size(on_error_only=True):
+            if known is not None:
+                size, tight = known
+                say_once(
+                    f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions"
+                )
+                if tight:
+                    return_freed_memory()
+            else:
+                found = run_search(
+                    trainer, pl_module, place, settings, most=most, accumulates=keeper is not None
+                )
+                size, self.result = found.size, found
+                self._found = {"size": size, "tight": found.tight, "fingerprint": fingerprint}
+            if keeper is not None:
+                keeper.divide(trainer, place, largest=size)
+            else:
+                place.apply(size)
+        if self.result is not None:
+            self.result = replace(
+                self.result,
+                size=place.size,
+                accumulate=trainer.accumulate_grad_batches,
+                fingerprint=fingerprint,
+            )
+            keep_result(trainer.default_root_dir, self.result, plot=settings.plot)
+        self.optimal_batch_size = place.size
+        return place.size
+
+    def _place_and_most(
+        self, trainer: Trainer, module: LightningModule, keeper: EffectiveBatchSize | None
+    ) -> tuple[BatchLoaders, int]:
+        """Return where the batch size lives, and the largest with which the run can go on."""
+        settings = self.settings
         # What is accumulated is decided afterwards, by the size found.
         accumulate = trainer.accumulate_grad_batches if keeper is None else 1
         with Snapshot(RandomState.capture()), replaced(trainer, accumulate_grad_batches=accumulate):
-            place = BatchLoaders(trainer, pl_module, self.settings.batch_arg_name)
+            place = BatchLoaders(trainer, module, settings.batch_arg_name)
             if len(place.loaders) > 1 and not in_fit(trainer):
                 raise SearchRefusedError(
                     f"there are {len(place.loaders)} loaders; one size for all of them would fit the largest batch"
@@ -246,64 +284,13 @@ class AutoBatchSize(BatchSizeFinder):
             most, reason = largest_to_try(
                 trainer,
                 place,
-                max_val=self.settings.max_val,
-                within_shard=self.settings.limit == "shard",
+                max_val=settings.max_val,
+                within_shard=settings.limit == "shard",
                 global_batch=None if keeper is None else keeper.global_batch_size,
             )
         if reason:
-            write(f"AutoBatchSize: more than {most} per rank cannot be run: {reason}")
-        with place.former_size(on_error_only=True):
-            size = self._known_or_found(trainer, pl_module, place, most, keeper is not None, write)
-            if keeper is not None:
-                keeper.divide(trainer, place, largest=size)
-            else:
-                place.apply(size)
-        self._report(trainer, place, write)
-        self.optimal_batch_size = place.size
-        return place.size
-
-    def _known_or_found(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        place: BatchLoaders,
-        most: int,
-        accumulates: bool,
-        write: Callable[[str], None],
-    ) -> int:
-        """Return the largest size, of which the run may use a part."""
-        settings, self.result = self.settings, None
-        fingerprint, known = fingerprint_of(trainer, module, settings, most), None
-        # Who searches in mid-fit does so since something has changed.
-        in_mid_fit = in_fit(trainer) and trainer.train_dataloader is not None
-        if settings.reuse and trainer.ckpt_path is not None and not in_mid_fit:
-            known = known_size(self._found, trainer.default_root_dir, fingerprint)
-        if known is not None:
-            size, tight = known
-            write(f"AutoBatchSize: batch size {size} per rank, as found earlier under the same conditions")
-            if tight:
-                return_freed_memory()
-            return size
-        self.result = found = run_search(
-            trainer,
-            module,
-            place,
-            settings,
-            most=most,
-            accumulates=accumulates,
-            fingerprint=fingerprint,
-            say=write,
-        )
-        self._found = {"size": found.size, "tight": found.tight, "fingerprint": fingerprint}
-        return found.size
-
-    def _report(self, trainer: Trainer, place: BatchLoaders, write: Callable[[str], None]) -> None:
-        if self.result is None:
-            return
-        self.result = replace(self.result, size=place.size, accumulate=trainer.accumulate_grad_batches)
-        if current_communicator().is_main:
-            write(table(self.result))
-            keep_result(trainer.default_root_dir, self.result, plot=self.settings.plot)
+            say_once(f"AutoBatchSize: more than {most} per rank cannot be run: {reason}")
+        return place, most
 
     def _counted(self, rank: int, text: str) -> None:
         self.batches_split += 1

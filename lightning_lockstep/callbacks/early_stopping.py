@@ -188,8 +188,7 @@ class SyncedEarlyStopping(EarlyStopping):
     def _run_early_stopping_check(self, trainer: Any) -> None:
         if trainer.fast_dev_run:
             return
-        mine = Entry.of(*self._read(trainer))
-        self._check(trainer, [Entry.unpack(packed) for packed in current_communicator().gather(mine.pack())])
+        self._check(trainer, current_communicator().gather(Entry.of(*self._read(trainer))))
 
     def _read(self, trainer: Any) -> tuple[Tensor | None, list[str]]:
         metric = logged_in_this_step(trainer, self.monitor) if self._step_metric is not None else None

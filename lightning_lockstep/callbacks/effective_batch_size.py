@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
-from lightning_lockstep._text import counted, say
+from lightning_lockstep._text import counted
 from lightning_lockstep.batch_size.loaders import BatchLoaders, SearchRefusedError, in_fit
-from lightning_lockstep.batch_size.search_run import refuse_fixed_sizes
+from lightning_lockstep.batch_size.search_run import refuse_fixed_sizes, say_once
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.patching import replaced
@@ -150,7 +150,7 @@ class EffectiveBatchSize(Callback):
 
         Ranks: all, alike; nothing is sent.
         """
-        requested, is_main = self.global_batch_size, current_communicator().is_main
+        requested = self.global_batch_size
         if requested < trainer.world_size:
             raise BatchSizeError(
                 f"a global batch of {requested} cannot be divided among {trainer.world_size} ranks:"
@@ -164,7 +164,7 @@ class EffectiveBatchSize(Callback):
         reference = self.reference_batch_size if self.plan is None else self.plan.total
         largest = min(largest, place.samples)
         self.plan = plan_effective_batch(requested, ranks=trainer.world_size, largest=largest)
-        if not self.plan.exact and is_main:
+        if not self.plan.exact and current_communicator().is_main:
             warnings.warn(
                 f"a global batch of {requested} is not possible here; the nearest is used: {self.plan}.",
                 stacklevel=2,
@@ -172,9 +172,9 @@ class EffectiveBatchSize(Callback):
         trainer.accumulate_grad_batches = self.plan.accumulate
         place.apply(self.plan.micro_batch)
         if self.lr_scaling is not None and self.plan.total != reference:
-            self._scale_learning_rates(trainer, self.plan.total, reference, is_main)
+            self._scale_learning_rates(trainer, self.plan.total, reference)
 
-    def _scale_learning_rates(self, trainer: Trainer, total: int, reference: int, is_main: bool) -> None:
+    def _scale_learning_rates(self, trainer: Trainer, total: int, reference: int) -> None:
         """Scale the learning rate of every parameter group, and what its schedulers start from."""
 
         def scaled(rate: Any) -> float:
@@ -186,9 +186,8 @@ class EffectiveBatchSize(Callback):
             for group in optimizer.param_groups:
                 before = float(group["lr"])
                 group.update({key: scaled(group[key]) for key in ("lr", "initial_lr") if key in group})
-                if is_main:
-                    why = f"{self.lr_scaling} scaling: global batch {reference} -> {total}"
-                    say(f"learning rate {before:g} -> {group['lr']:g} ({why})")
+                why = f"{self.lr_scaling} scaling: global batch {reference} -> {total}"
+                say_once(f"learning rate {before:g} -> {group['lr']:g} ({why})")
         for config in trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             if hasattr(scheduler, "base_lrs"):

@@ -27,28 +27,18 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Entry(NamedTuple):
-    """What one rank has of the monitored metric."""
+    """What one rank has of the monitored metric; as JSON a list, in which nan and infinities stay what they are."""
 
     value: float | None  # None: the rank has not logged it
     dtype: str = "float32"  # of the metric, without 'torch.'
-    names: tuple[str, ...] = ()  # what the rank has logged, where the metric is not among it
+    names: Sequence[str] = ()  # what the rank has logged, where the metric is not among it
 
     @classmethod
     def of(cls, metric: Tensor | None, names: Sequence[str]) -> Entry:
         """Return the entry for a metric that holds one number, or for its absence."""
         if metric is None:
-            return cls(None, names=tuple(names))
+            return cls(None, names=names)
         return cls(float(metric), _NAMES[metric.dtype])
-
-    def pack(self) -> list[Any]:
-        """Return the entry as something JSON can hold; nan and infinities are no numbers there."""
-        return [None if self.value is None else repr(self.value), self.dtype, list(self.names)]
-
-    @classmethod
-    def unpack(cls, packed: Sequence[Any]) -> Entry:
-        """Return the entry that :meth:`pack` packed."""
-        value, dtype, names = packed
-        return cls(None if value is None else float(value), dtype, tuple(names))
 
 
 class Reduced(NamedTuple):
@@ -210,7 +200,7 @@ class StepMetric:
         self._post(copy.step, Entry.of(copy.value, ()))
 
     def _post(self, step: int, entry: Entry) -> None:
-        self._gather.post(step, entry.pack())
+        self._gather.post(step, entry)
         self._posted.append(step)
 
     def _read_all(self) -> list[list[Entry]]:
@@ -221,4 +211,4 @@ class StepMetric:
         gathered = self._gather.read(step)
         if gathered.missing:
             gathered.complete(f"The metric of step {step}")  # raises
-        return [Entry.unpack(packed) for packed in gathered.entries.values()]
+        return [Entry(*entry) for entry in gathered.entries.values()]
