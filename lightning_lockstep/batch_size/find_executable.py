@@ -82,9 +82,13 @@ def find_executable_batch_size(
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal size
         _refuse_batch_size(function, args)
+        values: list[Any] = []
+
+        def run() -> None:
+            values.append(function(size, *args, **kwargs))
+
         while True:
-            values: list[Any] = []
-            failure = attempt(lambda: values.append(function(size, *args, **kwargs)))
+            failure = attempt(run)
             if not _some_rank_is_full(failure):
                 return values[0]
             values.clear()  # this rank fitted, another did not: its result goes too
