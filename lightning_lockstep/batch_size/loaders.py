@@ -18,6 +18,7 @@ from lightning_lockstep._doors.lightning import (
     MisconfigurationException,
     Trainer,
     _lightning_get_all_attr_holders,
+    _set_sampler_epoch,
 )
 from lightning_lockstep._doors.lightning_internals import (
     data_source,
@@ -166,9 +167,7 @@ class BatchLoaders:
     def _go_on_in_fit(self) -> None:
         """In the midst of a fit: shuffle for this epoch, and validate with the new size from the next time on."""
         for loader in loaders_in_use(self._loop):
-            set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(self._trainer.current_epoch)
+            _set_sampler_epoch(loader, self._trainer.current_epoch)
         if self.in_attribute:
             drop_loaders(self._loop.epoch_loop.val_loop)
 

@@ -145,7 +145,7 @@ class EngineState:
         waiting = [engine, *others, *module.parameters(), *module.buffers()]
         while waiting:
             waiting += self._keep(waiting.pop())
-        self._values = StoredCopies(list(self._memory.values()))
+        self._values = StoredCopies(self._memory.values())
 
     def restore_structure(self) -> None:
         """Put back everything but the values of tensors."""
@@ -154,7 +154,7 @@ class EngineState:
 
     def restore(self) -> None:
         self.restore_structure()
-        self._values.write_to(list(self._memory.values()))
+        self._values.restore()
 
     def __enter__(self) -> EngineState:
         return self

@@ -56,15 +56,12 @@ class RunsLater(Protocol):
 
     def sync(self) -> None:
         """Compile what was called and is pending, if it is new, and begin to run it; every process alike."""
-        ...
 
     def device_seed(self) -> int:
         """Return the state of the devices' random numbers; nothing is read from a device."""
-        ...
 
     def set_device_seed(self, seed: int) -> None:
         """Let the devices' random numbers go on from a state."""
-        ...
 
 
 def capabilities_of(strategy: Strategy) -> Capabilities:
@@ -102,7 +99,6 @@ class StepsApart(Protocol):
 
     def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
         """Let the body run ``module``, not wrapped, by autograd alone, and leave the engine as it was."""
-        ...
 
 
 class EngineGradients(Protocol):
@@ -110,27 +106,21 @@ class EngineGradients(Protocol):
 
     def steps_now(self) -> bool:
         """Return whether the engine's next step changes weights; the same on all ranks."""
-        ...
 
     def gradients(self) -> list[Tensor]:
         """Return what this rank holds of the gradients."""
-        ...
 
     def known_bad(self) -> bool:
         """Return whether the engine itself has found a bad value in this rank's part."""
-        ...
 
     def skip_step(self) -> None:
         """Have the engine skip its next optimizer step; on all ranks alike."""
-        ...
 
     def loss_scale(self) -> tuple[float, float] | None:
         """Return the loss scale and its floor; ``None`` where the loss is not scaled."""
-        ...
 
     def why_skips_are_too_many(self) -> str | None:
         """Return what is not ordinary about the steps skipped so far; the same on all ranks."""
-        ...
 
 
 @runtime_checkable
@@ -139,7 +129,6 @@ class HasEngineGradients(Protocol):
 
     def engine_gradients(self) -> EngineGradients:
         """Return what this rank holds of the gradients, once the engine is set up for a fit."""
-        ...
 
 
 class EngineTrials(Protocol):
@@ -147,27 +136,21 @@ class EngineTrials(Protocol):
 
     def why_size_is_fixed(self) -> str:
         """Return why the batch size of a run cannot be changed, or nothing; the same on all ranks."""
-        ...
 
     def why_accumulation_is_fixed(self) -> str:
         """Return why the number of accumulated batches cannot be changed, or nothing; the same on all ranks."""
-        ...
 
     def why_not_possible(self) -> str:
         """Return why the engine cannot make a step on one rank alone, or nothing; the same on all ranks."""
-        ...
 
     def state(self) -> EngineState:
         """Return all that steps of the engine change, to put back."""
-        ...
 
     def alone(self, *, accumulates: bool) -> AbstractContextManager[int]:  # batches in a step
         """Let the engine make steps in the body whose collectives are answered on this rank."""
-        ...
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
         """Let the engine go on with so many samples of a rank in a batch, batches in a step; all alike."""
-        ...
 
 
 class EngineState(Protocol):
@@ -175,7 +158,6 @@ class EngineState(Protocol):
 
     def restore_structure(self) -> None:
         """Put back everything but the values of tensors."""
-        ...
 
     def restore(self) -> None: ...
 
@@ -187,4 +169,3 @@ class HasEngineTrials(Protocol):
     @property
     def engine_trials(self) -> EngineTrials:
         """Steps of the engine on one rank alone."""
-        ...

@@ -87,3 +87,11 @@ class LoaderAround:
             vars(self)[name] = value
         else:
             setattr(self._loader, name, value)
+
+
+def length_of(loader: Any) -> int | None:
+    """Return how many batches a loader says that it has, if it does."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

@@ -143,20 +143,20 @@ def _refill(container: Any, items: Any, inner: dict[Any, Callable[[], Any]]) -> 
 class StoredCopies:
     """Values of tensors, in host memory for those of a device, in a file for the others."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
         # It lives as long as this object; the system deletes it when it is closed.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
         weakref.finalize(self, self._file.close)
-        torch.save([t.detach() for t in tensors if t.device.type == "cpu"], self._file)
-        self._copies = [t.detach().cpu() for t in tensors if t.device.type != "cpu"]
+        torch.save([t.detach() for t in self._tensors if t.device.type == "cpu"], self._file)
+        self._copies = [t.detach().cpu() for t in self._tensors if t.device.type != "cpu"]
 
-    def write_to(self, tensors: list[Tensor]) -> None:
-        """Write the values into the tensors, or into others of their shapes and devices."""
+    def restore(self) -> None:
         self._file.seek(0)
         stored = iter(torch.load(self._file, weights_only=True))
         copies = iter(self._copies)
         with torch.no_grad():
-            for tensor in tensors:
+            for tensor in self._tensors:
                 tensor.copy_(next(stored) if tensor.device.type == "cpu" else next(copies))
 
 
@@ -207,7 +207,8 @@ def whole_run(
     parts: list[Part] = [RandomState.capture(), Generators(generators)]
     parts += [OptimizerState(optimizer) for optimizer in optimizers]
     parts += [] if scaler is None else [ScalerState(scaler)]
-    parts += [TensorValues(module), ModuleAttributes(module), Gradients(module)]
+    values = StoredCopies([*module.parameters(), *module.buffers()])
+    parts += [values, ModuleAttributes(module), Gradients(module)]
     return Snapshot(*parts)
 
 
@@ -234,17 +235,6 @@ class Gradients:
         for parameter, grad, flag in self._kept:
             parameter.grad = grad
             parameter.requires_grad_(flag)
-
-
-class TensorValues:
-    """Values of all parameters and buffers: in host memory for those of a device, else in a file."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._tensors = list({id(t): t for t in [*module.parameters(), *module.buffers()]}.values())
-        self._copies = StoredCopies(self._tensors)
-
-    def restore(self) -> None:
-        self._copies.write_to(self._tensors)
 
 
 class BufferCopies:
@@ -323,7 +313,7 @@ class OptimizerState:
         if self._values is not None:
             self._state.clear()
             self._state.update(_with_the_same_tensors(self._entries))
-            self._values.write_to(_tensors_in(self._state))
+            self._values.restore()
         for group, kept in zip(optimizer.param_groups, self._groups, strict=True):
             for key in [key for key in group if key != "params" and key not in kept]:
                 del group[key]

@@ -37,7 +37,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_lockstep._doors.lightning import Callback, CombinedLoader, TrainerFn
+from lightning_lockstep._doors.lightning import Callback, CombinedLoader, TrainerFn, _set_sampler_epoch
 from lightning_lockstep._doors.lightning_internals import (
     asks_for_training_loader,
     combined_training_loader,
@@ -45,7 +45,7 @@ from lightning_lockstep._doors.lightning_internals import (
 )
 from lightning_lockstep._text import counted
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.steps.patching import STATEFUL, LoaderAround, put_in_place
+from lightning_lockstep.steps.patching import STATEFUL, LoaderAround, length_of, put_in_place
 
 _log = logging.getLogger(__name__)
 _KEY = "lockstep_loader_position"
@@ -145,7 +145,8 @@ class LoaderPosition(Callback):
         if resume is None or number is None or asks in resume.begun:
             return 0, None
         resume.settle(self._trainer, loaders)
-        _set_epoch(loaders[number], resume.epoch)
+        # Workers ask for their first batches as soon as the iterator is made, before Lightning does this.
+        _set_sampler_epoch(loaders[number], resume.epoch)
         saved = resume.batches and number < len(resume.records)
         return resume.batches, resume.records[number] if saved else None
 
@@ -370,14 +371,7 @@ def _saves_its_state(loader: Any) -> bool:
     # a mere number of batches where its data set has no state, and no random state.
     has_state = all(inspect.getattr_static(loader, name, None) is not None for name in STATEFUL)
     counts_only = isinstance(loader, DataLoader) and not hasattr(loader.dataset, STATEFUL[0])
-    return has_state and _length(loader) is not None and not counts_only
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
+    return has_state and length_of(loader) is not None and not counts_only
 
 
 def _keeper(loader: Any) -> Any:
@@ -387,7 +381,7 @@ def _keeper(loader: Any) -> Any:
 
 def _passes(loader: Any, batches: int) -> int:
     """Return how often a loader had begun in an epoch of so many batches, if it begins again where it ends."""
-    known, length = getattr(_keeper(loader), "passes", 0), _length(loader)
+    known, length = getattr(_keeper(loader), "passes", 0), length_of(loader)
     return known or (1 + (batches - 1) // length if length else 1)
 
 
@@ -419,18 +413,6 @@ def _order(loader: Any) -> str | None:
     # With several ranks each has its own samples then.
     in_order = type(sampler) is SequentialSampler and current_communicator().world_size == 1
     return "as they are" if in_order else None
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    # Workers ask for their first batches as soon as the iterator is made, before Lightning sets the epoch.
-    samplers = (
-        getattr(loader, "sampler", None),
-        getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-    )
-    for sampler in {id(sampler): sampler for sampler in samplers}.values():
-        set_epoch = getattr(sampler, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
 
 
 # -- Random states, as data that can be loaded without running code --

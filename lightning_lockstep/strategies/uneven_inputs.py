@@ -34,7 +34,7 @@ from lightning_lockstep._doors.lightning_internals import (
 from lightning_lockstep.distributed import Communicator, PendingReduction
 from lightning_lockstep.distributed.coordination.gather_uneven import gathered_entries
 from lightning_lockstep.errors import ConfigurationError
-from lightning_lockstep.steps.patching import LoaderAround, replaced
+from lightning_lockstep.steps.patching import LoaderAround, length_of, replaced
 
 # -- Losses of zero, with which a rank that has nothing to contribute still takes part in the reductions of
 # a step
@@ -93,7 +93,7 @@ class UnevenInputs:
         if not asks_for_training_loader(trainer) or communicator.world_size == 1:
             return dataloader
         lengths, trusted = zip(
-            *communicator.gather((_length(dataloader), _keeps_to_its_length(dataloader))), strict=True
+            *communicator.gather((length_of(dataloader), _keeps_to_its_length(dataloader))), strict=True
         )
         self._lengths.append(lengths)
         keep_to_it = all(trusted)  # all ranks' loaders give what their lengths say
@@ -329,7 +329,7 @@ class AgreeingLoader(LoaderAround):
             )
 
     def _gathered_counts(self, taken: int, following: Any) -> str:
-        own = taken, following is not _NOTHING, _length(self._loader)
+        own = taken, following is not _NOTHING, length_of(self._loader)
         return ", ".join(
             f"rank {rank}: {_in_words(*found)}" for rank, found in enumerate(self._communicator.gather(own))
         )
@@ -361,15 +361,8 @@ def _is_of_a_library(part: Any) -> bool:
 
 
 def _own_batches(loader: Any) -> float:
-    count = loader.own_batches if hasattr(loader, "own_batches") else _length(loader)
+    count = loader.own_batches if hasattr(loader, "own_batches") else length_of(loader)
     return math.inf if count is None else count
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _counts(lengths: Sequence[int | None]) -> str:
