@@ -67,6 +67,26 @@ def test_never_a_size_that_was_not_run(tmp_path):
     assert module.batch_size == 500 and 500 in [t.size for t in callback.result.trials]
 
 
+class Several(Walled):
+    """Its hook makes two loaders, so that each batch is a dictionary of two."""
+
+    def train_dataloader(self):
+        return {"left": self.loader(), "right": self.loader()}
+
+    def training_step(self, batch, batch_idx):
+        (left,), (right,) = batch["left"], batch["right"]
+        return super().training_step((torch.cat([left, right]),), batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.sizes.append(len(batch["left"][0]))
+
+
+def test_several_loaders_are_tried_together(tmp_path):
+    module = Several(600)
+    trainer(tmp_path, AutoBatchSize("binsearch", margin=0)).fit(module)
+    assert 0.98 * 300 <= module.batch_size <= 300 and module.sizes == [module.batch_size] * 2
+
+
 class Data(pl.LightningDataModule):
     def __init__(self) -> None:
         super().__init__()
