@@ -11,8 +11,7 @@ step, and a step without a notice costs one attribute read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -33,7 +32,7 @@ from lightning_lockstep.distributed.c10d_operators import (
 from lightning_lockstep.errors import BatchSizeError
 from lightning_lockstep.steps.isolated import gradients_apart, on_plain_module
 from lightning_lockstep.steps.patching import put_in_place, replaced
-from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Snapshot
+from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Part, Snapshot
 
 _NOTICE, _ACKNOWLEDGED, _COUNT = "batch_size/notice", "batch_size/acknowledged", "batch_size/count"
 _PATIENCE = 60.0  # for the acknowledgement of a rank [s]
@@ -251,16 +250,18 @@ class Recovery:
         samples = samples_in(call.batch)
         weights = [samples_in(part) / samples for part in split(call.batch, parts)]
         log, results = LogRecord(), list[Any]()
-        trained = self._trained_now()
-        with gradients_apart(trained, hooks=False), self._as_after_forward():
+        trained, module = self._trained_now(), self._module
+        # Where the whole batch had its forward, what that left is kept: running statistics, metrics, lists.
+        left: list[Part] = [] if self._marks is None else [BufferCopies(module), ModuleAttributes(module)]
+        with gradients_apart(trained, hooks=False), Snapshot(*left):
             for parameter in set(trained).difference(missing):
                 parameter.requires_grad_(False)  # its gradient has arrived already
             failed = attempt(lambda: results.append(self._run_parts(call, weights, log)))
             gradients = {parameter: parameter.grad for parameter in missing}
         if failed is None:
             done = len((log if self._marks is not None else self._logged).parts[0])
-            with logs_as(self._module, "training_step"):
-                log.replay(self._module.log, weights, skip=done)
+            with logs_as(module, "training_step"):
+                log.replay(module.log, weights, skip=done)
             return results[0], gradients
         if not failed.out_of_memory:
             raise failed.error or BatchSizeError(failed.summary)
@@ -292,15 +293,6 @@ class Recovery:
                 del result, loss
         extra = merged_extra(extras, weights) if extras and len(extras) == len(weights) else {}
         return ClosureResult(closure_loss=total, extra=extra)
-
-    @contextmanager
-    def _as_after_forward(self) -> Iterator[None]:
-        """Where the whole batch had its forward, keep what that left: running statistics, metrics, lists."""
-        if self._marks is None:
-            yield
-            return
-        with Snapshot(BufferCopies(self._module), ModuleAttributes(self._module)):
-            yield
 
     def _log_as_before(self) -> None:
         """Log what a step logs, with the values of the last one: the others wait for those they average."""
