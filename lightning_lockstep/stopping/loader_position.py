@@ -455,7 +455,16 @@ def _state_of(generator: Any) -> Any:
         return generator.getstate()
     # torch's, and numpy's of both generations
     state = generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
-    return apply_to_collection(state, numpy.ndarray, torch.from_numpy)
+    return apply_to_collection(state, numpy.ndarray, _as_tensor)
+
+
+def _as_tensor(array: Any) -> Tensor:
+    # Tensors without a sign cannot be pickled as torch gathers them.
+    return torch.from_numpy(array.view(f"i{array.itemsize}"))
+
+
+def _as_array(tensor: Tensor) -> Any:
+    return tensor.numpy().view(f"u{tensor.itemsize}")
 
 
 def _set_states(generators: Sequence[Any], states: Sequence[Any] | None) -> None:
@@ -465,6 +474,6 @@ def _set_states(generators: Sequence[Any], states: Sequence[Any] | None) -> None
         elif isinstance(one, torch.Generator):
             one.set_state(state)
         elif hasattr(one, "set_state"):
-            one.set_state(apply_to_collection(state, Tensor, Tensor.numpy))
+            one.set_state(apply_to_collection(state, Tensor, _as_array))
         else:
-            one.bit_generator.state = apply_to_collection(state, Tensor, Tensor.numpy)
+            one.bit_generator.state = apply_to_collection(state, Tensor, _as_array)
