@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.torch_internals import WRAPPED_MODULES, stored_values
+from lightning_lockstep._doors.torch_internals import WRAPPED_MODULES, non_finite_check, stored_values
 
 # -- Names of modules, and of the values in their inputs and outputs --
 # Containers are walked here and not by ``tree_flatten_with_path`` or ``apply_to_collection``: the former
@@ -33,9 +34,6 @@ class NamePatterns:
         self.patterns = tuple(patterns)
         self._known: dict[str, bool] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self.patterns)
-
     def match(self, name: str) -> bool:
         """Return whether any pattern matches the name."""
         if not self.patterns:
@@ -47,41 +45,30 @@ class NamePatterns:
 
 
 def module_names(root: nn.Module) -> dict[nn.Module, str]:
-    """Return the name of ``root`` and of every module below it, as :func:`module_name` gives it."""
-    return {module: module_name(name) for name, module in root.named_modules()}
-
-
-def module_name(name: str) -> str:
-    """Return a module's name without the wrappers that ``torch.compile`` and checkpointing put in."""
-    return ".".join(p for p in name.split(".") if p not in WRAPPED_MODULES)
-
-
-def parent_name(name: str) -> str:
-    """Return the name of the module that contains the one named; the root's name is empty."""
-    return name.rpartition(".")[0]
+    """Return the name of every module, without the wrappers that ``torch.compile`` and checkpointing put in."""
+    return {
+        module: ".".join(part for part in name.split(".") if part not in WRAPPED_MODULES)
+        for name, module in root.named_modules()
+    }
 
 
 def call_values(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield (label, value) for all that a module was called with: ``input[i]``, ``input['name']``."""
     for index, value in enumerate(args if isinstance(args, tuple) else (args,)):
-        yield from _walk(f"input[{index}]", value, _DEPTH)
+        yield from output_values(value, f"input[{index}]")
     for name, value in kwargs.items():
         if value is not None and not isinstance(value, (bool, int, float, str)):
-            yield from _walk(f"input[{name!r}]", value, _DEPTH)
+            yield from output_values(value, f"input[{name!r}]")
 
 
-def output_values(output: Any, label: str = "output") -> Iterator[tuple[str, Any]]:
+def output_values(value: Any, label: str = "output", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
     """Yield (label, value) for all that a module returned: ``output``, ``output[i][j]``, ``output['name']``."""
-    yield from _walk(label, output, _DEPTH)
-
-
-def _walk(label: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     children = _children(value) if depth else None
     if children is None:
         yield label, value
         return
     for key, child in children:
-        yield from _walk(f"{label}[{key!r}]", child, depth - 1)
+        yield from output_values(child, f"{label}[{key!r}]", depth - 1)
 
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
@@ -123,11 +110,6 @@ class TensorStatistics:
     flushed: float = 0.0  # share of values that are not zero here, but zero in used_as
     places: tuple[int, ...] = ()  # first indices along dimension 0, often the batch, that hold nan or inf
 
-    @property
-    def bad(self) -> bool:
-        """Whether any value is nan or infinite."""
-        return bool(self.nan or self.inf)
-
     def remarks(self) -> str:
         """Return briefly what stands out beyond the magnitudes; empty where nothing does."""
         parts = []
@@ -139,20 +121,19 @@ class TensorStatistics:
             parts.append(
                 f"at [{', '.join(map(str, self.places))}{', ...' if len(self.places) == _PLACES_NAMED else ''}]"
             )
-        if self.range_used is not None and self.range_used >= 0.001:
-            parts.append(f"{self.range_used:.1%} of range")
-        if self.zero >= 0.001:
-            parts.append(f"{self.zero:.1%} zero")
-        if self.flushed >= 0.001:
-            parts.append(f"{self.flushed:.1%} flushed to zero")
-        if self.subnormal >= 0.001:
-            parts.append(f"{self.subnormal:.1%} subnormal")
+        shares = {
+            "of range": self.range_used or 0.0,
+            "zero": self.zero,
+            "flushed to zero": self.flushed,
+            "subnormal": self.subnormal,
+        }
+        parts += [f"{share:.1%} {what}" for what, share in shares.items() if share >= 0.001]
         kind = self.dtype if self.used_as in ("", self.dtype) else f"{self.dtype} used as {self.used_as}"
         return f"{kind}: {', '.join(parts)}" if parts else ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as JSON can hold them; nan and inf become text."""
-        return {key: _json_number(value) for key, value in asdict(self).items()}
+        return {key: json_number(value) for key, value in asdict(self).items()}
 
 
 def plain_values(value: object) -> Tensor | None:  # None: no tensor, an empty one, or on the meta device
@@ -195,6 +176,37 @@ def has_bad_values(value: object, *, allow_inf: bool = False) -> bool:
     return any(math.isnan(end) or (math.isinf(end) and not allow_inf) for end in ends)
 
 
+def any_bad(tensors: Sequence[Tensor]) -> bool:
+    """Return whether any tensor holds a nan or an infinity; they keep their values. On a GPU this waits once."""
+    # On the CPU neither ``isfinite().all()`` nor an infinity norm is vectorised, and for small tensors a call
+    # each costs more than reading them. The operation with which ``torch.amp.GradScaler`` unscales gradients
+    # takes a whole list in one call, on the CPU and on a GPU; with a scale of one it leaves them as they are.
+    try:
+        return _any_bad_fused(tensors)
+    except (RuntimeError, NotImplementedError, TypeError):
+        # A sparse tensor, a DTensor or another that the operation refuses is among them.
+        usual = {id(tensor): tensor for tensor in tensors if _is_usual(tensor)}
+        return _any_bad_fused([*usual.values()]) or any(
+            has_bad_values(tensor) for tensor in tensors if id(tensor) not in usual
+        )
+
+
+def _any_bad_fused(tensors: Sequence[Tensor]) -> bool:
+    groups: dict[tuple[torch.device, torch.dtype | None], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        # The CPU kernel takes any mixture of dtypes.
+        groups[tensor.device, None if tensor.device.type == "cpu" else tensor.dtype].append(tensor)
+    found = {device: torch.zeros(1, device=device) for device, _ in groups}
+    for (device, _), group in groups.items():
+        non_finite_check()(group, found[device], torch.ones((), device=device))
+    return any(bool(flag) for flag in found.values())
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    is_dense = type(tensor) is Tensor and tensor.layout is torch.strided
+    return is_dense and tensor.is_contiguous() and tensor.is_floating_point()
+
+
 def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> TensorStatistics | None:
     """Measure a tensor in several passes, ``None`` without values; on a GPU it waits for them."""
     tensor = plain_values(value)
@@ -215,33 +227,21 @@ def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> T
         if not magnitude.is_floating_point():
             return TensorStatistics(**figures)
         narrow = _narrower(value.dtype, used_as, magnitude.dtype)
-        figures.update(_format_figures(magnitude, narrow, count), used_as=_name(narrow))
-        if not (math.isfinite(figures["abs_max"]) and math.isfinite(figures["abs_min"])):
-            figures.update(_bad_figures(magnitude))
-        return TensorStatistics(**figures)
-
-
-def _format_figures(magnitude: Tensor, narrow: torch.dtype, count: int) -> dict[str, float]:
-    limits = torch.finfo(narrow)
-    finite = magnitude.masked_fill(~torch.isfinite(magnitude), 0)
-    not_zero = magnitude > 0
-    vanished = (magnitude.to(narrow) == 0) & not_zero
-    small = (magnitude < limits.tiny) & not_zero & ~vanished
-    return {
-        "range_used": float(finite.max()) / limits.max,
-        "flushed": int(vanished.sum()) / count,
-        "subnormal": int(small.sum()) / count,
-    }
-
-
-def _bad_figures(magnitude: Tensor) -> dict[str, Any]:
-    bad = ~torch.isfinite(magnitude)
-    places: tuple[int, ...] = ()
-    if magnitude.dim() > 0:
-        rows = bad.reshape(bad.shape[0], -1).any(dim=1)
-        places = tuple(rows.nonzero()[:_PLACES_NAMED, 0].tolist())
-    nan = int(torch.isnan(magnitude).sum())
-    return {"nan": nan, "inf": int(bad.sum()) - nan, "places": places}
+        limits, bad, not_zero = torch.finfo(narrow), ~torch.isfinite(magnitude), magnitude > 0
+        vanished = (magnitude.to(narrow) == 0) & not_zero
+        small = (magnitude < limits.tiny) & not_zero & ~vanished
+        nan = int(torch.isnan(magnitude).sum())
+        rows = bad.reshape(bad.shape[0], -1).any(dim=1).nonzero() if bad.dim() else bad.new_empty(0, 1)
+        return TensorStatistics(
+            **figures,
+            used_as=_name(narrow),
+            nan=nan,
+            inf=int(bad.sum()) - nan,
+            range_used=float(magnitude.masked_fill(bad, 0).max()) / limits.max,
+            flushed=int(vanished.sum()) / count,
+            subnormal=int(small.sum()) / count,
+            places=tuple(rows[:_PLACES_NAMED, 0].tolist()),
+        )
 
 
 def _narrower(own: torch.dtype, used_as: torch.dtype | None, fallback: torch.dtype) -> torch.dtype:
@@ -254,7 +254,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _json_number(value: Any) -> Any:
+def json_number(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

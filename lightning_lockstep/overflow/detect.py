@@ -3,92 +3,40 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import LockstepError
-from lightning_lockstep.numerics.statistics import NamePatterns
-from lightning_lockstep.overflow.activations import ActivationWatch, ModuleHooks
+from lightning_lockstep.numerics.statistics import any_bad, has_bad_values
+from lightning_lockstep.overflow.activations import ActivationWatch
 from lightning_lockstep.overflow.diagnose import Counters, Response
 from lightning_lockstep.overflow.frames import FrameRecorder
-from lightning_lockstep.overflow.replay import StepRecord
-from lightning_lockstep.overflow.report import ReportPublisher
+from lightning_lockstep.overflow.replay import Occasion, StepRecord
+from lightning_lockstep.overflow.report import COLUMNS, ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings, refuse_compiled
-from lightning_lockstep.overflow.step_check import (
-    StepCheck,
-    UnderflowCheck,
-    spread_bad_values,
-    wrap_training_step,
-)
-from lightning_lockstep.steps.capabilities import EngineGradients, HasEngineGradients, capabilities_of
+from lightning_lockstep.overflow.underflow import UnderflowCheck
+from lightning_lockstep.steps.capabilities import HasEngineGradients, RunsLater, capabilities_of
+from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 
-# -- Tracing chosen batches: all their frames, no detection --
-
-
-class BatchTrace:
-    """Records every frame of chosen batches, the same on all ranks, in the training step itself."""
-
-    def __init__(self, settings: OverflowSettings) -> None:
-        self._settings = settings
-        self._batches = frozenset(settings.trace_batch_nums)
-        self._recorder: FrameRecorder | None = None
-
-    @property
-    def active(self) -> bool:
-        """Whether the batch under way is traced."""
-        return self._recorder is not None
-
-    def context(self, module: LightningModule, record: StepRecord) -> AbstractContextManager[Any]:
-        """Return the context for a training step; it records if this batch is to be traced."""
-        if record.batch_number not in self._batches:
-            return nullcontext()
-        self._recorder = FrameRecorder(
-            module,
-            max_frames=None,
-            allow_inf=NamePatterns(self._settings.allow_inf),
-            modules=None if self._settings.modules is None else NamePatterns(self._settings.modules),
-            gradients=False,
-            divided=capabilities_of(module.trainer.strategy).replays == "together",
-        )
-        return self._recorder.recording()
-
-    def finish(self, publisher: ReportPublisher, trainer: Trainer, record: StepRecord) -> None:
-        """Print and write what was recorded in the batch that ended."""
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            return
-        rank, number = publisher.communicator.rank, record.batch_number
-        where = f"rank {rank}, epoch {trainer.current_epoch}, step {trainer.global_step}"
-        indent = " " * 17
-        lines = [
-            f"\n{indent} *** Starting batch number={number} *** ({where})",
-            f"{'abs min':8} {'abs max':8} metadata",
-            *(frame.text() for frame in recorder.frames),
-            f"{indent} *** Finished batch number={number} ***\n",
-        ]
-        publisher.publish_trace(number, "\n".join(lines))
-
-
-# -- What detecting at once and detecting later have in common: what is recorded of a step, and when the run
-# ends
+# -- What detecting at once and detecting later have in common: what is recorded of a step, batches that are
+# traced instead, and when the run ends
 
 
 class StepDetection:
     """Detects overflows from its construction until :meth:`remove`."""
 
-    # There is one on every rank; each method is called at the same point of the same step on all of them. A
-    # class that inherits wraps the training step with :meth:`_begin_step` once all it needs is there.
+    # There is one on every rank; each method is called at the same point of the same step on all of them.
 
-    _watch: ModuleHooks | None
-    _remove: Callable[[], None]
+    watch_type = ActivationWatch
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, settings: OverflowSettings, counters: Counters
@@ -96,70 +44,19 @@ class StepDetection:
         if settings.mode == "hooks":
             refuse_compiled(module)
         self._trainer, self._module, self._settings, self._counters = trainer, module, settings, counters
-        self._device = module.device
         self._communicator = current_communicator()
+        strategy = trainer.strategy
+        # Keeps a part of the gradients on each rank; None: they are whole, in ``.grad``.
+        self._engine = strategy.engine_gradients() if isinstance(strategy, HasEngineGradients) else None
+        self._seeded = strategy if isinstance(strategy, RunsLater) else None
         folder = Path(settings.report_dir or Path(trainer.log_dir or trainer.default_root_dir) / "overflow")
         self._publisher = ReportPublisher(self._communicator, folder, settings)
-        self._trace = BatchTrace(settings)
         self._buffers = BufferCopies(module)
+        self._tracing: FrameRecorder | None = None  # of the batch under way, where it is traced
+        # Whether a loss or activation that is bad on this rank is to reach the gradients of all ranks.
+        self._spreads = False
         self.record: StepRecord | None = None
-
-    def remove(self) -> None:
-        if self._watch is not None:  # first: its hook is one of the whole process
-            self._watch.remove()
-        self._remove()
-        self._publisher.close()
-
-    def after_backward(self) -> None:
-        """Watch activations again: with manual optimization another forward may follow."""
-        if self._watch is not None and not self._module.automatic_optimization:
-            self._watch.active = True
-
-    def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
-        """Record what a replay needs; return the context that the step runs in."""
-        place = self._trainer.fit_loop.epoch_loop
-        self._buffers.refresh()
-        self.record = StepRecord(
-            *(step, args, kwargs, RandomState.capture(self._device), self._buffers),
-            *(place.total_batch_idx, place.batch_idx),
-        )
-        if self._watch is not None:
-            self._watch.begin_step()
-        return self._trace.context(self._module, self.record)
-
-    def _is_last(self, record: StepRecord) -> bool:
-        last = self._settings.abort_after_batch_num
-        return last is not None and record.batch_number >= last
-
-    def _abort_after(self, record: StepRecord) -> None:
-        if self._is_last(record):
-            raise LockstepError(
-                f"OverflowDetector: aborting after batch {record.batch_number}, as"
-                f" abort_after_batch_num={self._settings.abort_after_batch_num} asks."
-            )
-
-
-# -- The detection of one fit on one rank: what is recorded, checked and done at each point of a training
-# step
-
-
-class Detection(StepDetection):
-    """Looks at each step before its weights change; see :class:`StepDetection`."""
-
-    _watch: ActivationWatch | None
-
-    def __init__(
-        self, trainer: Trainer, module: LightningModule, settings: OverflowSettings, counters: Counters
-    ) -> None:
-        super().__init__(trainer, module, settings, counters)
-        self._engine = _engine_of(trainer)
-        # A warning must not change the run, one process has no other rank to inform, and with an engine all ask.
-        self._spreads = (
-            settings.action != "warn" and self._communicator.world_size > 1 and self._engine is None
-        )
-        self._check = StepCheck(settings, self._communicator, engine=self._engine)
-        self._underflow = UnderflowCheck(settings, module)
-        self._watch = _activation_watch(module, settings) if settings.mode == "hooks" else None
+        self._watch = self.watch_type(module, settings) if settings.mode == "hooks" else None
         self._response = Response(
             trainer,
             module,
@@ -170,9 +67,20 @@ class Detection(StepDetection):
             counters,
             self._engine,
         )
-        self._suspect: StepRecord | None = None
-        self._last: StepRecord | None = None
-        self._remove = wrap_training_step(module, self._begin_step)
+        # Below the distributed wrapper and inside autocast.
+        original = module.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            with self._begin_step(original, args, kwargs):
+                return original(*args, **kwargs)
+
+        self._put_back = put_in_place(module, "training_step", training_step)
+
+    def remove(self) -> None:
+        if self._watch is not None:  # first: its hook is one of the whole process
+            self._watch.remove()
+        self._put_back()
+        self._publisher.close()
 
     def before_backward(self, loss: Tensor) -> None:
         """Keep the loss, and let a bad one reach every gradient and so every rank."""
@@ -180,20 +88,99 @@ class Detection(StepDetection):
         if record is None:
             return
         record.loss = loss.detach().clone()
-        record.activation_flag = None
+        flags = [] if self._settings.allowed.match("loss") else [record.loss]
         if self._watch is not None:
             record.activation_flag = self._watch.flag()
             self._watch.active = False
-        if self._spreads and loss.requires_grad and not self._trace.active:
-            flags = [] if self._check.loss_allowed else [record.loss]
-            if record.activation_flag is not None:
-                flags.append(record.activation_flag)
-            loss.register_hook(functools.partial(spread_bad_values, flags))  # type: ignore[no-untyped-call]
+            flags += [] if record.activation_flag is None else [record.activation_flag]
+        if self._spreads and loss.requires_grad and self._tracing is None:
+            loss.register_hook(functools.partial(_spread_bad_values, flags))  # type: ignore[no-untyped-call]
+
+    def after_backward(self) -> None:
+        """Watch activations again: with manual optimization another forward may follow."""
+        if self._watch is not None and not self._module.automatic_optimization:
+            self._watch.active = True
+
+    def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+        """Record what a replay needs; return the context that the step runs in."""
+        trainer = self._trainer
+        place = trainer.fit_loop.epoch_loop
+        occasion = Occasion(
+            trainer.current_epoch, trainer.global_step, place.total_batch_idx, place.batch_idx
+        )
+        self._buffers.refresh()
+        random = RandomState.capture(self._module.device)
+        self.record = StepRecord(step, args, kwargs, random, self._buffers, occasion)
+        if self._seeded is not None:
+            self.record.device_seed = self._seeded.device_seed()
+        if self._watch is not None:
+            self._watch.begin_step()
+        if occasion.batch_number not in self._settings.trace_batch_nums:
+            return nullcontext()
+        divided = capabilities_of(trainer.strategy).replays == "together"
+        self._tracing = FrameRecorder(self._module, self._settings, whole=True, divided=divided)
+        return self._tracing.recording()
+
+    def _print_trace(self, occasion: Occasion) -> None:
+        """Print and write what was traced of the batch that ended; its step itself has run."""
+        recorder, self._tracing = self._tracing, None
+        if recorder is None:
+            return
+        number, indent = occasion.batch_number, " " * 17
+        where = f"rank {self._communicator.rank}, epoch {occasion.epoch}, step {occasion.step}"
+        lines = [
+            f"\n{indent} *** Starting batch number={number} *** ({where})",
+            COLUMNS,
+            *(frame.text() for frame in recorder.frames),
+            f"{indent} *** Finished batch number={number} ***\n",
+        ]
+        self._publisher.publish_trace(number, "\n".join(lines))
+
+    def _is_last(self, record: StepRecord) -> bool:
+        last = self._settings.abort_after_batch_num
+        return last is not None and record.occasion.batch_number >= last
+
+    def _abort_after(self, record: StepRecord) -> None:
+        if self._is_last(record):
+            raise LockstepError(
+                f"OverflowDetector: aborting after batch {record.occasion.batch_number}, as"
+                f" abort_after_batch_num={self._settings.abort_after_batch_num} asks."
+            )
+
+
+def _spread_bad_values(flags: Sequence[Tensor], gradient: Tensor) -> Tensor:
+    """Return the gradient as it is, or nan where any flag is not finite."""
+    # This way a loss that is bad on one rank, or an activation that the loss does not depend on, is in the
+    # reduced gradients of every rank. A finite flag leaves each bit as it was.
+    for flag in flags:
+        gradient = gradient * (1 + (0 * flag).sum().to(gradient.dtype))
+    return gradient
+
+
+# -- The detection of one fit on one rank: what is recorded, checked and done at each point of a training
+# step
+
+
+class Detection(StepDetection):
+    """Looks at each step before its weights change; see :class:`StepDetection`."""
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, settings: OverflowSettings, counters: Counters
+    ) -> None:
+        super().__init__(trainer, module, settings, counters)
+        # A warning must not change the run, one process has no other rank to inform, and with an engine all ask.
+        several = self._communicator.world_size > 1
+        self._spreads = settings.action != "warn" and several and self._engine is None
+        self._underflow = UnderflowCheck(settings, module)
+        self._suspect: StepRecord | None = None  # a micro-batch that made the gradients bad
+        self._last: StepRecord | None = None
+        self._unread: list[StepRecord] = []  # whose flags of activations have not been read
+        self._checked = 0  # optimizer steps
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Check, and act on a hit before the weights change."""
         record = self.record
-        if record is None or self._trace.active:
+        if record is None or self._tracing is not None:
             return
         if self._engine is not None and not self._engine.steps_now():
             return  # an accumulated batch, at whose end it is looked at
@@ -201,7 +188,7 @@ class Detection(StepDetection):
         record.stepped = True
         if self._watch is not None:
             self._watch.remember(self._trainer.global_step)
-        on_all_ranks, origin = self._check.finish(self._check.start(optimizer, record, self._suspect))
+        on_all_ranks, origin = self._check(optimizer, record)
         if on_all_ranks:
             origin = self._suspect or origin or record
             self._response.to_common_hit(optimizer, origin)
@@ -222,47 +209,82 @@ class Detection(StepDetection):
             return
         if self._engine is not None and self._watch is not None:
             self._last = record
-        if not record.stepped and not self._trace.active:
-            self._check.keep(record)
-            if self._suspect is None and self._check.micro_batch_is_bad(
-                list(self._module.parameters()), record
-            ):
+        if not record.stepped and self._tracing is None:
+            self._keep(record)
+            if self._suspect is None and self._micro_batch_is_bad(record):
                 self._suspect = record
                 self._buffers = BufferCopies(self._module)
         if record.skipped:
             self._module.log("overflow_skipped_steps", float(self._counters.skipped_steps))
-        self._trace.finish(self._publisher, self._trainer, record)
+        self._print_trace(record.occasion)
         self._abort_after(record)
 
     def end(self) -> None:
         """Act on a bad activation of the last steps, where the run ends between two reads."""
-        origin = self._check.read_rest()
+        origin = self._first_unread()
         if self._engine is not None:
             # Its next step would be in another fit, so that nothing is left to skip.
-            if self._settings.mode == "hooks" and self._check.on_any_rank(origin is not None):
+            if self._settings.mode == "hooks" and self._on_any_rank(origin is not None):
                 origin = origin or self._last
                 if origin is not None:
                     self._response.to_common_hit(self._trainer.optimizers[0], origin)
-            return
-        if origin is None:
-            return
-        if self._communicator.world_size == 1:
+        elif origin is not None and self._communicator.world_size == 1:
             self._response.to_common_hit(self._trainer.optimizers[0], origin)
-        else:
+        elif origin is not None:
             self._response.to_single_rank_hit(origin)
 
+    def _check(self, optimizer: Optimizer, record: StepRecord) -> tuple[bool, StepRecord | None]:
+        """Return whether all ranks know of something bad, and the step to replay if this one does."""
+        # A mean over ranks carries a nan of any of them into the gradients of all, unless each holds but a part.
+        here = self._gradients_are_bad([p for group in optimizer.param_groups for p in group["params"]])
+        steps = [step for step in (self._suspect, record) if step is not None]
+        origin = next((step for step in steps if self._loss_is_bad(step)), None)
+        origin = self._read_activations(record) or origin
+        # Nothing is sent without a hit, but for 4 bytes in this case.
+        if self._communicator.world_size == 1 or self._engine is not None or not self._settings.gradients:
+            return self._on_any_rank(here or origin is not None), origin
+        return here, origin
 
-def _engine_of(trainer: Trainer) -> EngineGradients | None:
-    """Return the check of gradients that an engine keeps to itself; ``None`` where they are in ``.grad``."""
-    strategy = trainer.strategy
-    return strategy.engine_gradients() if isinstance(strategy, HasEngineGradients) else None
+    def _on_any_rank(self, here: bool) -> bool:
+        if self._communicator.world_size == 1:
+            return here
+        return bool(self._communicator.all_reduce(torch.tensor(int(here), dtype=torch.int32), "max"))
 
+    def _gradients_are_bad(self, parameters: Sequence[Tensor]) -> bool:
+        if not self._settings.gradients:
+            return False
+        if self._engine is None:
+            return any_bad([g for p in parameters if (g := p.grad) is not None])
+        return self._engine.known_bad() or any_bad([g for g in self._engine.gradients() if g.numel()])
 
-def _activation_watch(module: LightningModule, settings: OverflowSettings) -> ActivationWatch:
-    return ActivationWatch(
-        module,
-        module.device,
-        allow_inf=NamePatterns(settings.allow_inf),
-        modules=None if settings.modules is None else NamePatterns(settings.modules),
-        keep_history=settings.report_dir is not None,
-    )
+    def _loss_is_bad(self, record: StepRecord) -> bool:
+        return not self._settings.allowed.match("loss") and has_bad_values(record.loss)
+
+    def _micro_batch_is_bad(self, record: StepRecord) -> bool:
+        """Return whether gradients or loss are bad after a micro-batch that no optimizer step follows."""
+        bad = self._gradients_are_bad(list(self._module.parameters())) or self._loss_is_bad(record)
+        # With an engine a bad gradient may lie on another rank: all ranks ask.
+        return bad if self._engine is None else self._on_any_rank(bad)
+
+    def _read_activations(self, record: StepRecord) -> StepRecord | None:
+        """Read the activation flags, every so many optimizer steps; those in between are kept."""
+        self._keep(record)
+        self._checked += 1
+        every = self._settings.check_every_n_steps
+        origin = None if self._checked % every else self._first_unread()
+        if origin is not None and origin is not record and every > 1:
+            later = record.occasion.batch_number - origin.occasion.batch_number
+            origin.notes.append(
+                f"Found {later} batches later (check_every_n_steps={every}), and replayed with the weights of that"
+                " later step."
+            )
+        return origin
+
+    def _keep(self, record: StepRecord) -> None:
+        if record.activation_flag is not None:
+            self._unread.append(record)
+
+    def _first_unread(self) -> StepRecord | None:
+        """Return the first step with a bad activation that has not been read, and forget them all."""
+        unread, self._unread = self._unread, []
+        return next((step for step in unread if has_bad_values(step.activation_flag)), None)

@@ -2,62 +2,101 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
-from lightning_lockstep.numerics.gradients import FirstBad, bad_flag
-from lightning_lockstep.numerics.statistics import NamePatterns, output_values
-from lightning_lockstep.overflow.activations import ModuleHooks
+from lightning_lockstep.overflow.activations import ActivationWatch
 from lightning_lockstep.overflow.detect import StepDetection
-from lightning_lockstep.overflow.diagnose import Counters, Response
+from lightning_lockstep.overflow.diagnose import Counters
 from lightning_lockstep.overflow.replay import StepRecord
 from lightning_lockstep.overflow.settings import OverflowSettings
-from lightning_lockstep.overflow.step_check import spread_bad_values, wrap_training_step
-from lightning_lockstep.steps.capabilities import RunsLater
 
-# -- Every activation of every step, on devices whose operations run later: a flag per output, part of the
-# step
+# -- Which of many steps was the first with a bad value, noted on the device and read now and then --
+# For devices whose operations are collected and compiled: a flag that is read in each step would stop each
+# step. Here the step itself compares and keeps the number of the first bad one, so that nothing is compiled
+# but the step, and one small tensor is read for many of them.
 
 
-class LateActivationWatch(ModuleHooks):
-    """Forward hooks that add a flag per output to the step; nothing is read."""
+def bad_flag(tensor: Tensor, *, allow_inf: bool = False) -> Tensor:
+    """Return whether a tensor holds a nan or an infinity, as a tensor on its device; nothing is read."""
+    values = tensor.detach()
+    return values.isnan().any() if allow_inf else values.isfinite().all().logical_not()
 
-    def __init__(
-        self, root: nn.Module, *, allow_inf: NamePatterns, modules: NamePatterns | None = None
+
+class FirstBad:
+    """The first of the steps noted since :meth:`forget` in which something was bad."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.forget()
+
+    def forget(self) -> None:
+        """Start again at step 0."""
+        # Copied to the device rather than made there: a constant would be compiled into the first step.
+        self._count, self._common, self._here = (
+            torch.tensor(value, dtype=torch.int32).to(self._device) for value in (0, -1, -1)
+        )
+        self._answer: Tensor | None = None
+        self._flags: dict[Hashable, Tensor] = {}
+
+    @property
+    def found(self) -> Tensor:
+        """Whether a step that all ranks know to be bad has been noted, as a tensor on the device."""
+        return self._common >= 0
+
+    def note(
+        self,
+        key: Hashable,  # what the flags are of; steps of one key have as many
+        flags: Tensor,  # bool of shape (flags,), of this rank
+        *,
+        common: Tensor,  # bool without dimensions; bad in a way that all ranks see alike
     ) -> None:
-        self.names: list[str] = []
-        self.flags: list[Tensor] = []
-        self._allow_inf = allow_inf
-        super().__init__(root, modules)
+        """Note a step."""
+        with torch.no_grad():
+            before = self._flags.get(key)
+            if before is None:
+                before = torch.zeros(flags.shape, dtype=torch.bool).to(self._device)
+            first = (self._here < 0) & flags.any()
+            self._flags[key] = torch.where(first, flags, before)
+            self._here = torch.where(first, self._count, self._here)
+            self._common = torch.where((self._common < 0) & common, self._count, self._common)
+            self._count = self._count + 1
+            self._answer = torch.stack([self._common, self._here])
 
-    def begin_step(self) -> None:
-        self.names, self.flags = [], []
-        super().begin_step()
+    def read(self) -> tuple[int | None, int | None]:
+        """Return the first step that all ranks know to be bad, and the first that this rank knows to be bad.
 
-    def _hook(self, name: str) -> Callable[[Any], None]:
-        def hook(output: Any) -> None:
-            for label, value in output_values(output):
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    whole = f"{name}.{label}"
-                    self.names.append(whole)
-                    self.flags.append(bad_flag(value, allow_inf=self._allow_inf.match(whole)))
+        Waits for the last step noted; reads 8 bytes from the device.
+        """
+        if self._answer is None:
+            return None, None
+        common, here = self._answer.tolist()
+        return (None if common < 0 else common), (None if here < 0 else here)
 
-        return hook
+    def flags_of(self, key: Hashable) -> list[bool]:
+        """Return the flags of the first bad step on this rank, whose key this is."""
+        return [bool(flag) for flag in self._flags[key].tolist()]
 
-    def nan_where_bad(self) -> Tensor | None:
-        """Return zero, or nan when something bad was found in this step, on the device; ``None`` without outputs."""
-        if not self.flags:
-            return None
-        any_bad = torch.stack(self.flags).any().float()
-        return 0 * torch.log1p(-any_bad)
+
+class LateActivationWatch(ActivationWatch):
+    """Adds a flag per output to the step, which says whether it is bad; nothing is read."""
+
+    def flag(self) -> Tensor | None:
+        return 0 * torch.log1p(-torch.stack(self.values).any().float()) if self.values else None
+
+    def remember(self, step: int) -> None:
+        """Keep nothing: a picture would need values that are not read."""
+
+    def _note(self, name: str, label: str, tensor: Tensor) -> None:
+        if tensor.is_floating_point():
+            self.outputs.append((name, label))
+            self.values.append(bad_flag(tensor, allow_inf=self._allowed.match(f"{name}.{label}")))
 
 
 # -- The detection where operations run later than they are called: checked within the step, read every so
@@ -86,54 +125,33 @@ class LateDetection(StepDetection):
     # the step that is bad, and all after it, leave parameters and buffers as they were, on the device and
     # without a read; so the batch is replayed later with the weights that it had.
 
-    _watch: LateActivationWatch | None
+    watch_type = LateActivationWatch
 
     def __init__(
         self, trainer: Trainer, module: LightningModule, settings: OverflowSettings, counters: Counters
     ) -> None:
         super().__init__(trainer, module, settings, counters)
         self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
-        self._allow_inf = NamePatterns(settings.allow_inf)
-        self._response = Response(
-            trainer, module, settings, self._communicator, self._publisher, None, counters
-        )
         self._holds = settings.action == "raise"  # a warning must not change the run
+        self._spreads = self._holds and self._communicator.world_size > 1
         self._first_bad = FirstBad(module.device)
         self._noted: list[_Noted] = []
-        self._interval = _interval_of(settings)
+        every = settings.check_every_n_steps
+        self._interval = _FIRST_READ if every == 1 else every
         self._values: list[tuple[Tensor, Tensor]] = []
         self._handles = [
             optimizer.register_step_post_hook(self._after_optimizer_step) for optimizer in trainer.optimizers
         ]
-        modules = None if settings.modules is None else NamePatterns(settings.modules)
-        on = settings.mode == "hooks"
-        self._watch = LateActivationWatch(module, allow_inf=self._allow_inf, modules=modules) if on else None
-        self._remove = wrap_training_step(module, self._begin_step)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         super().remove()
 
-    def before_backward(self, loss: Tensor) -> None:
-        """Keep the loss, and let a bad one reach every gradient and so every rank."""
-        record = self.record
-        if record is None:
-            return
-        record.loss = loss.detach().clone()
-        flags = [] if self._allow_inf.match("loss") else [record.loss]
-        if self._watch is not None:
-            self._watch.active = False
-            flag = self._watch.nan_where_bad()
-            flags += [] if flag is None else [flag]
-        several = self._holds and self._communicator.world_size > 1
-        if several and loss.requires_grad and not self._trace.active:
-            loss.register_hook(functools.partial(spread_bad_values, flags))  # type: ignore[no-untyped-call]
-
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Add the check to the step, before the weights change."""
         record = self.record
-        if record is None or self._trace.active:
+        if record is None or self._tracing is not None:
             return
         record.optimizer_steps += 1
         record.stepped = True
@@ -160,32 +178,33 @@ class LateDetection(StepDetection):
         """Note a step, whose gradients are those of all ranks (``reduced``) or of this one."""
         checked = self._settings.gradients
         named = [(self._names.get(p, "?"), g) for p in parameters if checked and (g := p.grad) is not None]
-        gradients = [bad_flag(gradient) for _, gradient in named]
-        outputs = list(zip(self._watch.names, self._watch.flags, strict=True)) if self._watch else []
-        flags = gradients + [flag for _, flag in outputs]
-        if record.loss is not None and not self._allow_inf.match("loss"):
+        flags = [bad_flag(gradient) for _, gradient in named]
+        outputs = []
+        if self._watch is not None:
+            outputs = [f"{module}.{label}" for module, label in self._watch.outputs]
+            flags += self._watch.values
+        if record.loss is not None and not self._settings.allowed.match("loss"):
             flags.append(bad_flag(record.loss))
         if not flags:
             return
         alone = self._communicator.world_size == 1
         together = torch.stack(flags)
-        common = together.any() if alone else together[: len(gradients) if reduced else 0].any()
-        names = [name for name, _ in named], [name for name, _ in outputs]
+        common = together.any() if alone else together[: len(named) if reduced else 0].any()
         key = (id(optimizer), reduced, len(flags))
         self._first_bad.note(key, together, common=common)
-        self._noted.append(_Noted(record, optimizer, key, *names))
+        self._noted.append(_Noted(record, optimizer, key, [name for name, _ in named], outputs))
 
     def batch_end(self) -> None:
         """Read the answer for the last steps, every so many of them."""
         record, self.record = self.record, None
         if record is None:
             return
-        if not record.stepped and not self._trace.active and self._trainer.optimizers:
+        if not record.stepped and self._tracing is None and self._trainer.optimizers:
             optimizer = self._trainer.optimizers[0]
             self._note(record, optimizer, list(self._module.parameters()), reduced=False)
             if self._holds:
                 self._hold(self._buffers.pairs())
-        self._trace.finish(self._publisher, self._trainer, record)
+        self._print_trace(record.occasion)
         if self._is_last(record) or len(self._noted) >= self._interval:
             self.read()
         self._abort_after(record)
@@ -202,7 +221,9 @@ class LateDetection(StepDetection):
         if common is None and here is None:
             self._counters.bad_in_a_row = 0
             self._noted.clear()
-            self._begin_interval()
+            self._first_bad.forget()
+            if self._settings.check_every_n_steps == 1:
+                self._interval = min(self._interval + _FIRST_READ, _MOST_STEPS)
             return
         first = here if here is not None else common
         assert first is not None
@@ -214,11 +235,6 @@ class LateDetection(StepDetection):
             self._response.to_common_hit(noted.optimizer, noted.record)
         else:
             self._response.to_single_rank_hit(noted.record)
-
-    def _begin_interval(self) -> None:
-        self._first_bad.forget()
-        if self._settings.check_every_n_steps == 1:
-            self._interval = min(self._interval + _FIRST_READ, _MOST_STEPS)
 
     def _describe(self, noted: _Noted, later: int, *, found_here: bool) -> None:
         """Say in the record what its flags say, and how much later they were read."""
@@ -240,15 +256,3 @@ class LateDetection(StepDetection):
             record.notes.append(
                 f"Detected {later} steps after this step, because these devices execute asynchronously; {weights}."
             )
-
-    def _begin_step(self, step: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
-        context, record, trainer = super()._begin_step(step, args, kwargs), self.record, self._trainer
-        assert record is not None
-        record.place = trainer.current_epoch, trainer.global_step
-        if isinstance(trainer.strategy, RunsLater):
-            record.device_seed = trainer.strategy.device_seed()
-        return context
-
-
-def _interval_of(settings: OverflowSettings) -> int:
-    return _FIRST_READ if settings.check_every_n_steps == 1 else settings.check_every_n_steps

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +15,11 @@ from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.local_collectives import UnansweredCollectiveError
 from lightning_lockstep.errors import OverflowDetectedError
-from lightning_lockstep.numerics.statistics import NamePatterns, has_bad_values, tensor_statistics
+from lightning_lockstep.numerics.statistics import has_bad_values, tensor_statistics
 from lightning_lockstep.overflow.activations import ActivationWatch
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
 from lightning_lockstep.overflow.replay import Remedy, StepRecord, advice, replay, search
-from lightning_lockstep.overflow.report import Occasion, RankReport, ReportPublisher
+from lightning_lockstep.overflow.report import RankReport, ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings
 from lightning_lockstep.steps.capabilities import (
     EngineGradients,
@@ -30,40 +28,127 @@ from lightning_lockstep.steps.capabilities import (
     missing_capabilities,
 )
 
-# -- What a hit leads to on one rank: the batch is replayed, and the report names the first bad value --
-
+_log = logging.getLogger(__name__)
+# Reports of a rank on what it alone knows of.
+_SINGLE_RANK_REPORTS = 5
 _TOGETHER = (
     "all ranks replayed a batch whose loss or gradients are not finite, to find the module that made them so."
 )
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """One replay: whether its collectives were answered here, what it recorded, how it ended."""
+@dataclass
+class Counters:
+    """What was counted so far; the same on every rank but for the reports."""
 
-    alone: bool
-    recorder: FrameRecorder
-    loss: Tensor | None = None
-    answered: int = 0
-    error: Exception | None = None
+    skipped_steps: int = 0  # of the optimizer
+    scaler_skips: int = 0  # ordinary ones of an fp16 loss scaler
+    bad_in_a_row: int = 0  # optimizer steps with a hit since the last one without
+    reports: list[RankReport] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """Finds the origin of one hit on one rank."""
+@dataclass
+class Response:
+    """What a hit leads to on one rank: the batch is replayed and reported, then all raise, warn or skip alike."""
 
     trainer: Trainer
     module: LightningModule
     settings: OverflowSettings
     communicator: Communicator
-    all_arrive: Callable[[], bool]  # whether all ranks call it before long; no collective
+    publisher: ReportPublisher
+    watch: ActivationWatch | None  # of all activations, if there is one
+    counters: Counters
+    engine: EngineGradients | None = None  # keeps the gradients and makes the steps, if there is one
+    single_reports: int = 0
 
-    def run(self, record: StepRecord, *, all_ranks: bool) -> RankReport:
+    def to_common_hit(self, optimizer: Optimizer, record: StepRecord) -> None:
+        """Act on a hit that every rank knows of, at the same optimizer step; ``record`` is replayed."""
+        why = self._why_alarm(record)
+        if why is None:
+            self.counters.scaler_skips += 1
+            return
+        self.counters.bad_in_a_row += 1
+        in_a_row = self.counters.bad_in_a_row
+        text = ""
+        if in_a_row == 1:
+            report = self._diagnose(record, all_ranks=True)
+            text = self.publisher.publish(report, why, self.watch)
+        if self.settings.action == "raise":
+            raise OverflowDetectedError(text)
+        if self.settings.action == "skip":
+            self._skip(optimizer, record)
+        elif in_a_row > 1 and in_a_row & (in_a_row - 1) == 0 and self.communicator.is_main:
+            _log.warning("nan or inf in %d optimizer steps in a row; see the report above", in_a_row)
+
+    def to_single_rank_hit(self, record: StepRecord) -> None:
+        """Report what only this rank knows of, while the others go on."""
+        self.single_reports += 1
+        if self.single_reports <= _SINGLE_RANK_REPORTS:
+            self.publisher.publish_single(self._diagnose(record, all_ranks=False))
+
+    def _why_alarm(self, record: StepRecord) -> str | None:
+        """Return why this is an alarm, the same on every rank; ``None`` for an ordinary skip of a loss scaler."""
+        scaling = self._loss_scale()
+        if scaling is None:
+            return "the loss or the gradients are not finite"
+        scale, floor = scaling
+        bad = any(map(has_bad_values, (record.loss, record.activation_flag)))
+        entries = self.publisher.collect({"forward": bad, "scale": scale}).entries.values()
+        if any(entry["forward"] for entry in entries):
+            return "the forward is not finite, which no loss scale can fix"
+        lowest = min(entry["scale"] for entry in entries)
+        if lowest <= max(floor, self.settings.scale_floor):
+            return f"gradients are not finite although the loss scale is down to {lowest:g}"
+        too_many = None if self.engine is None else self.engine.why_skips_are_too_many()
+        return None if too_many is None else too_many.rstrip(".")
+
+    def _loss_scale(self) -> tuple[float, float] | None:
+        """Return the loss scale and its floor; ``None`` where the loss is not scaled."""
+        if self.engine is not None:
+            return self.engine.loss_scale()
+        return None if self._scaler is None else (float(self._scaler.get_scale()), 0.0)
+
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self.trainer.precision_plugin, "scaler", None)
+
+    def _skip(self, optimizer: Optimizer, record: StepRecord) -> None:
+        """Skip this optimizer step: without gradients an optimizer changes nothing."""
+        if self.engine is not None:
+            self.engine.skip_step()
+        else:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        counters = self.counters
+        counters.skipped_steps += 1
+        record.skipped = True
+        if self.communicator.is_main:
+            _log.warning(
+                "optimizer step %d skipped because of nan or inf (%d so far, %d in a row)",
+                self.trainer.global_step,
+                counters.skipped_steps,
+                counters.bad_in_a_row,
+            )
+        if counters.bad_in_a_row >= self.settings.max_skips:
+            raise OverflowDetectedError(
+                f"{counters.bad_in_a_row} optimizer steps in a row were skipped because of nan or inf, as many as"
+                f" max_skips={self.settings.max_skips} allows. Reports are in {self.publisher.folder}."
+            )
+
+    # -- Which module made the first bad value --
+
+    def _diagnose(self, record: StepRecord, *, all_ranks: bool) -> RankReport:
         """Replay the recorded batch under a recorder and report what was found on this rank."""
+        with nullcontext() if self.watch is None else self.watch.paused():
+            report = self._replayed(record, self._known(record), all_ranks=all_ranks)
+        self.counters.reports.append(report)
+        return report
+
+    def _replayed(self, record: StepRecord, report: RankReport, *, all_ranks: bool) -> RankReport:
+        """Add to a report what a replay shows."""
         # Collectives of the step are answered on this rank. Where that shows no bad value on any rank, and
         # all are here (``all_ranks``), they replay it once more with real collectives. Where the parameters
         # are divided among the ranks, they replay it together in the first place.
-        report = self._report(record)
         strategy = self.trainer.strategy
         missing = missing_capabilities(strategy, "step_alone")
         if missing and not isinstance(strategy, HasEngineGradients):
@@ -74,80 +159,68 @@ class Diagnosis:
                 "Not replayed: the parameters are divided among the ranks, and this rank alone knows of it."
             )
             return report
-        attempt = self._attempt_together(record) if self._divided else self._attempt(record, alone=True)
-        if attempt.alone and all_ranks and self._only_together(attempt):
-            attempt = self._attempt(record, alone=False)
-        report.notes += self._notes(attempt, record)
-        self._add_findings(report, attempt, record)
-        report.remedy = self._remedy(report, record, attempt)
+        recorder = self._replay_together(record) if self._divided else self._replay(record, alone=True)
+        if recorder.alone and all_ranks and self._only_together(recorder):
+            recorder = self._replay(record, alone=False)
+        report.notes += self._notes(recorder, record)
+        self._add_findings(report, recorder, record)
+        report.remedy = self._remedy(report, record, recorder)
         return report
 
     @property
     def _divided(self) -> bool:
         return capabilities_of(self.trainer.strategy).replays == "together"
 
-    def _attempt_together(self, record: StepRecord) -> _Attempt:
+    def _replay_together(self, record: StepRecord) -> FrameRecorder:
         """Replay with parameters gathered from all ranks."""
         # A rank that fails leaves the others waiting for its part, unless they fail at the same place or are
         # through.
-        attempt = self._attempt(record, alone=False)
-        if self.all_arrive():
-            return attempt
-        if attempt.error is None:
+        recorder = self._replay(record, alone=False)
+        if self.publisher.all_arrive():
+            return recorder
+        if recorder.error is None:
             raise RuntimeError(f"The joint replay did not finish on another rank. ({_TOGETHER})")
-        getattr(attempt.error, "add_note", str)(
-            f"It was raised meanwhile: {_TOGETHER}"
-        )  # from Python 3.11 on
-        raise attempt.error
+        note = getattr(recorder.error, "add_note", str)  # from Python 3.11 on
+        note(f"It was raised meanwhile: {_TOGETHER}")
+        raise recorder.error
 
-    def _attempt(self, record: StepRecord, *, alone: bool) -> _Attempt:
-        recorder = self._recorder()
+    def _replay(self, record: StepRecord, *, alone: bool) -> FrameRecorder:
+        recorder = FrameRecorder(self.module, self.settings, divided=self._divided)
         try:
-            replayed = replay(
-                self.trainer,
-                self.module,
-                record,
-                recorder,
-                answer_collectives=alone,
-                by_call=self._divided,
-            )
+            replay(self.trainer, self.module, record, recorder, answer_collectives=alone)
         except Exception as error:  # the diagnosis must not replace what it was called for
-            return _Attempt(alone, recorder, error=error)
-        return _Attempt(alone, recorder, replayed.loss, replayed.answered)
+            recorder.error = error
+        return recorder
 
-    def _only_together(self, attempt: _Attempt) -> bool:
+    def _only_together(self, recorder: FrameRecorder) -> bool:
         """Return whether the bad value may come of what the ranks send each other, the same on every rank."""
-        unanswered = isinstance(attempt.error, UnansweredCollectiveError)
-        found = attempt.recorder.found_bad_values or self._is_bad(attempt.loss)
-        failed = attempt.error is not None and not unanswered
-        state = torch.tensor([found, attempt.answered > 0 or unanswered, failed], dtype=torch.int32)
+        unanswered = isinstance(recorder.error, UnansweredCollectiveError)
+        failed = recorder.error is not None and not unanswered
+        communicates = recorder.answered > 0 or unanswered
+        state = torch.tensor([recorder.found_bad_values, communicates, failed], dtype=torch.int32)
         found, communicates, failed = self.communicator.all_reduce(state, "max").tolist()
         # A rank that failed alone would do so again, and leave the others in a collective.
         return bool(communicates and not found and not failed)
 
-    def _notes(self, attempt: _Attempt, record: StepRecord) -> list[str]:
-        if attempt.error is not None:
-            return [f"Replaying the batch failed: {type(attempt.error).__name__}: {attempt.error}"]
-        if attempt.answered:
+    def _notes(self, recorder: FrameRecorder, record: StepRecord) -> list[str]:
+        if recorder.error is not None:
+            return [f"Replaying the batch failed: {type(recorder.error).__name__}: {recorder.error}"]
+        if recorder.answered:
             return [
                 "The step communicates with other ranks. In the replay this rank's own tensors stood for theirs, so"
                 " the loss is not compared."
             ]
-        if not _same(attempt.loss, record.loss):
+        if not _same(recorder.loss, record.loss):
             return [
-                f"The replayed loss was {_number(attempt.loss)}, not {_number(record.loss)}: the step is not"
+                f"The replayed loss was {_number(recorder.loss)}, not {_number(record.loss)}: the step is not"
                 " deterministic (state kept in training_step, or nondeterministic operations)."
             ]
         return []
 
-    def _report(self, record: StepRecord) -> RankReport:
+    def _known(self, record: StepRecord) -> RankReport:
         """Return a report of what is known without a replay."""
-        trainer = self.trainer
-        epoch, step = record.place or (trainer.current_epoch, trainer.global_step)
-        occasion = Occasion(epoch, step, record.batch_number, record.batch_idx)
-        report = RankReport(self.communicator.rank, self.communicator.host, occasion)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        report = RankReport(self.communicator.rank, self.communicator.host, record.occasion)
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         report.loss = None if record.loss is None else float(record.loss.sum()) / scale
         if record.bad_gradients is None:
             report.gradients = self._bad_gradients()
@@ -157,26 +230,11 @@ class Diagnosis:
         report.notes += record.notes
         return report
 
-    def _recorder(self) -> FrameRecorder:
-        settings = self.settings
-        return FrameRecorder(
-            self.module,
-            max_frames=settings.max_frames_to_save,
-            allow_inf=NamePatterns(settings.allow_inf),
-            modules=None if settings.modules is None else NamePatterns(settings.modules),
-            gradients=settings.gradients,
-            divided=self._divided,
-        )
-
-    def _is_bad(self, loss: Tensor | None) -> bool:
-        return has_bad_values(loss, allow_inf=NamePatterns(self.settings.allow_inf).match("loss"))
-
-    def _add_findings(self, report: RankReport, attempt: _Attempt, record: StepRecord) -> None:
-        recorder = attempt.recorder
-        loss = attempt.loss if attempt.error is None else record.loss
-        report.clean = not (recorder.found_bad_values or self._is_bad(loss))
-        if isinstance(attempt.error, UnansweredCollectiveError) and not recorder.found_bad_values:
-            report.clean = None
+    def _add_findings(self, report: RankReport, recorder: FrameRecorder, record: StepRecord) -> None:
+        if recorder.found_bad_values or not isinstance(recorder.error, UnansweredCollectiveError):
+            if recorder.error is not None:  # it may have failed before the loss was there
+                recorder.loss = record.loss
+            report.clean = not recorder.found_bad_values
         report.frames = list(recorder.frames)
         report.producer, report.propagators = recorder.producer, recorder.propagators
         if report.producer is not None:
@@ -187,13 +245,13 @@ class Diagnosis:
             bad = next(i for i, f in enumerate(frames) if f.module == report.backward_producer.module)
             report.backward_frames = frames[max(0, bad + 1 - self.settings.max_frames_to_save) : bad + 1]
 
-    def _remedy(self, report: RankReport, record: StepRecord, attempt: _Attempt) -> Remedy:
+    def _remedy(self, report: RankReport, record: StepRecord, recorder: FrameRecorder) -> Remedy:
         first = report.producer or report.backward_producer
         if first is None:
             return Remedy()
         found: Remedy | None = None
         if first.low_precision and first.kind not in ("weight", "batch"):
-            if not attempt.alone:  # each rank tries as often as it needs, which must not send anything
+            if not recorder.alone:  # each rank tries as often as it needs, which must not send anything
                 return Remedy((first.module,) if first.module else ())
             try:
                 found = search(self.module, first, lambda: self._producer_now(record))
@@ -202,14 +260,13 @@ class Diagnosis:
         return found or Remedy(text=advice(first))
 
     def _producer_now(self, record: StepRecord) -> Producer | None:
-        recorder = self._recorder()
-        loss = replay(self.trainer, self.module, record, recorder, answer_collectives=True).loss
+        recorder = FrameRecorder(self.module, self.settings)
+        replay(self.trainer, self.module, record, recorder, answer_collectives=True)
         if recorder.producer is not None:
             return recorder.producer
-        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        if recorder.backward_producer is not None and not scaled:
+        if recorder.backward_producer is not None and self._scaler is None:
             return recorder.backward_producer
-        if loss is not None and has_bad_values(loss):
+        if has_bad_values(recorder.loss):
             return Producer("code", "", type(self.module).__name__)
         return None
 
@@ -245,118 +302,4 @@ def _same(one: Any, other: Any) -> bool:
     if one is None or other is None:
         return one is other
     a, b = one.detach().float().cpu(), other.detach().float().cpu()
-    return a.shape == b.shape and torch.equal(a.nan_to_num(math.pi), b.nan_to_num(math.pi))
-
-
-# -- What follows a hit: the report, and then raise, warn or skip, alike on every rank --
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass
-class Counters:
-    """What was counted so far; the same on every rank but for the reports."""
-
-    skipped_steps: int = 0  # of the optimizer
-    scaler_skips: int = 0  # ordinary ones of an fp16 loss scaler
-    bad_in_a_row: int = 0  # optimizer steps with a hit since the last one without
-    reports: list[RankReport] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Response:
-    """Acts on hits."""
-
-    trainer: Trainer
-    module: LightningModule
-    settings: OverflowSettings
-    communicator: Communicator
-    publisher: ReportPublisher
-    watch: ActivationWatch | None  # of all activations, if there is one
-    counters: Counters
-    engine: EngineGradients | None = None  # keeps the gradients and makes the steps, if there is one
-
-    def to_common_hit(self, optimizer: Optimizer, record: StepRecord) -> None:
-        """Act on a hit that every rank knows of, at the same optimizer step; ``record`` is replayed."""
-        why = self._why_alarm(record)
-        if why is None:
-            self.counters.scaler_skips += 1
-            return
-        self.counters.bad_in_a_row += 1
-        in_a_row = self.counters.bad_in_a_row
-        text = ""
-        if in_a_row == 1:
-            report = self._diagnose(record, all_ranks=True)
-            text = self.publisher.publish(report, why, self.watch)
-        if self.settings.action == "raise":
-            raise OverflowDetectedError(text)
-        if self.settings.action == "skip":
-            self._skip(optimizer, record)
-        elif in_a_row > 1 and in_a_row & (in_a_row - 1) == 0 and self.communicator.is_main:
-            _log.warning("nan or inf in %d optimizer steps in a row; see the report above", in_a_row)
-
-    def to_single_rank_hit(self, record: StepRecord) -> None:
-        """Report what only this rank knows of, while the others go on."""
-        if self.publisher.may_publish_single():
-            self.publisher.publish_single(self._diagnose(record, all_ranks=False))
-
-    def _diagnose(self, record: StepRecord, *, all_ranks: bool) -> RankReport:
-        diagnosis = Diagnosis(
-            self.trainer, self.module, self.settings, self.communicator, self.publisher.all_arrive
-        )
-        with self._unwatched():
-            report = diagnosis.run(record, all_ranks=all_ranks)
-        self.counters.reports.append(report)
-        return report
-
-    def _why_alarm(self, record: StepRecord) -> str | None:
-        """Return why this is an alarm, the same on every rank; ``None`` for an ordinary skip of a loss scaler."""
-        scaling = self._loss_scale()
-        if scaling is None:
-            return "the loss or the gradients are not finite"
-        scale, floor = scaling
-        bad = any(
-            value is not None and has_bad_values(value) for value in (record.loss, record.activation_flag)
-        )
-        entries = self.publisher.collect({"forward": bad, "scale": scale}).entries.values()
-        if any(entry["forward"] for entry in entries):
-            return "the forward is not finite, which no loss scale can fix"
-        lowest = min(entry["scale"] for entry in entries)
-        if lowest <= max(floor, self.settings.scale_floor):
-            return f"gradients are not finite although the loss scale is down to {lowest:g}"
-        too_many = None if self.engine is None else self.engine.why_skips_are_too_many()
-        return None if too_many is None else too_many.rstrip(".")
-
-    def _loss_scale(self) -> tuple[float, float] | None:
-        """Return the loss scale and its floor; ``None`` where the loss is not scaled."""
-        if self.engine is not None:
-            return self.engine.loss_scale()
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        return None if scaler is None else (float(scaler.get_scale()), 0.0)
-
-    def _skip(self, optimizer: Optimizer, record: StepRecord) -> None:
-        """Skip this optimizer step: without gradients an optimizer changes nothing."""
-        if self.engine is not None:
-            self.engine.skip_step()
-        else:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        counters = self.counters
-        counters.skipped_steps += 1
-        record.skipped = True
-        if self.communicator.is_main:
-            _log.warning(
-                "optimizer step %d skipped because of nan or inf (%d so far, %d in a row)",
-                self.trainer.global_step,
-                counters.skipped_steps,
-                counters.bad_in_a_row,
-            )
-        if counters.bad_in_a_row >= self.settings.max_skips:
-            raise OverflowDetectedError(
-                f"{counters.bad_in_a_row} optimizer steps in a row were skipped because of nan or inf, as many as"
-                f" max_skips={self.settings.max_skips} allows. Reports are in {self.publisher.folder}."
-            )
-
-    def _unwatched(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.watch is None else self.watch.paused()
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lockstep.numerics.statistics import (
-    NamePatterns,
     TensorStatistics,
     call_values,
     has_bad_values,
@@ -22,6 +21,7 @@ from lightning_lockstep.numerics.statistics import (
     output_values,
     tensor_statistics,
 )
+from lightning_lockstep.overflow.settings import OverflowSettings
 
 # -- ``detect_overflow``: a tensor checked at a place of the user's own choice inside a forward --
 
@@ -123,18 +123,15 @@ class Producer:
 
     def sentence(self) -> str:
         name = f"{self.module or 'the LightningModule'} ({self.type})"
-        what = ", ".join(self.labels[:4]) + (f" [{self.remarks}]" if self.remarks else "")
-        if self.kind == "code":
-            return f"{name} made it in its own forward, before it called {self.before}: {what}"
-        if self.kind == "weight":
-            return f"the weights of {name} are bad already: {what}"
-        if self.kind == "batch":
-            return f"it came with the batch: {what}"
-        if self.kind == "spot":
-            return f"{name} made it, at detect_overflow: {what}"
-        if self.kind == "backward":
-            return f"the backward of {name} made it from good gradients: {what}"
-        return f"{name} made it from good inputs: {what}"
+        said = {
+            "module": f"{name} made it from good inputs",
+            "code": f"{name} made it in its own forward, before it called {self.before}",
+            "weight": f"the weights of {name} are bad already",
+            "batch": "it came with the batch",
+            "spot": f"{name} made it, at detect_overflow",
+            "backward": f"the backward of {name} made it from good gradients",
+        }[self.kind]
+        return f"{said}: {', '.join(self.labels[:4])}" + (f" [{self.remarks}]" if self.remarks else "")
 
 
 # -- Hooks that record a frame for each call of each module, forward and backward, and find the first bad
@@ -147,25 +144,28 @@ class FrameRecorder:
     def __init__(
         self,
         root: nn.Module,
+        settings: OverflowSettings,
         *,
-        max_frames: int | None,  # kept up to the first bad one; None: all are, and those after it
-        allow_inf: NamePatterns,  # values that may be infinite
-        modules: NamePatterns | None = None,  # to record; None: all
-        gradients: bool = True,
+        whole: bool = False,  # every frame of the forward, for a trace; else frames up to the first bad one
         # Parameters are gathered for each module, and let go by a hook of the strategy.
         divided: bool = False,
     ) -> None:
-        self.root, self.allow_inf, self.modules, self.gradients = root, allow_inf, modules, gradients
-        self.names = module_names(root)
-        self.frames: deque[Frame] = deque(maxlen=max_frames)
+        self.root, self.settings, self.names = root, settings, module_names(root)
+        self.frames: deque[Frame] = deque(maxlen=None if whole else settings.max_frames_to_save)
         self.backward_frames: dict[str, Frame] = {}
-        self.first_bad: Frame | None = None
         self.producer: Producer | None = None
         self.backward_producer: Producer | None = None
         self.propagators: list[str] = []
-        self.calls = 0
-        self.in_backward = False
-        self._keep_all, self._divided = max_frames is None, divided
+        # Of a replay: the loss as it went into the backward, the collectives that were answered on this rank,
+        # whether they were at all, and what it raised.
+        self.loss: Tensor | None = None
+        self.answered = 0
+        self.alone = True
+        self.error: Exception | None = None
+        self._in_backward = False
+        self._whole, self.divided = whole, divided
+        self._gradients = settings.gradients and not whole
+        self._found = False  # whether a frame was bad
         self._stack: list[tuple[str, nn.Module, list[Value]]] = []
         self._first_bad_gradient: dict[str, int] = {}
 
@@ -176,13 +176,14 @@ class FrameRecorder:
         listeners.append(self._spot)
         try:
             for module in self.root.modules():
-                if self.modules is None or self.modules.match(self.names[module]):
+                if self.settings.watched.match(self.names[module]):
                     handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
                     handles.append(
-                        module.register_forward_hook(self._leave, with_kwargs=True, prepend=self._divided)
+                        module.register_forward_hook(self._leave, with_kwargs=True, prepend=self.divided)
                     )
-            if self.gradients:
-                handles += list(self._watch_parameters())
+                if self._gradients:
+                    own = module.named_parameters(recurse=False)
+                    handles += self._watch(self.names[module], module, "grad ", own)
             yield self
         finally:
             listeners.remove(self._spot)
@@ -191,8 +192,10 @@ class FrameRecorder:
 
     @property
     def found_bad_values(self) -> bool:
-        """Whether any value or gradient was bad."""
-        return self.producer is not None or any(frame.bad for frame in self.backward_frames.values())
+        """Whether any value or gradient, or the loss, was bad."""
+        if self.producer is not None or any(frame.bad for frame in self.backward_frames.values()):
+            return True
+        return has_bad_values(self.loss, allow_inf=self.settings.allowed.match("loss"))
 
     def check_batch(self, values: Any) -> None:
         """Check the batch itself, before the first module is given it."""
@@ -200,10 +203,16 @@ class FrameRecorder:
         if bad:
             self.producer = _producer("batch", "", type(self.root).__name__, bad)
 
-    def begin_backward(self) -> None:
-        """Stop recording forward frames: a forward that runs now is a recomputation."""
-        self.in_backward = True
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Record no forward frames in the body: a forward that runs there is a recomputation."""
+        self.loss = loss.detach()
+        self._in_backward = True
         self._stack.clear()
+        try:
+            yield
+        finally:
+            self._in_backward = False
 
     def finish(self) -> None:
         """Find the producer of the first bad gradient."""
@@ -222,9 +231,9 @@ class FrameRecorder:
         name = self.names.get(module, "")
         self._stack.append((name, module, []))
         inputs = list(call_values(args, kwargs))
-        if self.gradients:
+        if self._gradients:
             self._watch(name, module, "grad_input", ((label[5:], value) for label, value in inputs))
-        if self.producer is None and not self.in_backward:
+        if self.producer is None and not self._in_backward:
             bad = list(self._bad_only(name, inputs))
             if bad:
                 outer = self._stack[-2] if len(self._stack) > 1 else ("", self.root, [])
@@ -239,40 +248,34 @@ class FrameRecorder:
             if entered is module:
                 break
         outputs = list(output_values(output))
-        if self.gradients:
+        if self._gradients:
             self._watch(name, module, "grad_output", ((label[6:], value) for label, value in outputs))
-        if self.in_backward:
+        if self._in_backward:
             return
-        self.calls += 1
-        if self.first_bad is not None and not self._keep_all:
+        if self._found and not self._whole:
             if any(True for _ in self._bad_only(name, outputs)):
                 self.propagators.append(f"{name} ({type(module).__name__})")
             return
-        frame = Frame(name, type(module).__name__)
         weights = self._values(name, module.named_parameters(recurse=False))
-        frame.values = [*weights, *self._values(name, call_values(args, kwargs)), *spots]
         results = self._values(name, outputs)
-        frame.values += results
+        values = [*weights, *self._values(name, call_values(args, kwargs)), *spots, *results]
+        frame = Frame(name, type(module).__name__, values)
         self.frames.append(frame)
-        if frame.bad and self.first_bad is None:
-            self.first_bad = frame
-            self._find_producer(frame, [v for v in weights if v.bad], [v for v in results if v.bad])
-
-    def _find_producer(self, frame: Frame, weights: list[Value], results: list[Value]) -> None:
-        if self.producer is not None:
-            self.propagators.append(f"{frame.module} ({frame.type})")
-        elif weights:
-            self.producer = _producer("weight", frame.module, frame.type, weights)
-        else:
-            bad = results or [value for value in frame.values if value.bad]
-            self.producer = _producer("module", frame.module, frame.type, bad)
+        if frame.bad and not self._found:
+            self._found = True
+            if self.producer is not None:
+                self.propagators.append(f"{name} ({frame.type})")
+                return
+            bad_weights, bad_results = ([v for v in some if v.bad] for some in (weights, results))
+            bad = bad_weights or bad_results or [value for value in values if value.bad]
+            self.producer = _producer("weight" if bad_weights else "module", name, frame.type, bad)
 
     def _spot(self, name: str, statistics: TensorStatistics) -> None:
-        if self.in_backward:
+        if self._in_backward:
             return
         where, module, found = self._stack[-1] if self._stack else ("", self.root, [])
         value = Value(
-            f"detect_overflow({name!r})", statistics, allowed=self.allow_inf.match(f"{where}.{name}")
+            f"detect_overflow({name!r})", statistics, allowed=self.settings.allowed.match(f"{where}.{name}")
         )
         found.append(value)
         if value.bad and self.producer is None:
@@ -287,26 +290,20 @@ class FrameRecorder:
         statistics = tensor_statistics(value, used_as=_computed_in(value))
         if statistics is None:
             return Value(label, kind="no values")
-        return Value(label, statistics, allowed=self.allow_inf.match(f"{name}.{label}"))
+        return Value(label, statistics, allowed=self.settings.allowed.match(f"{name}.{label}"))
 
     def _bad_only(self, name: str, pairs: list[tuple[str, Any]]) -> Iterator[Value]:
         for label, value in pairs:
-            if has_bad_values(value, allow_inf=self.allow_inf.match(f"{name}.{label}")):
+            if has_bad_values(value, allow_inf=self.settings.allowed.match(f"{name}.{label}")):
                 yield self._value(name, label, value)
 
-    def _watch(self, name: str, module: nn.Module, label: str, pairs: Any) -> None:
-        for place, value in pairs:
-            if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(partial(self._gradient, name, type(module).__name__, f"{label}{place}"))  # type: ignore[no-untyped-call]
-
-    def _watch_parameters(self) -> Iterator[Any]:
-        for module in self.root.modules():
-            for label, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad:
-                    note: Callable[..., None] = partial(
-                        self._gradient, self.names[module], type(module).__name__, f"grad {label}"
-                    )
-                    yield parameter.register_hook(note)  # type: ignore[no-untyped-call]
+    def _watch(self, name: str, module: nn.Module, label: str, pairs: Iterable[tuple[str, Any]]) -> list[Any]:
+        """Record the gradients of tensors."""
+        return [
+            value.register_hook(partial(self._gradient, name, type(module).__name__, f"{label}{place}"))  # type: ignore[no-untyped-call]
+            for place, value in pairs
+            if isinstance(value, Tensor) and value.requires_grad
+        ]
 
     def _gradient(self, name: str, kind: str, label: str, gradient: Tensor) -> None:
         frame = self.backward_frames.setdefault(name, Frame(name, kind))

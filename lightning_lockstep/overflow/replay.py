@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep._doors.torch_internals import may_be_compiled
 from lightning_lockstep.numerics.precision import run_in_fp32, runs_in_fp32, undo_run_in_fp32
-from lightning_lockstep.numerics.statistics import module_names, parent_name
+from lightning_lockstep.numerics.statistics import module_names
 from lightning_lockstep.overflow.frames import FrameRecorder, Producer
 from lightning_lockstep.steps.capabilities import RunsLater
 from lightning_lockstep.steps.isolated import isolated, run_forward_backward
@@ -43,16 +43,11 @@ class Remedy:
             lines += [
                 f"Remedy ({tried}):",
                 f"    in Python:            FP32Modules([{names}])",
-                f"    on the command line:  '{command_line(self.modules)}'",
+                f"    on the command line:  'callbacks.fp32_modules.modules=[{','.join(self.modules)}]'",
             ]
         if self.text:
             lines.append(f"Advice: {self.text}")
         return lines
-
-
-def command_line(modules: Sequence[str]) -> str:
-    """Return the Hydra override that runs these modules in float32."""
-    return f"callbacks.fp32_modules.modules=[{','.join(modules)}]"
 
 
 def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None]) -> Remedy | None:
@@ -70,25 +65,13 @@ def search(root: nn.Module, first: Producer, run: Callable[[], Producer | None])
         with _in_float32([by_name[name] for name in chosen]):
             now = run()
         if now is None:
-            return Remedy(tuple(_shorter(chosen, by_name, run)), tried=True)
+            return Remedy(tuple(chosen), tried=True)
         if now.kind in ("weight", "batch"):
             return None
         # Still inside a module that runs in float32: its result does not fit the dtype it goes back to.
         stuck = next((name for name in chosen if _inside(now.module, name)), None)
-        candidate = parent_name(stuck) if stuck else now.module
+        candidate = stuck.rpartition(".")[0] if stuck else now.module
     return None
-
-
-def _shorter(
-    chosen: list[str], by_name: dict[str, nn.Module], run: Callable[[], Producer | None]
-) -> list[str]:
-    """Return the one module that holds all the chosen ones, where it does as well as they do."""
-    parents = {parent_name(name) for name in chosen}
-    parent = next(iter(parents))
-    if len(chosen) == 1 or len(parents) > 1 or parent not in by_name or not parent:
-        return chosen
-    with _in_float32([by_name[parent]]):
-        return [parent] if run() is None else chosen
 
 
 def advice(producer: Producer) -> str:
@@ -134,6 +117,19 @@ def _in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
 # that it holds what the model was given. It keeps references and a few small copies, never an activation.
 
 
+@dataclass(frozen=True)
+class Occasion:
+    """Where in the run a step began."""
+
+    epoch: int  # from 0
+    step: int  # ``trainer.global_step``
+    batch_number: int  # from 0, over all epochs
+    batch_idx: int  # from 0, of the epoch
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}, batch {self.batch_idx}, step {self.step}"
+
+
 @dataclass
 class StepRecord:
     """What it takes to replay one ``training_step``."""
@@ -143,25 +139,15 @@ class StepRecord:
     kwargs: dict[str, Any]
     random: RandomState  # at its start
     buffers: BufferCopies  # at its start
-    batch_number: int  # from 0, over all epochs
-    batch_idx: int  # of the epoch
+    occasion: Occasion
     loss: Tensor | None = None  # detached, as it went into the backward; None: before that
     optimizer_steps: int = 0  # begun inside it so far (manual optimization)
     activation_flag: Tensor | None = None  # on the device: 0, or nan if one was bad; None: unchecked
     stepped: bool = False  # an optimizer was about to step
     skipped: bool = False  # such a step was skipped
     notes: list[str] = field(default_factory=list)  # for the report
-    place: tuple[int, int] | None = None  # (epoch, optimizer step) at its start; None: those of now
     device_seed: int | None = None  # of random numbers that a strategy keeps for its devices
     bad_gradients: list[str] | None = None  # names, where the gradients are others by now
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """How a replay ended."""
-
-    loss: Tensor | None  # detached, as it went into the backward; None: there was none
-    answered: int  # collectives of the step that were answered on this rank alone
 
 
 def replay(
@@ -171,31 +157,25 @@ def replay(
     recorder: FrameRecorder,
     *,
     answer_collectives: bool,  # on this rank alone; otherwise all ranks must replay now
-    by_call: bool = False,  # within a call of the module, where a strategy's hooks gather parameters
-) -> Replayed:
+) -> None:
     """Run the recorded step again under a recorder, and leave no trace of it."""
     # Gradients, buffers, random states, plain attributes of modules (metric states among them) and
     # ``requires_grad`` flags are put back. DDP is bypassed, so nothing is reduced; nothing is logged; no
     # optimizer steps. Costs one forward and one backward with hooks, and a second set of gradients while it
     # runs.
-    losses: list[Tensor] = []
-    step = partial(_called_by, module, record.function) if by_call else record.function
-
-    @contextmanager
-    def backward(loss: Tensor) -> Iterator[None]:
-        losses.append(loss.detach())
-        recorder.begin_backward()
-        try:
-            yield
-        finally:
-            recorder.in_backward = False
-
+    recorder.alone = answer_collectives
+    # A strategy that divides the parameters gathers them by hooks on calls of the module.
+    step = partial(_called_by, module, record.function) if recorder.divided else record.function
     with ExitStack() as stack:
-        stack.enter_context(_uncompiled())
+        if may_be_compiled():  # as plain Python, where hooks fire
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         now = RandomState.capture()
         stack.enter_context(Snapshot(now, BufferCopies(module), ModuleAttributes(module), Gradients(module)))
         record.random.restore()
-        stack.enter_context(_seeded(trainer, record.device_seed))
+        strategy = trainer.strategy
+        if isinstance(strategy, RunsLater) and record.device_seed is not None:
+            stack.callback(strategy.set_device_seed, strategy.device_seed())
+            strategy.set_device_seed(record.device_seed)
         record.buffers.restore()
         answers = stack.enter_context(isolated(trainer, module, answer_collectives=answer_collectives))
         stack.enter_context(torch.enable_grad())
@@ -206,24 +186,10 @@ def replay(
             module,
             partial(step, *record.args, **record.kwargs),
             optimizer_steps=record.optimizer_steps,
-            around_backward=backward,
+            around_backward=recorder.backward,
         )
         recorder.finish()
-    return Replayed(losses[-1] if losses else None, answers.count)
-
-
-@contextmanager
-def _seeded(trainer: Trainer, seed: int | None) -> Iterator[None]:
-    strategy = trainer.strategy
-    if seed is None or not isinstance(strategy, RunsLater):
-        yield
-        return
-    now = strategy.device_seed()
-    strategy.set_device_seed(seed)
-    try:
-        yield
-    finally:
-        strategy.set_device_seed(now)
+    recorder.answered = answers.count
 
 
 def _called_by(module: LightningModule, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -235,8 +201,3 @@ def _called_by(module: LightningModule, function: Callable[..., Any], *args: Any
 
     put_back = put_in_place(module, "forward", forward)
     return module(*args, **kwargs)
-
-
-def _uncompiled() -> Any:
-    """Run what ``torch.compile`` compiled as plain Python, where hooks fire."""
-    return torch.compiler.set_stance("force_eager") if may_be_compiled() else nullcontext()

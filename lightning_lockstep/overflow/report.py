@@ -18,14 +18,15 @@ from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, Gather, Gathered, Message
 from lightning_lockstep.distributed.failure.process_exit import writing_report
 from lightning_lockstep.errors import MissingExtraError
+from lightning_lockstep.numerics.statistics import json_number
 from lightning_lockstep.overflow.activations import ActivationWatch
 from lightning_lockstep.overflow.frames import Frame, Producer
-from lightning_lockstep.overflow.replay import Remedy
+from lightning_lockstep.overflow.replay import Occasion, Remedy
 from lightning_lockstep.overflow.settings import OverflowSettings
 
 # -- The report: what one rank found, what all ranks found together, and how it is printed and written --
 
-_COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
+COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 _NAMED = 12
 # What a report without a producer says first, by whether its replay was clean.
 _WITHOUT_PRODUCER = {
@@ -33,19 +34,6 @@ _WITHOUT_PRODUCER = {
     False: "bad in training_step or in the module's own backward, outside of its modules",
     None: "the batch was not replayed here",
 }
-
-
-@dataclass(frozen=True)
-class Occasion:
-    """Where in the run a bad value was found."""
-
-    epoch: int  # from 0
-    step: int  # ``trainer.global_step``
-    batch_number: int  # from 0, over all epochs
-    batch_idx: int  # from 0, of the epoch
-
-    def __str__(self) -> str:
-        return f"epoch {self.epoch}, batch {self.batch_idx}, step {self.step}"
 
 
 @dataclass
@@ -84,12 +72,12 @@ class RankReport:
 
     def text(self) -> str:
         """Return the whole report of this rank as printed."""
-        lines = [f"--- rank {self.rank} on host {self.host}: {self.occasion}; loss {_number(self.loss)}"]
-        if self.frames and self.producer is not None:
-            lines += [f"Last {len(self.frames)} forward frames:", _COLUMNS, *(f.text() for f in self.frames)]
-        if self.backward_frames:
-            shown = len(self.backward_frames)
-            lines += [f"Last {shown} backward frames:", _COLUMNS, *(f.text() for f in self.backward_frames)]
+        loss = "none" if self.loss is None else f"{self.loss:.6g}"
+        lines = [f"--- rank {self.rank} on host {self.host}: {self.occasion}; loss {loss}"]
+        forward = self.frames if self.producer is not None else []
+        for kind, frames in (("forward", forward), ("backward", self.backward_frames)):
+            if frames:
+                lines += [f"Last {len(frames)} {kind} frames:", COLUMNS, *(frame.text() for frame in frames)]
         lines.append("")
         if self.producer is not None:
             lines.append(f"Producer: {self.producer.sentence()}")
@@ -110,38 +98,18 @@ class RankReport:
     def as_json(self) -> dict[str, Any]:
         """Return the report as values that JSON can hold."""
         return {
-            "rank": self.rank,
-            "host": self.host,
+            **asdict(self),
             **asdict(self.occasion),
-            "loss": _plain(self.loss),
-            "producer": asdict(self.producer) if self.producer else None,
-            "backward_producer": asdict(self.backward_producer) if self.backward_producer else None,
-            "propagators": self.propagators,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            "remedy": asdict(self.remedy),
-            "notes": self.notes,
+            "loss": json_number(self.loss),
             "frames": [_frame_json(frame) for frame in self.frames],
             "backward_frames": [_frame_json(frame) for frame in self.backward_frames],
         }
 
 
-def combined_head(occasion: Occasion, heads: Mapping[int, str], why: str) -> str:
-    """Return the text of the error, the same on every rank."""
-    lines = [f"Detected inf/nan during batch_number={occasion.batch_number} ({occasion}): {why}."]
-    return "\n".join([*lines, *(heads[rank] for rank in sorted(heads))])
-
-
-def combined_text(occasion: Occasion, texts: Mapping[int, str], why: str) -> str:
-    """Return the reports of all ranks in rank order, as printed and written; see :func:`combined_head`."""
-    head = f"\nDetected inf/nan during batch_number={occasion.batch_number} ({occasion}): {why}."
-    return "\n".join([head, *(texts[rank] for rank in sorted(texts))]) + "\n"
-
-
-def write(folder: Path, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> None:
-    """Write a report as text and as JSON; where that is not possible, say so."""
-    write_report(folder / f"{stem}.txt", text)
-    write_report(folder / f"{stem}.json", json.dumps({"ranks": list(reports)}, indent=1))
+def combined(occasion: Occasion, parts: Mapping[int, str], why: str) -> str:
+    """Return what all ranks have to say, in rank order."""
+    title = f"Detected inf/nan during batch_number={occasion.batch_number} ({occasion}): {why}."
+    return "\n".join([title, *(parts[rank] for rank in sorted(parts))])
 
 
 def _listed(title: str, lines: Sequence[str]) -> list[str]:
@@ -157,14 +125,6 @@ def _frame_json(frame: Frame) -> dict[str, Any]:
         for v in frame.values
     ]
     return {"module": frame.module, "type": frame.type, "bad": frame.bad, "values": values}
-
-
-def _plain(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
 
 
 # -- The picture of a report: how large each module's outputs were, against the largest number of the format
@@ -233,37 +193,24 @@ def _draw_history(
     axes: Any, history: Mapping[int, Mapping[str, float]], limit: float, dtype: str, *, producer: str | None
 ) -> None:
     """Draw a line per module over the steps; the producer and the largest while finite are named."""
-    modules = list(dict.fromkeys(name for magnitudes in history.values() for name in magnitudes))
-    steps = list(history)
-
-    def draw_curve(name: str, **style: Any) -> None:
-        """Draw one line: with a gap where there is no number, and an X beyond the limit for a nan or inf."""
+    steps, names = list(history), {name for magnitudes in history.values() for name in magnitudes}
+    largest = {
+        name: max((v for s in steps if math.isfinite(v := history[s].get(name, 0.0))), default=0.0)
+        for name in names
+    }
+    ordered = sorted(names, key=lambda name: (name == producer, largest[name], name))
+    for index, name in enumerate(ordered):
+        style: dict[str, Any] = {"color": "0.85", "linewidth": 0.8}
+        if index >= len(ordered) - _WORST:
+            style = {"color": _COLOURS[index % _WORST], "linewidth": 1.6, "marker": "."}
+            style["label"] = (name or "(LightningModule)") + (" (produced it)" if name == producer else "")
+        if name == producer:
+            style.update(color="tab:red", linewidth=2.4)
         values = [float(history[step].get(name, math.nan)) for step in steps]
-        shown = [max(value, _FLOOR) if math.isfinite(value) else math.nan for value in values]
-        (line,) = axes.plot(steps, shown, **style)
-        bad = [
-            s
-            for s, value in zip(steps, values, strict=True)
-            if not math.isfinite(value) and name in history[s]
-        ]
-        axes.scatter(bad, [limit * 10] * len(bad), marker="X", color=line.get_color(), zorder=3)
-
-    def largest_finite(name: str) -> float:
-        values = (history[s].get(name, 0.0) for s in steps)
-        return max((v for v in values if math.isfinite(v)), default=0.0)
-
-    worst = sorted(modules, key=lambda name: (name != producer, -largest_finite(name)))[:_WORST]
-    for name in modules:
-        if name not in worst:
-            draw_curve(name, color="0.85", linewidth=0.8)
-    for index, name in enumerate(reversed(worst)):
-        label = (name or "(LightningModule)") + (" (produced it)" if name == producer else "")
-        style = (
-            {"color": "tab:red", "linewidth": 2.4}
-            if name == producer
-            else {"linewidth": 1.6, "color": _COLOURS[index % len(_COLOURS)]}
-        )
-        draw_curve(name, marker=".", label=label, **style)
+        # A gap where there is no number, and an X beyond the limit for a nan or inf.
+        axes.plot(steps, [max(v, _FLOOR) if math.isfinite(v) else math.nan for v in values], **style)
+        bad = [step for step in steps if not math.isfinite(history[step].get(name, 0.0))]
+        axes.scatter(bad, [limit * 10] * len(bad), marker="X", color=style["color"], zorder=3)
     axes.axhline(limit, color="tab:red", linestyle="--", linewidth=1)
     axes.text(steps[0], limit, f"{dtype} limit {limit:.3g}", color="tab:red", va="bottom", fontsize=8)
     axes.set_yscale("log")
@@ -292,7 +239,6 @@ def _limit(frames: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
 
 _log = logging.getLogger(__name__)
 _SINGLE = "overflow/single-rank"
-_SINGLE_RANK_REPORTS = 5
 # Ranks that replay together are at most a step apart from each other [s].
 _PATIENCE = 30.0
 
@@ -307,7 +253,7 @@ class ReportPublisher:
         global _runs
         _runs += 1
         self.communicator, self.folder, self.settings = communicator, folder, settings
-        self._collections, self._single_reports = 0, 0
+        self._collections = 0
         channel = communicator.side_channel
         self._gather = Gather(channel, f"overflow/{_runs}", timeout=settings.timeout)
         patience = min(settings.timeout, _PATIENCE)
@@ -351,27 +297,20 @@ class ReportPublisher:
             {"text": report.text(), "json": report.as_json(), "history": history}, to=0
         ).entries
         stem = f"batch-{occasion.batch_number}"
-        head = combined_head(occasion, heads, why)
+        head = combined(occasion, heads, why)
         if self.communicator.is_main:
             texts = missing | {rank: entry["text"] for rank, entry in reports.items()}
-            text = combined_text(occasion, texts, why)
-            say(text)
             as_json = [entry["json"] for entry in reports.values()]
-            write(self.folder, stem, text, as_json)
+            self._write(stem, f"\n{combined(occasion, texts, why)}\n", as_json)
             # The steps before are drawn as they were on the rank whose report is drawn.
             self._draw(stem, as_json, next((h for entry in reports.values() if (h := entry["history"])), {}))
         return f"{head}\nFull report: {self.folder / f'{stem}.txt'}"
-
-    def may_publish_single(self) -> bool:
-        """Return whether this rank may report once more what it alone knows of; counts the call."""
-        self._single_reports += 1
-        return self._single_reports <= _SINGLE_RANK_REPORTS
 
     def publish_single(self, report: RankReport) -> None:
         """Have rank 0 print and write the report of this rank, which no other rank knows of."""
         why = "seen on this rank only; it does not reach the gradients"
         body = {
-            "text": combined_text(report.occasion, {report.rank: report.text()}, why),
+            "text": f"\n{combined(report.occasion, {report.rank: report.text()}, why)}\n",
             "json": report.as_json(),
             "batch": report.occasion.batch_number,
         }
@@ -382,13 +321,17 @@ class ReportPublisher:
         entries = self.collect({"text": text}, to=0).entries
         if self.communicator.is_main:
             whole = "\n".join(entry["text"] for entry in entries.values())
-            say(whole)
-            write(self.folder, f"trace-batch-{batch_number}", whole, [])
+            self._write(f"trace-batch-{batch_number}", whole, [])
 
     def _print_single(self, message: Message) -> None:
         text, stem = str(message.body["text"]), f"batch-{int(message.body['batch'])}-rank-{message.sender}"
+        self._write(stem, text, [message.body["json"]])
+
+    def _write(self, stem: str, text: str, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Print a report and write it as text and as JSON; where that is not possible, say so."""
         say(text)
-        write(self.folder, stem, text, [message.body["json"]])
+        write_report(self.folder / f"{stem}.txt", text)
+        write_report(self.folder / f"{stem}.json", json.dumps({"ranks": list(reports)}, indent=1))
 
     def _draw(self, stem: str, reports: list[Any], history: Mapping[Any, Any]) -> None:
         if self.settings.report_dir is None or not reports:

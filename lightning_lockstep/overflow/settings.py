@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from lightning_lockstep._doors.lightning import Trainer
 from lightning_lockstep._doors.lightning_internals import averages_models, is_compiled
 from lightning_lockstep._settings import Faults, is_whole
 from lightning_lockstep.errors import ConfigurationError
+from lightning_lockstep.numerics.statistics import NamePatterns
 from lightning_lockstep.steps.capabilities import HasEngineGradients, missing_capabilities
 
 # -- The options of an OverflowDetector, checked --
@@ -80,14 +82,6 @@ class OverflowSettings:
             self.report_dir,
             "a folder, or None",
         )
-        self._check_combinations(faults)
-        faults.raise_all()
-        for name in ("trace_batch_nums", "allow_inf", "modules"):
-            given = getattr(self, name)
-            object.__setattr__(self, name, None if given is None else tuple(given))
-        object.__setattr__(self, "report_dir", None if self.report_dir is None else Path(self.report_dir))
-
-    def _check_combinations(self, faults: Faults) -> None:
         every = f"check_every_n_steps={self.check_every_n_steps!r}"
         if self.check_every_n_steps != 1 and self.mode != "hooks":
             faults.add(f"{every} requires mode='hooks'; mode='replay' checks every step.")
@@ -96,6 +90,21 @@ class OverflowSettings:
                 f"{every} cannot be combined with action='skip': a step that was taken cannot be skipped any more."
                 " Use 1, or action='raise' or 'warn'."
             )
+        faults.raise_all()
+        for name in ("trace_batch_nums", "allow_inf", "modules"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else tuple(given))
+        object.__setattr__(self, "report_dir", None if self.report_dir is None else Path(self.report_dir))
+
+    @cached_property
+    def allowed(self) -> NamePatterns:
+        """Values that may be infinite."""
+        return NamePatterns(self.allow_inf)
+
+    @cached_property
+    def watched(self) -> NamePatterns:
+        """Modules that are looked at."""
+        return NamePatterns(("*",) if self.modules is None else self.modules)
 
 
 def _is_list_of(value: object, is_right: Any) -> bool:

@@ -7,21 +7,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_lockstep import ConfigurationError, OverflowDetectedError, OverflowDetector
-from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.overflow.frames import Producer
-from lightning_lockstep.overflow.replay import StepRecord, advice
-from lightning_lockstep.overflow.settings import OverflowSettings
-from lightning_lockstep.overflow.step_check import StepCheck
+from lightning_lockstep.overflow.replay import advice
 from lightning_lockstep.steps.capabilities import Capabilities
-from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 from tests.overflow.models import BadBackward, Explode, Task, data, fit
-
-NAN = float("nan")
 
 
 class OwnHooks(Task):
@@ -103,37 +96,6 @@ def test_a_strategy_without_whole_gradients_is_refused(tmp_path: Path) -> None:
         ConfigurationError, match=r"does not work with InParts: it does not keep whole gradients"
     ):
         fit(Task(), data(batches=1), OverflowDetector(), strategy=InParts("cpu"), default_root_dir=tmp_path)
-
-
-def record(number: int, loss: float) -> StepRecord:
-    module = nn.Linear(2, 2)
-    state = RandomState.capture(torch.device("cpu"))
-    return StepRecord(module.forward, (), {}, state, BufferCopies(module), number, number, torch.tensor(loss))
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_the_answer_of_a_check_may_be_read_a_step_late(late: bool) -> None:
-    """Gradients share a storage, as DDP's do: a late answer must be that of then."""
-    flat = torch.ones(40)
-    parameters = [nn.Parameter(torch.ones(4)) for _ in range(10)]
-    for number, parameter in enumerate(parameters):
-        parameter.grad = flat.as_strided((4,), (1,), 4 * number)
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    check = StepCheck(OverflowSettings(), current_communicator(), finishes_late=late)
-    found = []
-    pending = None
-    for number, value in enumerate([1.0, NAN, 1.0, 1.0]):
-        flat.fill_(value)
-        started = check.start(optimizer, record(number, value), None)
-        if not late:
-            found.append(check.finish(started))
-        elif pending is not None:
-            found.append(check.finish(pending))
-        pending = started
-    if late and pending is not None:
-        found.append(check.finish(pending))
-    assert [hit for hit, _ in found] == [False, True, False, False]
-    assert [origin and origin.batch_number for _, origin in found] == [None, 1, None, None]
 
 
 def test_an_overflow_in_the_backward_is_replayed_bit_for_bit(tmp_path: Path) -> None:
