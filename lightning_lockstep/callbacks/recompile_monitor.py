@@ -9,14 +9,14 @@ from typing import Any
 from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import say
-from lightning_lockstep.shapes.loaders import batch_size_in_use
+from lightning_lockstep.shapes.loaders import batch_size_in_use, stage_of
 from lightning_lockstep.shapes.recompilation import (
     Compilation,
-    CompilationSource,
     CompiledStep,
+    DynamoCompilations,
     StepCompilations,
+    XLACompilations,
     shapes_of,
-    sources_for,
 )
 from lightning_lockstep.steps.capabilities import RunsLater
 
@@ -55,7 +55,7 @@ class RecompileMonitor(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._sources: list[CompilationSource] = []
+        self._sources: list[DynamoCompilations | XLACompilations] = []
         self._found = StepCompilations(self.expected_batches)
         self._compared: set[str] = set()
 
@@ -67,7 +67,9 @@ class RecompileMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start a new record."""
         self._begin()
-        self._sources = sources_for(trainer.strategy.root_device.type)
+        self._sources = [DynamoCompilations()]
+        if trainer.strategy.root_device.type == "xla":
+            self._sources.append(XLACompilations())
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -102,7 +104,7 @@ class RecompileMonitor(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """As for training, and alike for test and prediction."""
-        stage = "test" if trainer.testing else "predict" if trainer.predicting else "validation"
+        stage = stage_of(trainer)
         self._compare(trainer, stage, batch, dataloader_idx)
         self._batch_done(trainer, stage, batch, batch_idx)
 

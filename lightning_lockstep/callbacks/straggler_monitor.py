@@ -16,7 +16,7 @@ from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.stragglers.exchange import Collection, StragglerExchange
-from lightning_lockstep.stragglers.report import StragglerTracker, change_line, figures, missing_line, report
+from lightning_lockstep.stragglers.report import change_line, figures, report
 from lightning_lockstep.stragglers.verdict import NOBODY, Part, StepTimer, Verdict
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,6 @@ class StragglerMonitor(Callback):
     def _reset(self) -> None:
         self._timer = StepTimer()
         self._exchange: StragglerExchange | None = None
-        self._collection: Collection | None = None
         self._steps = 0
         self._undo: list[Callable[[], None]] = []
 
@@ -79,20 +78,11 @@ class StragglerMonitor(Callback):
         """Begin to measure. Ranks: all, alike; nothing is sent but a few questions for rank 0's time."""
         self._stop()
         communicator = current_communicator()
-        world_size = communicator.world_size
-        if world_size == 1:
-            return
-        if communicator.is_main:
-            tracker = StragglerTracker(world_size, every_n_steps=self.every_n_steps, min_share=self.min_share)
-            self._collection = Collection(world_size, tracker)
-        self._exchange = StragglerExchange(
-            communicator.side_channel,
-            communicator.host,
-            every_n_steps=self.every_n_steps,
-            collection=self._collection,
-            say_missing=lambda ranks: _log.warning("%s", missing_line(ranks)),
-        )
-        self._watch_actions(trainer)
+        if communicator.world_size > 1:
+            self._exchange = StragglerExchange(
+                communicator, every_n_steps=self.every_n_steps, min_share=self.min_share
+            )
+            self._watch_actions(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out the first step of an epoch, in which loaders start."""
@@ -118,8 +108,8 @@ class StragglerMonitor(Callback):
             return
         self._exchange.step_done(self._steps, self._timer.end(self._steps))
         self._steps += 1
-        if self._collection is not None and self._collection.windows:
-            self._tell(trainer, self._collection)
+        if self._exchange.collection is not None:
+            self._tell(trainer, self._exchange.collection)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table. Ranks: all; rank 0 waits for the others' last figures, 2 s at most."""
@@ -166,10 +156,10 @@ class StragglerMonitor(Callback):
                     logger.log_metrics(figures(window), step=trainer.global_step)
 
     def _end(self, trainer: Trainer, *, timeout: float) -> None:
-        exchange, collection = self._exchange, self._collection
-        if exchange is None:
+        if self._exchange is None:
             return
-        exchange.finish(timeout)
+        self._exchange.finish(timeout)
+        collection = self._exchange.collection
         if collection is not None:
             self._tell(trainer, collection)
             self.verdict = collection.tracker.conclusion()

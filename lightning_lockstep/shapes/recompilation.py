@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-from lightning_utilities import apply_to_collection
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from lightning_lockstep._doors.torch_internals import compilation_records
 from lightning_lockstep._text import listed
+from lightning_lockstep.shapes.batches import tensors_of
 from lightning_lockstep.xla.runtime import compilations_so_far
 
 # -- Which option would have saved a compilation --
@@ -66,23 +64,15 @@ class Compilation(NamedTuple):
     graphs: int = 1
 
 
-class CompilationSource(Protocol):
-    """Knows what was compiled in this process."""
-
-    def take(self) -> Sequence[Compilation]:
-        """Return what was compiled since the last call."""
-        ...
-
-
 class DynamoCompilations:
     """What ``torch.compile`` has compiled, with the reasons that it gives; on any device."""
 
     def __init__(self) -> None:
-        self._last = self._newest()
+        self._last = max(map(_begun, compilation_records()), default=0)
 
     def take(self) -> Sequence[Compilation]:
-        """See :meth:`CompilationSource.take`; of more than torch keeps (64), the last ones."""
-        records = self._records()
+        """Return what was compiled since the last call; of more than torch keeps (64), the last ones."""
+        records = compilation_records()
         new = [one for one in records if _begun(one) > self._last]
         self._last = max([self._last, *map(_begun, new)])
         # The backward of a graph has a record of its own, without the function's name.
@@ -91,13 +81,6 @@ class DynamoCompilations:
         for one in new:
             parts.setdefault(one.compile_id, []).append(one)
         return [_joined(named.get(compile_id), part) for compile_id, part in parts.items()]
-
-    def _newest(self) -> int:
-        return max(map(_begun, self._records()), default=0)
-
-    @staticmethod
-    def _records() -> list[Any]:
-        return compilation_records()
 
 
 def _joined(named: Any | None, parts: Sequence[Any]) -> Compilation:
@@ -122,15 +105,11 @@ class XLACompilations:
         self._count, self._seconds = compilations_so_far()
 
     def take(self) -> Sequence[Compilation]:
+        """Return what was compiled since the last call."""
         count, seconds = compilations_so_far()
         new, took = count - self._count, seconds - self._seconds
         self._count, self._seconds = count, seconds
         return [Compilation("torch-xla", took, graphs=new)] if new else []
-
-
-def sources_for(device_type: str) -> list[CompilationSource]:
-    """Return who may compile in a run."""
-    return [DynamoCompilations(), *([XLACompilations()] if device_type == "xla" else [])]
 
 
 # -- Which steps have compiled: the first ones of each kind, as is expected, and those that came after --
@@ -138,9 +117,7 @@ def sources_for(device_type: str) -> list[CompilationSource]:
 
 def shapes_of(batch: Any) -> Shapes:
     """Return the shapes of the tensors of a batch of any structure, in its order."""
-    found: list[tuple[int, ...]] = []
-    apply_to_collection(batch, Tensor, lambda tensor: found.append(tuple(tensor.shape)))
-    return tuple(found)
+    return tuple(tuple(tensor.shape) for tensor in tensors_of(batch))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from typing import Any
 
+from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.guard.guard import ArrivalReader
-from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
+from lightning_lockstep.distributed.side_channel.channel import Message
 from lightning_lockstep.distributed.side_channel.gather import ClockOffset
-from lightning_lockstep.stragglers.report import StragglerTracker, Window
+from lightning_lockstep.stragglers.report import StragglerTracker, Window, missing_line
 from lightning_lockstep.stragglers.verdict import Clock, OwnStep, RankStep, StepComparer, described
 
 # -- What rank 0 does with the steps that the ranks have sent: waits until all have come, then compares --
@@ -34,7 +36,7 @@ class Collection:
         self._ranks = range(world_size)
         self._comparer = StepComparer()
         self._clocks: dict[int, Clock] = {}
-        self._steps: dict[int, dict[int, RankStep]] = {}  # by step and rank
+        self._steps: dict[int, dict[int, RankStep]] = defaultdict(dict)  # by step and rank
         self._reached = dict.fromkeys(self._ranks, -1)
         self._answered = dict.fromkeys(self._ranks, 0)
         self._finished: set[int] = set()
@@ -55,15 +57,15 @@ class Collection:
             steps = [RankStep.from_data(step) for step in answer["steps"]]
             for step in steps:
                 if step.step > self._compared:
-                    self._steps.setdefault(step.step, {})[rank] = step
-            if answer["reached"] > self._reached[rank]:
-                self._reached[rank] = answer["reached"]
+                    self._steps[step.step][rank] = step
+            self._reached[rank] = max(self._reached[rank], answer["reached"])
             if answer["final"]:
                 self._finished.add(rank)
-            if rank in self.missing:
-                self.missing -= {rank}
+            self.missing -= {rank}
             self._compare()
-            self._note_cost(answer["cost"] + time.perf_counter() - began, steps)
+            # The largest, but forgotten with time: one slow answer must not stop the questions for good.
+            self.cost = max(answer["cost"] + time.perf_counter() - began, 0.8 * self.cost)
+            self.calls = max((len(step.calls) for step in steps), default=self.calls)
             self.news.notify_all()
 
     def give_up_on_silent(self, question: int) -> frozenset[int]:  # number of the one asked now
@@ -80,9 +82,7 @@ class Collection:
         with self.news:
             self.missing = frozenset(self._ranks) - self._finished
             self._compare()
-            window = self.tracker.finish()
-            if window is not None:
-                self.windows.append(window)
+            self.windows.extend(filter(None, [self.tracker.finish()]))
 
     def _compare(self) -> None:
         there = [rank for rank in self._ranks if rank not in self.missing]
@@ -94,15 +94,11 @@ class Collection:
             if window is not None:
                 self.windows.append(window)
 
-    def _note_cost(self, seconds: float, steps: Sequence[RankStep]) -> None:
-        # The largest, but forgotten with time: one slow answer must not stop the questions for good.
-        self.cost = max(seconds, 0.8 * self.cost)
-        self.calls = max((len(step.calls) for step in steps), default=self.calls)
-
 
 # -- Collects the figures of all ranks on rank 0: it asks, each rank answers after its next step, no rank
 # waits
 
+_log = logging.getLogger(__name__)
 _ASK, _ANSWER = "straggler/ask", "straggler/answer"
 
 # To look up the collectives stops a rank for some milliseconds: this share of the time at most.
@@ -120,15 +116,17 @@ class StragglerExchange:
 
     def __init__(
         self,
-        channel: SideChannel,
-        host: str,
+        communicator: Communicator,
         *,
         every_n_steps: int,  # rank 0 asks; later if that costs too much, earlier with many collectives
-        collection: Collection | None,  # of rank 0; None on the others
-        say_missing: Callable[[frozenset[int]], None],  # on rank 0, of ranks that no longer answer
+        min_share: float,
     ) -> None:
-        self._channel, self._host, self._every = channel, host, every_n_steps
-        self._collection, self._say_missing = collection, say_missing
+        channel, world_size = communicator.side_channel, communicator.world_size
+        self._channel, self._host, self._every = channel, communicator.host, every_n_steps
+        self.collection: Collection | None = None  # of rank 0
+        if communicator.is_main:
+            tracker = StragglerTracker(world_size, every_n_steps=every_n_steps, min_share=min_share)
+            self.collection = Collection(world_size, tracker)
         self._fit = next(_fits)
         self._clock, self._reader = ClockOffset(channel), ArrivalReader()
         self._steps: list[OwnStep] = []
@@ -137,7 +135,7 @@ class StragglerExchange:
         self._asked_at = time.monotonic()
         self._sent = threading.Event()
         self._remove = channel.on(_ASK, self._take_question)
-        self._remove_answers = channel.on(_ANSWER, self._take_answer) if collection is not None else None
+        self._remove_answers = channel.on(_ANSWER, self._take_answer) if communicator.is_main else None
         self._clock.measure(8)
 
     def step_done(self, number: int, own: OwnStep | None) -> None:  # own None: not measured
@@ -147,8 +145,8 @@ class StragglerExchange:
             self._steps.append(own)
             if len(self._steps) > _KEPT_STEPS:
                 del self._steps[: _KEPT_STEPS // 2]
-        if self._collection is not None and self._is_time(self._collection):
-            self._ask(self._collection)
+        if self.collection is not None and self._is_time(self.collection):
+            self._ask(self.collection)
         if self._asked != self._answered:
             self._answer(final=False)
 
@@ -158,7 +156,7 @@ class StragglerExchange:
         if timeout > 0:
             # By this rank's own sending thread: afterwards the process groups may be destroyed, with their names.
             self._sent.wait(timeout)
-        collection = self._collection
+        collection = self.collection
         if collection is not None:
             with collection.news:
                 if timeout > 0:
@@ -182,7 +180,7 @@ class StragglerExchange:
         self._asked_at = time.monotonic()
         missing = collection.give_up_on_silent(self._asked)
         if missing:
-            self._say_missing(missing)
+            _log.warning("%s", missing_line(missing))
         self._channel.post(_ASK, [self._fit, self._asked])
 
     def _answer(self, *, final: bool) -> None:
@@ -192,27 +190,25 @@ class StragglerExchange:
 
     def _made(self, body: tuple[int, list[OwnStep], int, bool]) -> dict[str, Any]:
         """Make the answer, on the thread that sends it."""
+        number, steps, reached, final = body
         try:
-            return self._described(*body)
+            shift = time.time() - time.perf_counter()
+            arrivals = self._reader.read(steps[0].begin + shift) if steps else []
+            clock = [self._clock.seconds, self._clock.error]
+            self._clock.measure()
+            return {
+                "fit": self._fit,
+                "round": number,
+                "final": final,
+                "reached": reached,
+                "host": self._host,
+                "clock": clock,
+                "cost": self._reader.seconds,
+                "steps": described(steps, arrivals, shift),
+            }
         finally:
-            if body[-1]:
+            if final:
                 self._sent.set()
-
-    def _described(self, number: int, steps: list[OwnStep], reached: int, final: bool) -> dict[str, Any]:
-        shift = time.time() - time.perf_counter()
-        arrivals = self._reader.read(steps[0].begin + shift) if steps else []
-        clock = [self._clock.seconds, self._clock.error]
-        self._clock.measure()
-        return {
-            "fit": self._fit,
-            "round": number,
-            "final": final,
-            "reached": reached,
-            "host": self._host,
-            "clock": clock,
-            "cost": self._reader.seconds,
-            "steps": described(steps, arrivals, shift),
-        }
 
     def _take_question(self, message: Message) -> None:
         fit, number = message.body
@@ -220,5 +216,5 @@ class StragglerExchange:
             self._asked = number
 
     def _take_answer(self, message: Message) -> None:
-        if self._collection is not None and message.body["fit"] == self._fit:
-            self._collection.take(message.sender, message.body)
+        if self.collection is not None and message.body["fit"] == self._fit:
+            self.collection.take(message.sender, message.body)

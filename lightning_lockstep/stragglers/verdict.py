@@ -6,10 +6,11 @@ import itertools
 import math
 import statistics
 import time
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from lightning_lockstep.distributed.guard.records import Arrival
 
@@ -135,17 +136,12 @@ def described(
     """Return steps as they are sent, each with the collectives that the rank called during it."""
     # DDP's reducer calls the collectives of a backward pass without waiting for each, and waits at its end:
     # of those the last one counts.
+    times = [arrival.time for arrival in arrivals]
     found: list[RankStep] = []
-    position = 0
     for own in steps:
-        while position < len(arrivals) and arrivals[position].time <= own.begin + shift:
-            position += 1
-        first = position
-        while position < len(arrivals) and arrivals[position].time <= own.end + shift:
-            position += 1
-        calls = list(_calls(own, arrivals[first:position], shift))
-        seconds = round(own.end - own.begin, 6)
-        found.append(RankStep(own.step, seconds, round(own.data, 6), round(own.callbacks, 6), calls))
+        during = arrivals[bisect_right(times, own.begin + shift) : bisect_right(times, own.end + shift)]
+        seconds, data, callbacks = (round(one, 6) for one in (own.end - own.begin, own.data, own.callbacks))
+        found.append(RankStep(own.step, seconds, data, callbacks, list(_calls(own, during, shift))))
     return found
 
 
@@ -194,9 +190,6 @@ class RankTimes(NamedTuple):
     forward_and_backward: float
     callbacks: float
     waiting: float
-
-    def of(self, part: Part) -> float:
-        return self[PARTS.index(part)]
 
 
 class ComparedStep(NamedTuple):
@@ -290,6 +283,7 @@ def _times(one: RankStep, waits: list[float]) -> RankTimes:
 # -- The decision: which rank the others wait for, if any, from sums over many steps --
 
 Kind = Literal["always", "at times"]
+_Number = TypeVar("_Number", int, float)
 
 # A rank that costs the others most of its time in at least this share of the steps is slow always; one already called
 # so stays that down to the second.
@@ -326,7 +320,7 @@ class Losses:
             seconds=self.seconds + other.seconds,
             lost=_sums(self.lost, other.lost),
             squares=_sums(self.squares, other.squares),
-            last=tuple(a + b for a, b in zip(self.last, other.last, strict=True)),
+            last=_sums(self.last, other.last),
             excess=tuple(_sums(mine, theirs) for mine, theirs in zip(self.excess, other.excess, strict=True)),
         )
 
@@ -416,9 +410,9 @@ def _add_excess(sums: list[float], step: ComparedStep, rank: int, *, weight: flo
     others = [times for other, times in step.times.items() if other != rank]
     if own is None or not others:
         return
-    for i, part in enumerate(PARTS):
-        sums[i] += weight * (own.of(part) - statistics.median(times.of(part) for times in others))
+    for i in range(len(PARTS)):
+        sums[i] += weight * (own[i] - statistics.median(times[i] for times in others))
 
 
-def _sums(mine: Iterable[float], theirs: Iterable[float]) -> tuple[float, ...]:
+def _sums(mine: Sequence[_Number], theirs: Sequence[_Number]) -> tuple[_Number, ...]:
     return tuple(a + b for a, b in zip(mine, theirs, strict=True))
