@@ -42,31 +42,10 @@ class FP32Modules(Callback):
         self._changed: list[nn.Module] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Change the modules."""
-        self._apply(pl_module)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Change the modules, where no fit has done so."""
-        self._apply(pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Change the modules."""
-        self._apply(pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Change the modules."""
-        self._apply(pl_module)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Change the modules back."""
-        for module in self._changed:
-            undo_run_in_fp32(module)
-        self._changed.clear()
-
-    def _apply(self, root: LightningModule) -> None:
+        """Change the modules, where that has not been done."""
         if self._changed:
             return
-        names = module_names(root)
+        names = module_names(pl_module)
         faults = Faults("FP32Modules")
         chosen: dict[str, nn.Module] = {}
         for pattern in self.modules:
@@ -76,10 +55,18 @@ class FP32Modules(Callback):
             if not found:
                 near = did_you_mean(pattern, filter(None, names.values()), most=3)
                 faults.add(
-                    f"modules={pattern!r}: expected the name of a module of {type(root).__name__}, or a pattern that"
+                    f"modules={pattern!r}: expected the name of a module of {type(pl_module).__name__}, or a pattern that"
                     f" matches one.{near}"
                 )
         faults.raise_all()
         for name, module in chosen.items():
             if not any(name != other and name.startswith(f"{other}.") for other in chosen):
                 self._changed.append(run_in_fp32(module))
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Change the modules back."""
+        for module in self._changed:
+            undo_run_in_fp32(module)
+        self._changed.clear()

@@ -72,18 +72,6 @@ class RecompileMonitor(Callback):
             self._sources.append(XLACompilations())
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Note what was compiled outside of batches. Ranks: any, alone; every one alike under XLA."""
-        self._found.outside += self._take_of(trainer)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Note what this batch has compiled. Ranks: any, alone; every one alike under XLA."""
-        self._batch_done(trainer, "training", batch, batch_idx)
-
-    def on_validation_batch_start(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
@@ -91,10 +79,10 @@ class RecompileMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """As for training, and alike for test and prediction."""
+        """Note what was compiled outside of batches. Ranks: any, alone; every one alike under XLA."""
         self._found.outside += self._take_of(trainer)
 
-    def on_validation_batch_end(
+    def on_train_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
@@ -103,13 +91,14 @@ class RecompileMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """As for training, and alike for test and prediction."""
+        """Note what this batch has compiled. Ranks: any, alone; every one alike under XLA."""
         stage = stage_of(trainer)
-        self._compare(trainer, stage, batch, dataloader_idx)
+        if stage != "training":
+            self._compare(trainer, stage, batch, dataloader_idx)
         self._batch_done(trainer, stage, batch, batch_idx)
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print on rank 0 how much was compiled in total. Ranks: any; nothing is sent."""

@@ -135,7 +135,12 @@ class StaticShapes(Callback):
             )
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Let what is logged have the weight of the real samples. Ranks: any, alone."""
         if current.real is not None:
@@ -156,17 +161,6 @@ class StaticShapes(Callback):
         if self.settings.pads(stage):
             refuse_joined_batches(trainer, stage, "evaluation_last_batch")
 
-    def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """As for training, and alike for test."""
-        self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
     def on_validation_batch_end(
         self,
         trainer: Trainer,
@@ -186,7 +180,8 @@ class StaticShapes(Callback):
         current.forget()
 
     on_test_epoch_start, on_test_epoch_end = on_validation_epoch_start, on_validation_epoch_end
-    on_test_batch_start, on_test_batch_end = on_validation_batch_start, on_validation_batch_end
+    on_validation_batch_start = on_test_batch_start = on_train_batch_start
+    on_test_batch_end = on_validation_batch_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave nothing behind. Ranks: any, alone."""

@@ -85,12 +85,10 @@ class StragglerMonitor(Callback):
             self._watch_actions(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out the first step of an epoch, in which loaders start."""
+        """Leave out the first step of an epoch, in which loaders start; a validation, and the step after it."""
         self._timer.interrupt()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out validation and the step after it."""
-        self._timer.interrupt()
+    on_validation_start = on_train_epoch_start
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Note the begin of a backward pass."""

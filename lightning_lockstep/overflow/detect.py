@@ -23,7 +23,7 @@ from lightning_lockstep.overflow.replay import Occasion, StepRecord
 from lightning_lockstep.overflow.report import COLUMNS, ReportPublisher
 from lightning_lockstep.overflow.settings import OverflowSettings, refuse_compiled
 from lightning_lockstep.overflow.underflow import UnderflowCheck
-from lightning_lockstep.steps.capabilities import HasEngineGradients, RunsLater, capabilities_of
+from lightning_lockstep.steps.capabilities import HasEngineGradients, RunsLater
 from lightning_lockstep.steps.patching import put_in_place
 from lightning_lockstep.steps.snapshot import BufferCopies, RandomState
 
@@ -117,8 +117,9 @@ class StepDetection:
             self._watch.begin_step()
         if occasion.batch_number not in self._settings.trace_batch_nums:
             return nullcontext()
-        divided = capabilities_of(trainer.strategy).replays == "together"
-        self._tracing = FrameRecorder(self._module, self._settings, whole=True, divided=divided)
+        self._tracing = FrameRecorder(
+            self._module, self._settings, whole=True, divided=self._response.divided
+        )
         return self._tracing.recording()
 
     def _print_trace(self, occasion: Occasion) -> None:

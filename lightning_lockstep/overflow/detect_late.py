@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,29 +41,16 @@ class FirstBad:
         self._count, self._common, self._here = (
             torch.tensor(value, dtype=torch.int32).to(self._device) for value in (0, -1, -1)
         )
-        self._answer: Tensor | None = None
-        self._flags: dict[Hashable, Tensor] = {}
 
     @property
     def found(self) -> Tensor:
         """Whether a step that all ranks know to be bad has been noted, as a tensor on the device."""
         return self._common >= 0
 
-    def note(
-        self,
-        key: Hashable,  # what the flags are of; steps of one key have as many
-        flags: Tensor,  # bool of shape (flags,), of this rank
-        *,
-        common: Tensor,  # bool without dimensions; bad in a way that all ranks see alike
-    ) -> None:
-        """Note a step."""
+    def note(self, here: Tensor, common: Tensor) -> None:
+        """Note a step: whether it is bad on this rank, and in a way that all ranks see alike (bools on the device)."""
         with torch.no_grad():
-            before = self._flags.get(key)
-            if before is None:
-                before = torch.zeros(flags.shape, dtype=torch.bool).to(self._device)
-            first = (self._here < 0) & flags.any()
-            self._flags[key] = torch.where(first, flags, before)
-            self._here = torch.where(first, self._count, self._here)
+            self._here = torch.where((self._here < 0) & here, self._count, self._here)
             self._common = torch.where((self._common < 0) & common, self._count, self._common)
             self._count = self._count + 1
             self._answer = torch.stack([self._common, self._here])
@@ -74,14 +60,8 @@ class FirstBad:
 
         Waits for the last step noted; reads 8 bytes from the device.
         """
-        if self._answer is None:
-            return None, None
         common, here = self._answer.tolist()
         return (None if common < 0 else common), (None if here < 0 else here)
-
-    def flags_of(self, key: Hashable) -> list[bool]:
-        """Return the flags of the first bad step on this rank, whose key this is."""
-        return [bool(flag) for flag in self._flags[key].tolist()]
 
 
 class LateActivationWatch(ActivationWatch):
@@ -89,9 +69,6 @@ class LateActivationWatch(ActivationWatch):
 
     def flag(self) -> Tensor | None:
         return 0 * torch.log1p(-torch.stack(self.values).any().float()) if self.values else None
-
-    def remember(self, step: int) -> None:
-        """Keep nothing: a picture would need values that are not read."""
 
     def _note(self, name: str, label: str, tensor: Tensor) -> None:
         if tensor.is_floating_point():
@@ -108,11 +85,11 @@ _FIRST_READ, _MOST_STEPS = 10, 50
 
 @dataclass(frozen=True)
 class _Noted:
-    """A step that was noted: what its flags are of."""
+    """A step that was noted."""
 
     record: StepRecord
     optimizer: Optimizer
-    key: tuple[Any, ...]
+    flags: Tensor  # bool, on the device: of gradients, outputs and the loss
     gradients: list[str]
     outputs: list[str]
 
@@ -190,9 +167,8 @@ class LateDetection(StepDetection):
         alone = self._communicator.world_size == 1
         together = torch.stack(flags)
         common = together.any() if alone else together[: len(named) if reduced else 0].any()
-        key = (id(optimizer), reduced, len(flags))
-        self._first_bad.note(key, together, common=common)
-        self._noted.append(_Noted(record, optimizer, key, [name for name, _ in named], outputs))
+        self._first_bad.note(together.any(), common)
+        self._noted.append(_Noted(record, optimizer, together, [name for name, _ in named], outputs))
 
     def batch_end(self) -> None:
         """Read the answer for the last steps, every so many of them."""
@@ -241,7 +217,7 @@ class LateDetection(StepDetection):
         record = noted.record
         record.bad_gradients = []
         if found_here:
-            flags = self._first_bad.flags_of(noted.key)
+            flags = noted.flags.tolist()
             record.bad_gradients = [name for name, flag in zip(noted.gradients, flags, strict=False) if flag]
             outputs = flags[len(noted.gradients) :]
             bad = [name for name, flag in zip(noted.outputs, outputs, strict=False) if flag]

@@ -154,12 +154,12 @@ class Response:
         if missing and not isinstance(strategy, HasEngineGradients):
             report.notes.append(f"Not replayed: on {type(strategy).__name__}, {missing[0]}.")
             return report
-        if self._divided and not all_ranks:
+        if self.divided and not all_ranks:
             report.notes.append(
                 "Not replayed: the parameters are divided among the ranks, and this rank alone knows of it."
             )
             return report
-        recorder = self._replay_together(record) if self._divided else self._replay(record, alone=True)
+        recorder = self._replay_together(record) if self.divided else self._replay(record, alone=True)
         if recorder.alone and all_ranks and self._only_together(recorder):
             recorder = self._replay(record, alone=False)
         report.notes += self._notes(recorder, record)
@@ -168,7 +168,7 @@ class Response:
         return report
 
     @property
-    def _divided(self) -> bool:
+    def divided(self) -> bool:
         return capabilities_of(self.trainer.strategy).replays == "together"
 
     def _replay_together(self, record: StepRecord) -> FrameRecorder:
@@ -185,7 +185,7 @@ class Response:
         raise recorder.error
 
     def _replay(self, record: StepRecord, *, alone: bool) -> FrameRecorder:
-        recorder = FrameRecorder(self.module, self.settings, divided=self._divided)
+        recorder = FrameRecorder(self.module, self.settings, divided=self.divided)
         try:
             replay(self.trainer, self.module, record, recorder, answer_collectives=alone)
         except Exception as error:  # the diagnosis must not replace what it was called for

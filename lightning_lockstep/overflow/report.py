@@ -291,11 +291,9 @@ class ReportPublisher:
         # With accumulated gradients the ranks may mean different batches; that of the first origin counts.
         entries = list(gathered.entries.values())
         occasion = Occasion(**next((e for e in entries if e["origin"]), entries[0])["occasion"])
-        pictured = report.is_origin and watch is not None and self.settings.report_dir is not None
-        history = watch.magnitudes() if pictured and watch is not None else {}
-        reports = self.collect(
-            {"text": report.text(), "json": report.as_json(), "history": history}, to=0
-        ).entries
+        history = watch.magnitudes() if watch is not None and report.is_origin else {}
+        entry = {"text": report.text(), "json": report.as_json(), "history": history}
+        reports = self.collect(entry, to=0).entries
         stem = f"batch-{occasion.batch_number}"
         head = combined(occasion, heads, why)
         if self.communicator.is_main:
@@ -339,8 +337,6 @@ class ReportPublisher:
         # A broken matplotlib must not make rank 0 act differently from the others.
         try:
             content = draw(reports, {int(step): seen for step, seen in history.items()})
-        except MissingExtraError as error:
-            _log.warning("%s", error)
         except Exception as error:
             _log.warning("the picture of an overflow could not be drawn: %s: %s", type(error).__name__, error)
         else:

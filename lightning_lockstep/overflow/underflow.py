@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -61,8 +60,7 @@ class UnderflowCheck:
         _log.warning("underflow: %.0f%% %s (worst: %s). %s", 100 * lost, what, named, advice)
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """How many of some values are lost."""
 
     lost: int
@@ -83,12 +81,10 @@ def gradient_underflow(named: Iterable[tuple[str, Tensor]]) -> dict[str, Share]:
         values = plain_values(gradient)
         if values is None or values.dim() == 0:
             continue
-        rows = values.reshape(-1, values.shape[-1]) if values.dim() > 1 else values.reshape(1, -1)
-        zero = rows == 0
-        used = ~zero.all(dim=1)
-        count = int(used.sum()) * rows.shape[1]
-        if count:
-            shares[name] = Share(int(zero[used].sum()), count)
+        zero = values.reshape(-1, values.shape[-1]) == 0
+        used = zero[~zero.all(dim=1)]
+        if used.numel():
+            shares[name] = Share(int(used.sum()), used.numel())
     return shares
 
 
@@ -98,24 +94,17 @@ def adam_update_underflow(optimizer: Optimizer, names: Mapping[Tensor, str]) -> 
     # number of that format changes nothing.
     shares = {}
     for group in optimizer.param_groups:
+        first, second = group.get("betas", (0.9, 0.999))
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             if parameter.dtype not in LOW_PRECISION or "exp_avg" not in state or "exp_avg_sq" not in state:
                 continue
-            update = _adam_update(state, group)
-            moved = update != 0
-            count = int(moved.sum())
-            if count:
-                weight = parameter.detach()
-                stuck = ((weight.float() - update).to(weight.dtype) == weight) & moved
-                shares[names.get(parameter, "?")] = Share(int(stuck.sum()), count)
+            step = max(float(state["step"]), 1.0)
+            mean = state["exp_avg"].detach().float() / (1 - float(first) ** step)
+            square = state["exp_avg_sq"].detach().float() / (1 - float(second) ** step)
+            update = float(group["lr"]) * mean / (square.sqrt() + float(group.get("eps", 1e-8)))
+            moved, weight = update != 0, parameter.detach()
+            stuck = ((weight.float() - update).to(weight.dtype) == weight) & moved
+            if moved.any():
+                shares[names.get(parameter, "?")] = Share(int(stuck.sum()), int(moved.sum()))
     return shares
-
-
-def _adam_update(state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-    first, second = group.get("betas", (0.9, 0.999))
-    step = max(float(state["step"]), 1.0)
-    mean: Tensor = state["exp_avg"].detach().float() / (1 - float(first) ** step)
-    square: Tensor = state["exp_avg_sq"].detach().float() / (1 - float(second) ** step)
-    update: Tensor = float(group["lr"]) * mean / (square.sqrt() + float(group.get("eps", 1e-8)))
-    return update
