@@ -55,8 +55,8 @@ class FP32Modules(Callback):
             if not found:
                 near = did_you_mean(pattern, filter(None, names.values()), most=3)
                 faults.add(
-                    f"modules={pattern!r}: expected the name of a module of {type(pl_module).__name__}, or a pattern that"
-                    f" matches one.{near}"
+                    f"modules={pattern!r}: expected the name of a module of {type(pl_module).__name__}, or a pattern"
+                    f" that matches one.{near}"
                 )
         faults.raise_all()
         for name, module in chosen.items():

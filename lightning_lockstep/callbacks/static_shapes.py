@@ -25,7 +25,6 @@ from lightning_lockstep.shapes.batches import (
 from lightning_lockstep.shapes.loaders import (
     ShapedStages,
     batch_size_in_use,
-    loader_of_run,
     refuse_joined_batches,
     stage_of,
 )
@@ -100,7 +99,7 @@ class StaticShapes(Callback):
         process, move = strategy.process_dataloader, strategy.batch_to_device
 
         def process_dataloader(dataloader: object) -> object:
-            return process(loader_of_run(trainer, dataloader, self.settings, self._stages))
+            return process(self._stages.loader_of_run(trainer, dataloader))
 
         def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
             batch = self._batch(trainer, batch, dataloader_idx)

@@ -28,82 +28,7 @@ from lightning_lockstep.shapes.batches import (
     samples_in,
 )
 
-# -- To what each batch of a run is padded: by what its loader says or has given so far --
-
 _log = logging.getLogger(__name__)
-
-
-class ShapedStages:
-    """Gives the batches of training, validation and test the shapes that the settings ask for."""
-
-    def __init__(self, settings: StaticShapesSettings) -> None:
-        self._settings = settings
-        self._fill = dict(settings.fill_values or {})
-        self._sequences = dict(settings.sequence_values or {})
-        self._largest: Counter[tuple[str, int]] = Counter()
-        self._looked_at: set[str] = set()
-        self.training_size: int | None = None  # samples of a training batch, once asked; None: not known
-        self.announced: set[str] = set()  # what was said of other sizes of batches
-        self.added: Counter[str] = Counter()  # samples, by stage
-
-    def shaped(self, stage: str, batch: Any, dataloader_idx: int, size: int | None) -> Any:
-        """Return a batch in the shapes of its stage, and note how many of its samples are real."""
-        current.forget()
-        self._look(stage, batch)
-        if self._sequences:
-            self._warn_if_long(batch)
-            batch = padded_sequences(
-                batch, self._settings.sequence_lengths, self._sequences, self._settings.sequence_dim
-            )
-        if self._settings.pads(stage):
-            batch = self._padded(stage, batch, dataloader_idx, size)
-        return batch
-
-    def _padded(self, stage: str, batch: Any, dataloader_idx: int, size: int | None) -> Any:
-        real, place = samples_in(batch), (stage, dataloader_idx)
-        if not real:
-            return batch
-        self._largest[place] = max(self._largest[place], real)
-        size = max(self._largest[place] if size is None else size, real)
-        current.real = real if size > real else None
-        current.mask = torch.arange(size) < real
-        self.added[stage] += size - real
-        return padded_samples(batch, size, self._fill)
-
-    def _look(self, stage: str, batch: Any) -> None:
-        """Refuse keys that the first batch of training does not have; evaluation may have fewer."""
-        if stage != "training" or stage in self._looked_at:
-            return
-        self._looked_at.add(stage)
-        for name, values in (("fill_values", self._fill), ("sequence_values", self._sequences)):
-            missing = missing_keys(batch, list(values))
-            if missing:
-                raise ConfigurationError(
-                    f"{name} has {', '.join(map(repr, missing))}: expected keys of the batches (positions, where a"
-                    f" batch is a list). The first batch of training is {_described(batch)}."
-                )
-
-    def _warn_if_long(self, batch: Any) -> None:
-        most = self._settings.sequence_lengths[-1]
-        longest = longest_sequence(batch, self._sequences, self._settings.sequence_dim)
-        if longest > most and "long" not in self._looked_at:
-            self._looked_at.add("long")
-            _log.warning(
-                "StaticShapes: a sequence of %d is longer than the largest of sequence_lengths, %d. It is not padded,"
-                " and is compiled separately; add a length of at least %d.",
-                longest,
-                most,
-                longest,
-            )
-
-
-def _described(batch: Any) -> str:
-    if hasattr(batch, "keys"):
-        return f"a {type(batch).__name__} with the keys {', '.join(map(repr, batch.keys()))}"
-    if isinstance(batch, (list, tuple)):
-        return f"a {type(batch).__name__} of {len(batch)}"
-    return f"a {type(batch).__name__}"
-
 
 # -- Loaders whose batches have all the same size, where the loader can give them --
 
@@ -199,16 +124,6 @@ def _loop_of(trainer: Trainer, stage: str) -> Any:
     return getattr(trainer, f"{name}_loop")
 
 
-def loader_of_run(trainer: Trainer, loader: Any, settings: StaticShapesSettings, stages: ShapedStages) -> Any:
-    """Return a loader as the settings want it, which all ranks ask for together."""
-    stage = stage_of(trainer)
-    if stage == "training" and settings.last_batch == "drop":
-        return _dropping(loader)
-    if stage in ("validation", "test") and settings.evaluation_at_training_size:
-        return _at_training_size(trainer, stage, loader, stages)
-    return loader
-
-
 def _dropping(loader: Any) -> Any:
     fault = fault_of_dropping(loader)
     faults = current_communicator().agree(fault is not None, fault or "")
@@ -218,45 +133,126 @@ def _dropping(loader: Any) -> Any:
     return loader_that_drops(loader)
 
 
-def _at_training_size(trainer: Trainer, stage: str, loader: Any, stages: ShapedStages) -> Any:
-    """Give a loader the batch size of training, where every rank then evaluates what it would have evaluated."""
-    size = None if _limits_batches(trainer, stage) else _training_size(trainer, stages)
-    made = None if size is None else evaluation_loader(loader, size)
-    counts = current_communicator().gather(None if made is None else len(made))
-    if made is None or None in counts:
-        return loader
-    if len(set(counts)) > 1:
-        if trainer.is_global_zero:
-            _log.warning(
-                "StaticShapes: %s keeps its batch size of %s. With that of training, %s, the ranks would have different"
-                " numbers of batches: %s.",
-                stage,
-                size_of(loader),
-                size,
-                ", ".join(map(str, counts)),
-            )
-        return loader
-    text = (
-        f"StaticShapes: {stage} takes {size} samples at once instead of {size_of(loader)}, as training does"
-    )
-    if size != size_of(loader) and trainer.is_global_zero and text not in stages.announced:
-        stages.announced.add(text)
-        say(f"{text} (evaluation_at_training_size).")
-    return made
-
-
 def _limits_batches(trainer: Trainer, stage: str) -> bool:
     """Return whether an evaluation is to take a number or a part of its batches, of which the size then matters."""
     limit = trainer.limit_test_batches if stage == "test" else trainer.limit_val_batches
     return isinstance(limit, int) or limit < 1.0
 
 
-def _training_size(trainer: Trainer, stages: ShapedStages) -> int | None:
-    """Return the batch size of training, also before its loader is made."""
-    if trainer.train_dataloader is not None:
-        return size_of(loaders_in_use(trainer.fit_loop)[0])
-    if stages.training_size is None and trainer.state.fn == TrainerFn.FITTING:
-        source = data_source(trainer.fit_loop)
-        loaders = CombinedLoader(source.dataloader()).flattened if source.is_defined() else []
-        stages.training_size = size_of(loaders[0]) if loaders else None
-    return stages.training_size
+def _described(batch: Any) -> str:
+    if hasattr(batch, "keys"):
+        return f"a {type(batch).__name__} with the keys {', '.join(map(repr, batch.keys()))}"
+    if isinstance(batch, (list, tuple)):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"
+
+
+# -- The shapes of a run: its loaders, and to what each batch is padded, by what its loader says or has given
+# so far
+
+
+class ShapedStages:
+    """Gives the batches of training, validation and test the shapes that the settings ask for."""
+
+    def __init__(self, settings: StaticShapesSettings) -> None:
+        self._settings = settings
+        self._fill = dict(settings.fill_values or {})
+        self._sequences = dict(settings.sequence_values or {})
+        self._largest: Counter[tuple[str, int]] = Counter()
+        self._looked_at = False  # whether the first batch of training has been
+        self._said: set[str] = set()  # what is said once
+        self.training_size: int | None = None  # samples of a training batch, once asked; None: not known
+        self.added: Counter[str] = Counter()  # samples, by stage
+
+    def shaped(self, stage: str, batch: Any, dataloader_idx: int, size: int | None) -> Any:
+        """Return a batch in the shapes of its stage, and note how many of its samples are real."""
+        current.forget()
+        self._look(stage, batch)
+        if self._sequences:
+            self._warn_if_long(batch)
+            batch = padded_sequences(
+                batch, self._settings.sequence_lengths, self._sequences, self._settings.sequence_dim
+            )
+        if self._settings.pads(stage):
+            batch = self._padded(stage, batch, dataloader_idx, size)
+        return batch
+
+    def _padded(self, stage: str, batch: Any, dataloader_idx: int, size: int | None) -> Any:
+        real, place = samples_in(batch), (stage, dataloader_idx)
+        if not real:
+            return batch
+        self._largest[place] = max(self._largest[place], real)
+        size = max(self._largest[place] if size is None else size, real)
+        current.real = real if size > real else None
+        current.mask = torch.arange(size) < real
+        self.added[stage] += size - real
+        return padded_samples(batch, size, self._fill)
+
+    def _look(self, stage: str, batch: Any) -> None:
+        """Refuse keys that the first batch of training does not have; evaluation may have fewer."""
+        if stage != "training" or self._looked_at:
+            return
+        self._looked_at = True
+        for name, values in (("fill_values", self._fill), ("sequence_values", self._sequences)):
+            missing = missing_keys(batch, list(values))
+            if missing:
+                raise ConfigurationError(
+                    f"{name} has {', '.join(map(repr, missing))}: expected keys of the batches (positions, where a"
+                    f" batch is a list). The first batch of training is {_described(batch)}."
+                )
+
+    def _warn_if_long(self, batch: Any) -> None:
+        most = self._settings.sequence_lengths[-1]
+        longest = longest_sequence(batch, self._sequences, self._settings.sequence_dim)
+        if longest > most and "long" not in self._said:
+            self._said.add("long")
+            _log.warning(
+                "StaticShapes: a sequence of %d is longer than the largest of sequence_lengths, %d. It is not padded,"
+                " and is compiled separately; add a length of at least %d.",
+                longest,
+                most,
+                longest,
+            )
+
+    def loader_of_run(self, trainer: Trainer, loader: Any) -> Any:
+        """Return a loader as the settings want it, which all ranks ask for together."""
+        stage = stage_of(trainer)
+        if stage == "training" and self._settings.last_batch == "drop":
+            return _dropping(loader)
+        if stage in ("validation", "test") and self._settings.evaluation_at_training_size:
+            return self._at_training_size(trainer, stage, loader)
+        return loader
+
+    def _at_training_size(self, trainer: Trainer, stage: str, loader: Any) -> Any:
+        """Give a loader the batch size of training, where every rank then evaluates what it would have evaluated."""
+        size = None if _limits_batches(trainer, stage) else self._size_of_training(trainer)
+        made = None if size is None else evaluation_loader(loader, size)
+        counts = current_communicator().gather(None if made is None else len(made))
+        if made is None or None in counts:
+            return loader
+        if len(set(counts)) > 1:
+            if trainer.is_global_zero:
+                _log.warning(
+                    "StaticShapes: %s keeps its batch size of %s. With that of training, %s, the ranks would have"
+                    " different numbers of batches: %s.",
+                    stage,
+                    size_of(loader),
+                    size,
+                    ", ".join(map(str, counts)),
+                )
+            return loader
+        text = f"StaticShapes: {stage} takes {size} samples at once instead of {size_of(loader)}, as training does"
+        if size != size_of(loader) and trainer.is_global_zero and text not in self._said:
+            self._said.add(text)
+            say(f"{text} (evaluation_at_training_size).")
+        return made
+
+    def _size_of_training(self, trainer: Trainer) -> int | None:
+        """Return the batch size of training, also before its loader is made."""
+        if trainer.train_dataloader is not None:
+            return size_of(loaders_in_use(trainer.fit_loop)[0])
+        if self.training_size is None and trainer.state.fn == TrainerFn.FITTING:
+            source = data_source(trainer.fit_loop)
+            loaders = CombinedLoader(source.dataloader()).flattened if source.is_defined() else []
+            self.training_size = size_of(loaders[0]) if loaders else None
+        return self.training_size
