@@ -42,7 +42,7 @@ class Window:
     @property
     def changed(self) -> bool:
         """Whether another rank is named now, or the same in another way."""
-        return not self.verdict.is_like(self.before)
+        return (self.verdict.rank, self.verdict.kind) != (self.before.rank, self.before.kind)
 
 
 @dataclass(frozen=True, kw_only=True)

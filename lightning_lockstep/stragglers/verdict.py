@@ -87,14 +87,8 @@ class StepTimer:
         self._spans: list[_Span] = []
         self._backwards: list[tuple[float, float]] = []
 
-    def begin(self) -> None:
-        """Let the next step begin now; what was measured since the last one belongs to no step."""
-        self._begin = time.perf_counter()
-        self._open = ""
-        self._clear()
-
     def interrupt(self) -> None:
-        """Measure nothing until :meth:`begin`: what follows is no training step."""
+        """Measure nothing until :meth:`end`: what follows is no training step."""
         self._begin = None
 
     def enter(self, action: str, part: Part) -> None:
@@ -342,10 +336,6 @@ class Verdict:
     step_seconds: float = 0.0  # mean length of a step
     slow_steps: int = 0  # as many equal ones, about, would give the same loss with the same spread
     steps: int = 0  # out of how many
-
-    def is_like(self, other: Verdict) -> bool:
-        """Return whether both name the same rank as slow in the same way, whatever the figures."""
-        return (self.rank, self.kind) == (other.rank, other.kind)
 
 
 NOBODY = Verdict()
