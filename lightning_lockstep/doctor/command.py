@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
+import socket
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import lightning_lockstep
 from lightning_lockstep._settings import did_you_mean
-from lightning_lockstep.doctor.imitated_machine import check_record
+from lightning_lockstep.doctor import table
+from lightning_lockstep.doctor.check_runner import Checks
+from lightning_lockstep.doctor.hosts import ChecksOfRanks, ChecksOnHosts, checks_of_host, hosts_of
+from lightning_lockstep.doctor.network_rendezvous import join, joined_rank
 from lightning_lockstep.doctor.registry import (
     BUILT_IN,
     NOT_BY_DEFAULT,
     CheckOptions,
+    CheckResult,
     Status,
     check_names,
     load_check,
+    worst,
 )
 from lightning_lockstep.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from lightning_lockstep.doctor.check_runner import Checks
-    from lightning_lockstep.doctor.hosts import ChecksOfRanks, ChecksOnHosts
-    from lightning_lockstep.doctor.network_rendezvous import JoinedRank
-
 
 # -- Which checks a command line asks for, and which of their rows --
 
@@ -85,40 +84,32 @@ def _raise_unknown(name: str, known: Sequence[str]) -> None:
 _PROGRAM = "lockstep-doctor"
 # 2 is what typer ends with when the command line cannot be used.
 _NO_PROBLEM, _PROBLEM, _USAGE, _ONLY_WARNINGS = 0, 1, 2, 3
+# A terminal is at least so wide; a longer line would wrap and not be wiped.
+_LONGEST = 78
+
+
+class _Command(TyperCommand):
+    """The command, with the list of its checks in its help."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        others = [(name, "of another package") for name in check_names() if name not in BUILT_IN]
+        with formatter.section("Checks"):
+            formatter.write_dl([*BUILT_IN.items(), *others])
+        super().format_options(ctx, formatter)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command and end the process with its exit code."""
     app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(help=_help())(_doctor)
+    app.command(cls=_Command, help=_HELP)(_doctor)
     app(list(sys.argv[1:] if argv is None else argv), prog_name=_PROGRAM)
 
 
-_WIDEST = 120  # characters of the help, on a terminal that is wider
+_HELP = """Check this machine before a run, and print the commands that fix what was found.
 
+Without arguments all checks run except `network` and `run`, which run only when named.
 
-def _help() -> str:
-    width = max(map(len, BUILT_IN), default=0)
-    room = min(shutil.get_terminal_size().columns, _WIDEST) - 4  # typer indents all by two, and so do we
-    lines = [
-        textwrap.fill(
-            f"  {name:{width}}  {summary}",
-            max(room, 40),
-            subsequent_indent=" " * (width + 4),
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-        for name, summary in BUILT_IN.items()
-    ]
-    others = [name for name in check_names() if name not in BUILT_IN]
-    if others:
-        lines.append(f"  and those of other packages: {', '.join(others)}")
-    return (
-        "Check this machine before a run, and print the commands that fix what was found.\n\n"
-        "Without arguments all of these checks run except `network` and `run`, which run only when named:\n\n\b\n"
-        + "\n".join(lines)
-        + "\n\nExit code: 0 no problem, 1 a problem, 2 an invalid command line, 3 only warnings and --strict."
-    )
+Exit code: 0 no problem, 1 a problem, 2 an invalid command line, 3 only warnings and --strict."""
 
 
 def _completions(incomplete: str) -> list[str]:
@@ -174,12 +165,6 @@ def _doctor(  # noqa: PLR0913 - every option of the command line is one
         str,
         typer.Option("--ssh-args", metavar="ARGS", help="Arguments passed to ssh, such as '-p 2222 -i key'."),
     ] = "",
-    sysroot: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, help="Check a recorded machine instead: a record, or a folder with its files."
-        ),
-    ] = None,
     model_parameters: Annotated[
         float | None,
         typer.Option(
@@ -199,7 +184,9 @@ def _doctor(  # noqa: PLR0913 - every option of the command line is one
 ) -> None:
     try:
         if explain is not None:
-            print_explanation(explain)
+            [name] = select([explain]).names
+            found = load_check(name)
+            typer.echo(f"{found.name}: {found.summary}\n\n{' '.join(found.why.split())}")
             return
         selection = select(checks or [], only)
         options = CheckOptions(
@@ -212,9 +199,7 @@ def _doctor(  # noqa: PLR0913 - every option of the command line is one
             model_parameters=model_parameters,
             gpus=gpus,
         )
-        if sysroot is not None:
-            check_record(sysroot)
-        code = _run(selection, options, sysroot=sysroot, as_json=as_json, strict=strict)
+        code = _run(selection, options, as_json=as_json, strict=strict)
     except ConfigurationError as error:
         typer.echo(f"{_PROGRAM}: {error}", err=True)
         code = _USAGE
@@ -237,101 +222,59 @@ def _ssh_args(given: str) -> tuple[str, ...]:
         ) from error
 
 
-def _run(
-    selection: Selection, options: CheckOptions, *, sysroot: Path | None, as_json: bool, strict: bool
-) -> int:
-    from lightning_lockstep.doctor.registry import CheckResult
-
-    me = None if sysroot is not None else _rank_of_a_job()
-    if me is not None and me.rank > 0:
-        return _serve_rank_0(me, selection, options)
-    checks = _checks(selection, options, sysroot, me)
-    began = time.monotonic()
-    results: list[CheckResult] = []
-    if as_json:
-        results = sorted(checks.results(), key=lambda result: _place(result.check, selection.names))
-        typer.echo(json.dumps(_as_json(results, time.monotonic() - began), indent=2))
-        return exit_code(results, strict=strict)
-    from lightning_lockstep.doctor import table
-    from lightning_lockstep.doctor.table import Progress
-
-    to = table.console(of_a_rank=me is not None)
-    table.print_heading(to)
-    with Progress(to, checks) as progress:
-        for result in checks.results(progress.tick):
-            results.append(result)
-            table.print_result(to, result, least=selection.least)
-            progress.has_ended()
-    table.print_fixes(to, results, least=selection.least)
-    table.print_verdict(to, results, time.monotonic() - began)
-    return exit_code(results, strict=strict)
-
-
-def _rank_of_a_job() -> JoinedRank | None:
-    """Return which rank this process is of several that torchrun, mpirun or srun has started."""
-    from lightning_lockstep.doctor.network_rendezvous import joined_rank
-
-    me = joined_rank()
-    return me if me is not None and me.size > 1 else None
-
-
-def _serve_rank_0(me: JoinedRank, selection: Selection, options: CheckOptions) -> int:
-    """Do what rank 0 asks; rank 0 prints the table for all."""
-    from lightning_lockstep.doctor.hosts import checks_of_host
-    from lightning_lockstep.doctor.network_rendezvous import join
-
-    why = join(me, checks_of_host(selection.names, options))
-    if why:
-        typer.echo(f"{_PROGRAM}: {why}", err=True)
-    return _PROBLEM if why else _NO_PROBLEM
-
-
-def _checks(
-    selection: Selection, options: CheckOptions, sysroot: Path | None, me: JoinedRank | None
-) -> Checks | ChecksOfRanks | ChecksOnHosts:
-    from lightning_lockstep.doctor.hosts import hosts_of
-
-    if me is not None:
-        from lightning_lockstep.doctor.hosts import ChecksOfRanks
-
-        return ChecksOfRanks(selection.names, options, me)
-    if sysroot is None and (listed := hosts_of(options)):
-        from lightning_lockstep.doctor.hosts import ChecksOnHosts
-
-        return ChecksOnHosts(selection.names, options, listed)
-    from lightning_lockstep.doctor.check_runner import Checks
-
-    return Checks(selection.names, options, sysroot=sysroot)
-
-
-def exit_code(results: Sequence[Any], *, strict: bool = False) -> int:
-    """Return the exit code of the command: 0 without a problem, 1 with one, 3 with warnings under ``strict``."""
-    from lightning_lockstep.doctor.registry import Status, worst
-
+def _run(selection: Selection, options: CheckOptions, *, as_json: bool, strict: bool) -> int:
+    """Run the checks here, on the hosts that are named, or as one of several ranks; return the exit code."""
+    checks: Checks | ChecksOfRanks | ChecksOnHosts
+    me = joined_rank()  # of torchrun, mpirun or srun
+    if me is not None and me.size > 1:
+        if me.rank > 0:  # it does what rank 0 asks, which prints the table for all
+            why = join(me, checks_of_host(selection.names, options))
+            if why:
+                typer.echo(f"{_PROGRAM}: {why}", err=True)
+            return _PROBLEM if why else _NO_PROBLEM
+        checks = ChecksOfRanks(selection.names, options, me)
+    elif hosts := hosts_of(options):
+        checks = ChecksOnHosts(selection.names, options, hosts)
+    else:
+        checks = Checks(selection.names, options)
+    results = _print_json(checks) if as_json else _print_table(checks, selection.least)
     status = worst(result.status for result in results)
     if status is Status.PROBLEM:
         return _PROBLEM
     return _ONLY_WARNINGS if strict and status is Status.WARNING else _NO_PROBLEM
 
 
-def print_explanation(name: str) -> None:
-    """Print what a check looks at and why that matters."""
-    found = load_check(name)
-    typer.echo(f"{found.name}: {found.summary}\n\n{' '.join(found.why.split())}")
-
-
-def _place(name: str, names: Sequence[str]) -> int:
-    return names.index(name) if name in names else -1  # that of hosts which do not answer comes first
-
-
-def _as_json(results: Sequence[Any], seconds: float) -> dict[str, Any]:
-    import socket
-
-    from lightning_lockstep.doctor.registry import worst
-
-    return {
+def _print_json(checks: Checks | ChecksOfRanks | ChecksOnHosts) -> list[CheckResult]:
+    began = time.monotonic()
+    # Results come as checks end; those of hosts that do not answer stay the first.
+    place = {name: number for number, name in enumerate(checks.names)}
+    results = sorted(checks.results(), key=lambda result: place.get(result.check, -1))
+    report = {
         "host": socket.gethostname(),
         "status": worst(result.status for result in results).value,
-        "seconds": round(seconds, 3),
+        "seconds": round(time.monotonic() - began, 3),
         "checks": [result.to_json() for result in results],
     }
+    typer.echo(json.dumps(report, indent=2))
+    return results
+
+
+def _print_table(checks: Checks | ChecksOfRanks | ChecksOnHosts, least: Status) -> list[CheckResult]:
+    began = time.monotonic()
+    results: list[CheckResult] = []
+    to = table.console(of_a_rank=isinstance(checks, ChecksOfRanks))
+    table.print_heading(to)
+    with to.status("") as line:  # on a terminal, below the rows
+
+        def show_what_runs() -> None:
+            running = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in checks.running().items())
+            line.update(
+                f"{len(results)} of {len(checks.names)} checks ended; running: {running or '-'}"[:_LONGEST]
+            )
+
+        for result in checks.results(show_what_runs):
+            results.append(result)
+            table.print_result(to, result, least=least)
+    table.print_fixes(to, results, least=least)
+    table.print_verdict(to, results, time.monotonic() - began)
+    return results

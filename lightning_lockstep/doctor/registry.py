@@ -7,9 +7,9 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.errors import ConfigurationError
 
@@ -48,12 +48,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return it in types that JSON has."""
-        return {
-            "status": self.status.value,
-            "subject": self.subject,
-            "evidence": self.evidence,
-            "fix": list(self.fix),
-        }
+        return {**asdict(self), "status": self.status.value}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Finding:
@@ -66,12 +61,8 @@ class Finding:
             KeyError: An entry is missing.
             ValueError: There is no such status.
         """
-        return cls(
-            Status(data["status"]),
-            str(data["subject"]),
-            str(data["evidence"]),
-            tuple(str(line) for line in data["fix"]),
-        )
+        fix = tuple(map(str, data["fix"]))
+        return cls(Status(data["status"]), str(data["subject"]), str(data["evidence"]), fix)
 
 
 @dataclass(frozen=True)
@@ -114,7 +105,7 @@ class CheckResult:
             ValueError: An entry cannot be used.
         """
         findings = tuple(Finding.from_json(finding) for finding in data["findings"])
-        return cls(str(data["check"]), findings, float(data.get("seconds", 0.0)))
+        return cls(data["check"], findings, data["seconds"])
 
 
 def ok(subject: str, evidence: str) -> Finding:
@@ -260,36 +251,26 @@ def check_names() -> list[str]:
 
 
 def load_check(name: str) -> Check:
-    """Import a check and return it."""
-    if name not in BUILT_IN and name not in _entry_points():
-        names = check_names()
-        hint = did_you_mean(name, names)
-        raise ConfigurationError(f"check {name!r}: expected one of {', '.join(names)}.{hint}")
+    """Import a check, of :func:`check_names`, and return it."""
     if name in BUILT_IN:
         importlib.import_module(f"lightning_lockstep.doctor.checks.{name}")
-    elif name not in _registered:
-        _load_entry_point(name)
-    return _registered[name]
-
-
-def _load_entry_point(name: str) -> None:
-    value = _entry_points()[name]
-    module = value.partition(":")[0].strip()
+        return _registered[name]
+    point = _entry_points()[name]
     try:
-        importlib.import_module(module)
+        importlib.import_module(point.module)
     except Exception as error:
         raise ConfigurationError(
-            f"check {name!r}: its entry point {value!r} cannot be imported ({type(error).__name__}: {error})."
+            f"check {name!r}: its entry point {point.value!r} cannot be imported"
+            f" ({type(error).__name__}: {error})."
         ) from error
     if name not in _registered:
         raise ConfigurationError(
-            f"check {name!r}: its entry point {value!r} registers no check of that name;"
+            f"check {name!r}: its entry point {point.value!r} registers no check of that name;"
             f" expected a function under @lightning_lockstep.doctor.check(name={name!r}, ...)."
         )
+    return _registered[name]
 
 
 @cache
-def _entry_points() -> dict[str, str]:
-    from importlib.metadata import entry_points
-
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}

@@ -1,17 +1,16 @@
-"""What is printed: the rows, those of several hosts merged, and the line with the checks that still run."""
+"""What is printed: the rows, those of several hosts merged, and the commands to paste."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console
-from rich.status import Status as Spinner
 from rich.table import Table
 from rich.text import Text
 
+from lightning_lockstep._text import counted
 from lightning_lockstep.doctor.registry import CheckResult, Finding, Status, worst
 
 # -- What several hosts have found, as one table: hosts that found the same in one row, others marked --
@@ -52,53 +51,6 @@ def _rows(subject: str, findings: Mapping[str, Sequence[Finding]]) -> Iterator[F
             yield replace(finding, evidence=f"{place}: {finding.evidence}{mark}", fix=fix)
 
 
-# -- The line below the rows with the checks that still run; only on a terminal --
-
-# A terminal is at least so wide; a longer line would wrap and not be wiped.
-_LONGEST = 78
-
-
-class Running(Protocol):
-    """Checks that run, here or elsewhere."""
-
-    names: tuple[str, ...]
-
-    def running(self) -> dict[str, float]:
-        """Return those that run now, each with how long it has [s]."""
-
-
-class Progress:
-    """Shows the line while its body runs, and wipes it after."""
-
-    def __init__(self, to: Console, checks: Running) -> None:
-        self._checks, self._ended = checks, 0
-        self._line = Spinner("", console=to) if to.is_terminal else None
-
-    def __enter__(self) -> Progress:
-        if self._line is not None:
-            self.tick()
-            self._line.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._line is not None:
-            self._line.stop()
-
-    def tick(self) -> None:
-        """Update the line."""
-        if self._line is not None:
-            running = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._checks.running().items())
-            text = f"{self._ended} of {len(self._checks.names)} checks ended; running: {running or '-'}"
-            self._line.update(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ...")
-
-    def has_ended(self) -> None:
-        """Count one more check that has ended."""
-        self._ended += 1
-        self.tick()
-
-
 # -- What the doctor prints: a block of rows for each check when it ends, then the commands to paste --
 
 _STYLES = {
@@ -106,6 +58,12 @@ _STYLES = {
     Status.WARNING: "yellow",
     Status.PROBLEM: "bold red",
     Status.NOT_APPLICABLE: "dim",
+}
+_PLURALS = {
+    Status.PROBLEM: "problems",
+    Status.WARNING: "warnings",
+    Status.OK: "ok",
+    Status.NOT_APPLICABLE: "not applicable",
 }
 _CHECK, _STATUS, _SUBJECT = 12, 14, 26
 # A log file has no width; lines of this many characters still fit a screen.
@@ -123,9 +81,7 @@ def console(*, is_error: bool = False, of_a_rank: bool = False) -> Console:
 
 def print_heading(to: Console) -> None:
     """Print the names of the columns."""
-    table = _grid()
-    table.add_row(*(Text(name, style="bold") for name in ("check", "status", "looked at", "found")))
-    to.print(table)
+    _print_row(to, *(Text(name, style="bold") for name in ("check", "status", "looked at", "found")))
 
 
 def print_result(to: Console, result: CheckResult, *, least: Status = Status.NOT_APPLICABLE) -> None:
@@ -134,14 +90,13 @@ def print_result(to: Console, result: CheckResult, *, least: Status = Status.NOT
     for number, finding in enumerate(shown):
         evidence, _, block = finding.evidence.partition("\n")
         is_table = bool(block) and all(line.startswith("  ") for line in block.splitlines())
-        row = _grid()
-        row.add_row(
+        _print_row(
+            to,
             Text("" if number else result.check),
             Text(finding.status.value, style=_STYLES[finding.status]),
             Text(finding.subject),
             Text(evidence if is_table else finding.evidence),
         )
-        to.print(row)
         if is_table:  # the last column is too narrow for the columns of another table
             to.print(Text(block), soft_wrap=True)
 
@@ -153,9 +108,14 @@ def print_fixes(
     found = [(result.check, finding) for result in results for finding in result.findings if finding.fix]
     found = [entry for entry in found if entry[1].status.severity >= least.severity]
     found.sort(key=lambda entry: -entry[1].status.severity)
-    for number, (fix, entries) in enumerate(_grouped(found), 1):
-        if number == 1:
-            to.print("\nTo fix, paste:", style="bold")
+    fixes = list(dict.fromkeys(finding.fix for _, finding in found))
+    groups: dict[tuple[str, ...], list[tuple[str, Finding]]] = {}
+    for entry in found:  # a fix whose lines all stand in another is part of that
+        whole = max((fix for fix in fixes if set(entry[1].fix) <= set(fix)), key=len)
+        groups.setdefault(whole, []).append(entry)
+    if groups:
+        to.print("\nTo fix, paste:", style="bold")
+    for number, (fix, entries) in enumerate(groups.items(), 1):
         names = ", ".join(dict.fromkeys(f"{check}: {finding.subject}" for check, finding in entries))
         to.print(Text(f"\n# {number}. {names}", style=_STYLES[entries[0][1].status]), soft_wrap=True)
         for line in fix:
@@ -165,36 +125,21 @@ def print_fixes(
 def print_verdict(to: Console, results: Sequence[CheckResult], seconds: float) -> None:
     """Print the last line: how many findings of each status."""
     findings = [finding for result in results for finding in result.findings]
+    number_of = Counter(finding.status for finding in findings)
     counts = [
-        f"{number} {_plural(status.value, number)}"
-        for status in (Status.PROBLEM, Status.WARNING, Status.OK, Status.NOT_APPLICABLE)
-        if (number := sum(finding.status is status for finding in findings))
+        counted(number_of[status], status.value, plural)
+        for status, plural in _PLURALS.items()
+        if number_of[status]
     ]
-    style = _STYLES[worst(finding.status for finding in findings)]
-    checks = f"{len(results)} check{'' if len(results) == 1 else 's'}"
+    style = _STYLES[worst(number_of)]
+    checks = counted(len(results), "check")
     to.print(Text(f"\n{checks} in {seconds:.1f} s: {', '.join(counts)}", style=style))
 
 
-def _grid() -> Table:
-    table = Table.grid(padding=(0, 1), expand=True)
+def _print_row(to: Console, *cells: Text) -> None:
+    row = Table.grid(padding=(0, 1), expand=True)
     for width in (_CHECK, _STATUS, _SUBJECT):
-        table.add_column(width=width, overflow="fold")
-    table.add_column(ratio=1, overflow="fold")
-    return table
-
-
-def _grouped(
-    found: Iterable[tuple[str, Finding]],
-) -> list[tuple[tuple[str, ...], list[tuple[str, Finding]]]]:
-    """Return each fix with the findings that it is for; one whose lines all stand in another is part of that."""
-    entries = list(found)
-    fixes = list(dict.fromkeys(finding.fix for _, finding in entries))
-    whole = {fix: max((other for other in fixes if set(fix) <= set(other)), key=len) for fix in fixes}
-    groups: dict[tuple[str, ...], list[tuple[str, Finding]]] = {}
-    for check, finding in entries:
-        groups.setdefault(whole[finding.fix], []).append((check, finding))
-    return list(groups.items())
-
-
-def _plural(name: str, number: int) -> str:
-    return f"{name}s" if number != 1 and name in ("problem", "warning") else name
+        row.add_column(width=width, overflow="fold")
+    row.add_column(ratio=1, overflow="fold")
+    row.add_row(*cells)
+    to.print(row)

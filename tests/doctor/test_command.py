@@ -8,18 +8,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lightning_lockstep
+from lightning_lockstep.doctor import command
+from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.command import main, select
 from lightning_lockstep.doctor.hosts import ChecksOnHosts
-from lightning_lockstep.doctor.registry import CheckOptions
+from lightning_lockstep.doctor.registry import CheckOptions, CheckResult
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.launchers.mpi_hosts import Host
+from tests.doctor.imitated_machine import read_machine, run_check
 from tests.doctor.machines import FOLDER
 
 OLD_KERNEL, HANGING_KERNEL = FOLDER / "kernel_old_ubuntu.yaml", FOLDER / "kernel_old_and_hangs.yaml"
@@ -30,17 +33,36 @@ def doctor(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)
 
 
-def test_rows_lines_to_paste_and_exit_code() -> None:
-    done = doctor("kernel", "--sysroot", HANGING_KERNEL)
-    assert done.returncode == 1, done.stderr
-    assert "Linux kernel" in done.stdout and "did not end within 10 s" in done.stdout
-    assert "\nsudo dnf --enablerepo=elrepo-kernel install kernel-ml && sudo reboot\n" in done.stdout
-    assert "1 check in" in done.stdout and "1 problem" in done.stdout
+@pytest.fixture
+def on_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Run the command in this process as if on an imitated machine; return its exit code and what it prints."""
+
+    def run(path: Path, *arguments: str) -> tuple[int, str]:
+        class ChecksThere(Checks):
+            def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
+                yield from (run_check(name, read_machine(path), CheckOptions()) for name in self.names)
+
+        monkeypatch.setattr(command, "Checks", ChecksThere)
+        with pytest.raises(SystemExit) as ended:
+            command.main(arguments)
+        return int(str(ended.value.code)), capsys.readouterr().out
+
+    return run
 
 
-def test_warnings_count_only_when_strict() -> None:
-    assert doctor("kernel", "--sysroot", OLD_KERNEL).returncode == 0
-    assert doctor("kernel", "--sysroot", OLD_KERNEL, "--strict").returncode == 3
+def test_rows_lines_to_paste_and_exit_code(on_machine: Callable[..., tuple[int, str]]) -> None:
+    code, printed = on_machine(HANGING_KERNEL, "kernel")
+    assert code == 1, printed
+    assert "Linux kernel" in printed and "did not end within 10 s" in printed
+    assert "\nsudo dnf --enablerepo=elrepo-kernel install kernel-ml && sudo reboot\n" in printed
+    assert "1 check in" in printed and "1 problem" in printed
+
+
+def test_warnings_count_only_when_strict(on_machine: Callable[..., tuple[int, str]]) -> None:
+    assert on_machine(OLD_KERNEL, "kernel")[0] == 0
+    assert on_machine(OLD_KERNEL, "kernel", "--strict")[0] == 3
 
 
 def test_json_is_all_that_is_printed() -> None:
@@ -50,15 +72,9 @@ def test_json_is_all_that_is_printed() -> None:
     assert report["status"] in ("ok", "warning", "problem") and done.stderr == ""
 
 
-def test_only_rows_of_a_status_are_shown() -> None:
-    done = doctor("kernel", "--sysroot", OLD_KERNEL, "--only", "problem")
-    assert "5.4.0" not in done.stdout and "1 warning" in done.stdout
-
-
-def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "machine.yaml").write_text("{")
-    done = doctor("kernel", "--sysroot", tmp_path)
-    assert done.returncode == 2 and "cannot be read" in done.stderr and done.stdout == ""
+def test_only_rows_of_a_status_are_shown(on_machine: Callable[..., tuple[int, str]]) -> None:
+    _, printed = on_machine(OLD_KERNEL, "kernel", "--only", "problem")
+    assert "5.4.0" not in printed and "1 warning" in printed
 
 
 def test_an_unknown_check_is_refused() -> None:
@@ -106,13 +122,6 @@ def test_hosts_that_cannot_be_used_are_refused(
 def test_explain_runs_nothing() -> None:
     done = doctor("--explain", "kernel")
     assert done.returncode == 0 and "back-port" in done.stdout
-
-
-def test_a_folder_is_a_machine_too(tmp_path: Path) -> None:
-    file = tmp_path / "proc" / "sys" / "kernel" / "osrelease"
-    file.parent.mkdir(parents=True)
-    file.write_text("5.15.0-1-generic\n")
-    assert "5.15.0-1-generic" in doctor("kernel", "--sysroot", tmp_path).stdout
 
 
 def test_without_an_environment() -> None:

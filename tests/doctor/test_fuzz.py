@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_lockstep.doctor.check_runner import run_check
-from lightning_lockstep.doctor.imitated_machine import ImitatedMachine
 from lightning_lockstep.doctor.registry import BUILT_IN, CheckResult
+from tests.doctor.imitated_machine import ImitatedMachine, run_check
 from tests.doctor.machines import Case, cases
 
 SEEDS = 120

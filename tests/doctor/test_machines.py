@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lockstep.doctor.check_runner import run_check
 from lightning_lockstep.doctor.registry import CheckOptions, Status
+from tests.doctor.imitated_machine import run_check
 from tests.doctor.machines import Case, cases, is_found
 
 CASES = [pytest.param(case, check, id=f"{case.name}-{check}") for case in cases() for check in case.expected]

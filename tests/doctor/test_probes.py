@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from lightning_lockstep._system import run_program
-from lightning_lockstep.doctor.check_runner import run_check
-from lightning_lockstep.doctor.machine import Limits, ThisMachine
+from lightning_lockstep.doctor.machine import Limits, Machine
 from lightning_lockstep.doctor.registry import CheckOptions, Status
+from tests.doctor.imitated_machine import run_check
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 
 def test_two_processes_add_through_shared_memory() -> None:
-    probed = ThisMachine().probe("shared_memory")
+    probed = Machine().probe("shared_memory")
     assert probed.error == "" and probed.facts["rounds"] > 100
 
 
@@ -32,7 +32,7 @@ def test_programs_are_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "lock").touch()
     os.utime(tmp_path / "cpu_adam" / "lock", (1, 1))
-    probed = ThisMachine().probe("build_tools", str(tmp_path))
+    probed = Machine().probe("build_tools", str(tmp_path))
     assert probed.error == ""
     links = probed.facts["links"]
     assert links["openmp"] == "" and "cudart" in links["cudart"]
@@ -41,7 +41,7 @@ def test_programs_are_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_probe_that_fails_says_why() -> None:
-    probed = ThisMachine().probe("absent")
+    probed = Machine().probe("absent")
     assert probed.facts == {} and probed.error == "KeyError: 'absent'"
 
 
@@ -49,7 +49,7 @@ def test_a_probe_that_fails_says_why() -> None:
 @needs_deepspeed
 @needs_compiler
 def test_deepspeed_as_it_is_installed_here() -> None:
-    result = run_check("deepspeed", ThisMachine(), CheckOptions())
+    result = run_check("deepspeed", Machine(), CheckOptions())
     found = {finding.subject: finding for finding in result.findings}
     assert found["import"].status is Status.OK and "DeepSpeed 0." in found["import"].evidence
     assert "cpu_adam" in found["operations buildable"].evidence
@@ -57,7 +57,7 @@ def test_deepspeed_as_it_is_installed_here() -> None:
 
 
 def test_this_machine() -> None:
-    machine = ThisMachine()
+    machine = Machine()
     assert machine.python.packages["torch"] and machine.python.executable == sys.executable
     assert isinstance(machine.limits, Limits) and machine.limits.cores >= 1
     assert machine.read_text("/absent/file") is None and not machine.exists("/absent")

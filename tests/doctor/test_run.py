@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_lockstep._application.checks import find_checkpoint
 from lightning_lockstep.doctor.checks.run import run
-from lightning_lockstep.doctor.machine import ThisMachine
+from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, Status
 from tests.distributed.mpi.launch import mpi_environ
 from tests.helpers import run_script
@@ -24,7 +24,7 @@ TWO = "trainer.devices=2 trainer.num_sanity_val_steps=0"
 
 
 def findings(folder: Path) -> list[Finding]:
-    return list(run(ThisMachine(), CheckOptions(folders=(str(folder),))))
+    return list(run(Machine(), CheckOptions(folders=(str(folder),))))
 
 
 @pytest.mark.parametrize(

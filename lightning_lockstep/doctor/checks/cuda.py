@@ -6,19 +6,29 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_lockstep.doctor.cuda_builds import (
+from lightning_lockstep._text import counted
+from lightning_lockstep.doctor.cuda import (
+    FIRST_COMPILING,
+    OLDEST_CAPABILITY,
+    Compiler,
     Driver,
     Gpu,
+    Toolkit,
     TorchBuild,
-    check_host_compiler,
-    check_toolkits,
-    driver,
+    exports,
+    find_driver,
     find_gpus,
+    find_toolkits,
+    has_cudart,
+    host_compiler,
+    install_line,
+    lines_for_gcc,
+    newest_gcc,
+    toolkit_in_use,
     torch_build,
     with_capabilities,
 )
-from lightning_lockstep.doctor.cuda_toolkits import check_variables, major, short
-from lightning_lockstep.doctor.machine import Machine, has_dnf, system_install
+from lightning_lockstep.doctor.machine import Machine, has_dnf, major, release, short, system_install
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,
@@ -33,6 +43,7 @@ from lightning_lockstep.doctor.registry import (
 # Oldest driver that runs a CUDA of this major version.
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 _DRIVER_OF_DNF = "dnf module install nvidia-driver:latest-dkms"
+_ASK_TORCH = "python -c 'import torch; torch.cuda.init()'"
 
 
 @check(
@@ -46,20 +57,27 @@ _DRIVER_OF_DNF = "dnf module install nvidia-driver:latest-dkms"
 )
 def check_cuda(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at driver, torch, toolkits, compiler and architectures."""
-    torch, found = torch_build(machine), driver(machine)
-    gpus = find_gpus(machine) if not found.error else []
-    yield from _driver(machine, found, gpus)
+    torch, driver, used = torch_build(machine), find_driver(machine), toolkit_in_use(machine)
+    gpus = find_gpus(machine) if not driver.error else []
+    yield _driver(machine, driver, gpus)
     if torch.is_rocm:
         yield not_applicable("torch's CUDA", f"torch {torch.version} is built for ROCm.")
         return
-    yield from _torch(machine, torch, found, gpus)
+    is_too_old = bool(driver.cuda) and major(driver.cuda) < major(torch.cuda)
+    yield _old_driver(machine, torch, driver) if is_too_old else _torch(torch, gpus)
     # Of all strategies only DeepSpeed's compile anything; and what is compiled for a GPU is not needed without one.
     is_built = options.strategy is None or options.strategy.startswith("deepspeed")
-    has_gpu = found.program is not None or bool(found.version) or found.has_hardware
-    yield from _weighed(check_toolkits(machine, torch, gpus), has_gpu and is_built)
-    yield from check_variables(machine)
-    yield from _weighed(check_host_compiler(machine), is_built)
-    if torch.cuda and gpus and not _is_too_old(found, torch):
+    has_gpu = driver.program is not None or bool(driver.version) or driver.has_hardware
+    homes = {name: home for name in ("CUDA_HOME", "CUDA_PATH") if (home := machine.environment.get(name))}
+    broken = {name: home for name, home in homes.items() if not machine.exists(f"{home}/bin/nvcc")}
+    yield from _weighed(_toolkits(machine, torch, used, gpus, is_sought=not broken), has_gpu and is_built)
+    for name, home in broken.items():
+        evidence = f"Set to {home}, but there is no {home}/bin/nvcc: builds look only there."
+        yield warning(name, evidence, f"unset {name}", "lockstep-doctor cuda  # what is found without it")
+    yield from _folders(machine, used)
+    if used is not None and (newest := newest_gcc(used.version)) is not None:
+        yield from _weighed([_host_compiler(machine, used, newest)], is_built)
+    if torch.cuda and gpus and not is_too_old:
         yield from _architectures(machine, gpus)
 
 
@@ -70,125 +88,250 @@ def _weighed(findings: Iterable[Finding], is_needed: bool) -> Iterator[Finding]:
         yield replace(found, status=Status.WARNING) if is_less else found
 
 
-def _driver(machine: Machine, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    if found.error:
+# -- The driver, and the CUDA that torch was built for --
+
+
+def _driver(machine: Machine, driver: Driver, gpus: Sequence[Gpu]) -> Finding:
+    subject, version = "driver", driver.version
+    if driver.error:
         # The driver was updated while it was loaded.
-        fix = "sudo reboot" if "mismatch" in found.error else "sudo modprobe nvidia && nvidia-smi"
-        yield problem(
-            "driver",
-            f"nvidia-smi does not reach the driver: {found.error}",
-            fix,
-        )
-    elif found.program is None and found.version:
-        evidence = f"The module of driver {found.version} is loaded, and nvidia-smi is not found."
-        fix = system_install(machine, f"nvidia-utils-{short(found.version, 1)}", "nvidia-driver-cuda")
-        yield warning("driver", evidence, fix)
-    elif found.program is None and found.has_hardware:
+        fix = "sudo reboot" if "mismatch" in driver.error else "sudo modprobe nvidia && nvidia-smi"
+        return problem(subject, f"nvidia-smi does not reach the driver: {driver.error}", fix)
+    if driver.program is None and version:
+        evidence = f"The module of driver {version} is loaded, and nvidia-smi is not found."
+        fix = system_install(machine, f"nvidia-utils-{short(version, 1)}", "nvidia-driver-cuda")
+        return warning(subject, evidence, fix)
+    if driver.program is None and driver.has_hardware:
         evidence = "There is an NVIDIA GPU and no driver for it: nvidia-smi is not found."
         install = _DRIVER_OF_DNF if has_dnf(machine) else "ubuntu-drivers install"
-        yield problem("driver", evidence, f"sudo {install} && sudo reboot")
-    elif found.program is None:
-        yield not_applicable(
-            "driver", "There is no NVIDIA GPU: neither nvidia-smi nor a device on the PCI bus."
-        )
-    elif not gpus:
-        evidence = f"Driver {found.version} is loaded, and nvidia-smi lists no GPU."
-        yield problem(
-            "driver", evidence, "# in a container: docker run --gpus all ...; under Slurm: srun --gpus=1 ..."
-        )
-    else:
-        kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
-        yield ok(
-            "driver", f"{found.version}, runs CUDA up to {found.cuda or '?'}; {_gpus(len(gpus))}: {kinds}"
-        )
+        return problem(subject, evidence, f"sudo {install} && sudo reboot")
+    if driver.program is None:
+        evidence = "There is no NVIDIA GPU: neither nvidia-smi nor a device on the PCI bus."
+        return not_applicable(subject, evidence)
+    if not gpus:
+        fix = "# in a container: docker run --gpus all ...; under Slurm: srun --gpus=1 ..."
+        return problem(subject, f"Driver {version} is loaded, and nvidia-smi lists no GPU.", fix)
+    kinds = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
+    runs = f"{version}, runs CUDA up to {driver.cuda or '?'}"
+    return ok(subject, f"{runs}; {counted(len(gpus), 'GPU')}: {kinds}")
 
 
-def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"
-
-
-def _is_too_old(found: Driver, torch: TorchBuild) -> bool:
-    return bool(found.cuda) and major(found.cuda) < major(torch.cuda)
-
-
-def _newer_driver(machine: Machine, oldest: int | None) -> str:
-    if has_dnf(machine):
-        return f"sudo {_DRIVER_OF_DNF} && sudo reboot"
-    return (
-        f"sudo apt-get install nvidia-driver-{oldest} && sudo reboot"
-        if oldest
-        else "sudo ubuntu-drivers install"
+def _old_driver(machine: Machine, torch: TorchBuild, driver: Driver) -> Finding:
+    oldest = _OLDEST_DRIVER.get(major(torch.cuda))
+    by_apt = f"apt-get install nvidia-driver-{oldest}" if oldest else "ubuntu-drivers install"
+    return problem(
+        "driver and torch",
+        f"torch {torch.version} is built for CUDA {torch.cuda}, and driver {driver.version} runs CUDA up to"
+        f" {driver.cuda}: the major version decides.",
+        f"sudo {_DRIVER_OF_DNF if has_dnf(machine) else by_apt} && sudo reboot",
+        f"# or, without a new driver, a torch that is built for CUDA {major(driver.cuda)}",
     )
 
 
-def _torch(machine: Machine, torch: TorchBuild, found: Driver, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+def _torch(torch: TorchBuild, gpus: Sequence[Gpu]) -> Finding:
+    subject = "torch's CUDA"
     if not torch.version:
-        yield not_applicable("torch's CUDA", "torch is not installed for this Python.")
-    elif not torch.cuda and not torch.is_known and gpus:
-        yield warning(
-            "torch's CUDA",
+        return not_applicable(subject, "torch is not installed for this Python.")
+    if torch.cuda:
+        return ok(subject, f"torch {torch.version} is built for CUDA {torch.cuda}")
+    if not gpus:
+        build = "is built without CUDA" if torch.is_known else "is of an unknown build"
+        return not_applicable(subject, f"torch {torch.version} {build}, and there is no GPU.")
+    if not torch.is_known:
+        return warning(
+            subject,
             f"torch {torch.version}: its version.py is not found, so it is not known for which CUDA it is built.",
             "python -c 'import torch; print(torch.__file__, torch.version.cuda)'",
         )
-    elif not torch.cuda and not torch.is_known:
-        yield not_applicable(
-            "torch's CUDA", f"torch {torch.version}, of an unknown build, and there is no GPU."
-        )
-    elif not torch.cuda and gpus:
-        plain = torch.version.partition("+")[0]
-        yield problem(
-            "torch's CUDA",
-            f"torch {torch.version} is built without CUDA and cannot use the GPUs of this host.",
-            f"pip install --force-reinstall torch=={plain}",
-        )
+    return problem(
+        subject,
+        f"torch {torch.version} is built without CUDA and cannot use the GPUs of this host.",
+        f"pip install --force-reinstall torch=={torch.version.partition('+')[0]}",
+    )
+
+
+# -- What builds for GPUs find: the toolkit, whether it goes with torch and compiles for the GPUs --
+
+
+def _toolkits(
+    machine: Machine, torch: TorchBuild, used: Toolkit | None, gpus: Sequence[Gpu], *, is_sought: bool
+) -> Iterator[Finding]:
+    subject, toolkits = "toolkits", find_toolkits(machine)
+    own = f"There is none. torch runs with its own CUDA {torch.cuda};"
+    if toolkits:
+        listed = (f"{toolkit}{' <- found first' if toolkit == used else ''}" for toolkit in toolkits)
+        yield ok(subject, "; ".join(listed))
     elif not torch.cuda:
-        yield not_applicable(
-            "torch's CUDA", f"torch {torch.version} is built without CUDA, and there is no GPU."
-        )
-    elif _is_too_old(found, torch):
-        oldest = _OLDEST_DRIVER.get(major(torch.cuda))
-        yield problem(
-            "driver and torch",
-            f"torch {torch.version} is built for CUDA {torch.cuda}, and driver {found.version} runs CUDA up to"
-            f" {found.cuda}: the major version decides.",
-            _newer_driver(machine, oldest),
-            f"# or, without a new driver, a torch that is built for CUDA {major(found.cuda)}",
-        )
+        yield not_applicable(subject, "There is none, and torch needs none.")
+    elif "deepspeed" not in machine.python.packages:
+        yield not_applicable(subject, f"{own} builds such as DeepSpeed's need one.")
     else:
-        yield ok("torch's CUDA", f"torch {torch.version} is built for CUDA {torch.cuda}")
+        lines = exports(f"/usr/local/cuda-{short(torch.cuda)}")
+        evidence = f"{own} DeepSpeed's operations cannot be compiled."
+        yield warning(subject, evidence, install_line(torch.cuda, machine), *lines)
+    if toolkits and torch.cuda and is_sought:
+        yield _match(torch, used, _matching_lines(machine, torch, toolkits))
+        if used is not None and major(used.version) == major(torch.cuda):
+            yield from _for_gpus(machine, torch, toolkits, used, gpus)
+
+
+def _match(torch: TorchBuild, used: Toolkit | None, fix: Sequence[str]) -> Finding:
+    subject = "toolkit and torch"
+    if used is None:
+        evidence = "nvcc is not found: neither on PATH nor in /usr/local/cuda, where builds look for CUDA."
+        return warning(subject, evidence, *fix)
+    if not release(used.version):
+        evidence = f"nvcc of {used.root} does not report its version."
+        return warning(subject, evidence, f"{used.root}/bin/nvcc --version", *fix)
+    if major(used.version) != major(torch.cuda):
+        return problem(
+            subject,
+            f"{used} is found first, and torch is built for CUDA {torch.cuda}: the major versions differ, so"
+            " extensions compiled here do not work with torch.",
+            *fix,
+        )
+    may = "" if short(used.version) == short(torch.cuda) else ": the minor versions may differ"
+    return ok(subject, f"{used} and torch's CUDA {torch.cuda}{may}")
+
+
+def _for_gpus(
+    machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit], used: Toolkit, gpus: Sequence[Gpu]
+) -> Iterator[Finding]:
+    """Whether the toolkit that builds find compiles for the GPUs of this host."""
+    oldest = OLDEST_CAPABILITY.get(major(used.version), ())
+    for name, capability in dict.fromkeys((gpu.name, gpu.capability) for gpu in gpus if gpu.capability):
+        first = FIRST_COMPILING.get((capability[0], capability[1]), ())
+        evidence = f"nvcc of {used} does not compile for {name} (sm_{''.join(map(str, capability))}):"
+        if first > release(used.version):
+            evidence += f" CUDA {'.'.join(map(str, first))} is the first that does."
+            yield problem("toolkit and GPUs", evidence, *_matching_lines(machine, torch, toolkits, first))
+        elif capability < oldest:
+            fix = "# this GPU is too old for this CUDA: take torch and a toolkit of an older one"
+            yield problem("toolkit and GPUs", f"{evidence} its support was removed.", fix)
+
+
+def _matching_lines(
+    machine: Machine, torch: TorchBuild, toolkits: Sequence[Toolkit], oldest: tuple[int, ...] = ()
+) -> tuple[str, ...]:
+    """Return the lines that put the best installed toolkit in front, installing one if none matches."""
+    fitting = [
+        toolkit
+        for toolkit in toolkits
+        if major(toolkit.version) == major(torch.cuda) and release(toolkit.version) >= oldest
+    ]
+    exact = [toolkit for toolkit in fitting if short(toolkit.version) == short(torch.cuda)]
+    best = next(iter([*exact, *fitting]), None)
+    wanted = max(torch.cuda, ".".join(map(str, oldest)), key=release)
+    root = best.root if best else f"/usr/local/cuda-{short(wanted)}"
+    lines: tuple[str, ...] = exports(root, best.libraries if best else None)
+    if machine.environment.get("CUDA_HOME"):  # it counts more than PATH
+        lines = (f"export CUDA_HOME={root}", *lines)
+    return lines if best else (install_line(wanted, machine), *lines)
+
+
+# -- ``PATH`` and ``LD_LIBRARY_PATH``, as far as they name CUDA: whether the folders exist, contain it, and agree --
+
+
+def _folders(machine: Machine, used: Toolkit | None) -> Iterator[Finding]:
+    shown = []
+    for name in ("PATH", "LD_LIBRARY_PATH"):
+        folders = machine.environment.get(name, "").split(":")
+        of_cuda = [folder for folder in folders if "cuda" in folder.lower()]
+        missing = [folder for folder in of_cuda if not machine.exists(folder)]
+        if missing:
+            rest = ":".join(folder for folder in folders if folder not in missing)
+            evidence = f"It names folders that do not exist: {', '.join(missing)}."
+            yield warning(name, evidence, f"export {name}={rest or repr('')}")
+        if of_cuda:
+            shown.append(ok(name, f"{' before '.join(of_cuda)} (of {len(folders)} in all)"))
+    if used is not None:
+        yield from _libraries(machine, used)
+        yield from shown
+
+
+def _libraries(machine: Machine, used: Toolkit) -> Iterator[Finding]:
+    """Compare the first libcudart of LD_LIBRARY_PATH with the toolkit that is used."""
+    name, fix = "LD_LIBRARY_PATH", exports(used.root, used.libraries)
+    folders = [folder for folder in machine.environment.get(name, "").split(":") if folder]
+    for folder in folders:
+        is_of_toolkit = re.search(r"/cuda[^/]*/(lib64|lib|targets/[^/]+/lib)/?$", folder)
+        if is_of_toolkit and machine.exists(folder) and not has_cudart(machine, folder):
+            evidence = f"{folder} contains no libcudart.so: the toolkit is incomplete, or the path is wrong."
+            yield warning(name, evidence, *fix)
+    first = next((folder for folder in folders if has_cudart(machine, folder)), None)
+    if (
+        first is None
+        or used.libraries is None
+        or machine.real_path(first) == machine.real_path(used.libraries)
+    ):
+        return
+    versions = [path.rpartition(".so.")[2] for path in machine.glob(f"{first.rstrip('/')}/libcudart.so.*")]
+    named = re.search(r"cuda-(\d+(?:\.\d+)?)", machine.real_path(first))
+    found = max(versions, default="", key=release) or (named[1] if named else "")
+    if not release(found) or major(found) != major(used.version):
+        yield warning(
+            name,
+            f"{first} comes first there, and the compiler is that of {used}: programs load libraries of another CUDA"
+            " than they are built with.",
+            *fix,
+        )
+
+
+# -- The compiler that nvcc calls --
+
+
+def _host_compiler(machine: Machine, used: Toolkit, newest: int) -> Finding:
+    compiler, subject = host_compiler(machine, used), "host compiler"
+    named = machine.environment.get("CC", "")
+    by_cc = f", by CC={named!r}" if named else ""
+    if compiler is not None and not compiler.is_gcc:
+        version = compiler.version or "of unknown version"
+        return ok(subject, f"{compiler.path}{by_cc}, which is not gcc: {version}")
+    if compiler is None:
+        evidence = f"nvcc needs gcc, and {named or 'it'} is not found{by_cc}."
+    else:
+        evidence = f"{compiler.path} is gcc {compiler.version}{by_cc}"
+        if _is_accepted(compiler, newest):
+            return ok(subject, f"{evidence}; CUDA {used.version} accepts up to {newest}")
+        evidence += f", and CUDA {used.version} accepts gcc up to {newest}."
+    if not named:
+        return problem(subject, evidence, *lines_for_gcc(machine, used, newest))
+    is_enough = _is_accepted(host_compiler(machine, used, with_cc=False), newest)
+    lines = () if is_enough else lines_for_gcc(machine, used, newest)
+    return problem(subject, evidence, "unset CC", *lines)
+
+
+def _is_accepted(compiler: Compiler | None, newest: int) -> bool:
+    return compiler is not None and (not compiler.is_gcc or major(compiler.version) <= newest)
+
+
+# -- The architectures for which torch has kernels --
 
 
 def _architectures(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    asked = machine.probe("torch_devices", timeout=50.0)
-    subject = "architectures"
+    asked, subject = machine.probe("torch_devices", timeout=50.0), "architectures"
     if asked.error:
-        yield problem(
-            subject, f"torch cannot be asked: {asked.error}", "python -c 'import torch; torch.cuda.init()'"
-        )
+        yield problem(subject, f"torch cannot be asked: {asked.error}", _ASK_TORCH)
         return
-    built = [str(name) for name in _list(asked.facts.get("architectures"))]
+    built = asked.texts("architectures")
     if not built:
-        evidence = "torch finds no usable GPU, though nvidia-smi lists some; CUDA_VISIBLE_DEVICES is"
         shown = machine.environment.get("CUDA_VISIBLE_DEVICES")
-        fix = (
-            "unset CUDA_VISIBLE_DEVICES"
-            if shown is not None
-            else "python -c 'import torch; torch.cuda.init()'"
-        )
-        yield problem(subject, f"{evidence} {shown!r}." if shown is not None else f"{evidence} not set.", fix)
+        evidence = "torch finds no usable GPU, though nvidia-smi lists some; CUDA_VISIBLE_DEVICES is"
+        evidence += " not set." if shown is None else f" {shown!r}."
+        yield problem(subject, evidence, _ASK_TORCH if shown is None else "unset CUDA_VISIBLE_DEVICES")
         return
-    gpus = with_capabilities(gpus, asked)
-    without = [gpu for gpu in gpus if gpu.capability and not _runs_on(built, gpu.capability)]
+    gpus = [gpu for gpu in with_capabilities(gpus, asked) if gpu.capability]
+    without = [gpu for gpu in gpus if not _runs_on(built, gpu.capability)]
     for name, capability in dict.fromkeys((gpu.name, gpu.capability) for gpu in without):
         yield _no_kernels(name, capability, built)
     if not without:
-        kinds = sorted({".".join(map(str, gpu.capability)) for gpu in gpus if gpu.capability})
+        kinds = sorted({".".join(map(str, gpu.capability)) for gpu in gpus})
         yield ok(subject, f"GPUs of {', '.join(kinds) or 'unknown capability'}; torch has {' '.join(built)}")
 
 
-def _no_kernels(name: str, capability: Sequence[int], built: Sequence[str]) -> Finding:
+def _no_kernels(name: str, capability: tuple[int, ...], built: Sequence[str]) -> Finding:
     number = "".join(map(str, capability))
-    is_newer = all(tuple(capability) > _capability(entry) for entry in built if _capability(entry))
+    is_newer = all(capability > _capability(entry) for entry in built)
     return problem(
         "architectures",
         f"{name} is sm_{number}, and torch has kernels for {' '.join(built)} only: 'no kernel image is available'.",
@@ -199,11 +342,11 @@ def _no_kernels(name: str, capability: Sequence[int], built: Sequence[str]) -> F
     )
 
 
-def _runs_on(built: Sequence[str], capability: Sequence[int]) -> bool:
+def _runs_on(built: Sequence[str], capability: tuple[int, ...]) -> bool:
     """Return whether one of torch's architectures runs on a GPU: same major and no newer, or as PTX any older one."""
     for entry in built:
         of = _capability(entry)
-        if of and of <= tuple(capability) and (entry.startswith("compute_") or of[0] == capability[0]):
+        if of and of <= capability and (entry.startswith("compute_") or of[0] == capability[0]):
             return True
     return False
 
@@ -211,7 +354,3 @@ def _runs_on(built: Sequence[str], capability: Sequence[int]) -> bool:
 def _capability(entry: str) -> tuple[int, ...]:
     match = re.fullmatch(r"(?:sm|compute)_(\d{1,3})(\d)[a-z]?", entry, re.ASCII)
     return (int(match[1]), int(match[2])) if match else ()
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []

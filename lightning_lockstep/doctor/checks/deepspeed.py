@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from lightning_lockstep.doctor.cuda_builds import architectures, find_gpus, torch_build, with_capabilities
-from lightning_lockstep.doctor.cuda_toolkits import install_line, short, toolkit_in_use
-from lightning_lockstep.doctor.machine import Machine, Probed, system_install
+from lightning_lockstep.doctor.cuda import (
+    Toolkit,
+    architectures,
+    find_gpus,
+    install_line,
+    toolkit_in_use,
+    torch_build,
+    with_capabilities,
+)
+from lightning_lockstep.doctor.machine import Machine, Probed, short, system_install
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,
@@ -65,15 +71,32 @@ def check_deepspeed(machine: Machine, options: CheckOptions) -> Iterator[Finding
     if version is None:
         yield not_applicable("DeepSpeed", "It is not installed: pip install 'lightning-lockstep[deepspeed]'")
         return
-    toolkit = toolkit_in_use(machine) if torch_build(machine).cuda else None
+    cuda = torch_build(machine).cuda
+    toolkit = toolkit_in_use(machine) if cuda else None
     folders = [toolkit.libraries] if toolkit and toolkit.libraries else []
     with ThreadPoolExecutor(1) as pool:  # the two take some seconds each
-        tools = pool.submit(machine.probe, "build_tools", *folders, timeout=50.0)
+        asked = pool.submit(machine.probe, "build_tools", *folders, timeout=50.0)
         imported = machine.probe("deepspeed_import", timeout=50.0)
+    tools = asked.result()
     yield _importable(version, imported)
-    yield from _tools(tools.result())
-    yield from _operations(machine, imported, tools.result())
-    yield from _ahead_of_time(machine, version, imported, tools.result())
+    yield from _tools(tools)
+    if built := imported.texts("built"):
+        yield ok("operations built", ", ".join(built))
+    if tools.error or any("C++ compiler" in sentence for sentence in tools.texts("missing")):
+        return  # reported above; nothing else can be tested without it
+    # DeepSpeed's accelerator for CPUs has builds without CUDA.
+    with_cuda = bool(cuda) and imported.facts.get("accelerator") != "cpu"
+    links = tools.facts.get("links")
+    errors = {str(part): str(why) for part, why in links.items() if why} if isinstance(links, dict) else {}
+    lacks = {
+        name: _lacking(name, errors, with_cuda, toolkit)
+        for name in imported.texts("operations")
+        if name not in built
+    }
+    yield from _operations(machine, cuda, toolkit, lacks, errors)
+    ready = [name for name in _PREBUILT if name in lacks and not lacks[name]]
+    if ready:
+        yield _ahead_of_time(version, ready, _kinds(machine) if with_cuda else None)
 
 
 def _importable(version: str, imported: Probed) -> Finding:
@@ -92,78 +115,64 @@ def _tools(tools: Probed) -> Iterator[Finding]:
             "lockstep-doctor deepspeed --timeout 120",
         )
         return
-    for sentence in _texts(tools.facts, "missing"):
+    for sentence in tools.texts("missing"):
         evidence, _, remedies = sentence.rpartition(": ")
         fix, *others = remedies.split(", or ")
         evidence = f"{evidence or sentence}: operations cannot be compiled."
         yield warning("build tools", evidence, fix, *(f"# or: {other}" for other in others))
-    locks = tools.facts.get("locks")
-    for lock in locks if isinstance(locks, list) else []:
-        if isinstance(lock, dict) and lock.get("is_stale"):
-            evidence = (
-                f"A killed build has left its lock, for which every later build waits: {lock.get('text')}"
-            )
-            yield problem("build locks", evidence, f"rm {lock.get('path')}")
-        elif isinstance(lock, dict):
+    for lock in tools.tables("locks"):
+        if lock.get("is_stale"):
+            evidence = "A killed build has left its lock, for which every later build waits:"
+            yield problem("build locks", f"{evidence} {lock.get('text')}", f"rm {lock.get('path')}")
+        else:
             yield ok("build locks", f"a build is running: {lock.get('text')}")
 
 
-def _operations(machine: Machine, imported: Probed, tools: Probed) -> Iterator[Finding]:
-    built, known = _texts(imported.facts, "built"), _texts(imported.facts, "operations")
-    if built:
-        yield ok("operations built", ", ".join(built))
-    if any("C++ compiler" in sentence for sentence in _texts(tools.facts, "missing")):
-        return  # reported above; nothing else can be tested without it
-    with_cuda = _builds_with_cuda(machine, imported)
-    lacks = {name: _lacking(name, machine, tools, with_cuda) for name in known if name not in built}
+def _lacking(
+    operation: str, errors: Mapping[str, str], with_cuda: bool, toolkit: Toolkit | None
+) -> list[str]:
+    """Return what an operation needs and did not link."""
+    needs = ["python", *_NEEDS.get(operation, ())]
+    lacking = [part for part in needs if part in errors]
+    if with_cuda and (operation in _WITH_CUDA or operation.startswith("fused")):
+        of_cuda = ["cudart", "curand"] if operation in _WITH_CUDA else ["cudart"]
+        lacking += [part for part in of_cuda if part in errors or toolkit is None]
+    return lacking
+
+
+def _operations(
+    machine: Machine,
+    cuda: str,
+    toolkit: Toolkit | None,
+    lacks: Mapping[str, Sequence[str]],
+    errors: Mapping[str, str],
+) -> Iterator[Finding]:
     buildable = [name for name, lacking in lacks.items() if not lacking]
     if buildable:
         yield ok("operations buildable", f"{', '.join(buildable)}: compiled when they are first used")
-    by_reason: dict[str, list[str]] = {}
-    for name, lacking in lacks.items():
-        for part in lacking:
-            by_reason.setdefault(part, []).append(name)
-    for part, names in by_reason.items():
-        why = _links(tools).get(part) or "no toolkit is found"
-        evidence = (
-            f"{', '.join(names)} cannot be built, since a program with {_LABELS[part]} does not link: {why}"
-        )
-        yield warning("operations", evidence, _install(machine, part))
+    versions = {"version": short(machine.python.version), "cuda": short(cuda).replace(".", "-")}
+    for part in dict.fromkeys(part for lacking in lacks.values() for part in lacking):
+        names = ", ".join(name for name, lacking in lacks.items() if part in lacking)
+        why = errors.get(part, "no toolkit is found")
+        evidence = f"{names} cannot be built, since a program with {_LABELS[part]} does not link: {why}"
+        fix = system_install(machine, *(name.format(**versions) for name in _PACKAGES[part]))
+        if part in ("cudart", "curand") and toolkit is None:
+            fix = install_line(cuda, machine)
+        yield warning("operations", evidence, fix)
 
 
-def _builds_with_cuda(machine: Machine, imported: Probed) -> bool:
-    """Return whether operations are built for CUDA: DeepSpeed's accelerator for CPUs has builds without it."""
-    return bool(torch_build(machine).cuda) and imported.facts.get("accelerator") != "cpu"
-
-
-def _lacking(operation: str, machine: Machine, tools: Probed, with_cuda: bool) -> list[str]:
-    """Return what an operation needs and did not link."""
-    links = _links(tools)
-    needs = ["python", *_NEEDS.get(operation, ())]
-    of_cuda: list[str] = []
-    if with_cuda and (operation in _WITH_CUDA or operation.startswith("fused")):
-        of_cuda = ["cudart", "curand"] if operation in _WITH_CUDA else ["cudart"]
-    if of_cuda and toolkit_in_use(machine) is None:
-        return [*(part for part in needs if links.get(part)), *of_cuda]
-    return [part for part in [*needs, *of_cuda] if links.get(part)]
-
-
-def _ahead_of_time(machine: Machine, version: str, imported: Probed, tools: Probed) -> Iterator[Finding]:
-    known, built = _texts(imported.facts, "operations"), _texts(imported.facts, "built")
-    with_cuda = _builds_with_cuda(machine, imported)
-    names = [
-        name
-        for name in _PREBUILT
-        if name in known and name not in built and not _lacking(name, machine, tools, with_cuda)
-    ]
-    if not names:
-        return
-    kinds = _kinds(machine) if with_cuda else ""
-    variables = [f'TORCH_CUDA_ARCH_LIST="{kinds}"'] if kinds else [] if with_cuda else ["DS_ACCELERATOR=cpu"]
-    variables += [f"{_PREBUILT[name]}=1" for name in names] + (["DS_BUILD_UTILS=1"] if with_cuda else [])
+def _ahead_of_time(version: str, names: Sequence[str], kinds: str | None) -> Finding:
+    """Return how to build operations before a run; ``kinds`` of GPUs, ``None`` for builds without CUDA."""
+    variables = [f"{_PREBUILT[name]}=1" for name in names]
+    if kinds is None:
+        variables.insert(0, "DS_ACCELERATOR=cpu")
+    else:
+        variables.append("DS_BUILD_UTILS=1")
+    if kinds:
+        variables.insert(0, f'TORCH_CUDA_ARCH_LIST="{kinds}"')
     before = " ".join(variables)
     source = f"--no-build-isolation --no-deps --no-cache-dir --no-binary deepspeed deepspeed=={version}"
-    yield Finding(
+    return Finding(
         Status.OK,
         "ahead of time",
         f"{', '.join(names)} can be built before a run{f', for GPUs of {kinds}' if kinds else ''}; the wheel serves"
@@ -189,22 +198,3 @@ def _memory(machine: Machine, parameters: float, gpus: int | None) -> Finding:
     table = estimate_table(parameters=int(parameters), ranks=ranks, ranks_per_node=ranks)
     on = "1 rank" if ranks == 1 else f"{ranks} ranks"
     return ok("memory per stage", f"{parameters:,.0f} parameters, {on}, without activations:\n{table}")
-
-
-def _install(machine: Machine, part: str) -> str:
-    version, cuda = short(machine.python.version), short(torch_build(machine).cuda)
-    if part in ("cudart", "curand") and toolkit_in_use(machine) is None:
-        return install_line(cuda, machine)
-    versions = {"version": version, "cuda": cuda.replace(".", "-")}
-    debian, red_hat = (name.format(**versions) for name in _PACKAGES[part])
-    return system_install(machine, debian, red_hat)
-
-
-def _links(tools: Probed) -> Mapping[str, str]:
-    links = tools.facts.get("links")
-    return {str(name): str(error) for name, error in links.items()} if isinstance(links, dict) else {}
-
-
-def _texts(facts: Mapping[str, Any], name: str) -> list[str]:
-    value = facts.get(name)
-    return [str(entry) for entry in value] if isinstance(value, list) else []

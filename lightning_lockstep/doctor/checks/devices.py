@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_lockstep._text import size_in_words
-from lightning_lockstep.doctor.cuda_builds import Gpu, find_gpus, torch_build
-from lightning_lockstep.doctor.cuda_toolkits import release
-from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.cuda import Gpu, find_gpus, torch_build
+from lightning_lockstep.doctor.machine import Machine, release
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,

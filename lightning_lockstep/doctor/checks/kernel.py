@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lightning_lockstep.doctor.cuda_toolkits import release
-from lightning_lockstep.doctor.machine import Machine
+from lightning_lockstep.doctor.machine import Machine, release
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,

@@ -60,8 +60,7 @@ def mpi(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     else:
         yield from _mpirun(found)
     yield from _mpi4py(machine, found[0] if found else None)
-    hosts = hosts_of(options)
-    if hosts and not machine.is_imitated:
+    if hosts := hosts_of(options):
         yield from _hosts(hosts, found[0] if found else None, options)
 
 

@@ -8,7 +8,7 @@ from lightning_lockstep.doctor.hosts import hosts_of
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.network_examination import examine, mpi_here
 from lightning_lockstep.doctor.network_rendezvous import agents_by_ssh, agents_here
-from lightning_lockstep.doctor.registry import CheckOptions, Finding, check, not_applicable
+from lightning_lockstep.doctor.registry import CheckOptions, Finding, check
 
 _WHY = """
 Most hangs at the start of a run are ranks that do not reach each other: a host name that another host cannot resolve, a
@@ -30,9 +30,6 @@ and the interface.
 def network(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Test the network between ranks."""
     # Ranks of torchrun, mpirun and srun do not come here: see doctor.several_hosts.as_ranks.
-    if machine.is_imitated:
-        yield not_applicable("ranks", "no process can be started on an imitated machine")
-        return
     hosts = hosts_of(options)
     if hosts:
         group = agents_by_ssh([host.name for host in hosts], options.nproc or 1, options.ssh_args)

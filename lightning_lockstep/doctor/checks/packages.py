@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lightning_lockstep._text import size_in_words
-from lightning_lockstep.doctor.cuda_toolkits import release, short
-from lightning_lockstep.doctor.machine import Limits, Machine
+from lightning_lockstep.doctor.machine import Limits, Machine, release, short
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, check, ok, problem, warning
 
 _LIGHTNING = ("lightning", "pytorch-lightning")

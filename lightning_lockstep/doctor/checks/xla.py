@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_lockstep.doctor.cuda_toolkits import release, short
-from lightning_lockstep.doctor.machine import Machine, pci_devices
+from lightning_lockstep.doctor.machine import Machine, pci_devices, release, short
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,

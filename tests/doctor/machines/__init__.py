@@ -11,14 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lightning_lockstep.doctor.check_runner import run_check
-from lightning_lockstep.doctor.imitated_machine import ImitatedMachine, read_machine
 from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, Finding
+from tests.doctor.imitated_machine import ImitatedMachine, read_machine, read_record, run_check
 
 FOLDER = Path(__file__).parent
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -33,8 +29,7 @@ class Case:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        record: dict[str, Any] = yaml.load(self.path.read_text(), _LOADER)
-        return record
+        return read_record(self.path)
 
     @property
     def about(self) -> str:

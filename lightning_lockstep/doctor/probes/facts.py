@@ -1,6 +1,6 @@
-"""Programs that test this host for the doctor, without torch and DeepSpeed: its shared memory, its tools for builds.
+"""Programs that test this host and its libraries for the doctor, which imports neither torch nor DeepSpeed nor MPI.
 
-python -m lightning_lockstep.doctor.probes.host NAME [ARGUMENT ...]
+python -m lightning_lockstep.doctor.probes.facts NAME [ARGUMENT ...]
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lightning_lockstep._text import first_line
 from lightning_lockstep.deepspeed.build_tools import find_build_locks, missing_tools
 
 # -- Two processes that add numbers through shared memory, again and again, as ranks of one host do --
@@ -27,8 +29,8 @@ from lightning_lockstep.deepspeed.build_tools import find_build_locks, missing_t
 _ROUNDS, _VALUES = 200, 4096
 
 
-def shared_memory() -> None:
-    """Let two processes add, and print how often."""
+def shared_memory() -> dict[str, Any]:
+    """Let two processes add, and return how often."""
     context = multiprocessing.get_context("fork")
     memory = context.RawArray("d", 2 * _VALUES)
     barrier, wrong = context.Barrier(2), context.Value("i", 0)
@@ -41,7 +43,7 @@ def shared_memory() -> None:
         sys.exit(
             f"{wrong.value} of {_ROUNDS} sums were wrong, exit codes {[rank.exitcode for rank in ranks]}"
         )
-    sys.stdout.write(json.dumps({"rounds": _ROUNDS, "values": _VALUES}) + "\n")
+    return {"rounds": _ROUNDS, "values": _VALUES}
 
 
 def _add(rank: int, memory: Any, barrier: Any, wrong: Any) -> None:
@@ -58,7 +60,7 @@ def _add(rank: int, memory: Any, barrier: Any, wrong: Any) -> None:
 
 
 # -- What builds of DeepSpeed's operations need of this host, tested by compiling and linking small programs --
-# It imports neither torch nor DeepSpeed. The arguments are folders in which libraries of CUDA lie.
+# The arguments are folders in which libraries of CUDA lie.
 
 _LONGEST = 20.0
 # What is tested -> a program that needs it, and what it is linked with.
@@ -79,19 +81,18 @@ _CUDA_PROGRAMS = {
 }
 
 
-def build_tools() -> None:
-    """Print what can be linked, which tools are missing, and which locks were left behind."""
+def build_tools() -> dict[str, Any]:
+    """Return what can be linked, which tools are missing, and which locks were left behind."""
     folders = sys.argv[1:]
     programs = {**_PROGRAMS, **(_CUDA_PROGRAMS if folders else {})}
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(len(programs)) as pool:
+        among = [f"-L{folder}" for folder in folders]
         jobs = {
-            name: pool.submit(
-                _link, Path(work, name), source, [*flags, *(f"-L{folder}" for folder in folders)]
-            )
+            name: pool.submit(_link, Path(work, name), source, [*flags, *among])
             for name, (source, flags) in programs.items()
         }
         links = {name: job.result() for name, job in jobs.items()}
-    facts: dict[str, Any] = {
+    return {
         "links": links,
         "missing": missing_tools(["cpu_adam"]),
         "locks": [
@@ -99,7 +100,6 @@ def build_tools() -> None:
             for lock in find_build_locks(_extensions())
         ],
     }
-    sys.stdout.write(json.dumps(facts) + "\n")
 
 
 def _link(target: Path, source: str, flags: list[str]) -> str:
@@ -130,9 +130,116 @@ def _extensions() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions"))
 
 
+# -- What torch reports about the CUDA devices: what it was built for, and each device's properties --
+# With ``--speed`` a short matrix product on each, one after the other.
+
+_SIZE, _WARM_UP, _PRODUCTS = 4096, 3, 10
+
+
+def torch_devices() -> dict[str, Any]:
+    """Return what torch knows."""
+    # As nvidia-smi numbers them; looked at when torch first asks for devices.
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    import torch
+
+    measure, count = "--speed" in sys.argv[1:], torch.cuda.device_count()
+    usable = range(count if torch.cuda.is_available() else 0)
+    return {
+        "architectures": torch.cuda.get_arch_list(),
+        "devices": [_device(index, measure) for index in usable],
+    }
+
+
+def _device(index: int, measure: bool) -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "capability": [properties.major, properties.minor],
+        **(_speed(index) if measure else {}),
+    }
+
+
+def _speed(index: int) -> dict[str, Any]:
+    """Return the speed of a product of float16 matrices [operations/s], or why there is none."""
+    import torch
+
+    try:
+        device = torch.device("cuda", index)
+        matrix = torch.randn(_SIZE, _SIZE, device=device, dtype=torch.float16)
+        for _ in range(_WARM_UP):
+            matrix @ matrix
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(_PRODUCTS):
+            matrix @ matrix
+        torch.cuda.synchronize(device)
+        return {"speed": _PRODUCTS * 2 * _SIZE**3 / (time.perf_counter() - began)}
+    except RuntimeError as error:  # out of memory, a device in use by somebody alone, no kernel for it
+        return {"error": first_line(error)}
+
+
+# -- Which devices torch-xla finds --
+
+
+def xla_devices() -> dict[str, Any]:
+    """Return their type and number."""
+    from lightning_lockstep.xla.runtime import XLARuntime
+
+    runtime = XLARuntime("lockstep-doctor")
+    return {"device_type": runtime.device_type, "devices": runtime.num_devices}
+
+
+# -- Whether DeepSpeed can be imported, and which of its operations are installed --
+
+
+def deepspeed_import() -> dict[str, Any]:
+    """Return its accelerator, and the operations that are built or have a builder."""
+    from lightning_lockstep._doors.deepspeed_internals import is_installed, make_op_builder, op_name
+    from lightning_lockstep.deepspeed.build_tools import OPS
+    from lightning_lockstep.deepspeed.importing import import_deepspeed
+    from lightning_lockstep.errors import LockstepError
+
+    try:
+        import_deepspeed(None)
+    except LockstepError as error:
+        sys.exit(f"{error}")
+    from deepspeed.accelerator import get_accelerator
+
+    builders = {name: make_op_builder(builder) for name, builder in OPS.items()}
+    # Where an accelerator lacks an operation, that of the CPU gives a builder of nothing.
+    known = [name for name, builder in builders.items() if builder is not None and op_name(builder) == name]
+    return {
+        "accelerator": get_accelerator().device_name(),
+        "operations": known,
+        "built": [name for name in known if is_installed(name)],
+    }
+
+
+# -- Which MPI library mpi4py loads: asked without starting MPI, which would need its launcher --
+
+
+def mpi_library() -> dict[str, Any]:
+    """Return vendor and version of the library."""
+    import mpi4py
+
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    return {
+        "mpi4py": mpi4py.__version__,
+        "vendor": MPI.get_vendor()[0],
+        "library": MPI.Get_library_version().splitlines()[0].strip("\0 "),
+    }
+
+
 # -- The program --
 
-PROBES = {"shared_memory": shared_memory, "build_tools": build_tools}
+PROBES = {
+    probe.__name__: probe
+    for probe in (shared_memory, build_tools, torch_devices, xla_devices, deepspeed_import, mpi_library)
+}
 
 if __name__ == "__main__":
-    PROBES[sys.argv.pop(1)]()
+    found = PROBES[sys.argv.pop(1)]()
+    sys.stdout.write(json.dumps(found) + "\n")

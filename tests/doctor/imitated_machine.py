@@ -5,15 +5,18 @@ from __future__ import annotations
 import fnmatch
 import posixpath
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep._system import NOT_FOUND, Completed
-from lightning_lockstep.doctor.machine import Limits, Probed, Python
-from lightning_lockstep.errors import ConfigurationError
+import yaml
 
-_RECORDS = ("machine.yaml", "machine.yml", "machine.json")
+from lightning_lockstep._system import NOT_FOUND, Completed
+from lightning_lockstep.doctor.check_runner import found_by
+from lightning_lockstep.doctor.machine import Limits, Machine, Probed, Python
+from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, load_check
+
 _GIB = 2**30
 _MOST_LINKS = 20
 _KEYS = {
@@ -32,19 +35,16 @@ _KEYS = {
 }
 
 
-class ImitatedMachine:
-    """A machine that answers from a record; see :class:`lightning_lockstep.doctor.machine.Machine`."""
+class ImitatedMachine(Machine):
+    """A machine that answers from a record."""
 
-    is_imitated = True
-
-    def __init__(self, record: Mapping[str, Any], root: Path | None = None) -> None:
+    def __init__(self, record: Mapping[str, Any]) -> None:
         # In the record, each of which may be missing: ``files`` (text by path), ``links`` (target by path),
         # ``commands`` (by command line: what it prints, or ``output``, ``error`` and ``exit``), ``packages``
         # (version by name), ``probes`` (facts by name, or ``error``), ``environment``, ``python``, ``limits``
         # and ``host``.
-        self._root = root  # files are looked for below it too
         self.host = str(record.get("host", "imitated"))
-        self.environment: Mapping[str, str] = {
+        self.environment = {
             "PATH": "/usr/local/bin:/usr/bin:/bin",
             **{name: str(value) for name, value in _mapping(record, "environment").items()},
         }
@@ -83,21 +83,13 @@ class ImitatedMachine:
         return next((path for path in paths if self.exists(path)), None)
 
     def read_text(self, path: str, *, whole: bool = False) -> str | None:
-        real = self.real_path(path)
-        if real in self._files:
-            return self._files[real]
-        below = self._below_root(real)
-        try:
-            return None if below is None else below.read_text(errors="replace")
-        except (OSError, ValueError):
-            return None
+        return self._files.get(self.real_path(path))
 
     def exists(self, path: str) -> bool:
         real = self.real_path(path)
-        if real in self._files or any(name.startswith(f"{real}/") for name in [*self._files, *self._links]):
-            return True
-        below = self._below_root(real)
-        return below is not None and below.exists()
+        return real in self._files or any(
+            name.startswith(f"{real}/") for name in [*self._files, *self._links]
+        )
 
     def glob(self, pattern: str) -> list[str]:
         return sorted({path for path in self._paths() if _matches(path, pattern)})
@@ -125,48 +117,24 @@ class ImitatedMachine:
         for link, target in self._links.items():
             real = posixpath.normpath(posixpath.join(posixpath.dirname(link), target))
             yield from (link + path[len(real) :] for path in self._files if path.startswith(f"{real}/"))
-        if self._root is not None:
-            yield from (f"/{path.relative_to(self._root)}" for path in self._root.rglob("*"))
-
-    def _below_root(self, path: str) -> Path | None:
-        return None if self._root is None else self._root / path.lstrip("/")
 
 
 def read_machine(path: Path) -> ImitatedMachine:
-    """Return the machine that a record describes, a YAML or JSON file, or a folder with the machine's files."""
-    root = path if path.is_dir() else None
-    file = next((path / name for name in _RECORDS if (path / name).exists()), None) if root else path
-    return ImitatedMachine({} if file is None else _read_record(file), root)
+    """Return the machine that a record describes."""
+    return ImitatedMachine(read_record(path))
 
 
-def check_record(path: Path) -> None:
-    """Check that a record can be read, before checks begin to."""
-    if not (path.is_file() or path.is_dir()):
-        raise ConfigurationError(f"--sysroot {path}: expected a file or a folder.")
-    read_machine(path)  # each check reads it again, so it cannot be a pipe
-
-
-def _read_record(file: Path) -> Mapping[str, Any]:
-    import yaml
-
-    try:
-        record = yaml.load(
-            file.read_text(errors="replace"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        )
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigurationError(
-            f"--sysroot {file}: cannot be read ({' '.join(str(error).split())})."
-        ) from error
-    if not isinstance(record, Mapping):
-        raise ConfigurationError(
-            f"--sysroot {file}: expected a table with some of {', '.join(sorted(_KEYS))}."
-        )
-    unknown = sorted(str(key) for key in set(record) - _KEYS)
-    if unknown:
-        raise ConfigurationError(
-            f"--sysroot {file}: {', '.join(unknown)}: expected some of {', '.join(sorted(_KEYS))}."
-        )
+def read_record(path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    assert not set(record) - _KEYS, f"{path}: expected some of {sorted(_KEYS)}"
     return record
+
+
+def run_check(name: str, machine: Machine, options: CheckOptions) -> CheckResult:
+    """Run a check in this process and return its result."""
+    began = time.monotonic()
+    findings = tuple(found_by(load_check(name), machine, options))
+    return CheckResult(name, findings, time.monotonic() - began)
 
 
 def _mapping(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -177,13 +145,13 @@ def _mapping(record: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def _python(given: Mapping[str, Any], packages: Mapping[str, Any]) -> Python:
     version = str(given.get("version", "3.11.7"))
     short = ".".join(version.split(".")[:2])
+    # Those of the record lie in one folder, but for those that it names.
+    folder = f"/opt/venv/lib/python{short}/site-packages"
     return Python(
         executable=str(given.get("executable", "/opt/venv/bin/python")),
         version=version,
-        include=str(given.get("include", f"/usr/include/python{short}")),
-        site_packages=str(given.get("site_packages", f"/opt/venv/lib/python{short}/site-packages")),
         packages={name: str(version) for name, version in packages.items()},
-        folders={name: str(folder) for name, folder in _mapping(given, "folders").items()},
+        folders={**dict.fromkeys(packages, folder), **_mapping(given, "folders")},
     )
 
 
@@ -200,7 +168,6 @@ def _limits(given: Mapping[str, Any]) -> Limits:
         host_memory=host_memory,
         open_files=given.get("open_files", 65536),
         shared_memory=None if shared is None else int(float(shared) * _GIB),
-        locked_memory=given.get("locked_memory"),
     )
 
 

@@ -1,0 +1,334 @@
+"""CUDA on this machine: what torch was built for, the driver and its GPUs, toolkits, and compilers for these."""
+
+from __future__ import annotations
+
+import csv
+import posixpath
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from lightning_lockstep._text import exit_in_words, first_line
+from lightning_lockstep.doctor.machine import (
+    Machine,
+    Probed,
+    has_dnf,
+    major,
+    pci_devices,
+    release,
+    short,
+    system_install,
+)
+
+# -- What the installed torch was built for, without importing it where that can be read --
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    version: str  # empty where it is not installed
+    cuda: str  # CUDA that it was built with, such as ``12.8``; empty without
+    is_rocm: bool
+    is_known: bool  # its files name what it was built for
+
+
+def torch_build(machine: Machine) -> TorchBuild:
+    """Return what is known of torch from its files."""
+    folder = machine.python.folders.get("torch", "")
+    text = machine.read_text(f"{folder}/torch/version.py") or ""
+    version = _assigned(text, "__version__") or machine.python.packages.get("torch", "")
+    cuda = _assigned(text, "cuda")
+    if not cuda and (match := re.search(r"\+cu(\d+)(\d)\b", version)):
+        cuda = f"{match[1]}.{match[2]}"
+    is_rocm = bool(_assigned(text, "hip")) or "+rocm" in version
+    # The version of metadata has no local part where torch comes from PyPI, and then does not name CUDA.
+    return TorchBuild(version, cuda, is_rocm, is_known=bool(text) or "+" in version)
+
+
+def _assigned(text: str, name: str) -> str:
+    match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"\n]*)['\"]", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+# -- NVIDIA's driver and GPUs, as nvidia-smi shows them --
+
+_FIELDS = (
+    "index",
+    "name",
+    "memory.total",
+    "compute_cap",
+    "clocks.max.sm",
+    "pcie.link.gen.max",
+    "pcie.link.width.max",
+    "pcie.link.width.current",
+    "pci.bus_id",
+)
+# What an old driver knows too.
+_FEW_FIELDS = ("index", "name", "memory.total")
+_NVIDIA, _DISPLAYS = "0x10de", "0x03"
+_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class Driver:
+    program: str | None  # nvidia-smi, None if it was not found
+    has_hardware: bool  # an NVIDIA GPU is plugged in, whether or not there is a driver
+    version: str = ""  # such as ``570.86.15``, empty if unknown
+    cuda: str = ""  # newest CUDA that it can run, such as ``12.8``, empty if unknown
+    error: str = ""  # of nvidia-smi if it cannot reach the driver
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    name: str
+    memory: int  # in all [MiB]; 0 if unknown
+    capability: tuple[int, ...]  # such as ``(8, 6)``; empty if unknown
+    clock: int  # the highest [MHz]; 0 if unknown
+    link: str  # PCIe generation and lanes that it could have, such as ``4x16``; empty if unknown
+    lanes: int  # of PCIe, now; 0 if unknown
+    bus_id: str  # such as ``00000000:3b:00.0``
+
+
+def find_driver(machine: Machine) -> Driver:
+    program = _nvidia_smi(machine)
+    kinds = [(machine.read_text(f"{folder}/class") or "").strip() for folder in pci_devices(machine, _NVIDIA)]
+    has_hardware = any(kind.startswith(_DISPLAYS) for kind in kinds)
+    if program is None:
+        loaded = machine.read_text("/proc/driver/nvidia/version") or ""
+        return Driver(None, has_hardware, _found(r"Kernel Module\D*([\d.]+)", loaded))
+    done = machine.run([program])
+    version = _found(r"Driver Version:\s*([\d.]+)", done.output)
+    error = ""
+    if not done.succeeded or not version:
+        how = "it did not answer in time" if done.timed_out else exit_in_words(done.returncode)
+        error = " ".join(f"{done.output} {done.error}".split())[:_SHOWN] or f"{how}, no output"
+    return Driver(program, has_hardware, version, _found(r"CUDA Version:\s*([\d.]+)", done.output), error)
+
+
+def find_gpus(machine: Machine) -> list[Gpu]:
+    """Return the GPUs that nvidia-smi lists, none if it cannot."""
+    if (program := _nvidia_smi(machine)) is not None:
+        for fields in (_FIELDS, _FEW_FIELDS):
+            done = machine.run([program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"])
+            if done.succeeded and (found := _gpus(done.output, fields)):
+                return found
+    return []
+
+
+def with_capabilities(gpus: Sequence[Gpu], probed: Probed) -> list[Gpu]:
+    """Return GPUs with the compute capabilities that torch knows, where nvidia-smi is too old to list them."""
+    known = [
+        device.get("capability") for device in probed.tables("devices")
+    ]  # of the probe ``torch_devices``
+    if len(known) != len(gpus):
+        return list(gpus)
+    return [
+        replace(gpu, capability=tuple(pair))
+        if not gpu.capability and isinstance(pair, list) and [type(part) for part in pair] == [int, int]
+        else gpu
+        for gpu, pair in zip(gpus, known, strict=True)
+    ]
+
+
+def architectures(found: Sequence[Gpu]) -> str:
+    """Return ``TORCH_CUDA_ARCH_LIST`` for some GPUs, such as ``8.6;9.0``; empty if none is known."""
+    return ";".join(".".join(map(str, kind)) for kind in sorted({gpu.capability for gpu in found}) if kind)
+
+
+def _nvidia_smi(machine: Machine) -> str | None:
+    # In WSL it is not on PATH everywhere.
+    return machine.which("nvidia-smi") or machine.which("/usr/lib/wsl/lib/nvidia-smi")
+
+
+def _gpus(output: str, fields: Sequence[str]) -> list[Gpu]:
+    rows = []
+    for cells in csv.reader(output.replace("\0", "").splitlines()):
+        values = dict(zip(fields, (cell.strip() for cell in cells), strict=False))
+        if len(values) == len(fields) and values["index"].isascii() and values["index"].isdigit():
+            rows.append(_gpu(values))
+    return rows
+
+
+def _gpu(values: dict[str, str]) -> Gpu:
+    generation, lanes = values.get("pcie.link.gen.max", ""), values.get("pcie.link.width.max", "")
+    capability = release(values.get("compute_cap"))
+    return Gpu(
+        index=major(values["index"]),
+        name=values["name"],
+        memory=major(values["memory.total"]),
+        capability=capability if len(capability) == 2 else (),
+        clock=major(values.get("clocks.max.sm")),
+        link=f"{generation}x{lanes}" if major(generation) and major(lanes) else "",
+        lanes=major(values.get("pcie.link.width.current")),
+        bus_id=values.get("pci.bus_id", ""),
+    )
+
+
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1] if match else ""
+
+
+# -- CUDA toolkits of a machine: all of them, and which one its variables find --
+
+_PLACES = ("/usr/local/cuda*", "/opt/cuda*", "/opt/nvidia/hpc_sdk/*/*/cuda/*", "/usr/lib/cuda")
+_VARIABLES = ("CUDA_HOME", "CUDA_PATH", "CONDA_PREFIX")
+_LIBRARY_FOLDERS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+# First CUDA 12 or 13 whose nvcc compiles for a compute capability, where not all of them do; and the oldest
+# capability that each major version still compiles for.
+FIRST_COMPILING = {(10, 0): (12, 8), (10, 3): (12, 9), (11, 0): (13, 0), (12, 0): (12, 8), (12, 1): (12, 9)}
+OLDEST_CAPABILITY = {12: (5, 0), 13: (7, 5)}
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    root: str  # with links followed
+    version: str  # such as ``12.8.1``; empty if its compiler reports none
+    libraries: str | None  # the folder that holds ``libcudart.so``, if one does
+
+    def __str__(self) -> str:
+        return f"{self.root} ({self.version or 'of unknown version'})"
+
+
+def find_toolkits(machine: Machine) -> list[Toolkit]:
+    """Return all toolkits that have a compiler, the newest first."""
+    roots = [path for place in _PLACES for path in machine.glob(place)]
+    roots += [path for name in _VARIABLES if (path := machine.environment.get(name, "")).startswith("/")]
+    found = {
+        root: _toolkit(machine, root, f"{root}/bin/nvcc")
+        for root in dict.fromkeys(map(machine.real_path, roots))
+        if machine.exists(f"{root}/bin/nvcc")
+    }
+    if (used := toolkit_in_use(machine)) is not None:
+        found.setdefault(used.root, used)
+    return sorted(found.values(), key=lambda toolkit: release(toolkit.version), reverse=True)
+
+
+def toolkit_in_use(machine: Machine) -> Toolkit | None:
+    """Return the toolkit that builds find, as torch looks for it: ``CUDA_HOME``, ``PATH``, then ``/usr/local/cuda``."""
+    home = machine.environment.get("CUDA_HOME") or machine.environment.get("CUDA_PATH")
+    if not home and (program := machine.which("nvcc")) is not None:
+        program = machine.real_path(program)
+        text = machine.read_text(program) or ""
+        # A script in the place of the compiler, as packages and modules put there, names the real one.
+        named = _found(r"(/[^\s\"']+)/bin/nvcc\b", text) if text.startswith("#!") else ""
+        root = named or posixpath.dirname(posixpath.dirname(program))
+        return _toolkit(machine, machine.real_path(root), program)
+    home = home or "/usr/local/cuda"
+    if not machine.exists(f"{home}/bin/nvcc"):
+        return None
+    root = machine.real_path(home)
+    return _toolkit(machine, root, f"{root}/bin/nvcc")
+
+
+def _toolkit(machine: Machine, root: str, nvcc: str) -> Toolkit:
+    described = machine.read_text(f"{root}/version.json") or ""  # absent before CUDA 11
+    version = _found(r'"cuda"\s*:\s*\{[^{}]*"version"\s*:\s*"(\d[\d.]*)"', described)
+    if not version:
+        printed = machine.run([nvcc, "--version"]).output
+        version = _found(r"\bV(\d+\.\d+\.\d+)", printed) or _found(r"release (\d+\.\d+)", printed)
+    folders = [f"{root}/{name}" for name in _LIBRARY_FOLDERS]
+    if root == "/usr":
+        folders += ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu"]
+    return Toolkit(root, version, next((folder for folder in folders if has_cudart(machine, folder)), None))
+
+
+def has_cudart(machine: Machine, folder: str) -> bool:
+    return bool(machine.glob(f"{folder.rstrip('/')}/libcudart.so*"))
+
+
+def exports(root: str, libraries: str | None = None) -> tuple[str, str]:
+    """Return the lines that put a toolkit in front of all others."""
+    libraries = libraries or f"{root}/lib64"
+    return (
+        f"export PATH={root}/bin:$PATH",
+        f"export LD_LIBRARY_PATH={libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}",
+    )
+
+
+def install_line(version: str, machine: Machine) -> str:
+    """Return the command that installs a toolkit."""
+    package = f"cuda-toolkit-{short(version).replace('.', '-')}"
+    return system_install(machine, package, package)
+
+
+# -- Host compilers: which one nvcc calls, and which are new enough, but not too new --
+
+# Newest major version of gcc that each CUDA accepts, from its installation guides; a later CUDA accepts at least that.
+_NEWEST_GCC = {
+    (9, 2): 7,
+    (10, 1): 8,
+    (11, 0): 9,
+    (11, 1): 10,
+    (11, 4): 11,
+    (12, 0): 12,
+    (12, 4): 13,
+    (12, 8): 14,
+    (13, 0): 15,
+}
+_PLACES_OF_GCC = ("/usr/bin/gcc-*", "/usr/local/bin/gcc-*", "/opt/rh/gcc-toolset-*/root/usr/bin/gcc")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    path: str
+    version: str  # such as ``13.3.0``; empty if it reports none
+    is_gcc: bool
+
+
+def newest_gcc(cuda: str) -> int | None:
+    """Return the newest major version of gcc that a CUDA accepts, ``None`` if that is not known."""
+    known = [newest for bound, newest in _NEWEST_GCC.items() if bound <= release(cuda)[:2]]
+    return max(known, default=None)
+
+
+def host_compiler(machine: Machine, toolkit: Toolkit, *, with_cc: bool = True) -> Compiler | None:
+    """Return the compiler that nvcc of a toolkit calls in builds of torch extensions, ``None`` if there is none."""
+    environment = machine.environment
+    # torch gives CC to nvcc before all else.
+    named = _words(environment.get("CC", ""))[:1] if with_cc else []
+    words = _words(environment.get("NVCC_PREPEND_FLAGS", ""))
+    named += [after for option, after in pairwise(words) if option in ("-ccbin", "--compiler-bindir")]
+    named += [word.partition("=")[2] for word in words if word.startswith(("-ccbin=", "--compiler-bindir="))]
+    named.append(environment.get("NVCC_CCBIN", ""))
+    beside = f"{toolkit.root}/bin/gcc"
+    named.append(beside if toolkit.root != "/usr" and machine.exists(beside) else "gcc")
+    path = machine.which(next(filter(None, named)))
+    if path is None:
+        return None
+    printed = machine.run([path, "--version"]).output
+    first = first_line(printed)
+    is_gcc = "clang" not in first and "Free Software Foundation" in printed
+    return Compiler(path, _found(r"\b(\d+\.\d+(?:\.\d+)?)\b", re.sub(r"\(.*?\)", "", first)), is_gcc)
+
+
+def lines_for_gcc(machine: Machine, toolkit: Toolkit, newest: int) -> tuple[str, ...]:
+    """Return the lines that give a toolkit a gcc of at most this major version, installed first if need be."""
+    found = {}
+    for path in (path for place in _PLACES_OF_GCC for path in machine.glob(place)):
+        version = major(_found(r"gcc-(?:toolset-)?(\d{1,3})(?:/root/usr/bin/gcc)?$", path))
+        if 0 < version <= newest:
+            found[version] = path
+    lines = []
+    if found:
+        gcc = found[max(found)]
+    else:
+        toolset = f"gcc-toolset-{newest}"
+        gcc = f"/opt/rh/{toolset}/root/usr/bin/gcc" if has_dnf(machine) else f"/usr/bin/gcc-{newest}"
+        lines.append(system_install(machine, f"gcc-{newest} g++-{newest}", f"{toolset}-gcc-c++"))
+    gxx = re.sub(r"gcc(-\d+)?$", r"g++\1", gcc)
+    if toolkit.root == "/usr":  # the system's own gcc stands there
+        return (*lines, f"export NVCC_PREPEND_FLAGS='-ccbin {gxx}'")
+    for name, path in (("gcc", gcc), ("g++", gxx)):
+        link = f"{toolkit.root}/bin/{name}"
+        lines.append(f"sudo ln -s{'f' if machine.exists(link) else ''} {path} {link}")
+    return (*lines, f"# without root, instead of the links: export NVCC_PREPEND_FLAGS='-ccbin {gxx}'")
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()
