@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_lockstep._text import size_in_words
 from lightning_lockstep.doctor.cuda import Gpu, find_gpus, torch_build
@@ -54,43 +53,47 @@ def check_devices(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         "GPUs", ", ".join(f"{gpu.index}: {gpu.name} ({size_in_words(gpu.memory * _MIB)})" for gpu in gpus)
     )
     yield from _ranks(machine, gpus)
-    measured = _measured(machine, gpus)
     if len(gpus) > 1:
         yield from _differences(gpus)
         yield _numa(machine, gpus)
     yield from _lanes(gpus)
-    yield from _speeds(gpus, measured)
-    if len(gpus) > 1:
-        yield from _balance(gpus, measured)
+    if torch_build(machine).cuda:
+        yield from _matrix_products(machine, gpus)
 
 
 def _differences(gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    kinds: tuple[tuple[str, Callable[[Gpu], Any], Callable[[Any], str], str], ...] = (
-        (
-            "memory",
-            lambda c: c.memory,
-            lambda v: size_in_words(v * _MIB),
-            "the smallest limits the batch of all ranks",
-        ),
-        (
-            "compute capability",
-            lambda c: c.capability,
-            lambda v: ".".join(map(str, v)),
-            "the oldest limits precision",
-        ),
-        ("clocks", lambda c: c.clock, lambda v: f"{v} MHz", "the slowest limits the speed of all ranks"),
-        ("link", lambda c: c.link, lambda v: f"PCIe {v}", "the slowest limits the all-reduce"),
+    clocks = [gpu.clock for gpu in gpus if gpu.clock]
+    newest = max(clocks, default=0)
+    are_alike = min(clocks, default=0) >= _ALIKE_CLOCKS * newest
+    yield from _compared(
+        "memory",
+        {gpu.index: size_in_words(gpu.memory * _MIB) for gpu in gpus if gpu.memory},
+        "the smallest limits the batch of all ranks",
     )
-    for subject, value_of, shown, what in kinds:
-        values = {gpu.index: value_of(gpu) for gpu in gpus if value_of(gpu)}
-        if not values:
-            continue
-        distinct = list(dict.fromkeys(values.values()))
-        if len(distinct) == 1 or (subject == "clocks" and min(distinct) >= _ALIKE_CLOCKS * max(distinct)):
-            yield ok(subject, f"{shown(distinct[0])} on each")
-        else:
-            listed = ", ".join(f"{index}: {shown(value)}" for index, value in values.items())
-            yield warning(subject, f"{listed}: {what}.")
+    yield from _compared(
+        "compute capability",
+        {gpu.index: ".".join(map(str, gpu.capability)) for gpu in gpus if gpu.capability},
+        "the oldest limits precision",
+    )
+    yield from _compared(
+        "clocks",
+        {gpu.index: f"{newest if are_alike else gpu.clock} MHz" for gpu in gpus if gpu.clock},
+        "the slowest limits the speed of all ranks",
+    )
+    yield from _compared(
+        "link",
+        {gpu.index: f"PCIe {gpu.link}" for gpu in gpus if gpu.link},
+        "the slowest limits the all-reduce",
+    )
+
+
+def _compared(subject: str, values: Mapping[int, str], what: str) -> Iterator[Finding]:
+    """Compare what is known of GPUs, by their numbers; ``what`` a difference means."""
+    if len(set(values.values())) == 1:
+        yield ok(subject, f"{next(iter(values.values()))} on each")
+    elif values:
+        listed = ", ".join(f"{index}: {value}" for index, value in values.items())
+        yield warning(subject, f"{listed}: {what}.")
 
 
 def _numa(machine: Machine, gpus: Sequence[Gpu]) -> Finding:
@@ -117,55 +120,37 @@ def _lanes(gpus: Sequence[Gpu]) -> Iterator[Finding]:
             )
 
 
-def _measured(machine: Machine, gpus: Sequence[Gpu]) -> list[Mapping[str, Any]]:
-    if not torch_build(machine).cuda:
-        return []
-    found = machine.probe("torch_devices", "--speed", timeout=50.0).facts.get("devices")
-    entries: list[Mapping[str, Any]] = (
-        [e for e in found if isinstance(e, dict)] if isinstance(found, list) else []
-    )
-    return entries if len(entries) == len(gpus) else []
-
-
-def _speeds(gpus: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    for gpu, entry in zip(gpus, measured, strict=False):
+def _matrix_products(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    """Compare how fast the GPUs multiply, and say which share of a batch each needs for all to be ready at once."""
+    subject = "matrix product"
+    measured = machine.probe("torch_devices", "--speed", timeout=50.0).tables("devices")
+    if len(measured) != len(gpus):
+        return
+    speeds: dict[int, float] = {}
+    for gpu, entry in zip(gpus, measured, strict=True):
+        speed = entry.get("speed")
         if "error" in entry:
             evidence = f"GPU {gpu.index} cannot multiply two matrices: {entry['error']}"
-            yield problem(
-                "matrix product", evidence, f"nvidia-smi -i {gpu.index}  # lists the processes that use it"
-            )
-    speeds = _speed_of_each(gpus, measured)
+            fix = f"nvidia-smi -i {gpu.index}  # lists the processes that use it"
+            yield problem(subject, evidence, fix)
+        elif isinstance(speed, (int, float)) and 0 < speed < 1e18:
+            speeds[gpu.index] = speed
     if not speeds:
         return
     listed = ", ".join(f"{index}: {speed / 1e12:.1f} TFLOP/s" for index, speed in speeds.items())
     slowest = min(speeds, key=lambda index: speeds[index])
-    if speeds[slowest] < _ALIKE_SPEED * max(speeds.values()):
-        yield warning(
-            "matrix product",
-            f"{listed}. GPU {slowest} is the slowest, and all ranks wait for it.",
-            f"nvidia-smi -i {slowest} -q -d TEMPERATURE,POWER,CLOCK,PERFORMANCE",
-        )
-    else:
-        yield ok("matrix product", listed)
-
-
-def _speed_of_each(gpus: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    pairs = zip(gpus, measured, strict=False)
-    return {
-        gpu.index: float(entry["speed"])
-        for gpu, entry in pairs
-        if isinstance(entry.get("speed"), (int, float)) and 0 < entry["speed"] < 1e18
-    }
-
-
-def _balance(gpus: Sequence[Gpu], measured: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Say which share of a batch each GPU would need for all to be ready at once."""
-    speeds = _speed_of_each(gpus, measured)
-    if len(speeds) < len(gpus) or min(speeds.values()) >= _ALIKE_SPEED * max(speeds.values()):
+    if speeds[slowest] >= _ALIKE_SPEED * max(speeds.values()):
+        yield ok(subject, listed)
         return
-    total = sum(speeds.values())
-    weights = ", ".join(f"{index}: {speed / total:.2f}" for index, speed in speeds.items())
-    yield ok("batch weights", f"parts of a global batch with which all would be ready at once: {weights}")
+    yield warning(
+        subject,
+        f"{listed}. GPU {slowest} is the slowest, and all ranks wait for it.",
+        f"nvidia-smi -i {slowest} -q -d TEMPERATURE,POWER,CLOCK,PERFORMANCE",
+    )
+    if len(speeds) == len(gpus):
+        total = sum(speeds.values())
+        weights = ", ".join(f"{index}: {speed / total:.2f}" for index, speed in speeds.items())
+        yield ok("batch weights", f"parts of a global batch with which all would be ready at once: {weights}")
 
 
 def _ranks(machine: Machine, gpus: Sequence[Gpu]) -> Iterator[Finding]:

@@ -10,7 +10,8 @@ import re
 import shlex
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -58,31 +59,24 @@ class RunFolder:
         self.unreadable: list[str] = []  # records that were asked for and could not be read
 
     @property
-    def exists(self) -> bool:
-        return self._machine.exists(self._path)
-
-    @property
     def is_of_a_run(self) -> bool:
         """Whether it contains a file of a run."""
         return any(self.has(mark) for mark in _MARKS)
 
     def runs_below(self) -> list[RunFolder]:
-        """Return the run folders in it, such as those of the jobs of a sweep."""
-        below = [
-            RunFolder(self._machine, str(PurePath(self.given, PurePath(p).name))) for p in self.glob("*")
-        ]
-        return sorted(
-            (folder for folder in below if folder.is_of_a_run),
-            key=lambda folder: (len(PurePath(folder.given).name), folder.given),
-        )
+        """Return the run folders in it, such as those of the jobs of a sweep, in the order of their numbers."""
+        below = [RunFolder(self._machine, str(PurePath(self.given, name))) for name in self.glob("*")]
+        found = (folder for folder in below if folder.is_of_a_run)
+        return sorted(found, key=lambda folder: (len(folder.given), folder.given))
 
-    def has(self, name: str) -> bool:
+    def has(self, name: str = "") -> bool:
         return self._machine.exists(f"{self._path}/{name}")
 
     def glob(self, *patterns: str) -> list[str]:
         """Return the names that match, relative to the folder, whatever characters its own name has."""
-        found = [self._machine.glob(f"{glob.escape(self._path)}/{pattern}") for pattern in patterns]
-        return [str(PurePath(path).relative_to(self._path)) for paths in found for path in paths]
+        below = glob.escape(self._path)
+        found = [path for pattern in patterns for path in self._machine.glob(f"{below}/{pattern}")]
+        return [str(PurePath(path).relative_to(self._path)) for path in found]
 
     def text(self, name: str) -> str:
         """Return what a file holds, the empty string where there is none."""
@@ -161,6 +155,13 @@ _WHO_KILLED = (
     "sudo dmesg -T | grep -i -E 'out of memory|oom'",
     "sacct -j JOB --format=JobID,State,ExitCode,ReqMem,MaxRSS,Elapsed,Timelimit",
 )
+_SMALLER_BATCH = (
+    "# the largest size that fits, the same on all ranks:",
+    "lockstep-train callbacks=auto_batch_size ...",
+    "# or split a batch that does not fit, and continue:",
+    "lockstep-train callbacks=auto_batch_size callbacks.auto_batch_size.on_oom=split ...",
+)
+_FIND_OVERFLOW = "lockstep-train debug=overflow ...  # which module, rank and batch"
 _LISTED = 8  # jobs of a sweep that are named
 _LONGEST = 700  # of a text that is quoted [characters]
 _QUIET = 120.0  # a folder that was written to since may be that of a run at work [s]
@@ -174,35 +175,30 @@ def run(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
             "run folder", "none was given, as in: lockstep-doctor run outputs/train/2025-01-31_12-00-00"
         )
     for given in options.folders:
-        yield from _folder(RunFolder(machine, given))
+        for found in _folder(RunFolder(machine, given)):
+            yield replace(found, evidence=f"{given}: {found.evidence}")
 
 
-def _folder(folder: RunFolder) -> Iterator[Finding]:
-    if not folder.exists:
-        evidence = f"{folder.given}: there is no such folder"
-        yield problem("run folder", evidence, "ls -d outputs/*/* multirun/*/*/*")
-    elif folder.is_of_a_run:
-        yield from _run(folder)
-    elif below := folder.runs_below():
-        yield _runs_below(folder, below)
-    else:
-        evidence = (
-            f"{folder.given}: it contains no file of a run (.hydra, summary.json, failure.json, checkpoints)"
-        )
-        yield problem("run folder", evidence, "ls -d outputs/*/* multirun/*/*/*")
-
-
-def _runs_below(folder: RunFolder, below: Sequence[RunFolder]) -> Finding:
+def _folder(folder: RunFolder) -> Iterable[Finding]:
+    what, search = "run folder", "ls -d outputs/*/* multirun/*/*/*"
+    if not folder.has():
+        return [problem(what, "there is no such folder", search)]
+    if folder.is_of_a_run:
+        return _run(folder)
+    below = folder.runs_below()
+    if not below:
+        evidence = "it contains no file of a run (.hydra, summary.json, failure.json, checkpoints)"
+        return [problem(what, evidence, search)]
     open_ones = [run for run in below if not run.has("summary.json")]
     failed = [run for run in open_ones if run.has("failure.json") or run.has("guard-report.json")]
     if not open_ones:
-        return ok("run folder", f"{folder.given}: {len(below)} run folders below it, each with a summary")
-    return (problem if failed else warning)(
-        "run folder",
-        f"{folder.given}: {len(below)} run folders below it, as a sweep has; {len(failed)} failed,"
-        f" {len(open_ones) - len(failed)} without a summary",
-        " ".join(["lockstep-doctor run", *(run.shown() for run in (failed or open_ones)[:_LISTED])]),
+        return [ok(what, f"{len(below)} run folders below it, each with a summary")]
+    evidence = (
+        f"{len(below)} run folders below it, as a sweep has; {len(failed)} failed,"
+        f" {len(open_ones) - len(failed)} without a summary"
     )
+    listed = " ".join(run.shown() for run in (failed or open_ones)[:_LISTED])
+    return [(problem if failed else warning)(what, evidence, f"lockstep-doctor run {listed}")]
 
 
 def _run(folder: RunFolder) -> Iterator[Finding]:
@@ -211,15 +207,13 @@ def _run(folder: RunFolder) -> Iterator[Finding]:
     if failure is not None and folder.is_of_earlier_attempt("failure.json"):
         failure = None
     if summary is not None and failure is not None:
-        if folder.age("failure.json") < folder.age("summary.json"):
-            summary = None
-        else:
-            failure = None
+        is_newer = folder.age("failure.json") < folder.age("summary.json")
+        summary, failure = (None, failure) if is_newer else (summary, None)
     found = [*_guard(folder), *_overflow(folder)]
     if summary is not None:
-        found += _finished(summary, folder)
+        found += _finished(summary)
     elif failure is not None and not _has_problem(found):
-        found += _failed(failure, folder)
+        found.append(_failed(failure, folder))
     found += [*_batch_size(folder), *_metrics(folder)]
     found += _unreadable(folder, is_needed=summary is None and not _has_problem(found))
     if summary is None and failure is None and not _has_problem(found):
@@ -237,7 +231,7 @@ def _unreadable(folder: RunFolder, *, is_needed: bool) -> Iterator[Finding]:
     for name in dict.fromkeys(folder.unreadable):
         yield (problem if is_needed else warning)(
             "records",
-            f"{folder.given}: {name} cannot be read: its writer was killed, or the disk was full",
+            f"{name} cannot be read: its writer was killed, or the disk was full",
             f"tail -c 500 {folder.shown(name)}; df -h {folder.shown()}",
         )
 
@@ -247,49 +241,42 @@ def _guard(folder: RunFolder) -> Iterator[Finding]:
     report = folder.record(name)
     if report is None:
         return
+    subject = "collective guard"
     if folder.has("summary.json") and folder.age(name) > folder.age("summary.json"):
-        yield not_applicable(
-            "collective guard",
-            f"{folder.given}: {name} is older than the summary: of an earlier attempt, or of a wait that has ended",
-        )
+        evidence = f"{name} is older than the summary: of an earlier attempt, or of a wait that has ended"
+        yield not_applicable(subject, evidence)
         return
-    text = str(report.get("text", ""))
-    mismatch = report.get("error") == "CollectiveMismatchError"
-    what = "the ranks called different collectives" if mismatch else "a collective did not complete"
+    what, then = "a collective did not complete", ("# and the network itself:", "lockstep-doctor network")
+    if report.get("error") == "CollectiveMismatchError":
+        what = "the ranks called different collectives"
+        then = (
+            "# the same run with each collective compared before it is called:",
+            "lockstep-train debug=collectives ...",
+        )
+    evidence = f"{what}. {_quoted(str(report.get('text', '')).partition('Stack of')[0])}"
     yield problem(
-        "collective guard",
-        f"{folder.given}: {what}. {_quoted(text.partition('Stack of')[0])}",
-        f"less {folder.shown(name)}  # where each rank was, with its stack",
-        "# the same run with each collective compared before it is called:"
-        if mismatch
-        else "# and the network itself:",
-        "lockstep-train debug=collectives ..." if mismatch else "lockstep-doctor network",
+        subject, evidence, f"less {folder.shown(name)}  # where each rank was, with its stack", *then
     )
 
 
 def _overflow(folder: RunFolder) -> Iterator[Finding]:
     for name in _reports(folder):
-        report = folder.record(name)
-        ranks = report.get("ranks") if report is not None else None
+        ranks = (folder.record(name) or {}).get("ranks")
         if not isinstance(ranks, list):
             continue
-        with_producer = [rank for rank in ranks if isinstance(rank, dict) and _producer(rank)]
+        with_producer = [rank for rank in map(_table, ranks) if _producer(rank)]
         text = folder.shown(str(PurePath(name).with_suffix(".txt")))
         if not with_producer:
-            evidence = f"{folder.given}: nan or inf, but no module was found that made it: see {text}"
+            evidence = f"nan or inf, but no module was found that made it: see {text}"
             yield problem("overflow", evidence, f"less {text}")
             continue
         first = with_producer[0]
-        remedy = first.get("remedy")
-        remedy = remedy if isinstance(remedy, dict) else {}
-        advice = f". {_quoted(str(remedy['text']))}" if remedy.get("text") else ""
+        producer, remedy = _producer(first), _table(first.get("remedy"))
         where = f"rank {first.get('rank')}, batch {first.get('batch_number', '?')}"
-        yield problem(
-            "overflow",
-            f"{folder.given}: {_origin(_producer(first))} ({where}); the frames before it are in {text}{advice}",
-            f"less {text}",
-            *_against_overflow(_producer(first), remedy),
-        )
+        evidence = f"{_origin(producer)} ({where}); the frames before it are in {text}"
+        if remedy.get("text"):
+            evidence += f". {_quoted(str(remedy['text']))}"
+        yield problem("overflow", evidence, f"less {text}", *_against_overflow(producer, remedy))
 
 
 def _origin(producer: Mapping[str, Any]) -> str:
@@ -326,50 +313,34 @@ def _reports(folder: RunFolder) -> list[str]:
 
 
 def _producer(rank: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name in ("producer", "backward_producer"):
-        found = rank.get(name)
-        if isinstance(found, dict):
-            return found
-    return {}
+    return _table(rank.get("producer")) or _table(rank.get("backward_producer"))
 
 
-def _failed(failure: Mapping[str, Any], folder: RunFolder) -> Iterator[Finding]:
+def _failed(failure: Mapping[str, Any], folder: RunFolder) -> Finding:
     summary = str(failure.get("summary", "of unknown cause"))
-    where = failure.get("where") if isinstance(failure.get("where"), dict) else {}
-    place = "".join(f", {key} {value}" for key, value in dict(where or {}).items())
+    place = "".join(f", {key} {value}" for key, value in _table(failure.get("where")).items())
     who = f"rank {failure.get('rank')} of {failure.get('world_size')} on {failure.get('host')}{place}"
-    evidence = f"{folder.given}: {who}: {_quoted(summary)}"
+    evidence = f"{who}: {_quoted(summary)}"
     if failure.get("kind") == "interrupt":
-        yield ok("run", f"{folder.given}: interrupted by Ctrl-C, on {who}")
-    elif "SIGKILL" in summary:
+        return ok("run", f"interrupted by Ctrl-C, on {who}")
+    if "SIGKILL" in summary:
         evidence += ". The kernel (out of memory), a scheduler (at a limit) or a user killed it"
-        yield problem("killed", evidence, *_WHO_KILLED)
-    elif any(word in summary for word in _OUT_OF_MEMORY):
-        yield problem(
-            "out of memory",
-            evidence,
-            "# the largest size that fits, the same on all ranks:",
-            "lockstep-train callbacks=auto_batch_size ...",
-            "# or split a batch that does not fit, and continue:",
-            "lockstep-train callbacks=auto_batch_size callbacks.auto_batch_size.on_oom=split ...",
-        )
-    else:
-        yield problem("failure", evidence, f"less {folder.shown('failure.json')}  # with its traceback")
+        return problem("killed", evidence, *_WHO_KILLED)
+    if any(word in summary for word in _OUT_OF_MEMORY):
+        return problem("out of memory", evidence, *_SMALLER_BATCH)
+    return problem("failure", evidence, f"less {folder.shown('failure.json')}  # with its traceback")
 
 
-def _finished(summary: Mapping[str, Any], folder: RunFolder) -> Iterator[Finding]:
-    metrics = summary.get("metrics")
-    metrics = metrics if isinstance(metrics, dict) else {}
-    shown = ", ".join(f"{name} {_short(value)}" for name, value in list(metrics.items())[:4])
-    steps, ranks = summary.get("steps"), summary.get("ranks")
-    yield ok("run", f"{folder.given}: it finished: {steps} steps on {_count(ranks, 'rank')}; {shown}")
+def _finished(summary: Mapping[str, Any]) -> Iterator[Finding]:
+    metrics = _table(summary.get("metrics"))
+    shown = ", ".join(
+        f"{name} {f'{value:.4g}' if isinstance(value, float) else value}"
+        for name, value in list(metrics.items())[:4]
+    )
+    yield ok("run", f"it finished: {summary.get('steps')} steps on {_ranks(summary)}; {shown}")
     bad = [name for name, value in metrics.items() if not _is_finite(value)]
     if bad:
-        yield problem(
-            "metrics",
-            f"{folder.given}: {', '.join(bad)} is not finite",
-            "lockstep-train debug=overflow ...  # which module, rank, batch",
-        )
+        yield problem("metrics", f"{', '.join(bad)} is not finite", _FIND_OVERFLOW)
 
 
 def _batch_size(folder: RunFolder) -> Iterator[Finding]:
@@ -379,8 +350,8 @@ def _batch_size(folder: RunFolder) -> Iterator[Finding]:
         count = len(trials) if isinstance(trials, list) else "?"
         yield ok(
             "batch size",
-            f"{folder.given}: {result.get('size')} per rank x {result.get('accumulate')} accumulated x"
-            f" {_count(result.get('ranks'), 'rank')}, after {count} trials ({result.get('reason')})",
+            f"{result.get('size')} per rank x {result.get('accumulate')} accumulated x {_ranks(result)}, after"
+            f" {count} trials ({result.get('reason')})",
         )
 
 
@@ -390,60 +361,50 @@ def _metrics(folder: RunFolder) -> Iterator[Finding]:
     if not logs or _reports(folder):
         return
     for row in csv.DictReader(folder.text(min(logs, key=folder.age)).replace("\0", "").splitlines()):
-        bad = [
-            name
-            for name, value in row.items()
-            if name and "loss" in name and isinstance(value, str) and value and not _is_finite(value)
-        ]
-        if bad:
-            yield problem(
-                "metrics",
-                f"{folder.given}: {bad[0]} is {row[bad[0]]} at step {row.get('step', '?')}; the overflow detector was"
-                " not active",
-                "lockstep-train debug=overflow ...  # which module, rank and batch",
-            )
-            return
+        for name, value in row.items():
+            if name and "loss" in name and value and not _is_finite(value):
+                evidence = (
+                    f"{name} is {value} at step {row.get('step', '?')}; the overflow detector was not active"
+                )
+                yield problem("metrics", evidence, _FIND_OVERFLOW)
+                return
 
 
 def _unknown(folder: RunFolder) -> Finding:
     newest = min(map(folder.age, folder.glob("*", "*/*", "*/*/*")), default=math.inf)
     if newest < _QUIET:
-        return ok(
-            "run",
-            f"{folder.given}: no summary yet, and it was written to {newest:.0f} s ago: it may still be running",
-        )
-    return warning(
-        "run",
-        f"{folder.given}: neither a summary nor a record of a failure: it was killed (memory, time limit, a lost"
-        " host), or ended before its first step",
-        *_WHO_KILLED,
+        evidence = f"no summary yet, and it was written to {newest:.0f} s ago: it may still be running"
+        return ok("run", evidence)
+    evidence = (
+        "neither a summary nor a record of a failure: it was killed (memory, time limit, a lost host), or ended"
+        " before its first step"
     )
+    return warning("run", evidence, *_WHO_KILLED)
 
 
 def _checkpoints(folder: RunFolder) -> Finding:
     found = folder.checkpoints()
     if not found:
-        return not_applicable(
-            "checkpoints", f"{folder.given}: no complete one was saved; the run must start from the beginning"
-        )
-    evidence = f"{folder.given}: {len(found)}, the newest is {found[0]}; the run can resume from it"
+        evidence = "no complete one was saved; the run must start from the beginning"
+        return not_applicable("checkpoints", evidence)
+    evidence = f"{len(found)}, the newest is {found[0]}; the run can resume from it"
     command = folder.resume_command(found[0])
     return Finding(Status.OK, "checkpoints", evidence, (command,) if command else ())
 
 
-def _count(number: object, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _table(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _ranks(record: Mapping[str, Any]) -> str:
+    return "1 rank" if record.get("ranks") == 1 else f"{record.get('ranks')} ranks"
 
 
 def _is_finite(value: object) -> bool:
     try:
         return math.isfinite(float(str(value)))
     except ValueError:
-        return str(value).strip("'\"").lower() not in ("nan", "inf", "-inf")
+        return True  # a text
 
 
 def _quoted(text: str) -> str:

@@ -157,7 +157,7 @@ def _mpi_types(machine: Machine, environ: Mapping[str, str], done: Completed) ->
         )
         return
     fitting = [kind for kind in offered if kind.startswith(wanted)]
-    default = environ.get("SLURM_MPI_TYPE") or _default_type(machine)
+    default = environ.get("SLURM_MPI_TYPE") or _configured(machine, "MpiDefault")
     if not fitting:
         yield problem(
             "MPI types",
@@ -184,10 +184,10 @@ def _types_in(output: str) -> list[str]:
     return [name for name in dict.fromkeys(found) if name != "none"]
 
 
-def _default_type(machine: Machine) -> str:
-    found = re.search(
-        r"^MpiDefault\s*=\s*(\S+)", machine.run(["scontrol", "show", "config"], _ASK).output, re.MULTILINE
-    )
+def _configured(machine: Machine, name: str) -> str:
+    """Return a setting of this Slurm, the empty string where it is not known."""
+    shown = machine.run(["scontrol", "show", "config"], _ASK).output
+    found = re.search(rf"^{name}\s*=\s*(\S+)", shown, re.MULTILINE)
     return found[1] if found else ""
 
 
@@ -203,18 +203,16 @@ def _time(machine: Machine, job: str) -> Iterator[Finding]:
     script = machine.run(["scontrol", "write", "batch_script", job, "-"], _ASK).output
     name, seconds = _signal(script, machine.environment)
     if name is None:
+        later = _configured(machine, "KillWait") or "30"
         yield warning(
             "time limit",
             f"{limit[1]}, and no --signal in the batch script: unless sbatch was given one, the tasks get SIGTERM at"
-            f" the limit, and SIGKILL {_kill_wait(machine)} s later, all the time for a checkpoint; it is not requeued",
+            f" the limit, and SIGKILL {later} s later, all the time for a checkpoint; it is not requeued",
             "#SBATCH --signal=USR1@120   # StopTogether then saves, and the job is requeued",
         )
-    elif name.removeprefix("B:") not in _SIGNALS or name.startswith("B:"):
-        reason = (
-            "it is sent to the batch script alone"
-            if name.startswith("B:")
-            else "StopTogether does not handle it"
-        )
+    elif name not in _SIGNALS:
+        is_of_script = name.startswith("B:")
+        reason = "it is sent to the batch script alone" if is_of_script else "StopTogether does not handle it"
         yield warning(
             "time limit", f"{limit[1]}, with --signal={name}: {reason}", "#SBATCH --signal=USR1@120"
         )
@@ -234,10 +232,3 @@ def _signal(script: str, environ: Mapping[str, str]) -> tuple[str | None, int]:
     text = given[-1] if given else environ.get("SBATCH_SIGNAL") or environ.get("SLURM_SIGNAL") or ""
     name, _, before = text.partition("@")
     return (name or None), int(before) if before.isdecimal() else 60
-
-
-def _kill_wait(machine: Machine) -> str:
-    found = re.search(
-        r"^KillWait\s*=\s*(\d+)", machine.run(["scontrol", "show", "config"], _ASK).output, re.MULTILINE
-    )
-    return found[1] if found else "30"

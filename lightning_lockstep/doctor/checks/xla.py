@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_lockstep.doctor.machine import Machine, pci_devices, release, short
+from lightning_lockstep.doctor.machine import Machine, pci_devices, short
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
     Finding,
@@ -55,7 +55,7 @@ def check_xla(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at torch-xla and its variables."""
     yield from _variables(machine)
     packages = machine.python.packages
-    xla, torch = packages.get("torch-xla"), packages.get("torch")
+    xla = packages.get("torch-xla")
     tpu = _tpu(machine)
     if xla is None and tpu:
         evidence = f"This host has a {tpu}, and torch-xla is not installed for this Python."
@@ -66,10 +66,6 @@ def check_xla(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
         )
     elif xla is None:
         yield not_applicable("torch-xla", "It is not installed, and this host has no TPU.")
-    elif release(xla)[:2] != release(torch)[:2]:
-        wanted = short(xla)
-        evidence = f"torch-xla {xla} is built for torch {wanted}, and torch is {torch or 'missing'}."
-        yield problem("torch-xla", evidence, f"pip install 'torch=={wanted}.*' 'torch-xla=={wanted}.*'")
     else:
         yield from _device(machine, tpu)
 
