@@ -37,19 +37,13 @@ _NEEDS = {
 }
 # Operations whose builds also link CUDA's libraries where torch has CUDA.
 _WITH_CUDA = ("cpu_adam", "cpu_adagrad", "cpu_lion")
-_PACKAGES = {
-    "python": ("python{version}-dev", "python{version}-devel"),
-    "openmp": ("g++", "gcc-c++"),
-    "aio": ("libaio-dev", "libaio-devel"),
-    "cudart": ("cuda-cudart-dev-{cuda}", "cuda-cudart-devel-{cuda}"),
-    "curand": ("libcurand-dev-{cuda}", "libcurand-devel-{cuda}"),
-}
-_LABELS = {
-    "python": "Python's headers",
-    "openmp": "OpenMP",
-    "aio": "libaio",
-    "cudart": "CUDA's cudart",
-    "curand": "CUDA's curand",
+# What is linked: its name, and the package that brings it to Debian and to Red Hat.
+_PARTS = {
+    "python": ("Python's headers", "python{version}-dev", "python{version}-devel"),
+    "openmp": ("OpenMP", "g++", "gcc-c++"),
+    "aio": ("libaio", "libaio-dev", "libaio-devel"),
+    "cudart": ("CUDA's cudart", "cuda-cudart-dev-{cuda}", "cuda-cudart-devel-{cuda}"),
+    "curand": ("CUDA's curand", "libcurand-dev-{cuda}", "libcurand-devel-{cuda}"),
 }
 _PREBUILT = {"cpu_adam": "DS_BUILD_CPU_ADAM", "async_io": "DS_BUILD_AIO", "fused_adam": "DS_BUILD_FUSED_ADAM"}
 
@@ -153,9 +147,10 @@ def _operations(
     versions = {"version": short(machine.python.version), "cuda": short(cuda).replace(".", "-")}
     for part in dict.fromkeys(part for lacking in lacks.values() for part in lacking):
         names = ", ".join(name for name, lacking in lacks.items() if part in lacking)
+        label, *packages = _PARTS[part]
         why = errors.get(part, "no toolkit is found")
-        evidence = f"{names} cannot be built, since a program with {_LABELS[part]} does not link: {why}"
-        fix = system_install(machine, *(name.format(**versions) for name in _PACKAGES[part]))
+        evidence = f"{names} cannot be built, since a program with {label} does not link: {why}"
+        fix = system_install(machine, *(name.format(**versions) for name in packages))
         if part in ("cudart", "curand") and toolkit is None:
             fix = install_line(cuda, machine)
         yield warning("operations", evidence, fix)

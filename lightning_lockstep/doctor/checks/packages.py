@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lightning_lockstep._text import size_in_words
-from lightning_lockstep.doctor.machine import Limits, Machine, release, short
+from lightning_lockstep.doctor.machine import Limits, Machine, major, release, short
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, check, ok, problem, warning
 
 _LIGHTNING = ("lightning", "pytorch-lightning")
+_LIGHTNINGS = ">=2.6,<2.7,!=2.6.2,!=2.6.3"
 _MALICIOUS = ((2, 6, 2), (2, 6, 3))
 _OLDEST_TORCH, _OLDEST_DEEPSPEED = (2, 9), (0, 19)
 _PYTHONS = ((3, 10), (3, 13))
@@ -32,11 +33,15 @@ def check_packages(machine: Machine, options: CheckOptions) -> Iterator[Finding]
     """Look at installed versions and at limits."""
     packages = machine.python.packages
     yield _python(machine.python.version)
-    yield from _torch(packages)
+    yield _torch(packages.get("torch"))
     yield from _lightning(packages)
     yield from _beside_torch(packages)
     yield from _cuda_libraries(packages)
-    yield from _limits(machine.limits, machine.environment)
+    limits = machine.limits
+    yield _memory(limits)
+    yield _cores(limits, machine.environment)
+    yield _open_files(limits.open_files)
+    yield _shared_memory(limits.shared_memory)
 
 
 def _python(version: str) -> Finding:
@@ -51,64 +56,55 @@ def _python(version: str) -> Finding:
     )
 
 
-def _torch(packages: Mapping[str, str]) -> Iterator[Finding]:
-    torch = packages.get("torch")
+def _torch(torch: str | None) -> Finding:
     if torch is None:
-        yield problem("torch", "It is not installed for this Python.", "pip install torch")
-    elif release(torch) < _OLDEST_TORCH:
-        yield problem("torch", f"{torch}; expected 2.9 or newer.", "pip install 'torch>=2.9'")
-    else:
-        yield ok("torch", torch)
+        return problem("torch", "It is not installed for this Python.", "pip install torch")
+    if release(torch) < _OLDEST_TORCH:
+        return problem("torch", f"{torch}; expected 2.9 or newer.", "pip install 'torch>=2.9'")
+    return ok("torch", torch)
 
 
 def _lightning(packages: Mapping[str, str]) -> Iterator[Finding]:
     found = {name: packages[name] for name in _LIGHTNING if name in packages}
-    malicious = [name for name, version in found.items() if release(version)[:3] in _MALICIOUS]
-    for name in malicious:
-        yield problem(
-            name,
-            f"{found[name]} is one of two malicious releases; it may have read passwords and keys of this account.",
-            f"pip uninstall -y {name}",
-            f"pip install --no-cache-dir '{name}>=2.6,<2.7,!=2.6.2,!=2.6.3'",
-            "# then change every password, key and token that this account could read",
-        )
     if not found:
-        yield problem(
-            "lightning", "It is not installed for this Python.", "pip install 'lightning>=2.6,<2.7'"
-        )
-    elif not malicious:
-        yield from _namespaces(found)
-
-
-def _namespaces(found: Mapping[str, str]) -> Iterator[Finding]:
+        evidence = "It is not installed for this Python."
+        yield problem("lightning", evidence, "pip install 'lightning>=2.6,<2.7'")
+    bad = []
     for name, version in found.items():
-        if release(version)[:2] != (2, 6):
-            fix = f"pip install '{name}>=2.6,<2.7,!=2.6.2,!=2.6.3'"
-            yield problem(name, f"{version}; expected 2.6.", fix)
-            return
-    versions = dict.fromkeys(found.values())
+        if release(version)[:3] in _MALICIOUS:
+            bad.append(name)
+            yield problem(
+                name,
+                f"{version} is one of two malicious releases; it may have read passwords and keys of this account.",
+                f"pip uninstall -y {name}",
+                f"pip install --no-cache-dir '{name}{_LIGHTNINGS}'",
+                "# then change every password, key and token that this account could read",
+            )
+        elif release(version)[:2] != (2, 6):
+            bad.append(name)
+            yield problem(name, f"{version}; expected 2.6.", f"pip install '{name}{_LIGHTNINGS}'")
+    if not found or bad:
+        return
     shown = ", ".join(f"{name} {version}" for name, version in found.items())
-    if len(versions) > 1:
-        newest = max(versions, key=release)
+    newest = max(found.values(), key=release)
+    if len(found) == 1:
+        yield ok("lightning", shown)
+    elif len(set(found.values())) == 1:
+        evidence = f"{shown}: of one version. Import from only one of them: their classes are distinct."
+        yield ok("two Lightnings", evidence)
+    else:
         yield warning(
             "two Lightnings",
             f"{shown}: two namespaces of different versions. Their classes are distinct, and objects of one are refused"
             " by the Trainer of the other.",
             f"pip install {' '.join(f'{name}=={newest}' for name in found)}",
         )
-    elif len(found) > 1:
-        yield ok(
-            "two Lightnings",
-            f"{shown}: of one version. Import from only one of them: their classes are distinct.",
-        )
-    else:
-        yield ok("lightning", shown)
 
 
 def _beside_torch(packages: Mapping[str, str]) -> Iterator[Finding]:
-    torch = packages.get("torch")
+    torch, numbers = packages.get("torch"), release(packages.get("torch"))
     xla, vision, deepspeed = (packages.get(name) for name in ("torch-xla", "torchvision", "deepspeed"))
-    if xla and torch and release(xla)[:2] != release(torch)[:2]:
+    if xla and torch and release(xla)[:2] != numbers[:2]:
         wanted = short(xla)
         yield problem(
             "torch-xla and torch",
@@ -118,94 +114,71 @@ def _beside_torch(packages: Mapping[str, str]) -> Iterator[Finding]:
         )
     elif xla and torch:
         yield ok("torch-xla and torch", f"torch-xla {xla} with torch {torch}")
-    fitting = _torchvision_for(torch)
-    if vision and fitting and release(vision)[:2] != fitting:
-        wanted = ".".join(map(str, fitting))
-        yield problem(
-            "torchvision and torch",
-            f"torchvision {vision} is not for torch {torch}: its operators are not found.",
-            f"pip install 'torchvision=={wanted}.*'",
-        )
+    if vision and len(numbers) > 1 and numbers[0] == 2:
+        wanted = f"0.{numbers[1] + _TORCHVISION_AHEAD}"
+        if short(vision) != wanted:
+            evidence = f"torchvision {vision} is not for torch {torch}: its operators are not found."
+            yield problem("torchvision and torch", evidence, f"pip install 'torchvision=={wanted}.*'")
     if deepspeed and release(deepspeed) < _OLDEST_DEEPSPEED:
         yield warning("deepspeed", f"{deepspeed}; expected 0.19 or newer.", "pip install 'deepspeed>=0.19'")
 
 
-def _torchvision_for(torch: str | None) -> tuple[int, int] | None:
-    match release(torch)[:2]:
-        case (2, minor):
-            return (0, minor + _TORCHVISION_AHEAD)
-    return None
-
-
 def _cuda_libraries(packages: Mapping[str, str]) -> Iterator[Finding]:
-    found = {name: version for name, version in packages.items() if name.startswith("nvidia-nccl-cu")}
+    found = sorted(name for name in packages if name.startswith("nvidia-nccl-cu"))
     if len(found) > 1 and "torch" in packages:
-        shown = ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
+        shown = ", ".join(f"{name} {packages[name]}" for name in found)
         yield warning(
             "NCCL",
             f"{shown}: libraries of several CUDA versions lie in the same folder, and the last one installed is used.",
-            f"pip uninstall -y {' '.join(sorted(found))}",
-            f"pip install torch=={packages.get('torch', '').partition('+')[0]}  # with the one that it needs",
+            f"pip uninstall -y {' '.join(found)}",
+            f"pip install torch=={packages['torch'].partition('+')[0]}  # with the one that it needs",
         )
-
-
-def _limits(limits: Limits, environment: Mapping[str, str]) -> Iterator[Finding]:
-    yield _memory(limits)
-    yield _cores(limits, environment)
-    yield _open_files(limits.open_files)
-    yield _shared_memory(limits.shared_memory)
 
 
 def _memory(limits: Limits) -> Finding:
     evidence = f"{size_in_words(limits.memory)} ({limits.memory_limited_by})"
     if limits.memory < limits.host_memory:
         evidence += f"; the host has {size_in_words(limits.host_memory)}, which tools like free show"
-    if limits.memory < _LITTLE_MEMORY:
-        return warning(
-            "memory limit",
-            f"{evidence}. Two ranks with torch take about 1 GiB before any model; what takes more is killed.",
-            "# ask for more: docker run --memory=16g ..., sbatch --mem=16G ...",
-        )
-    return ok("memory limit", evidence)
+    if limits.memory >= _LITTLE_MEMORY:
+        return ok("memory limit", evidence)
+    evidence += ". Two ranks with torch take about 1 GiB before any model; what takes more is killed."
+    return warning(
+        "memory limit", evidence, "# ask for more: docker run --memory=16g ..., sbatch --mem=16G ..."
+    )
 
 
 def _cores(limits: Limits, environment: Mapping[str, str]) -> Finding:
     evidence = f"{limits.cores} of {limits.host_cores} cores may be used"
-    threads = release(environment.get("OMP_NUM_THREADS"))
-    if threads and threads[0] > limits.cores:
-        return warning(
-            "CPU limit",
-            f"{evidence}, and OMP_NUM_THREADS={threads[0]}: threads wait for each other.",
-            "unset OMP_NUM_THREADS  # threads_per_rank='auto' counts the cores",
-        )
-    return ok("CPU limit", evidence)
+    threads = major(environment.get("OMP_NUM_THREADS"))
+    if threads <= limits.cores:
+        return ok("CPU limit", evidence)
+    evidence += f", and OMP_NUM_THREADS={threads}: threads wait for each other."
+    return warning("CPU limit", evidence, "unset OMP_NUM_THREADS  # threads_per_rank='auto' counts the cores")
 
 
 def _open_files(most: int | None) -> Finding:
+    subject, more = "open files", "ulimit -n 65536"
     if most is None:
-        return ok("open files", "no limit")
+        return ok(subject, "no limit")
+    evidence = f"at most {most} for each process"
     if most < _FEW_FILES:
-        return warning(
-            "open files",
-            f"at most {most} for each process: data loader workers and ranks fail with 'Too many open files'.",
-            "ulimit -n 65536",
-        )
-    more = "" if most >= _ENOUGH_FILES else "; after 'Too many open files' from data loaders: ulimit -n 65536"
-    return ok("open files", f"at most {most} for each process{more}")
+        evidence += ": data loader workers and ranks fail with 'Too many open files'."
+        return warning(subject, evidence, more)
+    if most < _ENOUGH_FILES:
+        evidence += f"; after 'Too many open files' from data loaders: {more}"
+    return ok(subject, evidence)
 
 
 def _shared_memory(size: int | None) -> Finding:
+    subject = "/dev/shm"
     if size is None:
-        return warning(
-            "/dev/shm",
-            "There is none: data loader workers, NCCL and gloo pass data through it.",
-            "# docker run --shm-size=8g ..., or: sudo mount -t tmpfs -o size=8g tmpfs /dev/shm",
-        )
+        evidence = "There is none: data loader workers, NCCL and gloo pass data through it."
+        fix = "# docker run --shm-size=8g ..., or: sudo mount -t tmpfs -o size=8g tmpfs /dev/shm"
+        return warning(subject, evidence, fix)
     evidence = size_in_words(size)
-    if size < _LITTLE_SHARED_MEMORY:
-        return warning(
-            "/dev/shm",
-            f"{evidence}: data loader workers and NCCL fail with 'Bus error' or 'No space left on device'.",
-            "# start the container with: docker run --shm-size=8g ...  (or --ipc=host)",
-        )
-    return ok("/dev/shm", evidence)
+    if size >= _LITTLE_SHARED_MEMORY:
+        return ok(subject, evidence)
+    evidence += ": data loader workers and NCCL fail with 'Bus error' or 'No space left on device'."
+    return warning(
+        subject, evidence, "# start the container with: docker run --shm-size=8g ...  (or --ipc=host)"
+    )

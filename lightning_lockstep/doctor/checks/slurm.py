@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from lightning_lockstep._system import Completed
+from lightning_lockstep._text import counted
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.registry import (
     CheckOptions,
@@ -27,10 +28,8 @@ signal before that leaves enough time to save one.
 """
 _ASK = 15.0  # longest wait for a command of Slurm [s]
 _SAVE = 60.0  # a signal that comes later before the limit leaves little time for a checkpoint [s]
-_NO_CLUSTER = (
-    "failed to fetch config",
-    "Could not establish a configuration source",
-)  # the error of srun without one
+# The error of srun without one.
+_NO_CLUSTER = ("failed to fetch config", "Could not establish a configuration source")
 _SIGNALS = ("TERM", "USR1", "SIGTERM", "SIGUSR1")  # what StopTogether watches
 # Which type of srun's --mpi makes ranks of an MPI: by the vendor that mpi4py reports, the best first.
 _PMI2 = ("pmi2", "pmix")
@@ -46,89 +45,76 @@ _TYPES = {"Open MPI": ("pmix",), "MPICH": _PMI2, "Intel MPI": _PMI2, "MVAPICH": 
 def slurm(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at the job, or at the cluster from a login node."""
     environ = machine.environment
-    job = environ.get("SLURM_JOB_ID")
-    if job is None and machine.which("srun") is None:
+    job, has_srun = environ.get("SLURM_JOB_ID"), machine.which("srun") is not None
+    if job is None and not has_srun:
         yield not_applicable("Slurm", "there is no srun here, and no job in the environment")
         return
-    step = find_slurm_step(environ)
-    listed = machine.run(["srun", "--mpi=list"], _ASK) if machine.which("srun") else Completed(127)
+    listed = machine.run(["srun", "--mpi=list"], _ASK) if has_srun else Completed(127)
     if job is None and any(text in listed.error for text in _NO_CLUSTER):
-        yield not_applicable(
-            "Slurm", "srun is installed, but this host belongs to no cluster: srun finds no slurm.conf"
-        )
+        evidence = "srun is installed, but this host belongs to no cluster: srun finds no slurm.conf"
+        yield not_applicable("Slurm", evidence)
         return
     if job is None:
-        yield ok(
-            "place", "a login node, or a node outside of any job: ranks start with sbatch, or srun in salloc"
-        )
+        evidence = "a login node, or a node outside of any job: ranks start with sbatch, or srun in salloc"
+        yield ok("place", evidence)
     else:
-        yield from _place(job, step, environ)
+        step = find_slurm_step(environ)
+        yield _place(job, step, environ)
         yield from _tasks(step, environ)
-    if machine.which("srun") is None:
-        yield problem(
-            "srun", "it is not in PATH of this node; ranks are started with it", "which -a srun sbatch"
-        )
+    if not has_srun:
+        evidence = "it is not in PATH of this node; ranks are started with it"
+        yield problem("srun", evidence, "which -a srun sbatch")
         return
-    yield from _mpi_types(machine, environ, listed)
+    yield _mpi_types(machine, listed)
     if job is not None:
-        yield from _time(machine, job)
+        yield _time(machine, job)
 
 
-def _place(job: str, step: SlurmStep | None, environ: Mapping[str, str]) -> Iterator[Finding]:
-    name = environ.get("SLURM_JOB_NAME", "")
+def _place(job: str, step: SlurmStep | None, environ: Mapping[str, str]) -> Finding:
+    subject, name = "place", environ.get("SLURM_JOB_NAME", "")
     if name in INTERACTIVE:
-        yield warning(
-            "place",
-            f"job {job} is called {name!r}, which Lightning takes for an interactive job: each task trains alone",
-            "salloc --job-name=train ...",
-        )
-    elif step is not None:
-        nodes = len(step.tasks_per_node)
-        yield ok("place", f"task {step.rank} of {step.size} in step {step.name}, on {_count(nodes, 'node')}")
-    else:
-        given, tasks = (environ.get(key, "1") for key in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS"))
-        size = f"{_count(given, 'node')}, {_count(tasks, 'task')}"
-        what = f"the batch script or shell of job {job} ({size}), not a task of srun"
-        if given == tasks == "1":
-            yield ok("place", f"{what}: one process can start the ranks of this node itself")
-        else:
-            yield problem(
-                "place",
-                f"{what}: a program started here runs once, on this node alone, and waits for the others. Put srun in"
-                " front of it",
-                "srun --kill-on-bad-exit lockstep-train strategy=ddp",
-            )
+        evidence = f"job {job} is called {name!r}, which Lightning takes for an interactive job:"
+        return warning(subject, f"{evidence} each task trains alone", "salloc --job-name=train ...")
+    if step is not None:
+        nodes = counted(len(step.tasks_per_node), "node")
+        return ok(subject, f"task {step.rank} of {step.size} in step {step.name}, on {nodes}")
+    nodes, tasks = (environ.get(key, "1") for key in ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS"))
+    size = f"{_count(nodes, 'node')}, {_count(tasks, 'task')}"
+    what = f"the batch script or shell of job {job} ({size}), not a task of srun"
+    if nodes == tasks == "1":
+        return ok(subject, f"{what}: one process can start the ranks of this node itself")
+    return problem(
+        subject,
+        f"{what}: a program started here runs once, on this node alone, and waits for the others. Put srun in front of"
+        " it",
+        "srun --kill-on-bad-exit lockstep-train strategy=ddp",
+    )
 
 
 def _tasks(step: SlurmStep | None, environ: Mapping[str, str]) -> Iterator[Finding]:
     counts = step.tasks_per_node if step is not None else counts_in(environ.get("SLURM_TASKS_PER_NODE", ""))
     if not counts:
         return
+    subject, tasks, devices = "tasks per node", counts[0], _devices(environ)
     if len(set(counts)) > 1:
-        yield problem(
-            "tasks per node",
-            f"the nodes have {'+'.join(map(str, counts))} tasks: every node needs the same number",
-            f"#SBATCH --nodes={len(counts)} --ntasks-per-node={max(counts)}",
-        )
-    devices = _devices(environ)
+        evidence = f"the nodes have {'+'.join(map(str, counts))} tasks: every node needs the same number"
+        yield problem(subject, evidence, f"#SBATCH --nodes={len(counts)} --ntasks-per-node={max(counts)}")
+    on = f"{tasks} on {counted(len(counts), 'node')}"
     if devices is None:
-        yield ok(
-            "tasks per node",
-            f"{counts[0]} on {_count(len(counts), 'node')}; Slurm has given the job no devices",
-        )
-    elif devices != counts[0]:
-        what = "the others are idle" if devices > counts[0] else "several ranks would share one"
-        yield (warning if devices > counts[0] else problem)(
-            "tasks per node",
-            f"{_count(counts[0], 'task')} on a node with {_count(devices, 'device')}: {what}. One task for each device",
+        yield ok(subject, f"{on}; Slurm has given the job no devices")
+    elif devices == tasks:
+        yield ok(subject, f"{on}, a device for each")
+    else:
+        what = "the others are idle" if devices > tasks else "several ranks would share one"
+        yield (warning if devices > tasks else problem)(
+            subject,
+            f"{counted(tasks, 'task')} on a node with {counted(devices, 'device')}: {what}. One task for each device",
             f"#SBATCH --ntasks-per-node={devices} --gpus-per-node={devices}",
         )
-    else:
-        yield ok("tasks per node", f"{counts[0]} on {_count(len(counts), 'node')}, a device for each")
 
 
-def _count(number: int | str, what: str) -> str:
-    return f"{number} {what}{'' if str(number) == '1' else 's'}"
+def _count(number: str, what: str) -> str:
+    return f"{number} {what}{'' if number == '1' else 's'}"
 
 
 def _devices(environ: Mapping[str, str]) -> int | None:
@@ -139,28 +125,24 @@ def _devices(environ: Mapping[str, str]) -> int | None:
     return len(listed.split(",")) if listed else None
 
 
-def _mpi_types(machine: Machine, environ: Mapping[str, str], done: Completed) -> Iterator[Finding]:
-    offered = _types_in(done.output + done.error)
+def _mpi_types(machine: Machine, done: Completed) -> Finding:
+    subject, offered = "MPI types", _types_in(done.output + done.error)
     if not offered:
         why = "srun --mpi=list gave no answer in time" if done.timed_out else "srun --mpi=list names none"
-        yield warning("MPI types", f"{why}: {(done.error or done.output).strip()[:200]}")
-        return
+        return warning(subject, f"{why}: {(done.error or done.output).strip()[:200]}")
     listed = f"this Slurm offers {', '.join(offered)}"
     if "mpi4py" not in machine.python.packages:
-        yield ok("MPI types", f"{listed}; mpi4py is not installed, and strategy=ddp needs none of them")
-        return
+        return ok(subject, f"{listed}; mpi4py is not installed, and strategy=ddp needs none of them")
     vendor = str(machine.probe("mpi_library").facts.get("vendor", ""))
     wanted = _TYPES.get(vendor)
     if wanted is None:
-        yield ok(
-            "MPI types", f"{listed}; which of them {vendor or 'the MPI of mpi4py'} supports is not known"
-        )
-        return
+        evidence = f"which of them {vendor or 'the MPI of mpi4py'} supports is not known"
+        return ok(subject, f"{listed}; {evidence}")
     fitting = [kind for kind in offered if kind.startswith(wanted)]
-    default = environ.get("SLURM_MPI_TYPE") or _configured(machine, "MpiDefault")
+    default = machine.environment.get("SLURM_MPI_TYPE") or _configured(machine, "MpiDefault")
     if not fitting:
-        yield problem(
-            "MPI types",
+        return problem(
+            subject,
             f"{listed}; {vendor}, which mpi4py loads, needs {' or '.join(wanted)}: under srun each rank would be rank 0"
             " of 1",
             "# in the batch script, without srun: mpirun starts the ranks on the nodes of the job",
@@ -168,14 +150,13 @@ def _mpi_types(machine: Machine, environ: Mapping[str, str], done: Completed) ->
             "# or the backend of torch, which needs no MPI:",
             "srun lockstep-train strategy=ddp",
         )
-    elif default not in fitting:
-        yield warning(
-            "MPI types",
-            f"{listed}, by default {default or 'none'}; {vendor}, which mpi4py loads, needs {fitting[0]}",
-            f"srun --mpi={fitting[0]} lockstep-train strategy=mpi",
-        )
-    else:
-        yield ok("MPI types", f"{listed}, by default {default}, which {vendor} supports")
+    if default in fitting:
+        return ok(subject, f"{listed}, by default {default}, which {vendor} supports")
+    return warning(
+        subject,
+        f"{listed}, by default {default or 'none'}; {vendor}, which mpi4py loads, needs {fitting[0]}",
+        f"srun --mpi={fitting[0]} lockstep-train strategy=mpi",
+    )
 
 
 def _types_in(output: str) -> list[str]:
@@ -191,39 +172,33 @@ def _configured(machine: Machine, name: str) -> str:
     return found[1] if found else ""
 
 
-def _time(machine: Machine, job: str) -> Iterator[Finding]:
+def _time(machine: Machine, job: str) -> Finding:
+    subject, fix = "time limit", "#SBATCH --signal=USR1@120"
     shown = machine.run(["scontrol", "show", "job", "--oneliner", job], _ASK).output
     limit = re.search(r"\bTimeLimit=(\S+)", shown)
     if limit is None:
-        yield warning("time limit", f"scontrol shows no time limit of job {job}")
-        return
+        return warning(subject, f"scontrol shows no time limit of job {job}")
     if limit[1] == "UNLIMITED":
-        yield ok("time limit", "none")
-        return
+        return ok(subject, "none")
     script = machine.run(["scontrol", "write", "batch_script", job, "-"], _ASK).output
     name, seconds = _signal(script, machine.environment)
     if name is None:
         later = _configured(machine, "KillWait") or "30"
-        yield warning(
-            "time limit",
+        return warning(
+            subject,
             f"{limit[1]}, and no --signal in the batch script: unless sbatch was given one, the tasks get SIGTERM at"
             f" the limit, and SIGKILL {later} s later, all the time for a checkpoint; it is not requeued",
-            "#SBATCH --signal=USR1@120   # StopTogether then saves, and the job is requeued",
+            f"{fix}   # StopTogether then saves, and the job is requeued",
         )
-    elif name not in _SIGNALS:
-        is_of_script = name.startswith("B:")
-        reason = "it is sent to the batch script alone" if is_of_script else "StopTogether does not handle it"
-        yield warning(
-            "time limit", f"{limit[1]}, with --signal={name}: {reason}", "#SBATCH --signal=USR1@120"
-        )
-    elif seconds < _SAVE:
-        yield warning(
-            "time limit",
-            f"{limit[1]}, with --signal={name} {seconds} s before it: the last batch and the checkpoint must fit in",
-            "#SBATCH --signal=USR1@120",
-        )
-    else:
-        yield ok("time limit", f"{limit[1]}; {name} comes {seconds} s before it, and StopTogether saves then")
+    evidence = f"{limit[1]}, with --signal={name}"
+    if name.startswith("B:"):
+        return warning(subject, f"{evidence}: it is sent to the batch script alone", fix)
+    if name not in _SIGNALS:
+        return warning(subject, f"{evidence}: StopTogether does not handle it", fix)
+    if seconds < _SAVE:
+        evidence += f" {seconds} s before it: the last batch and the checkpoint must fit in"
+        return warning(subject, evidence, fix)
+    return ok(subject, f"{limit[1]}; {name} comes {seconds} s before it, and StopTogether saves then")
 
 
 def _signal(script: str, environ: Mapping[str, str]) -> tuple[str | None, int]:

@@ -15,6 +15,7 @@ from lightning_lockstep.doctor.registry import (
     warning,
 )
 
+_XRT = ("XRT_TPU_CONFIG", "XRT_DEVICE_MAP", "XRT_WORKERS", "XRT_LOCAL_WORKER")
 _DEPRECATED = {
     "XLA_USE_BF16": "use precision=bf16-true",
     "XLA_DOWNCAST_BF16": "use precision=bf16-true and the strategy's downcast_bf16=true",
@@ -22,12 +23,10 @@ _DEPRECATED = {
     "XLA_USE_F16": "use precision=bf16-true",
     "XLA_DOWNCAST_FP16": "use precision=bf16-true and the strategy's downcast_bf16=true",
     "XLA_DOWNCAST_F16": "use precision=bf16-true and the strategy's downcast_bf16=true",
-    "XRT_TPU_CONFIG": "XRT was removed in torch-xla 2.0; use PJRT_DEVICE",
-    "XRT_DEVICE_MAP": "XRT was removed in torch-xla 2.0; use PJRT_DEVICE",
-    "XRT_WORKERS": "XRT was removed in torch-xla 2.0; use PJRT_DEVICE",
-    "XRT_LOCAL_WORKER": "XRT was removed in torch-xla 2.0; use PJRT_DEVICE",
+    **dict.fromkeys(_XRT, "XRT was removed in torch-xla 2.0; use PJRT_DEVICE"),
 }
 _NO = ("", "0", "false")
+_NOT_LOADED = ("undefined symbol", "cannot open shared object")
 # Google's other devices on the bus, such as the network card of its virtual machines, have the vendor too.
 _GOOGLE = "0x1ae0"
 _TPUS = {
@@ -53,36 +52,28 @@ _TPUS = {
 )
 def check_xla(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Look at torch-xla and its variables."""
-    yield from _variables(machine)
-    packages = machine.python.packages
-    xla = packages.get("torch-xla")
+    for name, instead in _DEPRECATED.items():
+        value = machine.environment.get(name, "")
+        if value.lower() not in _NO:
+            evidence = f"Set to {value!r}, which torch-xla has deprecated: {instead}."
+            yield warning(name, evidence, f"unset {name}")
     tpu = _tpu(machine)
-    if xla is None and tpu:
-        evidence = f"This host has a {tpu}, and torch-xla is not installed for this Python."
-        yield problem(
-            "torch-xla",
-            evidence,
-            f"pip install 'lightning-lockstep[xla]' 'torch==2.9.*' {_with_libtpu('2.9')}",
-        )
-    elif xla is None:
-        yield not_applicable("torch-xla", "It is not installed, and this host has no TPU.")
-    else:
+    if "torch-xla" in machine.python.packages:
         yield from _device(machine, tpu)
+    elif tpu:
+        evidence = f"This host has a {tpu}, and torch-xla is not installed for this Python."
+        fix = f"pip install 'lightning-lockstep[xla]' 'torch==2.9.*' {_with_libtpu('2.9')}"
+        yield problem("torch-xla", evidence, fix)
+    else:
+        yield not_applicable("torch-xla", "It is not installed, and this host has no TPU.")
 
 
 def _tpu(machine: Machine) -> str:
     """Return which TPU is plugged in, or nothing: device files are no proof, since NPUs and VFIO have them too."""
-    numbers = (machine.read_text(f"{folder}/device") or "" for folder in pci_devices(machine, _GOOGLE))
-    return next((_TPUS[number.strip()] for number in numbers if number.strip() in _TPUS), "")
-
-
-def _variables(machine: Machine) -> Iterator[Finding]:
-    for name, instead in _DEPRECATED.items():
-        value = machine.environment.get(name, "")
-        if value.lower() not in _NO:
-            yield warning(
-                name, f"Set to {value!r}, which torch-xla has deprecated: {instead}.", f"unset {name}"
-            )
+    numbers = [
+        (machine.read_text(f"{folder}/device") or "").strip() for folder in pci_devices(machine, _GOOGLE)
+    ]
+    return next((_TPUS[number] for number in numbers if number in _TPUS), "")
 
 
 def _device(machine: Machine, tpu: str) -> Iterator[Finding]:
@@ -97,8 +88,9 @@ def _device(machine: Machine, tpu: str) -> Iterator[Finding]:
             "PJRT device", f"{evidence} torch-xla may take another device.", "export PJRT_DEVICE=TPU"
         )
     probed = machine.probe("xla_devices", timeout=50.0)
-    if "undefined symbol" in probed.error or "cannot open shared object" in probed.error:
-        wanted = short(given["torch-xla"])
+    wanted = short(given["torch-xla"])
+    is_for_another = wanted != short(given.get("torch")) or any(text in probed.error for text in _NOT_LOADED)
+    if probed.error and is_for_another:
         yield problem(
             "torch-xla",
             f"It cannot be loaded: {probed.error}. Its binaries are those of another build of torch.",
