@@ -138,6 +138,17 @@ def test_a_check_that_hangs_is_ended_with_all_it_started(others: Path) -> None:
         _wait_for_the_end_of(int((others / file).read_text()), deadline)
 
 
+def test_an_interrupt_ends_all_that_checks_have_started(others: Path) -> None:
+    def interrupt() -> None:
+        if (others / "pids.program").exists() and (others / "pids.program").read_text():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(Checks(["hangs", "ranks"], CheckOptions()).results(interrupt))
+    for file in ("pids", "pids.program"):
+        _wait_for_the_end_of(int((others / file).read_text()), time.monotonic() + 30)
+
+
 def _wait_for_the_end_of(pid: int, deadline: float) -> None:
     while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
         assert time.monotonic() < deadline, "what the check had started runs on"
