@@ -33,15 +33,52 @@ _SCALER = "deepspeed.runtime.fp16.loss_scaler"
 _BUILDER = "deepspeed.ops.op_builder.builder"
 _ACCELERATOR = "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator"
 _GROUPS = "deepspeed.utils.groups"
+_CONFIG = "deepspeed.runtime.config"
+_SCHEDULES = "deepspeed.runtime.lr_schedules"
+
+# Sections of the configuration that DeepSpeed reads with a model of pydantic, whose fields are the keys.
+_MODELS = {
+    "bf16": "deepspeed.runtime.precision_config.DeepSpeedBF16Config",
+    "bfloat16": "deepspeed.runtime.precision_config.DeepSpeedBF16Config",
+    "comet": "deepspeed.monitor.config.CometConfig",
+    "comms_logger": "deepspeed.comm.config.CommsLoggerConfig",
+    "compile": "deepspeed.compile.config.CompileConfig",
+    "csv_monitor": "deepspeed.monitor.config.CSVConfig",
+    "fp16": "deepspeed.runtime.precision_config.DeepSpeedFP16Config",
+    "hybrid_engine": f"{_CONFIG}.HybridEngineConfig",
+    "tensor_parallel": "deepspeed.runtime.tensor_parallel.config.TPTrainingConfig",
+    "tensorboard": "deepspeed.monitor.config.TensorBoardConfig",
+    "timers.throughput": "deepspeed.utils.config.DeepSpeedThroughputTimerConfig",
+    "wandb": "deepspeed.monitor.config.WandbConfig",
+    "weight_quantization": "deepspeed.inference.config.WeightQuantConfig",
+    "zero_optimization": "deepspeed.runtime.zero.config.DeepSpeedZeroConfig",
+}
+# Types of optimizers of DeepSpeed's own, and what it makes of them.
+_ADAM = ("deepspeed.ops.adam.FusedAdam", "deepspeed.ops.adam.DeepSpeedCPUAdam")
+_OPTIMIZERS = {
+    "Adagrad": ("deepspeed.ops.adagrad.DeepSpeedCPUAdagrad",),
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "Lamb": ("deepspeed.ops.lamb.FusedLamb",),
+    "Lion": ("deepspeed.ops.lion.FusedLion", "deepspeed.ops.lion.DeepSpeedCPULion"),
+}
 
 _WHY_CUDA = "an error of the import that a toolkit for CUDA settles, told by its name: the import has failed"
 _WHY_ANOTHER = "the accelerator of a run that was imported for another one"
 _WHY_INSTALLED = "ops that were built ahead of time, and for which accelerator"
+_WHY_KEYS = "the keys that the configuration may have, and the parameters of optimizers and schedulers in it"
 _WHY_BUCKET = "memory of up to some GB that is written before it is read, so that it is no state of a step"
 
 DEEPSPEED = Door(
     "deepspeed",
     {
+        f"{_CONFIG}.DeepSpeedConfig": _WHY_KEYS,
+        f"{_CONFIG}._REMOVED_TOP_LEVEL_CONFIG_KEYS": "keys that are refused, with what takes their place",
+        f"{_CONFIG}._REMOVED_ZERO_CONFIG_KEYS": "keys that are refused, with what takes their place",
+        f"{_SCHEDULES}.VALID_LR_SCHEDULES": _WHY_KEYS,
+        _SCHEDULES: _WHY_KEYS,
+        **dict.fromkeys(_MODELS.values(), _WHY_KEYS),
+        **dict.fromkeys((path for paths in _OPTIMIZERS.values() for path in paths), _WHY_KEYS),
         "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator": _WHY_ANOTHER,
         "deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator": _WHY_ANOTHER,
         f"{_BUILDER}.MissingCUDAException": _WHY_CUDA,
@@ -88,6 +125,39 @@ def lacks_cuda(error: BaseException) -> bool:
 def has_other_cuda(error: BaseException) -> bool:
     """Return whether an error says that CUDA's compiler is of another version than torch."""
     return type(error).__name__ == "CUDAMismatchException"
+
+
+# -- deepspeed: the keys of the configuration --
+
+
+def let_read(config: dict[str, Any]) -> None:
+    """Let DeepSpeed read a configuration."""
+    DEEPSPEED.find(f"{_CONFIG}.DeepSpeedConfig")(config)
+
+
+def config_models() -> dict[str, Any]:
+    """Return the models with which DeepSpeed reads some sections, by path."""
+    return {path: DEEPSPEED.find(model) for path, model in _MODELS.items()}
+
+
+def removed_keys() -> dict[str, str]:
+    """Return the keys that DeepSpeed refuses since it has removed them, by path, with its advice."""
+    of_zero = DEEPSPEED.find(f"{_CONFIG}._REMOVED_ZERO_CONFIG_KEYS")
+    return {
+        **DEEPSPEED.find(f"{_CONFIG}._REMOVED_TOP_LEVEL_CONFIG_KEYS"),
+        **{f"zero_optimization.{key}": advice for key, advice in of_zero.items()},
+    }
+
+
+def optimizers_of(kind: str) -> list[Any]:
+    """Return the classes of DeepSpeed that a type of optimizer stands for."""
+    return [DEEPSPEED.find(path) for path in _OPTIMIZERS.get(kind, ())]
+
+
+def schedulers() -> dict[str, Any]:
+    """Return DeepSpeed's own schedulers by name."""
+    names = sorted(DEEPSPEED.find(f"{_SCHEDULES}.VALID_LR_SCHEDULES"))
+    return {name: getattr(DEEPSPEED.find(_SCHEDULES), name) for name in names}
 
 
 # -- deepspeed, doctor: ops --

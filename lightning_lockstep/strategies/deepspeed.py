@@ -285,8 +285,8 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
             offload_param=offload_param,
             nvme_path=nvme_path,
         )
-        self._run_config = RunConfig(given, adapt=adapt, say=self._say)
         import_deepspeed(device_type_given())
+        self._run_config = RunConfig(given, adapt=adapt, say=self._say)
         self.lifecycle = RankLifecycle(
             self, self.settings, startup=self.make_startup(), precision=self._resolve_precision
         )

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import reduce
 from typing import Any
 
 import pytest
 
+from lightning_lockstep._doors.deepspeed_internals import config_models, let_read, removed_keys
 from lightning_lockstep._settings import Faults
-from lightning_lockstep.deepspeed import known_keys
-from lightning_lockstep.deepspeed.known_keys import (
-    KNOWN,
-    OPTIMIZER_PARAMS,
-    OPTIMIZER_TYPES,
-    REMOVED,
-    SAME,
-    SCHEDULER_PARAMS,
-    TORCH_ADAM_PARAMS,
-    check_keys,
-)
+from lightning_lockstep.deepspeed import known_keys as known_keys_module
+from lightning_lockstep.deepspeed.known_keys import check_keys, known_keys
 from tests.deepspeed.example_configs import EXAMPLES
+
+pytest.importorskip("deepspeed")
 
 
 def faults_of(config: Mapping[str, Any]) -> list[str]:
@@ -59,10 +55,13 @@ def test_documented_configs_have_known_keys_only(name: str) -> None:
             {"wandb": {"qqqq": 1}},
             "wandb.qqqq: DeepSpeed has no such key in wandb. It takes enabled, group, project, team.",
         ),
-        ({"amp": {"enabled": False}}, "amp: DeepSpeed has removed this key. Write 'fp16' or 'bf16'"),
+        (
+            {"amp": {"enabled": False}},
+            "amp: DeepSpeed has removed this key. NVIDIA Apex AMP integration has been removed. Use DeepSpeed 'fp16',",
+        ),
         (
             {"zero_optimization": {"mics_shard_size": 2}},
-            "zero_optimization.mics_shard_size: DeepSpeed has removed this key. Use zero_hpz_partition_size.",
+            "zero_optimization.mics_shard_size: DeepSpeed has removed this key. MiCS ZeRO-3 sharding has been removed;",
         ),
         ({"fp16": True}, "fp16=True: expected a section with keys such as"),
         ({3: 1}, "3: DeepSpeed has no such key."),
@@ -136,230 +135,89 @@ def test_what_is_not_flagged(config: dict[str, Any]) -> None:
     assert faults_of(config) == []
 
 
-def test_keys_of_another_release_are_looked_for_in_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("deepspeed")
-    # A name that the sources have and the tables do not stands for a key of that release.
-    config = {"get_zero_config": 1, "zero_optimization": {"stge": 2}, "overlap_comm": True, "amp": {}}
-    of_this, of_older, of_newer = [], [], []
-    for version, names in (("0.19.8", of_this), ("0.17.0", of_older), ("0.25.1", of_newer)):
-        monkeypatch.setattr(known_keys, "RELEASE", "0.19.8")
-        monkeypatch.setattr("importlib.metadata.version", lambda package, version=version: version)
-        names += [fault.partition(":")[0] for fault in faults_of(config)]
-    assert of_this == ["get_zero_config", "zero_optimization.stge", "overlap_comm", "amp"]
-    assert of_older == ["zero_optimization.stge", "overlap_comm"]
-    assert of_newer == ["zero_optimization.stge", "overlap_comm", "amp"]
+# -- the keys and the installed release --------------------------------------------------------------------
 
 
-# -- the tables and the installed release ------------------------------------------------------------------
-
-
-class Asked(dict[str, Any]):
-    """A section of a config that notes which keys DeepSpeed looks for."""
-
-    def __init__(self, content: Mapping[str, Any], path: str, notes: set[str]) -> None:
-        super().__init__(content)
-        self.path, self.notes = path, notes
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.notes.add(f"{self.path}{key}")
-        return super().get(key, default)
-
-    def __getitem__(self, key: str) -> Any:
-        self.notes.add(f"{self.path}{key}")
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.notes.add(f"{self.path}{key}")
-        return super().__contains__(key)
-
-    def keys(self) -> Any:
-        section = self
-
-        class View:
-            def __contains__(self, key: object) -> bool:
-                return key in section
-
-            def __iter__(self) -> Iterator[str]:
-                return iter(section)
-
-        return View()
-
-
-def paths(known: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def places(known: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """Yield the way to each key, and whether it is one of a section."""
     for key, inner in known.items():
-        yield f"{path}{key}"
+        yield (*path, key), inner is not None
         if inner is not None:
-            yield from paths(inner, f"{path}{key}.")
+            yield from places(inner, (*path, key))
 
 
-def asking(known: Mapping[str, Any], notes: set[str], path: str = "") -> Asked:
-    """Return a config with every section and no value."""
-    sections = {
-        key: asking({} if f"{path}{key}" in models() else inner, notes, f"{path}{key}.")
-        for key, inner in known.items()
-        if inner is not None
-    }
-    return Asked(sections, path, notes)
-
-
-def models() -> dict[str, Any]:
-    """The sections that DeepSpeed reads with a model of its own, by path."""
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.compile.config import CompileConfig
-    from deepspeed.inference.config import WeightQuantConfig
-    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime.config import HybridEngineConfig
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.tensor_parallel.config import TPConfig, TPTrainingConfig
-    from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
-    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
-
-    return {
-        "bf16": DeepSpeedBF16Config,
-        "bfloat16": DeepSpeedBF16Config,
-        "comet": CometConfig,
-        "comms_logger": CommsLoggerConfig,
-        "compile": CompileConfig,
-        "csv_monitor": CSVConfig,
-        "fp16": DeepSpeedFP16Config,
-        "hybrid_engine": HybridEngineConfig,
-        "tensor_parallel": TPTrainingConfig,
-        "tensor_parallel.tensor_parallel": TPConfig,
-        "tensor_parallel.tp": TPConfig,
-        "tensorboard": TensorBoardConfig,
-        "timers.throughput": DeepSpeedThroughputTimerConfig,
-        "wandb": WandbConfig,
-        "weight_quantization": WeightQuantConfig,
-        "zero_optimization": DeepSpeedZeroConfig,
-        "zero_optimization.leaf_module": DeepSpeedZeroLeafModuleConfig,
-        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
-        "zero_optimization.zenflow": ZenFlowConfig,
+def test_sections_of_every_kind_are_known_down_to_the_last_level() -> None:
+    known = {".".join(path) for path, _ in places(known_keys())}
+    assert len(known) > 300
+    assert known >= {
+        "autotuning.model_info.num_params",
+        "bfloat16.enabled",
+        "checkpoint.writer.io_buffer_size",
+        "data_efficiency.data_sampling.dynamic_batching.max_tokens",
+        "expert_parallel.autoep_size",
+        "gradient_clipping",
+        "optimizer.params",
+        "tensor_parallel.tp.tp_size",
+        "timers.throughput.synchronized",
+        "zero_optimization.leaf_module.classes",
+        "zero_optimization.max_live_parameters",
+        "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.stage3_max_live_parameters",
+        "zero_optimization.zenflow.topk_ratio",
     }
 
 
-def fields(model: Any) -> set[str]:
-    return {
-        name for field, info in model.model_fields.items() for name in (field, info.alias) if name is not None
+def test_no_section_counts_as_a_value() -> None:
+    """DeepSpeed looks for nothing in a section that takes the place of a value."""
+    models = [tuple(path.split(".")) for path in config_models()]
+    looked_into = set()
+    for path, is_section in places(known_keys()):
+        if is_section or any(path[: len(model)] == model for model in models):
+            continue
+        config = holder = copy.deepcopy(dict(known_keys_module._SECTIONS))
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = {}
+        asked: Any = known_keys_module._Asked(config)
+        section = reduce(dict.__getitem__, path, asked)
+        with suppress(Exception):  # it wants a value there
+            let_read(asked)
+        if section.known:
+            looked_into.add(".".join(path))
+    # Names are chosen freely in these.
+    assert looked_into == {
+        "optimizer.params",
+        "data_efficiency.data_sampling.curriculum_learning",
+        "data_efficiency.data_routing.random_ltd",
     }
 
 
-def section_at(path: str) -> Mapping[str, Any]:
-    known: Mapping[str, Any] = KNOWN
-    for name in path.split("."):
-        known = known[name]
-    return known
+def test_every_removed_key_is_refused() -> None:
+    config: dict[str, Any] = {"zero_optimization": {}}
+    for path in removed_keys():
+        *outer, key = path.split(".")
+        (config[outer[0]] if outer else config)[key] = {}
+    said = faults_of(config)
+    assert len(said) == len(removed_keys()) > 10
+    assert all("DeepSpeed has removed this key." in fault for fault in said)
 
 
-def parameters(*functions: Any, without: tuple[str, ...] = ()) -> set[str]:
-    return {name for function in functions for name in inspect.signature(function).parameters} - {
-        "params",
-        "model_params",
-        "optimizer",
-        *without,
-    }
-
-
-def test_the_sections_with_a_model_have_its_fields() -> None:
-    pytest.importorskip("deepspeed")
-    for path, model in models().items():
-        assert set(section_at(path)) == fields(model), path
-        twice = {(name, info.alias) for name, info in model.model_fields.items() if info.alias is not None}
-        assert set(SAME.get(path, ())) == twice, path
-
-
-def keys_asked_for() -> set[str]:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    notes: set[str] = set()
-    config = asking(KNOWN, notes)
-    config["train_batch_size"] = 1
-    config["optimizer"]["type"] = "Adam"
-    config["scheduler"]["type"] = "WarmupLR"
-    config["expert_parallel"]["enabled"] = False
-    notes.clear()
-    DeepSpeedConfig(config)
-    return notes
-
-
-def test_every_key_that_deepspeed_looks_for_is_known() -> None:
-    pytest.importorskip("deepspeed")
-    asked = keys_asked_for()
-    assert "zero_optimization" in asked and "checkpoint.writer.type" in asked
-    assert asked - set(paths(KNOWN)) == set(REMOVED)
-
-
-def test_every_key_that_is_known_is_looked_for() -> None:
-    pytest.importorskip("deepspeed")
-    from deepspeed.runtime.config import get_pipeline_config
-
-    of_models = {f"{path}.{field}" for path in models() for field in section_at(path)}
-    of_pipeline = {f"pipeline.{name}" for name in [*get_pipeline_config({}), "use_reentrant"]}
-    read_elsewhere = {
-        "allgather_size",  # with zero_optimization: true
-        "bfloat16",  # without bf16
-        "data_parallel_size",  # beside sequence_parallel_size
-        "sequence_parallel_size",  # with a process group
-        "data_efficiency.data_sampling.dynamic_batching.metrics_path",  # by the sampler
-        "data_efficiency.data_sampling.dynamic_batching.max_tokens",  # where it is enabled
-    }
-    unread = set(paths(KNOWN)) - keys_asked_for() - of_models - of_pipeline
-    assert unread == read_elsewhere
-
-
-def test_the_removed_keys_are_deepspeeds() -> None:
-    pytest.importorskip("deepspeed")
-    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
-
-    of_zero = {f"zero_optimization.{name}" for name in _REMOVED_ZERO_CONFIG_KEYS}
-    assert set(REMOVED) == set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) | of_zero
-
-
-def test_the_parameters_of_deepspeeds_optimizers() -> None:
-    pytest.importorskip("deepspeed")
-    import torch
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+def test_deepspeeds_own_optimizers_are_known() -> None:
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    assert set(OPTIMIZER_PARAMS) == {name.lower() for name in OPTIMIZER_TYPES} == set(DEEPSPEED_OPTIMIZERS)
-    of_engine = {"adam_w_mode", "fp32_optimizer_states", "torch_adam"}
-    of_adam = parameters(FusedAdam, DeepSpeedCPUAdam, without=("adamw_mode",)) | of_engine
-    assert OPTIMIZER_PARAMS["adam"] == OPTIMIZER_PARAMS["adamw"] == of_adam
-    assert of_engine | parameters(torch.optim.AdamW, torch.optim.Adam) - {"decoupled_weight_decay"} == (
-        TORCH_ADAM_PARAMS
-    )
-    assert OPTIMIZER_PARAMS["lamb"] == parameters(FusedLamb, without=("max_grad_norm",))
-    assert OPTIMIZER_PARAMS["lion"] == parameters(FusedLion, DeepSpeedCPULion)
-    assert OPTIMIZER_PARAMS["adagrad"] == parameters(torch.optim.Adagrad, DeepSpeedCPUAdagrad)
+    assert {name.lower() for name in known_keys_module._OPTIMIZERS} == set(DEEPSPEED_OPTIMIZERS)
     of_halves = {*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS}
-    assert OPTIMIZER_PARAMS["muon"] == of_halves | of_engine | {
+    more = {
         "adam_lr",
+        "adam_w_mode",
         "foreach",
+        "fp32_optimizer_states",
         "muon_lr",
         "per_head_muon",
+        "torch_adam",
     }
-
-
-def test_the_parameters_of_deepspeeds_schedulers() -> None:
-    pytest.importorskip("deepspeed")
-    from deepspeed.runtime import lr_schedules
-
-    assert set(SCHEDULER_PARAMS) == set(lr_schedules.VALID_LR_SCHEDULES)
-    for name, known in SCHEDULER_PARAMS.items():
-        assert known == parameters(getattr(lr_schedules, name)), name
-
-
-def test_a_key_that_is_left_out_of_the_tables_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("deepspeed")
-    monkeypatch.delitem(KNOWN, "gradient_clipping")  # type: ignore[arg-type]
-    assert "gradient_clipping" in keys_asked_for() - set(paths(KNOWN))
+    params = dict.fromkeys(of_halves | more, 1)
+    assert faults_of({"optimizer": {"type": "Muon", "params": params}}) == []
+    (fault,) = faults_of({"optimizer": {"type": "Muon", "params": {"qqqq": 1}}})
+    assert fault.endswith(f"It takes {', '.join(sorted(of_halves | more))}.")

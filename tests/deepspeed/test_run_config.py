@@ -167,6 +167,7 @@ def test_an_optimizer_beside_that_of_the_config(
 # -- without a run -----------------------------------------------------------------------------------------
 
 
+@needs_deepspeed
 def test_a_null_is_a_key_that_is_not_there() -> None:
     given = {
         "optimizer": None,
@@ -185,6 +186,7 @@ def test_a_null_is_a_key_that_is_not_there() -> None:
         RunConfig({"optimiser": None}, adapt=False, say=print)
 
 
+@needs_deepspeed
 @pytest.mark.parametrize("name", sorted(OF_TRANSFORMERS))
 def test_what_only_a_fit_knows_is_not_asked_for_in_evaluations(name: str) -> None:
     config = RunConfig(OF_TRANSFORMERS[name], adapt=False, say=print).of_evaluation("bf16-mixed")
@@ -192,6 +194,7 @@ def test_what_only_a_fit_knows_is_not_asked_for_in_evaluations(name: str) -> Non
     assert config["zero_optimization"]["stage"] == OF_TRANSFORMERS[name]["zero_optimization"]["stage"]
 
 
+@needs_deepspeed
 def test_batch_sizes_of_a_fit_do_not_bind_evaluations() -> None:
     given = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 2}}
     assert "train_batch_size" not in RunConfig(given, adapt=False, say=print).of_evaluation("32-true")
@@ -199,6 +202,7 @@ def test_batch_sizes_of_a_fit_do_not_bind_evaluations() -> None:
         RunConfig({**given, "bf16": {"enabled": True}}, adapt=False, say=print).of_evaluation("32-true")
 
 
+@needs_deepspeed
 def test_an_accumulation_that_was_deduced_is_deduced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"train_batch_size": 32, "zero_optimization": {"stage": 2}}
     config = RunConfig(given, adapt=False, say=print)
