@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,12 +95,8 @@ def _install(debian: str, red_hat: str) -> str:
 # it forever, without a message.
 
 _NAME = "lock"
-# Nothing is built for longer than this; counts where the processes of other hosts or users may be at work [s].
+# Nothing is built for longer than this; counts where a process of another host may be at work [s].
 _LONGEST_BUILD = 2 * 3600.0
-_COMPILERS = re.compile(
-    r"(.*-)?(ninja|cc|c\+\+|gcc|g\+\+|cc1plus|clang|clang\+\+|icpx|nvcc|cicc|cudafe\+\+|ptxas|fatbinary|hipcc|as|ld"
-    r"|collect2)(-\d+)?"
-)
 _SEVERAL_HOSTS = re.compile("nfs|lustre|gpfs|beegfs|ceph|cifs|smb|fuse|9p|virtiofs|afs")
 
 
@@ -107,12 +105,11 @@ class BuildLock:
     path: Path
     op: str  # such as cpu_adam
     age: float  # since the file was made [s]
-    owner_pid: int | None  # holds it open or works in its folder; None: nobody here, or another user's
-    is_stale: bool  # nobody works on it; where another host or user may, only after two hours
+    is_stale: bool  # nobody works on it; where another host may, only after two hours
 
     def __str__(self) -> str:
-        owner = "no process of this host" if self.owner_pid is None else f"process {self.owner_pid}"
-        return f"{self.op}: {self.path} (made {time_in_words(self.age)} ago, held by {owner})"
+        owner = ", held by no process of this host" if self.is_stale else ""
+        return f"{self.op}: {self.path} (made {time_in_words(self.age)} ago{owner})"
 
 
 def build_folder(op: str) -> Path:
@@ -122,22 +119,19 @@ def build_folder(op: str) -> Path:
     return Path(extension_folder(op))
 
 
-def find_build_locks(root: Path | None = None, *, ops: Collection[str] | None = None) -> list[BuildLock]:
+def find_build_locks(root: Path, *, ops: Collection[str] | None = None) -> list[BuildLock]:
     """Return the locks of all builds, those at work and those that were left behind."""
-    root = _root() if root is None else root
+    locks = []
     # One folder for each op; below torch's own root one more level for the versions of Python and CUDA.
-    found = [*root.glob(f"*/{_NAME}"), *root.glob(f"*/*/{_NAME}")]
-    if ops is not None:
-        found = [path for path in found if path.parent.name in ops]
-    looked_at = time.time()
-    owners = _owners(found) if found else {}
-    locks = [_lock(path, owners.get(path), looked_at) for path in sorted(found)]
-    return [lock for lock in locks if lock is not None]
+    for path in sorted([*root.glob(f"*/{_NAME}"), *root.glob(f"*/*/{_NAME}")]):
+        if ops is None or path.parent.name in ops:
+            with suppress(FileNotFoundError):  # that build has ended meanwhile
+                age = max(0.0, time.time() - path.stat().st_mtime)
+                locks.append(BuildLock(path, path.parent.name, age, _is_stale(path, age)))
+    return locks
 
 
-def remove_stale_locks(
-    consent: bool, root: Path | None = None, *, ops: Collection[str] | None = None
-) -> list[BuildLock]:
+def remove_stale_locks(consent: bool, root: Path, *, ops: Collection[str] | None = None) -> list[BuildLock]:
     """Remove the locks whose builds are over, and return them; on one rank of a host."""
     stale = [lock for lock in find_build_locks(root, ops=ops) if lock.is_stale]
     if stale and not consent:
@@ -153,52 +147,19 @@ def remove_stale_locks(
     return stale
 
 
-def _root() -> Path:
-    from torch.utils import cpp_extension
-
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(given or cpp_extension.get_default_build_root())
-
-
-def _lock(path: Path, owner: int | None, looked_at: float) -> BuildLock | None:
-    """Return what is known of a lock, ``None`` if its build has ended since its owner was looked for."""
+def _is_stale(path: Path, age: float) -> bool:
+    # Linux grants a lease on a file only while no process of this host has it open, in whatever container. It ends
+    # with the file object; whoever opens the file within it sends a signal, here one that is ignored by default.
     try:
-        state = path.stat()
-    except OSError:
-        return None
-    age = max(0.0, time.time() - state.st_mtime)
-    is_of_then = state.st_mtime < looked_at  # otherwise it is that of a later build, which was not looked for
-    sees_all = state.st_uid == os.geteuid() and not _is_of_several_hosts(path)
-    is_stale = owner is None and is_of_then and (sees_all or age > _LONGEST_BUILD)
-    return BuildLock(path, path.parent.name, age, owner, is_stale)
-
-
-def _owners(locks: list[Path]) -> dict[Path, int]:
-    """Return who holds each lock open, else who works in its folder (ninja and the compilers do)."""
-    by_real_path = {str(path.resolve()): path for path in locks}
-    by_real_folder = {str(path.parent.resolve()): path for path in locks}
-    holders: dict[Path, int] = {}
-    workers: dict[Path, int] = {}
-    for process in psutil.process_iter():
-        for name in _open_files(process):
-            if name in by_real_path:
-                holders.setdefault(by_real_path[name], process.pid)
-        folder = _workplace(process)
-        if folder in by_real_folder:
-            workers.setdefault(by_real_folder[folder], process.pid)
-    return {**workers, **holders}
-
-
-def _open_files(process: psutil.Process) -> Iterator[str]:
-    with suppress(psutil.Error, OSError):
-        yield from (file.path for file in process.open_files())
-
-
-def _workplace(process: psutil.Process) -> str | None:
-    """Return where a program of a build works; it runs on for a while if the process that started it is killed."""
-    with suppress(psutil.Error, OSError):
-        return str(process.cwd()) if _COMPILERS.fullmatch(process.name()) else None
-    return None
+        with path.open("rb") as file:
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        sees_all = not _is_of_several_hosts(path)
+    except BlockingIOError:
+        return False
+    except (OSError, AttributeError):  # the file of another user, a file system or a kernel without leases
+        sees_all = False
+    return sees_all or age > _LONGEST_BUILD
 
 
 def _is_of_several_hosts(path: Path) -> bool:

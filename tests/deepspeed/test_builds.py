@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -202,47 +203,11 @@ def test_the_building_rank_is_killed(tmp_path: Path) -> None:
 
     lock = tmp_path / "ops" / OP / "lock"
     assert lock.exists()  # torch's own
-    wait_until_left(tmp_path / "ops")
     texts = run_ranks(2, prepare, {}, env=env)
     assert texts[0] == texts[1]
     assert f"rm {lock}" in texts[0][0]
     assert "remove_stale_locks=True" in texts[0][0]
     assert lock.exists()
-
-
-def prepare_in_folders(folder: str) -> list[str]:
-    """Rank 1 has a folder of its own, ranks 0 and 2 share one."""
-    rank = os.environ["RANK"]
-    Path(folder, f"pid{rank}").write_text(str(os.getpid()))
-    os.environ["TORCH_EXTENSIONS_DIR"] = f"{folder}/ops{int(rank) % 2}"
-    return prepare({})
-
-
-@pytest.mark.slow
-@needs_deepspeed
-@needs_compiler
-def test_each_folder_has_its_builder_and_all_ranks_hear_of_one_that_dies(tmp_path: Path) -> None:
-    """Rank 1 is killed in its build while rank 0 is still at its own, which would fail later."""
-    does = f"[ $RANK = 1 ] && kill -9 $(cat {tmp_path}/pid1); sleep 8; exit 1"
-    outcomes = run_ranks_raw(
-        3, prepare_in_folders, str(tmp_path), env=compiler_that(does, tmp_path), linger=60
-    )
-    assert outcomes[1].signal is not None and outcomes[1].signal.name == "SIGKILL"
-    assert outcomes[2].value is not None, describe(outcomes)
-    [text] = outcomes[2].value
-    assert text.startswith("rank 1 on ")
-    assert "exited while building DeepSpeed's ops" in text
-    # Meanwhile rank 0 has said what it does, and for whom.
-    assert f"builds DeepSpeed's op {OP} in {tmp_path}/ops0/{OP} (" in outcomes[0].stderr
-    assert " so far); rank 2 waits for it" in outcomes[0].stderr
-    assert {line.split()[0] for line in compilations(tmp_path)} == {"0", "1"}
-
-
-def wait_until_left(root: Path) -> None:
-    """Ninja and its compilers outlive the rank that started them by a moment."""
-    deadline = time.monotonic() + 30
-    while not all(lock.is_stale for lock in find_build_locks(root)) and time.monotonic() < deadline:
-        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -265,10 +230,9 @@ def test_a_build_that_fails_is_the_same_error_on_every_rank(tmp_path: Path) -> N
 @needs_compiler
 def test_another_run_builds_and_does_not_end(tmp_path: Path) -> None:
     env = compiler_that("exit 1", tmp_path)
-    with holder(tmp_path / "ops" / OP / "lock") as process:
+    with holder(tmp_path / "ops" / OP / "lock"):
         [[text]] = run_ranks(1, prepare, {"timeout": 2.0, "remove_stale_locks": True}, env=env)
     assert "Another build still holds its lock after 2 s" in text
-    assert f"held by process {process.pid}" in text
     assert compilations(tmp_path) == []
 
 
@@ -411,7 +375,7 @@ def test_a_lock_that_nobody_holds_is_stale(tmp_path: Path) -> None:
     path = lock_at(tmp_path / OP / "lock")
     os.utime(path, (time.time() - 600, time.time() - 600))
     [lock] = find_build_locks(tmp_path)
-    assert (lock.path, lock.op, lock.owner_pid, lock.is_stale) == (path, OP, None, True)
+    assert (lock.path, lock.op, lock.is_stale) == (path, OP, True)
     assert lock.age == pytest.approx(600, abs=60)
     assert "10 min ago, held by no process of this host" in str(lock)
 
@@ -430,15 +394,15 @@ def test_removal_needs_consent(tmp_path: Path) -> None:
 
 def test_a_lock_that_a_process_holds_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / OP / "lock"
-    with holder(path) as process:
+    with holder(path):
         [lock] = find_build_locks(tmp_path)
-        assert (lock.owner_pid, lock.is_stale) == (process.pid, False)
+        assert not lock.is_stale
         assert remove_stale_locks(True, tmp_path) == []
         assert remove_stale_locks(False, tmp_path) == []
         assert path.exists()
     # It was killed, and nobody has removed its lock.
     [lock] = find_build_locks(tmp_path)
-    assert (lock.owner_pid, lock.is_stale) == (None, True)
+    assert lock.is_stale
 
 
 def test_the_lock_of_torch_itself(tmp_path: Path) -> None:
@@ -448,33 +412,9 @@ def test_the_lock_of_torch_itself(tmp_path: Path) -> None:
     baton = FileBaton(str(tmp_path / OP / "lock"))
     assert baton.try_acquire()
     [lock] = find_build_locks(tmp_path)
-    assert (lock.owner_pid, lock.is_stale) == (os.getpid(), False)
+    assert not lock.is_stale
     baton.release()
     assert find_build_locks(tmp_path) == []
-
-
-def test_a_compiler_at_work_in_the_folder_keeps_the_lock_alive(tmp_path: Path) -> None:
-    """The process that made the lock was killed, and its ninja goes on."""
-    path = lock_at(tmp_path / OP / "lock")
-    sleep = shutil.which("sleep")
-    assert sleep is not None
-    shutil.copy(sleep, tmp_path / "ninja")
-    shutil.copy(sleep, tmp_path / "less")
-    for name, is_stale in (("ninja", False), ("less", True)):
-        process = subprocess.Popen([tmp_path / name, "60"], cwd=path.parent)
-        try:
-            wait_for_name(process.pid, name)
-            [lock] = find_build_locks(tmp_path)
-            assert (lock.owner_pid, lock.is_stale) == (None if is_stale else process.pid, is_stale)
-        finally:
-            process.kill()
-            process.wait()
-
-
-def wait_for_name(pid: int, name: str) -> None:
-    deadline = time.monotonic() + 10
-    while psutil.Process(pid).name() != name and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def test_the_processes_of_other_hosts_are_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,9 +426,34 @@ def test_the_processes_of_other_hosts_are_not_seen(tmp_path: Path, monkeypatch: 
     assert [lock.is_stale for lock in find_build_locks(tmp_path)] == [True]
 
 
-def test_locks_below_torchs_own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_below_torchs_own_root(tmp_path: Path) -> None:
     path = lock_at(tmp_path / "py311_cpu" / OP / "lock")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert [lock.path for lock in find_build_locks()] == [path]
-    assert find_build_locks(ops=["utils"]) == []
-    assert isinstance(find_build_locks(ops=[OP])[0], BuildLock)
+    assert [lock.path for lock in find_build_locks(tmp_path)] == [path]
+    assert find_build_locks(tmp_path, ops=["utils"]) == []
+    assert isinstance(find_build_locks(tmp_path, ops=[OP])[0], BuildLock)
+
+
+def test_where_the_kernel_does_not_say_who_has_the_lock_only_its_age_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EINVAL, "no leases here")
+
+    monkeypatch.setattr("fcntl.fcntl", refuse)
+    path = lock_at(tmp_path / OP / "lock")
+    assert [lock.is_stale for lock in find_build_locks(tmp_path)] == [False]
+    long_ago = time.time() - 3 * 3600
+    os.utime(path, (long_ago, long_ago))
+    assert [lock.is_stale for lock in find_build_locks(tmp_path)] == [True]
+
+
+def test_looking_at_a_lock_disturbs_nobody_who_looks_at_the_same_time(tmp_path: Path) -> None:
+    """A signal goes to the holder of a lease when another process opens the file."""
+    path = lock_at(tmp_path / OP / "lock")
+    looks = (
+        "import pathlib, sys; from lightning_lockstep.deepspeed.build_tools import find_build_locks;"
+        "[find_build_locks(pathlib.Path(sys.argv[1])) for _ in range(2000)]"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", looks, str(tmp_path)]) for _ in range(2)]
+    assert [process.wait(60) for process in both] == [0, 0]
+    assert path.exists()
