@@ -73,8 +73,7 @@ DEEPSPEED = Door(
     "deepspeed",
     {
         f"{_CONFIG}.DeepSpeedConfig": _WHY_KEYS,
-        f"{_CONFIG}._REMOVED_TOP_LEVEL_CONFIG_KEYS": "keys that are refused, with what takes their place",
-        f"{_CONFIG}._REMOVED_ZERO_CONFIG_KEYS": "keys that are refused, with what takes their place",
+        _CONFIG: _WHY_KEYS,
         f"{_SCHEDULES}.VALID_LR_SCHEDULES": _WHY_KEYS,
         _SCHEDULES: _WHY_KEYS,
         **dict.fromkeys(_MODELS.values(), _WHY_KEYS),
@@ -140,11 +139,17 @@ def config_models() -> dict[str, Any]:
     return {path: DEEPSPEED.find(model) for path, model in _MODELS.items()}
 
 
+@DEEPSPEED.touches(
+    f"{_CONFIG}._REMOVED_TOP_LEVEL_CONFIG_KEYS",
+    f"{_CONFIG}._REMOVED_ZERO_CONFIG_KEYS",
+    why="keys that are refused, one at a time and on the ranks, with advice; 0.19.0 has none of them",
+)
 def removed_keys() -> dict[str, str]:
     """Return the keys that DeepSpeed refuses since it has removed them, by path, with its advice."""
-    of_zero = DEEPSPEED.find(f"{_CONFIG}._REMOVED_ZERO_CONFIG_KEYS")
+    config = DEEPSPEED.find(_CONFIG)
+    of_zero = getattr(config, "_REMOVED_ZERO_CONFIG_KEYS", {})
     return {
-        **DEEPSPEED.find(f"{_CONFIG}._REMOVED_TOP_LEVEL_CONFIG_KEYS"),
+        **getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}),
         **{f"zero_optimization.{key}": advice for key, advice in of_zero.items()},
     }
 

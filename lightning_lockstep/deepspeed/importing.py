@@ -39,12 +39,9 @@ _REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps deepspeed"
 
 def import_deepspeed(device_type: str | None) -> ModuleType:  # None: DeepSpeed chooses
     """Import DeepSpeed with the accelerator of this run, and return it."""
-    # Its logger shows warnings and worse; ``log_level`` in DeepSpeed's configuration, the only setting it
-    # reads, changes that when the engine is made. The root logger and the filters of warnings are left as
-    # they were.
     wanted = _accelerator(device_type)
     is_first = "deepspeed" not in sys.modules
-    with _kept_logging_and_warnings(), _variable(wanted), _quiet_logger(is_first):
+    with warnings.catch_warnings(), _variable(wanted):  # urllib3, which comes along, has filters of its own
         try:
             deepspeed = importlib.import_module("deepspeed")
         except Exception as error:  # DeepSpeed's own errors of CUDA derive from Exception
@@ -53,7 +50,6 @@ def import_deepspeed(device_type: str | None) -> ModuleType:  # None: DeepSpeed 
                 raise
             raise explained from error
     if is_first:
-        _show_only_warnings()
         _ignore_names_that_torch_has_replaced()
     elif wanted is not None:
         _switch(wanted)
@@ -109,42 +105,6 @@ def _variable(wanted: str | None) -> Iterator[None]:
             os.environ.pop(_VARIABLE, None)
         else:
             os.environ[_VARIABLE] = before
-
-
-@contextmanager
-def _kept_logging_and_warnings() -> Iterator[None]:
-    """Undo what the import does to the root logger and the filters of warnings: mlflow and urllib3 come along."""
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    with warnings.catch_warnings():
-        try:
-            yield
-        finally:
-            root.setLevel(level)
-            root.handlers[:] = handlers
-
-
-@contextmanager
-def _quiet_logger(is_first: bool) -> Iterator[None]:
-    """Drop what is less than a warning while DeepSpeed makes its logger, which in older releases shows more."""
-
-    def is_shown(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING
-
-    logger = logging.getLogger("DeepSpeed")
-    if is_first:
-        logger.addFilter(is_shown)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_shown)
-
-
-def _show_only_warnings() -> None:
-    logger = logging.getLogger("DeepSpeed")
-    logger.setLevel(logging.WARNING)
-    for handler in logger.handlers:
-        handler.setLevel(logging.WARNING)
 
 
 def _ignore_names_that_torch_has_replaced() -> None:
