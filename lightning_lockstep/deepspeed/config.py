@@ -141,22 +141,17 @@ def _parsed(text: str, path: Path, hook: Any) -> object:
     try:
         return json.loads(text, object_pairs_hook=hook)
     except json.JSONDecodeError as error:
-        fault: tuple[str, int, int] = error.msg, error.lineno, error.colno
-        position = error.pos
+        wrong: Any = error
     try:
         hjson: Any = importlib.import_module("hjson")
+        return hjson.loads(text, object_pairs_hook=hook)
     except ImportError:
         advice = "comments and commas at the end of a section need the package hjson"
-    else:
-        advice = "comments are allowed"
-        try:
-            return hjson.loads(text, object_pairs_hook=hook)
-        except hjson.HjsonDecodeError as error:
-            if error.pos >= position:  # behind the first comment only this reader knows what is wrong
-                fault = error.msg, error.lineno, error.colno
-    what, line, column = fault
+    except ValueError as error:  # behind the first comment only this reader knows what is wrong
+        wrong, advice = error, "comments are allowed"
     raise ConfigurationError(
-        f"config={str(path)!r}: not JSON at line {line}, column {column}: {what}. Expected a JSON file ({advice})."
+        f"config={str(path)!r}: not JSON at line {wrong.lineno}, column {wrong.colno}: {wrong.msg}. Expected a JSON"
+        f" file ({advice})."
     )
 
 

@@ -36,23 +36,6 @@ class BatchSizes:
         return BatchSizes(self.whole, micro or None, accumulation or None, self.ranks)
 
 
-def batch_sizes(
-    config: Mapping[str, Any], *, micro: int | None, accumulation: int | None, ranks: int | None
-) -> BatchSizes:
-    """Return the sizes that a config says, and for the others those of the Trainer."""
-
-    def size(key: str, otherwise: int | None) -> int | None:
-        written = config.get(key)
-        return written if is_whole(written) and written > 0 else otherwise
-
-    return BatchSizes(
-        whole=size("train_batch_size", None),
-        micro=size("train_micro_batch_size_per_gpu", micro),
-        accumulation=size("gradient_accumulation_steps", accumulation),
-        ranks=ranks,
-    )
-
-
 # -- The config of DeepSpeed and the Trainer say the same: what contradicts is a fault, what is open is
 # filled in
 #
@@ -81,7 +64,7 @@ class TrainerValues:
     precision: str | None = None  # Lightning's name, such as bf16-mixed
     accumulate_grad_batches: int | None = None  # batches for one step of the optimizer
     gradient_clip_val: float | None = None  # largest norm of the gradients; 0: no clipping
-    gradient_clip_algorithm: str | None = None  # norm or value
+    gradient_clip_algorithm: str | None = None  # norm or value, or the enum of Lightning that equals it
     batch_size: int | None = None  # samples in a batch of one rank
     world_size: int | None = None
     total_steps: int | None = None  # of the optimizer, in the whole run
@@ -98,8 +81,16 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
 
 def batch_of(config: Mapping[str, Any], values: TrainerValues) -> BatchSizes:
     """Return the sizes of a batch that a config says, and for the others those of the Trainer."""
-    return batch_sizes(
-        config, micro=values.batch_size, accumulation=values.accumulate_grad_batches, ranks=values.world_size
+
+    def size(key: str, otherwise: int | None) -> int | None:
+        written = config.get(key)
+        return written if is_whole(written) and written > 0 else otherwise
+
+    return BatchSizes(
+        whole=size("train_batch_size", None),
+        micro=size("train_micro_batch_size_per_gpu", values.batch_size),
+        accumulation=size("gradient_accumulation_steps", values.accumulate_grad_batches),
+        ranks=values.world_size,
     )
 
 
@@ -201,18 +192,12 @@ def values_given() -> TrainerValues:
     """Return what the Trainer under construction was given; ``None`` for what it was not."""
     # An accumulation of 1, the default, counts as not given: a program such as ours gives the Trainer all its
     # defaults.
-    algorithm = given_to_trainer("gradient_clip_algorithm")
     accumulation = given_to_trainer("accumulate_grad_batches")
     return TrainerValues(
         precision=requested_precision(),
         accumulate_grad_batches=None if accumulation == 1 else accumulation,
         gradient_clip_val=given_to_trainer("gradient_clip_val"),
-        gradient_clip_algorithm=None if algorithm is None else str(getattr(algorithm, "value", algorithm)),
-        batch_size=None,
-        world_size=None,
-        total_steps=None,
-        optimizer_defaults=None,
-        hidden_size=None,
+        gradient_clip_algorithm=given_to_trainer("gradient_clip_algorithm"),
     )
 
 
@@ -244,12 +229,11 @@ def run_values(
 ) -> TrainerValues:
     """Return the values of a Trainer whose fit begins, but for those that depend on the accumulation."""
     # The loader is asked only where the configuration needs it, since that calls the user's hooks.
-    algorithm = trainer.gradient_clip_algorithm
     return TrainerValues(
         precision=precision,
         accumulate_grad_batches=accumulation,
         gradient_clip_val=trainer.gradient_clip_val,
-        gradient_clip_algorithm=None if algorithm is None else str(getattr(algorithm, "value", algorithm)),
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         batch_size=_batch_size(trainer) if _names_batch_size(config) else None,
         world_size=world_size,
         hidden_size=_hidden_size(trainer.lightning_module),

@@ -65,7 +65,7 @@ def completed(config: Mapping[str, Any], values: TrainerValues) -> dict[str, Any
     Where the config says something, it stays. Keys that begin with an underscore, which are comments, are left out.
     """
     faults = Faults()
-    full = _without_comments(modern_spelling(config))
+    full = _without(modern_spelling(config), lambda key, _: is_comment(key))
     _fill_precision(full, values.precision)
     _fill_batch(full, values)
     _fill(full, "gradient_clipping", float(values.gradient_clip_val or 0.0))
@@ -76,7 +76,7 @@ def completed(config: Mapping[str, Any], values: TrainerValues) -> dict[str, Any
     _fill_buckets(full, values.hidden_size)
     for name in _AUTO_IS_DEFAULT:
         if isinstance(full.get(name), dict):
-            full[name] = _without_auto(full[name])
+            full[name] = _without(full[name], lambda _, value: value == AUTO)
     _refuse_auto(full, "", faults)
     faults.raise_all()
     return full
@@ -153,19 +153,11 @@ def _fill_auto(params: dict[str, Any], known: Mapping[str, Any]) -> None:
             params[key] = list(known[key]) if isinstance(known[key], tuple) else known[key]
 
 
-def _without_comments(config: dict[str, Any]) -> dict[str, Any]:
+def _without(inner: dict[str, Any], is_left_out: Callable[[str, Any], bool]) -> dict[str, Any]:
     return {
-        key: _without_comments(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if not is_comment(key)
-    }
-
-
-def _without_auto(inner: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_auto(value) if isinstance(value, dict) else value
+        key: _without(value, is_left_out) if isinstance(value, dict) else value
         for key, value in inner.items()
-        if value != AUTO
+        if not is_left_out(key, value)
     }
 
 

@@ -35,6 +35,23 @@ class Limit:
     advice: str  # what a user can write, as sentences
     also: Mapping[str, Any] = field(default_factory=dict)  # other keys that the replacement sets, by path
 
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What the replacement sets, by path."""
+        return {self.path: self.instead, **self.also}
+
+    @property
+    def written(self) -> str:
+        """The replacement in words."""
+        return " and ".join(f"{path}={value!r}" for path, value in self.changes.items())
+
+    def refusal(self, adapt: bool) -> str:
+        """Return the fault, with the option that would replace the key."""
+        text = f"{self.path}={self.given!r}: {self.why}. {self.advice}"
+        if not adapt and self.instead is not None:
+            text += f" adapt=True of the strategy writes {self.written}."
+        return text
+
 
 def refuse_or_adapt(
     config: Mapping[str, Any], limits: list[Limit], adapt: bool
@@ -42,29 +59,12 @@ def refuse_or_adapt(
     """Return the config without what cannot be done, and a line of text for each replacement."""
     refused = [limit for limit in limits if not adapt or limit.instead is None]
     if refused:
-        raise ConfigurationError([_refusal(limit, adapt) for limit in refused])
+        raise ConfigurationError([limit.refusal(adapt) for limit in refused])
     adapted = modern_spelling(config)
-    lines = []
     for limit in limits:
-        for path, value in _changes(limit).items():
+        for path, value in limit.changes.items():
             _set(adapted, path, value)
-        lines.append(f"{_written(limit)} instead of {limit.path}={limit.given!r}: {limit.why}.")
-    return adapted, lines
-
-
-def _refusal(limit: Limit, adapt: bool) -> str:
-    text = f"{limit.path}={limit.given!r}: {limit.why}. {limit.advice}"
-    if not adapt and limit.instead is not None:
-        text += f" adapt=True of the strategy writes {_written(limit)}."
-    return text
-
-
-def _changes(limit: Limit) -> dict[str, Any]:
-    return {limit.path: limit.instead, **limit.also}
-
-
-def _written(limit: Limit) -> str:
-    return " and ".join(f"{path}={value!r}" for path, value in _changes(limit).items())
+    return adapted, [f"{one.written} instead of {one.path}={one.given!r}: {one.why}." for one in limits]
 
 
 def _set(config: dict[str, Any], path: str, value: Any) -> None:
@@ -105,33 +105,32 @@ def can_build_op(op: str, device_type: str) -> bool:
         return False  # the CPU has a builder of nothing in its place
     if is_installed(op):
         return True
-    return _has_toolkit(device_type) and not missing_tools([op]) and is_compatible(builder)
+    if device_type == "cuda":
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        if CUDA_HOME is None:
+            return False
+    return not missing_tools([op]) and is_compatible(builder)
 
 
-def _has_toolkit(device_type: str) -> bool:
-    if device_type != "cuda":
-        return True
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    return CUDA_HOME is not None
+# Types of DeepSpeed's optimizers, with the ops that they need on the device, and where they are offloaded.
+_OPS_OF_OPTIMIZERS = {
+    "adagrad": (None, "cpu_adagrad"),
+    "adam": ("fused_adam", "cpu_adam"),
+    "adamw": ("fused_adam", "cpu_adam"),
+    "lamb": ("fused_lamb", "fused_lamb"),
+    "lion": ("fused_lion", "cpu_lion"),
+    "muon": (None, "cpu_adam"),
+}
 
 
 def op_of_optimizer(config: Mapping[str, Any]) -> str | None:  # in today's spelling
     """Return the op without which the optimizer of a config cannot be made."""
     kind = str(section(config, "optimizer").get("type", "")).lower()
-    is_torch = section(config, "optimizer", "params").get("torch_adam") is True
-    if is_offloaded(config):
-        ops = {
-            "adam": "cpu_adam",
-            "adamw": "cpu_adam",
-            "adagrad": "cpu_adagrad",
-            "lion": "cpu_lion",
-            "muon": "cpu_adam",
-        }
-    else:
-        ops = {"adam": "fused_adam", "adamw": "fused_adam", "lion": "fused_lion"}
-    ops["lamb"] = "fused_lamb"
-    return None if is_torch and kind in ("adam", "adamw", "muon") else ops.get(kind)
+    if kind in ("adam", "adamw", "muon") and section(config, "optimizer", "params").get("torch_adam") is True:
+        return None
+    on_device, offloaded = _OPS_OF_OPTIMIZERS.get(kind, (None, None))
+    return offloaded if is_offloaded(config) else on_device
 
 
 def sections_on_nvme(config: Mapping[str, Any]) -> list[str]:  # in today's spelling
