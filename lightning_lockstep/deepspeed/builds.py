@@ -64,7 +64,8 @@ def prepare_ops(
     builders = _builders_of(names)
     if not builders:
         return
-    who, is_first = f"rank {communicator.rank} on {communicator.host}", communicator.local_rank == 0
+    who = f"rank {communicator.rank} on {communicator.host}"
+    is_first = communicator.gather(communicator.host).index(communicator.host) == communicator.rank
     error = None
     try:
         with in_rank_order(per_node=True, timeout=2 * timeout):
@@ -109,7 +110,8 @@ def _error_of(work: Callable[[], object]) -> LaunchError | None:
 def _raise_alike(error: LaunchError | None, communicator: Communicator) -> None:
     failed = communicator.agree(error is not None, str(error))
     if failed:
-        raise LaunchError("\n".join(dict.fromkeys(failed.reasons.values()))) from error
+        cause = None if error is None else error.__cause__
+        raise LaunchError("\n".join(dict.fromkeys(failed.reasons.values()))) from cause
 
 
 def _build(builders: Mapping[str, Any], who: str, may_remove: bool, timeout: float) -> None:
