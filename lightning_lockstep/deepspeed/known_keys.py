@@ -20,8 +20,8 @@ from lightning_lockstep._doors.deepspeed_internals import (
 from lightning_lockstep._settings import Faults, did_you_mean
 
 # -- Every key that DeepSpeed reads from its configuration, asked of the release that is installed --
-# Most sections it reads with models of pydantic, whose fields are the keys. For the others it is given a
-# configuration that says nothing, and notes the keys for which it is asked.
+# Most sections are read with models of pydantic, whose fields are the keys. For the others DeepSpeed is let
+# read a configuration that says nothing, and that notes the keys for which it is asked.
 
 #: Names of keys; ``None`` is the content of one that holds a value, or a section in which users choose the names.
 Keys = Mapping[str, Any]
