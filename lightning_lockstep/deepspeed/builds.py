@@ -77,7 +77,7 @@ def prepare_ops(
         raise LaunchError("Lost contact with rank 0 while DeepSpeed's ops were being built.") from stalled
     _raise_alike(error, communicator)
     if not is_first:
-        error = _error_of(lambda: [_load(name, builder, who) for name, builder in builders.items()])
+        error = _error_of(lambda: _load_each(builders, who))
     _raise_alike(error, communicator)
 
 
@@ -161,6 +161,11 @@ def _wait_for_other_builds(name: str, folder: Path, may_remove: bool, timeout: f
                 say(f"lightning-lockstep: waits for another build of {locks[0]}")
             is_said = True
             time.sleep(_LOOK_EVERY)
+
+
+def _load_each(builders: Mapping[str, Any], who: str) -> None:
+    for name, builder in builders.items():
+        _load(name, builder, who)
 
 
 def _load(name: str, builder: Any, who: str) -> None:

@@ -18,6 +18,7 @@ from lightning_lockstep._doors.deepspeed_internals import (
     schedulers,
 )
 from lightning_lockstep._settings import Faults, did_you_mean
+from lightning_lockstep.deepspeed.config import section
 
 # -- Every key that DeepSpeed reads from its configuration, asked of the release that is installed --
 # Most sections are read with models of pydantic, whose fields are the keys. For the others DeepSpeed is let
@@ -92,7 +93,7 @@ def known_keys() -> Keys:
 
 
 def _keys_of(model: Any) -> Keys:
-    known = {}
+    known: dict[str, Any] = {}
     for field, info in model.model_fields.items():
         kinds = (info.annotation, *get_args(info.annotation))  # that of an optional section is one of two
         inner = next((_keys_of(kind) for kind in kinds if hasattr(kind, "model_fields")), None)
@@ -147,12 +148,13 @@ def _check_section(given: Mapping[str, Any], known: Keys, path: str, faults: Fau
 
 def _check_one_spelling(config: Mapping[str, Any], faults: Faults) -> None:
     for path, model in config_models().items():
-        inner = config.get(path)
-        for name, info in model.model_fields.items() if isinstance(inner, Mapping) else ():
-            if name in inner and info.alias in inner:
+        inner = section(config, path)
+        names = [(name, info.alias) for name, info in model.model_fields.items() if info.alias is not None]
+        for name, other in names:
+            if name in inner and other in inner:
                 faults.add(
-                    f"{path}.{name}={inner[name]!r} and {path}.{info.alias}={inner[info.alias]!r}: expected one of the"
-                    " two, which are the same key."
+                    f"{path}.{name}={inner[name]!r} and {path}.{other}={inner[other]!r}: expected one of the two, which"
+                    " are the same key."
                 )
 
 
@@ -193,28 +195,23 @@ def _parameters(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters) - _NOT_OURS
 
 
-def _type_and_params(config: Mapping[str, Any], section: str) -> tuple[str | None, Mapping[str, Any]]:
-    given = config.get(section)
-    if not isinstance(given, Mapping) or not isinstance(given.get("type"), str):
-        return None, {}
-    params = given.get("params")
-    return given["type"], params if isinstance(params, Mapping) else {}
+def _type_and_params(config: Mapping[str, Any], of: str) -> tuple[str | None, Mapping[str, Any]]:
+    kind = section(config, of).get("type")
+    return kind if isinstance(kind, str) else None, section(config, of, "params")
 
 
-def _check_class(section: str, name: str, own: Collection[str], others: ModuleType, faults: Faults) -> None:
+def _check_class(of: str, name: str, own: Collection[str], others: ModuleType, faults: Faults) -> None:
     # DeepSpeed looks every name that is not its own up there.
     if not hasattr(others, name):
         near = did_you_mean(name, [*own, *others.__all__])
         expected = f"one of {', '.join(own)}, or a class of {others.__name__}"
-        faults.add(f"{section}.type={name!r}: expected {expected}.{near}")
+        faults.add(f"{of}.type={name!r}: expected {expected}.{near}")
 
 
-def _check_params(
-    section: str, name: str, params: Mapping[str, Any], known: set[str], faults: Faults
-) -> None:
+def _check_params(of: str, name: str, params: Mapping[str, Any], known: set[str], faults: Faults) -> None:
     for key in params:
-        path = f"{section}.params.{key}"
-        if key == "max_grad_norm" and section == "optimizer":
+        path = f"{of}.params.{key}"
+        if key == "max_grad_norm" and of == "optimizer":
             faults.add(
                 f"{path}={params[key]!r}: DeepSpeed does not clip gradients in the optimizer. Write"
                 " gradient_clipping at the top of the config, or give the Trainer gradient_clip_val."
