@@ -151,45 +151,9 @@ def is_offloaded(config: Mapping[str, Any]) -> bool:  # in today's spelling
 _FLOAT16 = ("fp16", "float16", "half", "torch.float16", "torch.half")
 
 
-def on_any_device(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's spelling
+def _on_any_device(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's spelling
     """Yield what does not work under Lightning, or not at all."""
-    yield from _of_deepspeeds_own_loop(config)
-    writer = section(config, "checkpoint").get("writer")
-    if writer is not None:
-        yield Limit(
-            "checkpoint.writer",
-            writer,
-            "DeepSpeed's writers need environment variables (CROSS_SIZE) that only its own program for starting ranks"
-            " sets, and one in a process of its own may still write when the folder counts as whole",
-            None,
-            "Remove the section: torch writes the checkpoints. If they take too long, write fewer of them, with"
-            " every_n_train_steps of ModelCheckpoint.",
-        )
-    activations = section(config, "activation_checkpointing")
-    needed = ("partition_activations", "number_checkpoints")
-    if activations.get("contiguous_memory_optimization") is True and not all(map(activations.get, needed)):
-        yield Limit(
-            "activation_checkpointing.contiguous_memory_optimization",
-            True,
-            "DeepSpeed takes it only with partition_activations and number_checkpoints",
-            False,
-            "Write both, the latter with the number of calls of deepspeed.checkpointing.checkpoint in a forward pass,"
-            " or write false.",
-        )
-    autocast = section(config, "torch_autocast")
-    if autocast.get("enabled") is True and _is_float16(autocast.get("dtype")) and stage_of(config) > 0:
-        yield Limit(
-            "torch_autocast.dtype",
-            autocast["dtype"],
-            "in float16 with ZeRO nothing lowers DeepSpeed's loss scale when gradients overflow, and no step is done"
-            " from then on",
-            "bfloat16",
-            "Write 'bfloat16', or leave torch_autocast out and write fp16.enabled: true.",
-        )
-
-
-def _of_deepspeeds_own_loop(config: Mapping[str, Any]) -> Iterator[Limit]:
-    """Yield what only works where DeepSpeed's own loop, loader or model calls it."""
+    # The first ones work only where DeepSpeed's own loop, loader or model calls them.
     if config.get("managed_gradient_accumulation") is False:
         yield Limit(
             "managed_gradient_accumulation",
@@ -234,28 +198,38 @@ def _of_deepspeeds_own_loop(config: Mapping[str, Any]) -> Iterator[Limit]:
                 None,
                 "Write 1, or leave it out; ZeRO's stage 3 divides a model that is too large for one device.",
             )
-
-
-def on_a_cpu(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's spelling
-    """Yield what fails on a CPU with any build."""
-    yield from _of_float16(config)
-    yield from _only_cuda(config)
-
-
-def _is_float16(dtype: object) -> bool:
-    return str(dtype).lower() in _FLOAT16
-
-
-def _of_float16(config: Mapping[str, Any]) -> Iterator[Limit]:
-    enabled = section(config, "fp16").get("enabled")
-    if enabled is True and not cpu_has_float16():
+    writer = section(config, "checkpoint").get("writer")
+    if writer is not None:
         yield Limit(
-            "fp16.enabled",
-            enabled,
-            "this CPU has no arithmetic of 16 bits that PyTorch could use for fp16",
+            "checkpoint.writer",
+            writer,
+            "DeepSpeed's writers need environment variables (CROSS_SIZE) that only its own program for starting ranks"
+            " sets, and one in a process of its own may still write when the folder counts as whole",
+            None,
+            "Remove the section: torch writes the checkpoints. If they take too long, write fewer of them, with"
+            " every_n_train_steps of ModelCheckpoint.",
+        )
+    activations = section(config, "activation_checkpointing")
+    needed = ("partition_activations", "number_checkpoints")
+    if activations.get("contiguous_memory_optimization") is True and not all(map(activations.get, needed)):
+        yield Limit(
+            "activation_checkpointing.contiguous_memory_optimization",
+            True,
+            "DeepSpeed takes it only with partition_activations and number_checkpoints",
             False,
-            "Write bf16.enabled: true, which every CPU has, or precision='32-true'.",
-            also={"bf16.enabled": True},
+            "Write both, the latter with the number of calls of deepspeed.checkpointing.checkpoint in a forward pass,"
+            " or write false.",
+        )
+    autocast = section(config, "torch_autocast")
+    is_float16 = str(autocast.get("dtype")).lower() in _FLOAT16
+    if autocast.get("enabled") is True and is_float16 and stage_of(config) > 0:
+        yield Limit(
+            "torch_autocast.dtype",
+            autocast["dtype"],
+            "in float16 with ZeRO nothing lowers DeepSpeed's loss scale when gradients overflow, and no step is done"
+            " from then on",
+            "bfloat16",
+            "Write 'bfloat16', or leave torch_autocast out and write fp16.enabled: true.",
         )
 
 
@@ -263,10 +237,19 @@ def _not_on_cpu(name: str, why: str) -> Limit:
     return Limit(name, True, why, False, "Write false, or leave it out.")
 
 
-def _only_cuda(config: Mapping[str, Any]) -> Iterator[Limit]:
+def _on_a_cpu(config: Mapping[str, Any]) -> Iterator[Limit]:  # in today's spelling
     """Yield what fails on a CPU with any build."""
     # Not listed is what works there, if only for show: pinned memory, ``overlap_comm``,
     # ``communication_data_type``, ``zero_hpz_partition_size``, and quantizing below stage 3.
+    if section(config, "fp16").get("enabled") is True and not cpu_has_float16():
+        yield Limit(
+            "fp16.enabled",
+            True,
+            "this CPU has no arithmetic of 16 bits that PyTorch could use for fp16",
+            False,
+            "Write bf16.enabled: true, which every CPU has, or precision='32-true'.",
+            also={"bf16.enabled": True},
+        )
     zero = section(config, "zero_optimization")
     for name in QUANTIZING:
         if zero.get(name) is True and stage_of(config) == 3:
@@ -322,7 +305,7 @@ def limits(
     asked = modern_spelling(config)
     can_build = can_build_ops or partial(can_build_op, device_type=device_type)
     found = [
-        *on_any_device(asked),
+        *_on_any_device(asked),
         *_of_optimizer(asked, device_type, can_build),
         *_of_nvme(asked, can_build),
         *_of_ratio(asked, client_optimizer),
@@ -330,7 +313,7 @@ def limits(
     if client_optimizer is not None:
         found += _of_client_optimizer(asked, client_optimizer)
     if device_type == "cpu":
-        found += on_a_cpu(asked)
+        found += _on_a_cpu(asked)
     return found
 
 
