@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from lightning_lockstep.errors import LockstepError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T", bound=type)
 
 
 class Door:
@@ -48,25 +49,39 @@ class Door:
 
         Where one is missing when the function runs, its AttributeError becomes the error of `find`.
         """
-        self.names.update(dict.fromkeys(paths, why))
+        reasons = dict.fromkeys(paths, why)
+        self.names.update(reasons)
+        return lambda function: self._translating(function, reasons)
 
-        def note(function: _F) -> _F:
-            if inspect.isgeneratorfunction(function):
-                return function  # a context manager: what its body raises is not about a name of the door
+    def adapts(self, owner: str, /, **names: str) -> Callable[[_T], _T]:
+        """Note which private names of ``owner`` the methods of a class use, with the reason of each; as `touches`."""
+        reasons = {f"{owner}.{name}": why for name, why in names.items()}
+        self.names.update(reasons)
 
-            @functools.wraps(function)
-            def checked(*args: Any, **options: Any) -> Any:
-                try:
-                    return function(*args, **options)
-                except AttributeError as error:
-                    missing = [path for path in paths if path.rpartition(".")[2] == error.name]
-                    if not missing:
-                        raise
-                    raise LockstepError(self.explain(missing[0], why)) from error
-
-            return checked  # type: ignore[return-value]
+        def note(adapter: _T) -> _T:
+            for name, method in list(vars(adapter).items()):
+                if inspect.isfunction(method):
+                    setattr(adapter, name, self._translating(method, reasons))
+            return adapter
 
         return note
+
+    def _translating(self, function: _F, reasons: Mapping[str, str]) -> _F:
+        """Return a function whose AttributeError about one of the names becomes the error of `find`."""
+        if inspect.isgeneratorfunction(function):
+            return function  # a context manager: what its body raises is not about a name of the door
+
+        @functools.wraps(function)
+        def checked(*args: Any, **options: Any) -> Any:
+            try:
+                return function(*args, **options)
+            except AttributeError as error:
+                missing = [path for path in reasons if path.rpartition(".")[2] == error.name]
+                if not missing:
+                    raise
+                raise LockstepError(self.explain(missing[0], reasons[missing[0]])) from error
+
+        return checked  # type: ignore[return-value]
 
     def missing(self) -> list[str]:
         """The names that the installed release does not have; for the tests and for a new release."""

@@ -14,25 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_lockstep._doors.deepspeed_internals import (
-    WITHOUT_STATE,
-    alone_in_comparison,
-    at_first_batch,
-    attributes_of_trial,
-    autocast_dtype,
-    divides_parameters,
-    largest_bucket,
-    modules_in_forward,
-    set_accumulation,
-    set_sizes,
-    set_train_batch_size,
-    train_batch_size,
-    with_bucket,
-)
+from lightning_lockstep._doors.deepspeed_engines import WITHOUT_STATE, adapter_of, modules_in_forward
 from lightning_lockstep._doors.lightning import LightningModule, Precision
 from lightning_lockstep._doors.torch_internals import MODULES
 from lightning_lockstep.deepspeed.config import is_given, modern_spelling, section
-from lightning_lockstep.deepspeed.precision import LossScaleHistory, read_step
+from lightning_lockstep.deepspeed.precision import LossScaleHistory
 from lightning_lockstep.steps.isolated import gradients_apart
 from lightning_lockstep.steps.patching import replaced
 from lightning_lockstep.steps.snapshot import StoredCopies
@@ -47,7 +33,7 @@ def without_engine(strategy: Any, module: LightningModule, engine: Any) -> Itera
     In stages 0 to 2 of ZeRO gradients are kept apart. In stage 3 parameters are gathered module by module as in
     training, by all ranks together; their gradients are computed and let go. Either way none reaches the engine.
     """
-    divided = divides_parameters(engine)
+    divided = adapter_of(engine).divides_parameters()
     with (
         _divided_parameters(module, engine) if divided else gradients_apart(module.parameters(), hooks=False),
         _plain_precision(strategy, engine),
@@ -98,7 +84,7 @@ class PlainPrecision(Precision):
         super().__init__()
         self.precision = plugin.precision
         self._plugin, self._engine = plugin, engine
-        outcome = read_step(engine)
+        outcome = adapter_of(engine).outcome()
         self._scale = 1.0 if outcome is None or outcome.scale is None else outcome.scale
 
     def convert_input(self, data: Any) -> Any:
@@ -106,9 +92,8 @@ class PlainPrecision(Precision):
 
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override] # any context will do
         """Return the autocast that the engine enters around a forward, if any."""
-        engine = self._engine
-        dtype = autocast_dtype(engine)
-        return nullcontext() if dtype is None else torch.autocast(engine.device.type, dtype=dtype)
+        dtype = adapter_of(self._engine).autocast_dtype()
+        return nullcontext() if dtype is None else torch.autocast(self._engine.device.type, dtype=dtype)
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
@@ -299,52 +284,39 @@ class EngineTrials:
         from deepspeed import checkpointing
 
         engine, plugin = self._engine, self._strategy.precision_plugin
+        adapter = adapter_of(engine)
         passes = 2 if accumulates or engine.gradient_accumulation_steps() > 1 else 1
         with ExitStack() as stack:
-            # It compares the order of the modules with rank 0's, which is not there.
-            comparing, values = alone_in_comparison()
-            stack.enter_context(replaced(comparing, **values))
             if hasattr(plugin, "history"):
                 stack.enter_context(replaced(plugin, history=LossScaleHistory(), has_accumulated=False))
-            stack.enter_context(replaced(engine, **at_first_batch()))
-            for holder, values in self._values_of_trials(passes):
+            for holder, values in adapter.values_of_trial(passes, self._largest_bucket()):
                 stack.enter_context(replaced(holder, **values))
-            whole = train_batch_size(engine)
-            set_accumulation(engine, passes)
+            samples = adapter.samples_of_step()
+            adapter.set_accumulation(passes)
             try:
                 yield passes
             finally:
-                set_train_batch_size(engine, whole)
+                adapter.set_samples_of_step(samples)
                 checkpointing.reset()  # activations that a backward, which may not have come so far, would take back
 
-    def _values_of_trials(self, passes: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Return objects of the engine with values of attributes that they have already, for trials."""
-        optimizer = self._engine.optimizer
-        wanted = attributes_of_trial(optimizer, passes)
-        largest = largest_bucket(optimizer)
-        if largest is not None and self._counts_what_is_touched():
-            numel = sum(
-                getattr(p, "ds_shape", p.shape).numel() for p in self._strategy.lightning_module.parameters()
-            )
-            wanted.append((optimizer, with_bucket(min(int(largest), numel))))
-        for holder, values in wanted:
-            if holder is not None and set(values) <= set(vars(holder)):
-                yield holder, values
-
-    def _counts_what_is_touched(self) -> bool:
-        """Return whether the part of a bucket that a small model leaves empty takes no memory."""
+    def _largest_bucket(self) -> int | None:
+        """Return how much of a bucket takes memory, if what a small model leaves empty takes none [elements]."""
         if self._strategy.root_device.type != "cpu":
-            return False
+            return None
         import resource
 
-        return resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            return None
+        parameters = self._strategy.lightning_module.parameters()
+        numel: int = sum(getattr(parameter, "ds_shape", parameter.shape).numel() for parameter in parameters)
+        return numel
 
     def take_sizes(self, *, batch_size: int, accumulate: int) -> None:
         """Let the engine go on with other sizes, by which it counts samples and knows its optimizer steps."""
-        engine = self._engine
-        set_sizes(engine, batch_size=batch_size, accumulate=accumulate)
+        adapter = adapter_of(self._engine)
+        adapter.set_sizes(batch_size=batch_size, accumulate=accumulate)
         self._strategy.config |= {
             "train_micro_batch_size_per_gpu": batch_size,
             "gradient_accumulation_steps": accumulate,
-            "train_batch_size": train_batch_size(engine),
+            "train_batch_size": adapter.samples_of_step(),
         }

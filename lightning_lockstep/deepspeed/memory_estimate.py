@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._text import plain_table, size_in_words
-
-# -- How much memory a model takes on a device and in a host, by the stage of ZeRO and by what is offloaded
 
 # Bytes of a weight and of its gradient while the model computes.
 _BYTES = {"16-mixed": 2, "16-true": 2, "bf16-mixed": 2, "bf16-true": 2, "32-true": 4}
@@ -27,11 +26,8 @@ _PARAM_BUFFERS = 5 * 100_000_000  # offload_param: buffer_count times buffer_siz
 _STAGES = (0, 1, 2, 3)
 _PLACES = ("none", "cpu", "nvme")
 
-#: The precisions that are reckoned with.
-PRECISIONS = tuple(_BYTES)
 
-
-@dataclass(frozen=True)
+@dataclass
 class MemoryParts:
     """Memory by what lies in it [bytes]."""
 
@@ -45,7 +41,7 @@ class MemoryParts:
     @property
     def total(self) -> int:
         """All of them [bytes]."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -104,155 +100,84 @@ def estimate_memory(
     # Not counted: activations, which grow with the batch and are often the most; layers that stage 3 keeps or
     # fetches ahead (``stage3_max_live_parameters``, up to b x 10^9 bytes); what CUDA and NCCL take (1 to 2
     # GiB); fragments.
+    #
+    # DeepSpeed's own estimators know neither stages 0 and 1 nor NVMe nor float32, leave out the gradients of
+    # 16 bits in stage 3, and count the ranks of all nodes for the host of each.
     layer = max(1, parameters // 20) if largest_layer is None else largest_layer
-    shape = _Shape(parameters, layer, ranks, ranks_per_node, stage, bucket)
-    shape.check(offload_optimizer, offload_param, precision, optimizer_state_bytes)
-    return shape.estimate(offload_optimizer, offload_param, _BYTES[precision], optimizer_state_bytes)
+    faults = Faults("estimate_memory")
+    faults.whole("parameters", parameters)
+    faults.whole("largest_layer", layer)
+    faults.whole("ranks", ranks)
+    faults.whole("ranks_per_node", ranks_per_node)
+    faults.whole("bucket", bucket)
+    faults.whole("optimizer_state_bytes", optimizer_state_bytes, least=0)
+    faults.choice("stage", stage, _STAGES)
+    faults.choice("precision", precision, list(_BYTES))
+    faults.choice("offload_optimizer", offload_optimizer, _PLACES)
+    faults.choice("offload_param", offload_param, _PLACES)
+    faults.raise_all()
+    least = {"none": 0, "cpu": 1, "nvme": 3}[offload_optimizer]
+    expected = f"stage {least} or higher for offload_optimizer={offload_optimizer!r}"
+    faults.check(stage >= least, "stage", stage, expected)
+    faults.check(
+        offload_param == "none" or stage == 3, "stage", stage, f"3 for offload_param={offload_param!r}"
+    )
+    faults.check(ranks % ranks_per_node == 0, "ranks", ranks, f"a multiple of {ranks_per_node}")
+    faults.check(layer <= parameters, "largest_layer", layer, "part of the parameters")
+    faults.raise_all()
 
-
-@dataclass(frozen=True)
-class _Shape:
-    """A model on its ranks."""
-
-    parameters: int
-    largest_layer: int
-    ranks: int
-    ranks_per_node: int
-    stage: int
-    bucket: int
-
-    def check(self, optimizer: str, param: str, precision: str, state_bytes: int) -> None:
-        faults = Faults("estimate_memory")
-        for field in fields(self):
-            if field.name != "stage":
-                faults.whole(field.name, getattr(self, field.name))
-        faults.whole("optimizer_state_bytes", state_bytes, least=0)
-        faults.choice("stage", self.stage, _STAGES)
-        faults.choice("precision", precision, list(_BYTES))
-        faults.choice("offload_optimizer", optimizer, _PLACES)
-        faults.choice("offload_param", param, _PLACES)
-        faults.raise_all()
-        least = 3 if optimizer == "nvme" else 0 if optimizer == "none" else 1
-        expected = f"stage {least} or higher for offload_optimizer={optimizer!r}"
-        faults.check(self.stage >= least, "stage", self.stage, expected)
-        faults.check(
-            param == "none" or self.stage == 3, "stage", self.stage, f"3 for offload_param={param!r}"
-        )
-        faults.check(
-            self.ranks % self.ranks_per_node == 0, "ranks", self.ranks, f"a multiple of {self.ranks_per_node}"
-        )
-        faults.check(
-            self.largest_layer <= self.parameters,
-            "largest_layer",
-            self.largest_layer,
-            "part of the parameters",
-        )
-        faults.raise_all()
-
-    def share(self, size: int) -> int:
+    def share(size: int) -> int:
         """Return the bytes of a rank's partition of all parameters, ``size`` bytes each."""
-        return -(-self.parameters * size // self.ranks)
+        return -(-parameters * size // ranks)
 
-    def estimate(self, optimizer: str, param: str, size: int, state_bytes: int) -> MemoryEstimate:
-        whole = self._partitioned(size, state_bytes) if self.stage else self._unpartitioned(size, state_bytes)
-        places = {
-            "none": vars(whole).copy(),
-            "cpu": vars(MemoryParts()).copy(),
-            "nvme": vars(MemoryParts()).copy(),
-        }
-        if optimizer != "none":
-            self._offload_optimizer(places, optimizer, size)
-        if param != "none":
-            self._offload_param(places, param, size)
-        host, nvme = self._of_node(places["cpu"]), self._of_node(places["nvme"])
-        return MemoryEstimate(MemoryParts(**places["none"]), host, nvme, self._at_start())
-
-    def _offload_optimizer(self, places: dict[str, dict[str, int]], to: str, size: int) -> None:
-        device, host, away = places["none"], places["cpu"], places[to]
-        for part in ("master_weights", "optimizer_state"):
-            away[part], device[part] = device[part], 0
-        away["gradients"] = self.share(_FLOAT32)
-        device["gradients"] = size * self.parameters if self.stage == 1 else 0
-        host["gradients" if self.stage == 3 else "buffers"] += self.share(size)
-        if to == "nvme":
-            host["buffers"] += _SWAP_BUFFERS * self._sub_group()
-
-    def _offload_param(self, places: dict[str, dict[str, int]], to: str, size: int) -> None:
-        places[to]["weights"], places["none"]["weights"] = places["none"]["weights"], 0
-        if to == "nvme":
-            places["cpu"]["buffers"] += size * _PARAM_BUFFERS
-
-    def _unpartitioned(self, size: int, state_bytes: int) -> MemoryParts:
-        copies = _FLOAT32 * self.parameters if size < _FLOAT32 else 0
-        return MemoryParts(
-            weights=size * self.parameters,
-            gradients=size * self.parameters + copies,
-            master_weights=copies,
-            optimizer_state=state_bytes * self.parameters,
+    size = _BYTES[precision]
+    whole, copy, sub_group = size * parameters, share(_FLOAT32), min(share(_FLOAT32), _FLOAT32 * _SUB_GROUP)
+    if stage == 0:
+        copies = _FLOAT32 * parameters if size < _FLOAT32 else 0
+        device = MemoryParts(whole, whole + copies, copies, optimizer_state_bytes * parameters)
+    else:
+        device = MemoryParts(
+            weights=share(size) if stage == 3 else whole,
+            gradients=(whole if stage == 1 else share(size)) + (sub_group if stage == 3 else copy),
+            master_weights=copy,
+            optimizer_state=share(optimizer_state_bytes),
+            buffers=size * bucket,
+            largest_layer=2 * size * layer if stage == 3 else 0,
         )
+    host, nvme = MemoryParts(), MemoryParts()
+    places = {"cpu": host, "nvme": nvme}
+    if offload_optimizer != "none":
+        away = places[offload_optimizer]
+        away.master_weights, device.master_weights = device.master_weights, 0
+        away.optimizer_state, device.optimizer_state = device.optimizer_state, 0
+        away.gradients, device.gradients = copy, whole if stage == 1 else 0
+        if stage == 3:
+            host.gradients += share(size)
+        else:
+            host.buffers += share(size)
+        if offload_optimizer == "nvme":
+            host.buffers += _SWAP_BUFFERS * sub_group
+    if offload_param != "none":
+        places[offload_param].weights, device.weights = device.weights, 0
+        if offload_param == "nvme":
+            host.buffers += size * _PARAM_BUFFERS
 
-    def _partitioned(self, size: int, state_bytes: int) -> MemoryParts:
-        whole = size * self.parameters
-        copy = self._sub_group() if self.stage == 3 else self.share(_FLOAT32)
-        return MemoryParts(
-            weights=self.share(size) if self.stage == 3 else whole,
-            gradients=(whole if self.stage == 1 else self.share(size)) + copy,
-            master_weights=self.share(_FLOAT32),
-            optimizer_state=self.share(state_bytes),
-            buffers=size * self.bucket,
-            largest_layer=2 * size * self.largest_layer if self.stage == 3 else 0,
-        )
+    def of_node(parts: MemoryParts) -> MemoryParts:
+        return MemoryParts(**{name: ranks_per_node * size for name, size in vars(parts).items()})
 
-    def _sub_group(self) -> int:
-        return min(self.share(_FLOAT32), _FLOAT32 * _SUB_GROUP)
-
-    def _of_node(self, parts: dict[str, int]) -> MemoryParts:
-        return MemoryParts(**{name: size * self.ranks_per_node for name, size in parts.items()})
-
-    def _at_start(self) -> int:
-        built = self.largest_layer if self.stage == 3 else self.parameters
-        return _FLOAT32 * built * self.ranks_per_node
-
-
-# -- A table of how much memory a model takes under each stage of ZeRO, before anything is started --
+    at_start = _FLOAT32 * (layer if stage == 3 else parameters) * ranks_per_node
+    return MemoryEstimate(device, of_node(host), of_node(nvme), at_start)
 
 
-def estimate_table(
-    *,
-    parameters: int,
-    largest_layer: int | None = None,
-    ranks: int,
-    ranks_per_node: int,
-    precision: str = "bf16-mixed",
-    optimizer_state_bytes: int = 8,
-    bucket: int = BUCKET,
-) -> str:
-    """Return a table of all stages and ways of offloading; the arguments are those of :func:`estimate_memory`."""
+def estimate_table(**model: Any) -> str:
+    """Return a table of all stages and ways of offloading; the arguments are the others of :func:`estimate_memory`."""
     rows = []
     for stage, optimizer, param in _combinations():
-        estimate = estimate_memory(
-            parameters=parameters,
-            largest_layer=largest_layer,
-            ranks=ranks,
-            ranks_per_node=ranks_per_node,
-            stage=stage,
-            offload_optimizer=optimizer,
-            offload_param=param,
-            precision=precision,
-            optimizer_state_bytes=optimizer_state_bytes,
-            bucket=bucket,
-        )
+        estimate = estimate_memory(stage=stage, offload_optimizer=optimizer, offload_param=param, **model)
         sizes = (estimate.device.total, estimate.host.total, estimate.host_at_start, estimate.nvme.total)
         rows.append((stage, optimizer, param, *(size_in_words(size or None) for size in sizes)))
-    headings = (
-        "stage",
-        "offload_optimizer",
-        "offload_param",
-        "device of a rank",
-        "host of a node",
-        "host at start",
-    )
-    return plain_table((*headings, "disk of a node"), rows)
+    places = ("device of a rank", "host of a node", "host at start", "disk of a node")
+    return plain_table(("stage", "offload_optimizer", "offload_param", *places), rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -294,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--largest-layer", type=_number, help="parameters of the largest layer (stage 3)")
     parser.add_argument("--gpus", type=_number, required=True, help="ranks on each node")
     parser.add_argument("--nodes", type=_number, default=1)
-    parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed")
+    parser.add_argument("--precision", choices=list(_BYTES), default="bf16-mixed")
     parser.add_argument(
         "--bucket", type=_number, default=BUCKET, help="DeepSpeed's reduce_bucket_size [elements]"
     )

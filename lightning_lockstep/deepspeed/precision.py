@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_lockstep._doors.deepspeed_internals import (
-    given_scale,
-    has_own_boundaries,
-    last_overflow,
-    optimizer_steps,
-    scale_of_whole,
-    scale_of_zero,
-    torch_scaler,
-)
+from lightning_lockstep._doors.deepspeed_engines import EngineAdapter, StepOutcome, adapter_of
 from lightning_lockstep._doors.lightning import DeepSpeedPrecision, Precision
 from lightning_lockstep._doors.torch_internals import cpu_computes_in_float16
 from lightning_lockstep._text import say
@@ -43,46 +34,9 @@ _LOW_SCALE = 2.0**8
 _SHOWN = 12
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """What an engine says of its last optimizer step."""
-
-    skipped: bool | None  # weights stayed; None: only a scale that falls can tell (torch's scaler)
-    scale: float | None = None  # after the step; None: none is used (bf16)
-    is_dynamic: bool = False  # whether the scale adapts itself
-    floor: float | None = None  # smallest scale (min_loss_scale)
-    window: int | None = None  # good steps until a dynamic scale is doubled (loss_scale_window)
-    hysteresis: int = 1  # skips until a dynamic scale is halved
-    ends_at_floor: bool = False  # whether an overflow at the floor ends the run
-
-
 def read_step(engine: Any) -> StepOutcome | None:  # after step(), at a boundary of accumulation
     """Return what an engine says of its last optimizer step; ``None``: nothing checks or scales gradients."""
-    optimizer = engine.optimizer
-    scaler, skipped = torch_scaler(engine), last_overflow(optimizer)
-    if scaler is not None:
-        return _of_torch(scaler, bool(skipped))
-    if skipped is None:
-        return None
-    given = given_scale(optimizer)
-    if given is not None:
-        return StepOutcome(skipped, _scale(given[0]))
-    of_zero = scale_of_zero(optimizer)
-    return StepOutcome(skipped, **(scale_of_whole(optimizer) if of_zero is None else of_zero))
-
-
-def _of_torch(scaler: Any, overflow: bool) -> StepOutcome:
-    """Return what torch's scaler says: it keeps the outcome of a step to itself, ZeRO may have skipped it before."""
-    return StepOutcome(
-        True if overflow else None,
-        float(scaler.get_scale()),
-        is_dynamic=True,
-        window=int(scaler.get_growth_interval()),
-    )
-
-
-def _scale(value: Any) -> float | None:
-    return None if value is None else float(value)
+    return adapter_of(engine).outcome()
 
 
 class LossScaleHistory:
@@ -249,7 +203,7 @@ class EnginePrecision(DeepSpeedPrecision):
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
         engine = model.trainer.model
-        _tell_boundary(engine, False)
+        _tell_boundary(adapter_of(engine), False)
         super().backward(tensor, model, optimizer, *args, **kwargs)
         engine.step()  # counts the batch
         self.has_accumulated = True
@@ -258,16 +212,15 @@ class EnginePrecision(DeepSpeedPrecision):
         self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
     ) -> Any:
         """Run the closure and the engine's step, which is skipped where gradients are not finite."""
-        engine = model.trainer.model
-        before = optimizer_steps(engine)
-        if (
-            model.automatic_optimization
-        ):  # otherwise nobody knows before a backward whether a step will follow
-            _tell_boundary(engine, True)
+        adapter = adapter_of(model.trainer.model)
+        before = adapter.steps_made()
+        # Otherwise nobody knows before a backward whether a step will follow.
+        if model.automatic_optimization:
+            _tell_boundary(adapter, True)
         with replaced(self, _steps=True):
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         self.has_accumulated = False
-        outcome = read_step(engine) if optimizer_steps(engine) != before else None
+        outcome = adapter.outcome() if adapter.steps_made() != before else None
         if outcome is not None:
             self.history.record(outcome)
             news = self.history.news()
@@ -276,9 +229,9 @@ class EnginePrecision(DeepSpeedPrecision):
         return result
 
 
-def _tell_boundary(engine: Any, steps: bool) -> None:
-    if not has_own_boundaries(engine):
-        engine.set_gradient_accumulation_boundary(steps)
+def _tell_boundary(adapter: EngineAdapter, steps: bool) -> None:
+    if not adapter.has_own_boundaries():
+        adapter.engine.set_gradient_accumulation_boundary(steps)
 
 
 def cpu_has_float16() -> bool:

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 import lightning_lockstep
-from lightning_lockstep._doors import deepspeed_internals
-from lightning_lockstep._doors.deepspeed_internals import DEEPSPEED
+from lightning_lockstep._doors.deepspeed_engines import DEEPSPEED, EngineAdapter
 from lightning_lockstep._doors.hydra_internals import HYDRA, OMEGACONF, whole_config
 from lightning_lockstep.errors import LockstepError
 
@@ -46,7 +45,7 @@ OF_OTHERS = frozenset(
 
 MISSING = """
 import json, sys
-from lightning_lockstep._doors.deepspeed_internals import DEEPSPEED
+from lightning_lockstep._doors.deepspeed_engines import DEEPSPEED
 from lightning_lockstep._doors.hydra_internals import HYDRA, OMEGACONF
 
 before = [name for name in ("deepspeed", "hydra", "omegaconf") if name in sys.modules]
@@ -92,8 +91,8 @@ def test_a_deepspeed_without_some_of_the_names_is_noticed() -> None:
     )
     assert missing["deepspeed"] == [
         "deepspeed.utils.groups._WORLD_GROUP",
-        "deepspeed.runtime.bf16_optimizer.BF16_Optimizer.clear_hp_grads",
         "deepspeed.utils.link_hp_params._hp_mapping",
+        "deepspeed.runtime.bf16_optimizer.BF16_Optimizer.clear_hp_grads",
     ]
 
 
@@ -105,7 +104,7 @@ def test_a_missing_name_is_one_clear_error() -> None:
     with pytest.raises(
         LockstepError, match=r"deepspeed .* has no deepspeed\.runtime\.engine\..*\.param_names, which"
     ):
-        deepspeed_internals.parameter_names(SimpleNamespace())
+        EngineAdapter(SimpleNamespace(optimizer=None)).parameter_names()
     with pytest.raises(LockstepError, match=r"omegaconf .* has no omegaconf\.base\.Node\._get_parent, which"):
         whole_config(SimpleNamespace())
 

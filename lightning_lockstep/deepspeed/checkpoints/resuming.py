@@ -6,19 +6,14 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_lockstep._doors.deepspeed_internals import (
-    divides_parameters,
-    refresh_copies,
-    set_counters,
-    train_batch_size,
-)
+from lightning_lockstep._doors.deepspeed_engines import adapter_of
 from lightning_lockstep._doors.lightning import LightningDataModule, LightningModule
 from lightning_lockstep._doors.torch_internals import load_own_values
 from lightning_lockstep._settings import is_whole
@@ -39,12 +34,7 @@ from lightning_lockstep.deepspeed.checkpoints.files import (
     read_checkpoint,
     read_first,
 )
-from lightning_lockstep.deepspeed.checkpoints.redivision import (
-    OptimizerState,
-    check_same_training,
-    read_optimizer_state,
-    redivide,
-)
+from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
 from lightning_lockstep.deepspeed.engine import agreed, forget_mark, mark_of
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.errors import ConfigurationError
@@ -186,32 +176,37 @@ def load_plain_weights(
     strict: bool = True,
 ) -> None:
     """Load whole weights into an engine's module, and into the float32 copies of its optimizer."""
-    if divides_parameters(engine):
-        check_names(module, state, strict)
-        load_by_module(module, state, divided=True)
+    adapter = adapter_of(engine)
+    if adapter.divides_parameters():
+        _check_names(module, state, strict)
+        _load_by_module(module, state, divided=True)
     else:
         module.load_state_dict(state, strict=strict)
-    refresh_copies(engine.optimizer)
+    adapter.refresh_copies()
 
 
-def load_by_module(
+def _load_by_module(
     module: nn.Module,
-    state: Mapping[str, Any],  # None: this rank has no values of it
+    state: Mapping[
+        str, Any
+    ],  # None: this rank has no values of it; Values: read from files when it is their turn
     *,
     divided: bool,  # those of rank 0 go to all ranks, which call this together
 ) -> None:
-    """Load whole weights one module at a time; only the values of that one are asked for."""
+    """Load whole weights one module at a time."""
+    import deepspeed
+
     prefixes = {f"{name}." if name else "": one for name, one in module.named_modules(remove_duplicate=False)}
     names: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
     for name in state:
         names[_prefix_of(name, prefixes)].append(name)
     for prefix, one in prefixes.items():
-        with _whole(list(one.parameters(recurse=False)), divided):
-            known = {name: state[name] for name in names[prefix]}
-            _load_one(one, prefix, {name: value for name, value in known.items() if value is not None})
+        parameters = list(one.parameters(recurse=False))
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0, enabled=divided):
+            _load_one(one, prefix, {name: state[name] for name in names[prefix] if state[name] is not None})
 
 
-def check_names(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+def _check_names(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Raise if a module and some weights have different names."""
     names = set(module.state_dict())
     missing, unexpected = sorted(names - set(state)), sorted(set(state) - names)
@@ -219,15 +214,6 @@ def check_names(module: nn.Module, state: Mapping[str, Any], strict: bool) -> No
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, unexpected {unexpected}"
         )
-
-
-def _whole(parameters: list[nn.Parameter], divided: bool) -> AbstractContextManager[object]:
-    if not divided:
-        return nullcontext()
-    import deepspeed
-
-    whole: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
-    return whole
 
 
 def _prefix_of(name: str, prefixes: Collection[str]) -> str:
@@ -240,7 +226,11 @@ def _prefix_of(name: str, prefixes: Collection[str]) -> str:
 
 def _load_one(module: nn.Module, prefix: str, state: dict[str, Any]) -> None:
     errors: list[str] = []
-    load_own_values(module, prefix, state, errors)
+    values = {
+        name: value.copy_to(in_memory) if isinstance(value, Values) else value
+        for name, value in state.items()
+    }
+    load_own_values(module, prefix, values, errors)
     if errors:
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join(errors)
@@ -286,27 +276,26 @@ def resume_redivided(
 ) -> dict[str, Any]:  # what Lightning has put into it
     """Load weights, the state of the optimizer and the counters into an engine, whoever has written them."""
     # Every rank reads of all files what it needs, one parameter at a time.
+    adapter = adapter_of(engine)
 
-    def read() -> tuple[Checkpoint, OptimizerState, _Weights]:
+    def read() -> tuple[dict[str, Any], SavedOptimizer, dict[str, Any]]:
         checkpoint = read_checkpoint(folder)
-        state = read_optimizer_state(checkpoint)
-        check_same_training(engine, state, folder)
-        weights = _Weights(checkpoint)
+        saved = SavedOptimizer(checkpoint)
+        saved.check(adapter)
+        weights = _weights(checkpoint)
         try:
-            check_names(module, weights, strict)
+            _check_names(module, weights, strict)
         except RuntimeError as error:
             raise ConfigurationError(f"{folder}: is of another model. {error}") from error
-        return checkpoint, state, weights
+        return checkpoint.model_states[0], saved, weights
 
-    checkpoint, state, weights = agreed(communicator, read)
-    load_by_module(module, weights, divided=divides_parameters(engine))
-    redivide(engine, state, communicator.rank)
-    first = checkpoint.model_states[0]
-    set_counters(
-        engine,
+    first, saved, weights = agreed(communicator, read)
+    _load_by_module(module, weights, divided=adapter.divides_parameters())
+    saved.write_to(adapter, communicator.rank)
+    adapter.set_counters(
         steps=first["global_steps"],
         skipped=first["skipped_steps"],
-        samples=first.get("global_samples", first["global_steps"] * train_batch_size(engine)),
+        samples=first.get("global_samples"),
         ranks=first["dp_world_size"],
     )
     if communicator.is_main:
@@ -317,28 +306,15 @@ def resume_redivided(
     return _entries_of_lightning(folder, first, plain_only)
 
 
-class _Weights(Mapping[str, Any]):
-    """The whole weights of a checkpoint by their names, each put together when it is asked for."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        values, aliases = find_values(checkpoint, "float32")
-        module = checkpoint.model_states[0]["module"]
-        self._sources: dict[str, Values] = {
-            name: values[aliases.get(name, name)] for name in module if aliases.get(name, name) in values
-        }
-        self._others = {
-            name: value for name, value in module.items() if not isinstance(value, Tensor) and is_plain(value)
-        }
-
-    def __getitem__(self, name: str) -> Any:
-        return self._sources[name].copy_to(in_memory) if name in self._sources else self._others[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._sources
-        yield from self._others
-
-    def __len__(self) -> int:
-        return len(self._sources) + len(self._others)
+def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return where the whole weights of a checkpoint are, by their names, and other plain state of modules."""
+    values, aliases = find_values(checkpoint, "float32")
+    module = checkpoint.model_states[0]["module"]
+    found: dict[str, Any] = {
+        name: values[aliases.get(name, name)] for name in module if aliases.get(name, name) in values
+    }
+    others = {n: value for n, value in module.items() if not isinstance(value, Tensor) and is_plain(value)}
+    return found | others
 
 
 def _read_first(folder: Path, world_size: int) -> tuple[dict[str, Any], bool]:

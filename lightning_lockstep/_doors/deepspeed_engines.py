@@ -1,0 +1,567 @@
+"""What DeepSpeed's engines keep private: one class for each way in which an optimizer keeps gradients and state.
+
+`adapter_of` finds the class for an engine. The names that a class touches stand above it, each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from lightning_lockstep._doors.deepspeed_internals import DEEPSPEED
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
+_ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_ZERO_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_BF16 = "deepspeed.runtime.bf16_optimizer.BF16_Optimizer"
+_FP16 = "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer"
+_UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer"
+_SCALER = "deepspeed.runtime.fp16.loss_scaler"
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What an engine says of its last optimizer step."""
+
+    skipped: bool | None  # weights stayed; None: only a scale that falls can tell (torch's scaler)
+    scale: float | None = None  # after the step; None: none is used (bf16)
+    is_dynamic: bool = False  # whether the scale adapts itself
+    floor: float | None = None  # smallest scale (min_loss_scale)
+    window: int | None = None  # good steps until a dynamic scale is doubled (loss_scale_window)
+    hysteresis: int = 1  # skips until a dynamic scale is halved
+    ends_at_floor: bool = False  # whether an overflow at the floor ends the run
+
+
+_WHY_AUTOCAST = "the autocast that the engine enters around a forward, for one that it does not notice"
+_WHY_SIZES = "a run goes on with the sizes that a search has found, by which the engine counts samples"
+_WHY_COUNTERS = "the counters of a run that goes on, as load_checkpoint sets them"
+_WHY_SKIP = "where an optimizer looks for an overflow, by which it skips a step"
+_WHY_LINK = "tells each parameter where its part is in a vector"
+_WHY_GIVEN = "a loss scale that the program sets itself"
+_OF_ALL = {
+    "overflow": "whether the last optimizer step was skipped; it is part of a checkpoint too",
+    "refresh_fp32_params": "the float32 copies of weights that were loaded",
+    "optimizer": "torch's optimizer inside of DeepSpeed's, which has the options and the state",
+}
+_OF_ZERO = {
+    "loss_scaler": "the scaler of ZeRO, part of a checkpoint",
+    "dtype": "the loss scale of ZeRO is in use in float16 alone",
+    "gradient_accumulation_steps": "ZeRO's optimizer divides gradients by it",
+    "reduce_bucket_size": "memory that a small model does not touch",
+    "torch_autocast_gradscaler": "torch's loss scaler under ZeRO, which knows the scale",
+    "custom_loss_scaler": _WHY_GIVEN,
+    "external_loss_scale": _WHY_GIVEN,
+}
+
+
+@DEEPSPEED.adapts(
+    _ENGINE,
+    zero_optimization_partition_weights="whether parameters are divided among the ranks, as in stage 3",
+    global_steps="how many optimizer steps there were, to tell one from an accumulated batch",
+    skipped_steps=_WHY_COUNTERS,
+    global_samples=_WHY_COUNTERS,
+    loaded_checkpoint_dp_world_size=_WHY_COUNTERS,
+    torch_autocast_enabled=_WHY_AUTOCAST,
+    torch_autocast_dtype=_WHY_AUTOCAST,
+    torch_autocast_z0_gradscaler="torch's loss scaler in stage 0, which has to see bad gradients",
+    micro_steps="trials begin with the first of the batches that are accumulated",
+    dp_world_size=_WHY_SIZES,
+    train_batch_size=_WHY_SIZES,
+    set_train_batch_size=_WHY_SIZES,
+    set_train_micro_batch_size=_WHY_SIZES,
+    zero_nvme_offload_optimizer="a state on NVMe cannot be redivided",
+    param_names="the names by which a checkpoint knows parameters",
+)
+@DEEPSPEED.adapts(
+    "deepspeed.runtime.zenflow.engine.configure_zenflow",
+    zenflow="ZenFlow has boundaries of accumulation of its own",
+)
+@DEEPSPEED.adapts("deepspeed.runtime.zero.utils", dist="the comparison of the order of modules with rank 0's")
+class EngineAdapter:
+    """An engine whose optimizer is none that is known here: one that does not train, for example."""
+
+    mark = ""  # the attribute by which an optimizer is known
+    keeps_gradients = False  # whether it is known where
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.optimizer = engine, engine.optimizer
+
+    def divides_parameters(self) -> bool:
+        """Return whether the engine divides parameters among the ranks."""
+        return bool(self.engine.zero_optimization_partition_weights())
+
+    def steps_made(self) -> int:
+        steps: int = self.engine.global_steps
+        return steps
+
+    def set_counters(self, *, steps: int, skipped: int, samples: int | None, ranks: int) -> None:
+        """Go on counting from a checkpoint that so many ranks have written."""
+        self.engine.global_steps, self.engine.skipped_steps = steps, skipped
+        self.engine.global_samples = steps * self.samples_of_step() if samples is None else samples
+        self.engine.loaded_checkpoint_dp_world_size = ranks
+
+    def has_own_boundaries(self) -> bool:
+        """Return whether the engine decides itself after which batches it steps."""
+        return bool(getattr(self.engine, "zenflow", False))
+
+    def autocast_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the autocast that the engine enters around a forward, if any."""
+        if not self.engine.torch_autocast_enabled():
+            return None
+        dtype: torch.dtype = self.engine.torch_autocast_dtype()
+        return dtype
+
+    # the loss scale
+
+    def outcome(self) -> StepOutcome | None:
+        """Return what is known of the last optimizer step; ``None``: nothing checks or scales gradients."""
+        overflow = getattr(self.optimizer, "overflow", None)
+        scaler = getattr(self.engine, "torch_autocast_z0_gradscaler", None)
+        scaler = scaler or getattr(self.optimizer, "torch_autocast_gradscaler", None)
+        if scaler is not None:  # it keeps the outcome of a step to itself; ZeRO may have skipped it before
+            return StepOutcome(
+                True if overflow else None,
+                float(scaler.get_scale()),
+                is_dynamic=True,
+                window=int(scaler.get_growth_interval()),
+            )
+        if overflow is None:
+            return None
+        if getattr(self.optimizer, "custom_loss_scaler", False):
+            return StepOutcome(bool(overflow), float(self.optimizer.external_loss_scale))
+        return StepOutcome(bool(overflow), **self.scale())
+
+    def scale(self) -> dict[str, Any]:
+        """Return the loss scale, and how it changes, as fields of the outcome."""
+        return {}
+
+    # gradients of this rank, and steps that are skipped
+
+    def gradients(self) -> Iterable[Tensor]:
+        """Return what this rank holds of the gradients accumulated so far."""
+        return ()
+
+    def has_local_overflow(self) -> bool:
+        """Return whether the optimizer itself has found a bad value in this rank's part."""
+        return False
+
+    def skip_step(self) -> None:
+        """Let the next step, and that one alone, be skipped."""
+        raise NotImplementedError
+
+    # the sizes of a batch, and trials of others
+
+    def samples_of_step(self) -> int:
+        """Return how many samples all ranks take for an optimizer step."""
+        samples: int = self.engine.train_batch_size()
+        return samples
+
+    def set_samples_of_step(self, samples: int) -> None:
+        self.engine.set_train_batch_size(samples)
+
+    def set_accumulation(self, passes: int) -> None:
+        engine = self.engine
+        engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * passes * engine.dp_world_size)
+
+    def set_sizes(self, *, batch_size: int, accumulate: int) -> None:
+        self.engine.set_train_micro_batch_size(batch_size)
+        self.engine.set_train_batch_size(batch_size * accumulate * self.engine.dp_world_size)
+
+    def values_of_trial(
+        self, passes: int, largest_bucket: int | None
+    ) -> list[tuple[Any, dict[str, Any]]]:  # objects and attributes of theirs
+        """Return what the engine needs for steps on this rank alone, with as many batches in each."""
+        # It compares the order of the modules with rank 0's, which is not there.
+        alone = SimpleNamespace(get_rank=lambda: 0, broadcast=lambda *a, **k: None)
+        return [
+            (DEEPSPEED.find("deepspeed.runtime.zero.utils"), {"dist": alone}),
+            (self.engine, {"micro_steps": 0}),
+        ]
+
+    # what a checkpoint has
+
+    def refresh_copies(self) -> None:
+        """Make the float32 copies of the optimizer those of the weights, where it has copies."""
+        refresh = getattr(self.optimizer, "refresh_fp32_params", None)
+        if refresh is not None:
+            refresh()
+
+    def keeps_state_on_nvme(self) -> bool:
+        return bool(self.engine.zero_nvme_offload_optimizer())
+
+    def parameter_names(self) -> Mapping[Any, str]:
+        names: Mapping[Any, str] = self.engine.param_names
+        return names
+
+    def set_flags(self, overflow: bool, scaler_state: Mapping[str, Any]) -> None:
+        """Take the last step for one that was skipped or not, and a loss scale as it was."""
+        self.optimizer.overflow = overflow
+        scaler = getattr(self.optimizer, "loss_scaler", None)
+        for name, value in scaler_state.items():
+            if hasattr(scaler, name):
+                setattr(scaler, name, value)
+
+
+class WholeFloat32(EngineAdapter):
+    """Stage 0 in float32: the optimizer is one of torch's."""
+
+    keeps_gradients = True
+
+    def gradients(self) -> Iterable[Tensor]:
+        return _gradients_of(group["params"] for group in self.optimizer.param_groups)
+
+    def skip_step(self) -> None:
+        """Take the gradients away, without which nothing changes; torch's loss scaler needs to see bad ones."""
+        scaled = getattr(self.engine, "torch_autocast_z0_gradscaler", None) is not None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not scaled:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.detach().fill_(float("nan"))
+
+
+_OF_WHOLE_16 = {
+    **_OF_ALL,
+    "fp16_groups": "the parameters that an optimizer has, by groups",
+    "overflow_checker": _WHY_SKIP,
+    "loss_scale_config": "the loss scale without ZeRO, and how it changes",
+}
+
+
+@DEEPSPEED.adapts(_FP16, **_OF_WHOLE_16, custom_loss_scaler=_WHY_GIVEN, external_loss_scale=_WHY_GIVEN)
+@DEEPSPEED.adapts(_UNFUSED, **_OF_WHOLE_16)
+@DEEPSPEED.adapts(
+    f"{_SCALER}.LossScaleConfig",
+    **dict.fromkeys(
+        ("use_grad_scaling", "dynamic_loss_scale", "cur_scale", "min_loss_scale", "scale_window"),
+        "the loss scale without ZeRO, and how it changes",
+    ),
+)
+@DEEPSPEED.adapts(
+    "deepspeed.runtime.utils.CheckOverflow",
+    has_overflow=_WHY_SKIP,
+    check=_WHY_SKIP,
+    check_using_norm=_WHY_SKIP,
+)
+class Whole16(EngineAdapter):
+    """Stage 0 in 16 bits."""
+
+    mark = "overflow_checker"
+    keeps_gradients = True
+
+    def scale(self) -> dict[str, Any]:
+        config = self.optimizer.loss_scale_config
+        if not config.use_grad_scaling:
+            return {}
+        if not config.dynamic_loss_scale:
+            return {"scale": float(config.cur_scale)}
+        return {
+            "scale": float(config.cur_scale),
+            "is_dynamic": True,
+            "floor": float(config.min_loss_scale),
+            "window": int(config.scale_window),
+        }
+
+    def gradients(self) -> Iterable[Tensor]:
+        return _gradients_of(self.optimizer.fp16_groups)
+
+    def skip_step(self) -> None:
+        _find_overflow_once(self.optimizer.overflow_checker, "has_overflow", "check", "check_using_norm")
+
+
+@DEEPSPEED.adapts(_ZERO_12, **_OF_ALL, **_OF_ZERO)
+@DEEPSPEED.adapts(_ZERO_3, **_OF_ALL, **_OF_ZERO)
+@DEEPSPEED.adapts(
+    f"{_SCALER}.DynamicLossScaler",
+    **dict.fromkeys(
+        ("min_scale", "scale_window", "delayed_shift", "raise_error_at_min_scale"),
+        "the loss scale of ZeRO in stages 1 to 3, and how it changes",
+    ),
+)
+@DEEPSPEED.adapts(
+    f"{_SCALER}.LossScalerBase",
+    dynamic="whether a loss scale adapts itself",
+    cur_scale="the loss scale of ZeRO",
+)
+class Zero(EngineAdapter):
+    """What the optimizers of stages 1 to 3 have in common."""
+
+    mark = "loss_scaler"
+
+    def scale(self) -> dict[str, Any]:
+        import torch
+
+        scaler = self.optimizer.loss_scaler
+        if self.optimizer.dtype != torch.float16:
+            return {}  # the scaler that is there does nothing
+        if not scaler.dynamic:
+            return {"scale": float(scaler.cur_scale)}
+        return {
+            "scale": float(scaler.cur_scale),
+            "is_dynamic": True,
+            "floor": float(scaler.min_scale),
+            "window": int(scaler.scale_window),
+            "hysteresis": int(scaler.delayed_shift),
+            "ends_at_floor": bool(scaler.raise_error_at_min_scale),
+        }
+
+    def set_sizes(self, *, batch_size: int, accumulate: int) -> None:
+        super().set_sizes(batch_size=batch_size, accumulate=accumulate)
+        self.optimizer.gradient_accumulation_steps = accumulate
+
+    def values_of_trial(self, passes: int, largest_bucket: int | None) -> list[tuple[Any, dict[str, Any]]]:
+        values = {"gradient_accumulation_steps": passes}
+        if largest_bucket is not None:
+            values["reduce_bucket_size"] = min(int(self.optimizer.reduce_bucket_size), largest_bucket)
+        # A step that is skipped for an overflow would not show what the optimizer needs.
+        unscaled = {"cur_scale": 1.0}
+        return [
+            *super().values_of_trial(passes, largest_bucket),
+            (self.optimizer, values),
+            (self.optimizer.loss_scaler, unscaled),
+        ]
+
+
+@DEEPSPEED.adapts(
+    "deepspeed.utils.link_hp_params", _hp_mapping="whether a part of a parameter is on this rank"
+)
+class FlatGroups(EngineAdapter):
+    """Each group of parameters is one vector, of which every rank has a part."""
+
+    groups_name = ""  # the attribute that has the parameters, by groups
+
+    def parameter_groups(self) -> list[list[Any]]:
+        return list(getattr(self.optimizer, self.groups_name))
+
+    def vectors(self) -> list[list[Tensor]]:
+        """Return the vectors of each group, which torch's optimizer has for parameters."""
+        return [list(group["params"]) for group in self.optimizer.optimizer.param_groups]
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load the state of torch's optimizer, and let each parameter find its own, as after a first step."""
+        optimizer = self.optimizer.optimizer
+        optimizer.load_state_dict(state)
+        link = DEEPSPEED.find("deepspeed.utils.lazy_init_hp_params_optimizer_state")
+        for parameters, (vector,) in zip(self.parameter_groups(), self.vectors(), strict=True):
+            link(parameters, vector, optimizer.state)
+
+    def has_part_of(self, parameter: Any) -> bool:
+        """Return whether this rank has a part of a parameter."""
+        return parameter._hp_mapping is not None
+
+    def write(self, parameter: Any, key: str | None, whole: Tensor, rank: int) -> None:
+        """Write this rank's part of a whole float32 weight, or of the state of that key."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        if key is None:
+            safe_set_full_fp32_param(parameter, whole)
+        else:
+            safe_set_full_optimizer_state(parameter, whole, key)
+
+
+@DEEPSPEED.adapts(
+    _BF16,
+    **_OF_ALL,
+    bf16_groups="the parameters that an optimizer of bfloat16 has, by groups",
+    fp32_groups_gradients="gradients in float32 of an optimizer of bfloat16",
+    clear_hp_grads="a step that is skipped lets its gradients go",
+    clear_lp_grads="a step that is skipped lets its gradients go",
+    torch_autocast_gradscaler="torch's loss scaler, which knows the scale",
+    custom_loss_scaler=_WHY_GIVEN,
+    external_loss_scale=_WHY_GIVEN,
+)
+class Bf16(FlatGroups):
+    """Stage 1 in bfloat16 with gradients in float32."""
+
+    mark = "fp32_groups_gradients"
+    groups_name = "bf16_groups"
+    keeps_gradients = True
+
+    def gradients(self) -> Iterable[Tensor]:
+        return (gradient for group in self.optimizer.fp32_groups_gradients for gradient in group)
+
+    def skip_step(self) -> None:
+        optimizer = self.optimizer
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            del optimizer.step  # that of the class is there again
+            optimizer.overflow = True
+            optimizer.clear_hp_grads()
+            optimizer.clear_lp_grads()
+
+        optimizer.step = step
+
+
+@DEEPSPEED.adapts(
+    _ZERO_12,
+    bit16_groups="the parameters of stages 1 and 2 that an optimizer has, by groups",
+    check_overflow=_WHY_SKIP,
+    check_grad_overflow=_WHY_SKIP,
+    local_overflow="a bad value that the optimizer found itself, as with offload",
+    round_robin_gradients="vectors then have another order than their groups",
+    round_robin_bit16_padding="0.19.8 has the right places only where it is padded",
+    _link_all_hp_params=_WHY_LINK,
+)
+class Stages1And2(FlatGroups, Zero):
+    """Stages 1 and 2."""
+
+    mark = "averaged_gradients"
+    groups_name = "bit16_groups"
+    keeps_gradients = True
+
+    def gradients(self) -> Iterable[Tensor]:
+        return _partition_gradients(self.optimizer)
+
+    def has_local_overflow(self) -> bool:
+        return bool(getattr(self.optimizer, "local_overflow", False))  # only with offload
+
+    def skip_step(self) -> None:
+        looks = self.optimizer.check_grad_overflow
+        self.optimizer.check_grad_overflow = True
+        _find_overflow_once(self.optimizer, "check_overflow", overflow=True, check_grad_overflow=looks)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """As for others; with ``round_robin_gradients`` a vector has another order than its group."""
+        optimizer = self.optimizer
+        if optimizer.round_robin_gradients:
+            # DeepSpeed 0.19.8 links parameters with the places that the vector really has only where it is padded.
+            padding = optimizer.round_robin_bit16_padding
+            optimizer.round_robin_bit16_padding = [[1]] * len(optimizer.bit16_groups)
+            try:
+                optimizer._link_all_hp_params()
+            finally:
+                optimizer.round_robin_bit16_padding = padding
+        super().load_state(state)
+
+
+@DEEPSPEED.touches(
+    f"{_ZERO_12}.cpu_offload",
+    f"{_ZERO_12}.averaged_gradients",
+    f"{_ZERO_12}.all_grad_tensors",
+    f"{_ZERO_12}._fill_param_grad_accum_attribute.grad_accum",
+    "deepspeed.runtime.zero.stage_1_and_2.GradPartitionBufferGroup.flat_partition",
+    why="this rank's part of all gradients in stages 1 and 2, before and after they are reduced",
+)
+def _partition_gradients(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the gradients of stages 1 and 2: as reduced before a step, else as accumulated so far."""
+    # With offload the optimizer looks at them itself before a step, on their way to the host.
+    if optimizer.cpu_offload:
+        return
+    reduced = [group for group in optimizer.averaged_gradients.values() if group]
+    for group in reduced:
+        flat = getattr(group, "flat_partition", None)
+        yield from (g for g in ([flat] if flat is not None else group) if g is not None)
+    if reduced:
+        return
+    for kept in optimizer.all_grad_tensors.values():
+        yield from (g for g in kept or [] if g is not None)
+    for group in optimizer.bit16_groups:
+        for parameter in group:
+            for name in ("grad", "grad_accum"):
+                gradient = getattr(parameter, name, None)
+                if gradient is not None:
+                    yield gradient
+
+
+@DEEPSPEED.adapts(
+    _ZERO_3,
+    grad_partitions_flat_buffer="this rank's part of all gradients in stage 3, in one vector",
+    _overflow_check_and_loss_scale_update=_WHY_SKIP,
+    fp16_groups="the parameters that an optimizer has, by groups",
+    sub_group_to_group_id="stage 3 divides the groups of parameters further",
+    _set_fp32_optimizer_param_groups="torch's optimizer has no parameters in stage 3 but while it steps or is saved",
+    _clear_fp32_optimizer_param_groups="torch's optimizer has no parameters in stage 3 but while it steps or is saved",
+)
+class Stage3(Zero):
+    """Stage 3: each parameter is divided among the ranks."""
+
+    mark = "grad_partitions_flat_buffer"
+    keeps_gradients = True
+
+    def gradients(self) -> Iterable[Tensor]:
+        return [self.optimizer.grad_partitions_flat_buffer]
+
+    def skip_step(self) -> None:
+        _find_overflow_once(self.optimizer, "_overflow_check_and_loss_scale_update", overflow=True)
+
+    def parameter_groups(self) -> list[list[Any]]:
+        found: list[list[Any]] = [[] for _ in self.optimizer.optimizer.param_groups]
+        for number, parameters in enumerate(self.optimizer.fp16_groups):
+            found[self.optimizer.sub_group_to_group_id[number]] += parameters
+        return found
+
+    def vectors(self) -> list[list[Tensor]]:
+        """Return the vectors of each group, which torch's optimizer has for parameters while it steps."""
+        self.optimizer._set_fp32_optimizer_param_groups()
+        found = [list(group["params"]) for group in self.optimizer.optimizer.param_groups]
+        self.optimizer._clear_fp32_optimizer_param_groups()
+        return found
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load the state of torch's optimizer."""
+        self.optimizer._set_fp32_optimizer_param_groups()
+        try:
+            self.optimizer.optimizer.load_state_dict(state)
+        finally:
+            self.optimizer._clear_fp32_optimizer_param_groups()
+
+    def has_part_of(self, parameter: Any) -> bool:
+        return True
+
+    def write(self, parameter: Any, key: str | None, whole: Tensor, rank: int) -> None:
+        """Write this rank's part of a whole float32 weight, or of the state of that key."""
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        length = parameter.ds_tensor.numel()
+        held = whole.flatten()[rank * length : (rank + 1) * length]
+        part = held.new_zeros(length)  # the last ones are padded
+        part[: held.numel()] = held
+        if key is None:
+            safe_set_local_fp32_param(parameter, part)
+        else:
+            safe_set_local_optimizer_state(parameter, part, key)
+
+
+def adapter_of(engine: Any) -> EngineAdapter:
+    """Return what an engine is seen through, by what its optimizer has."""
+    import torch
+
+    for kind in (Stage3, Stages1And2, Bf16, Whole16, Zero):
+        if hasattr(engine.optimizer, kind.mark):
+            return kind(engine)
+    return (WholeFloat32 if isinstance(engine.optimizer, torch.optim.Optimizer) else EngineAdapter)(engine)
+
+
+def _gradients_of(groups: Iterable[Iterable[Any]]) -> Iterator[Tensor]:
+    return (parameter.grad for group in groups for parameter in group if parameter.grad is not None)
+
+
+def _find_overflow_once(owner: Any, *methods: str, **then: Any) -> None:
+    """Let the methods that look for an overflow report one, once, and give the owner these attributes then."""
+
+    def found(*args: Any, **kwargs: Any) -> bool:
+        for name in methods:
+            delattr(owner, name)  # those of the class are there again
+        for name, value in then.items():
+            setattr(owner, name, value)
+        return True
+
+    for name in methods:
+        setattr(owner, name, found)
+
+
+#: Attributes of the engine's objects whose values are no state of a step.
+WITHOUT_STATE = frozenset({"buffer"})
+
+
+def modules_in_forward() -> list[Any]:
+    """Return the modules of which a forward is under way, as far as DeepSpeed knows."""
+    modules: list[Any] = DEEPSPEED.find("deepspeed.runtime.zero.parameter_offload.FWD_MODULE_STACK")
+    return modules
