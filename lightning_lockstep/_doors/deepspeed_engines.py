@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ _WHY_AUTOCAST = "the autocast that the engine enters around a forward, for one t
 _WHY_SIZES = "a run goes on with the sizes that a search has found, by which the engine counts samples"
 _WHY_COUNTERS = "the counters of a run that goes on, as load_checkpoint sets them"
 _WHY_SKIP = "where an optimizer looks for an overflow, by which it skips a step"
-_WHY_LINK = "tells each parameter where its part is in a vector"
+_WHY_GRADIENTS = "this rank's part of all gradients in stages 1 and 2, before and after they are reduced"
 _WHY_GIVEN = "a loss scale that the program sets itself"
 _OF_ALL = {
     "overflow": "whether the last optimizer step was skipped; it is part of a checkpoint too",
@@ -162,12 +163,15 @@ class EngineAdapter:
         samples: int = self.engine.train_batch_size()
         return samples
 
-    def set_samples_of_step(self, samples: int) -> None:
-        self.engine.set_train_batch_size(samples)
-
-    def set_accumulation(self, passes: int) -> None:
-        engine = self.engine
+    @contextmanager
+    def accumulating(self, passes: int) -> Iterator[None]:
+        """Let the engine accumulate so many batches for a step in the body."""
+        engine, samples = self.engine, self.samples_of_step()
         engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * passes * engine.dp_world_size)
+        try:
+            yield
+        finally:
+            engine.set_train_batch_size(samples)
 
     def set_sizes(self, *, batch_size: int, accumulate: int) -> None:
         self.engine.set_train_micro_batch_size(batch_size)
@@ -407,7 +411,12 @@ class Bf16(FlatGroups):
     local_overflow="a bad value that the optimizer found itself, as with offload",
     round_robin_gradients="vectors then have another order than their groups",
     round_robin_bit16_padding="0.19.8 has the right places only where it is padded",
-    _link_all_hp_params=_WHY_LINK,
+    _link_all_hp_params="tells each parameter where its part is in a vector",
+    **dict.fromkeys(("cpu_offload", "averaged_gradients", "all_grad_tensors"), _WHY_GRADIENTS),
+)
+@DEEPSPEED.adapts(f"{_ZERO_12}._fill_param_grad_accum_attribute", grad_accum=_WHY_GRADIENTS)
+@DEEPSPEED.adapts(
+    "deepspeed.runtime.zero.stage_1_and_2.GradPartitionBufferGroup", flat_partition=_WHY_GRADIENTS
 )
 class Stages1And2(FlatGroups, Zero):
     """Stages 1 and 2."""
@@ -416,8 +425,22 @@ class Stages1And2(FlatGroups, Zero):
     groups_name = "bit16_groups"
     keeps_gradients = True
 
-    def gradients(self) -> Iterable[Tensor]:
-        return _partition_gradients(self.optimizer)
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield the gradients as reduced before a step, else as accumulated so far."""
+        # With offload the optimizer looks at them itself before a step, on their way to the host.
+        if self.optimizer.cpu_offload:
+            return
+        reduced = [group for group in self.optimizer.averaged_gradients.values() if group]
+        for group in reduced:
+            flat = getattr(group, "flat_partition", None)
+            yield from (g for g in ([flat] if flat is not None else group) if g is not None)
+        if reduced:
+            return
+        for kept in self.optimizer.all_grad_tensors.values():
+            yield from (g for g in kept or [] if g is not None)
+        for parameter in (parameter for group in self.optimizer.bit16_groups for parameter in group):
+            gradients = (getattr(parameter, name, None) for name in ("grad", "grad_accum"))
+            yield from (g for g in gradients if g is not None)
 
     def has_local_overflow(self) -> bool:
         return bool(getattr(self.optimizer, "local_overflow", False))  # only with offload
@@ -439,35 +462,6 @@ class Stages1And2(FlatGroups, Zero):
             finally:
                 optimizer.round_robin_bit16_padding = padding
         super().load_state(state)
-
-
-@DEEPSPEED.touches(
-    f"{_ZERO_12}.cpu_offload",
-    f"{_ZERO_12}.averaged_gradients",
-    f"{_ZERO_12}.all_grad_tensors",
-    f"{_ZERO_12}._fill_param_grad_accum_attribute.grad_accum",
-    "deepspeed.runtime.zero.stage_1_and_2.GradPartitionBufferGroup.flat_partition",
-    why="this rank's part of all gradients in stages 1 and 2, before and after they are reduced",
-)
-def _partition_gradients(optimizer: Any) -> Iterator[Tensor]:
-    """Yield the gradients of stages 1 and 2: as reduced before a step, else as accumulated so far."""
-    # With offload the optimizer looks at them itself before a step, on their way to the host.
-    if optimizer.cpu_offload:
-        return
-    reduced = [group for group in optimizer.averaged_gradients.values() if group]
-    for group in reduced:
-        flat = getattr(group, "flat_partition", None)
-        yield from (g for g in ([flat] if flat is not None else group) if g is not None)
-    if reduced:
-        return
-    for kept in optimizer.all_grad_tensors.values():
-        yield from (g for g in kept or [] if g is not None)
-    for group in optimizer.bit16_groups:
-        for parameter in group:
-            for name in ("grad", "grad_accum"):
-                gradient = getattr(parameter, name, None)
-                if gradient is not None:
-                    yield gradient
 
 
 @DEEPSPEED.adapts(

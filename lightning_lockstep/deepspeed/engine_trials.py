@@ -291,12 +291,10 @@ class EngineTrials:
                 stack.enter_context(replaced(plugin, history=LossScaleHistory(), has_accumulated=False))
             for holder, values in adapter.values_of_trial(passes, self._largest_bucket()):
                 stack.enter_context(replaced(holder, **values))
-            samples = adapter.samples_of_step()
-            adapter.set_accumulation(passes)
+            stack.enter_context(adapter.accumulating(passes))
             try:
                 yield passes
             finally:
-                adapter.set_samples_of_step(samples)
                 checkpointing.reset()  # activations that a backward, which may not have come so far, would take back
 
     def _largest_bucket(self) -> int | None:

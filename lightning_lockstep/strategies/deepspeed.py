@@ -60,150 +60,14 @@ from lightning_lockstep.strategies.lifecycle import LifecycleHooks, RankLifecycl
 from lightning_lockstep.strategies.mpi import MPIStartup
 from lightning_lockstep.strategies.options import DeepSpeedSettings, OptionsOfLightning, reject_unknown
 
-# -- How a strategy that runs DeepSpeed makes its training steps, and what other features can do with them
-
-
-class DeepSpeedSteps(DeepSpeedStrategy):
-    """Lightning's strategy, with steps that can be looked into, and whose loop steps the optimizer."""
-
-    _run_config: RunConfig
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """Whether the engine decides when the optimizer steps: no, Lightning's loop does, as under any strategy.
-
-        Lightning counts from the start of each epoch and steps after its last batch, DeepSpeed goes on counting.
-        """
-        return False
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Do nothing around an accumulated batch: the engine knows that, and reduces what its stage needs."""
-        yield
-
-    @property
-    def step_capabilities(self) -> Capabilities:
-        """What can be done with a training step: DeepSpeed's engine runs it, on all ranks together."""
-        return Capabilities(
-            whole_gradients=False, step_alone=False, replays="together" if self.zero_stage_3 else "alone"
-        )
-
-    def engine_gradients(self) -> GradientsOfEngine:
-        """Return what this rank holds of the gradients, once the engine is set up for a fit."""
-        return GradientsOfEngine(self.model, getattr(self.precision_plugin, "history", None))
-
-    @property
-    def engine_trials(self) -> EngineTrials:
-        """Steps of the engine on one rank alone, to see what memory they need."""
-        return EngineTrials(self, self._run_config.given)
-
-    def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
-        """Let the body run ``module`` by autograd alone, and leave the engine as it was."""
-        # Stages 0 to 2 send nothing; in stage 3 all ranks do it together, since the parameters are gathered.
-        return without_engine(self, module, module.trainer.model)
-
-
-# -- How a strategy that runs DeepSpeed writes and loads checkpoints, whole folders and plain files alike
-
 _LEFT_OUT = (
     "lightning-lockstep: checkpoints are written without the hyperparameter {}: it holds modules that DeepSpeed"
     " trains, which cannot be pickled. The weights are there; load them with load_from_checkpoint(path, {})."
 )
-
-
-class DeepSpeedCheckpoints(DeepSpeedStrategy):
-    """Lightning's strategy, with checkpoints that are whole or not there, for any number of ranks."""
-
-    lifecycle: RankLifecycle
-    _said_left_out = False
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Write a checkpoint folder, in place of one of that name once the new one is whole."""
-        target = self.broadcast(str(filepath))
-        checkpoint, left_out = without_trained_parts(checkpoint, self._module)
-        if left_out and not self._said_left_out and self.global_rank == 0:
-            say(_LEFT_OUT.format(" and ".join(left_out), ", ".join(f"{name}=..." for name in left_out)))
-        self._said_left_out = self._said_left_out or bool(left_out)
-        with (
-            whole_folder(
-                target,
-                rank=self.global_rank,
-                is_first_of_node=self.local_rank == 0,
-                meet=self._meet,
-                gather=current_communicator().gather,
-            ) as draft,
-            warnings.catch_warnings(),
-        ):
-            # That parts of the weights go to several files, and how to join them: docs/deepspeed.md, shorter.
-            warnings.filterwarnings("ignore", message="When saving the DeepSpeed Stage 3 checkpoint")
-            super().save_checkpoint(checkpoint, draft, storage_options)
-
-    def _meet(self) -> None:
-        self.barrier()
-        self.lifecycle.check()  # a barrier does not wait once a rank has failed
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint folder of DeepSpeed, or a plain Lightning checkpoint, which has whole weights."""
-        if not is_deepspeed_checkpoint(checkpoint_path):
-            return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
-        stage, communicator = self._complete_config["zero_optimization"]["stage"], current_communicator()
-        if not self._fits:
-            # DeepSpeed 0.19 itself cannot do this in stage 3, and only on as many ranks in the others.
-            return whole_checkpoint(checkpoint_path, self._module, communicator, divided=stage == 3)
-        folder = Path(checkpoint_path)
-        if not writers_differ(folder, communicator, stage=stage, half=self._half):
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        return resume_redivided(
-            self.model,
-            self._module,
-            folder,
-            communicator,
-            strict=self._module.strict_loading,
-            plain_only=bool(weights_only),
-        )
-
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
-    def _half(self) -> str | None:
-        """The section of the configuration that switches 16 bits on."""
-        sections = ((name, self._complete_config.get(name)) for name in ("bf16", "fp16"))
-        return next((name for name, inner in sections if (inner or {}).get("enabled")), None)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights into the model if the checkpoint has them; DeepSpeed has loaded its own."""
-        if "state_dict" not in checkpoint:
-            return
-        assert self.lightning_module is not None
-        load_plain_weights(self.model, self.lightning_module, checkpoint["state_dict"], strict=strict)
-        if self._fits and checkpoint.get("optimizer_states") and self.is_global_zero:
-            say(
-                "lightning-lockstep: the checkpoint is a plain one: its weights are loaded, and the state of the"
-                " optimizer starts fresh. A checkpoint folder of DeepSpeed has both."
-            )
-
-    @property
-    def _complete_config(self) -> dict[str, Any]:
-        assert self.config is not None
-        return self.config
-
-    @property
-    def _fits(self) -> bool:
-        assert self.lightning_module is not None
-        return bool(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
-
-
-# -- DeepSpeed's ZeRO that keeps all ranks in step, on CUDA and on CPU --
-
 _MPI_BACKENDS = ("mpi4py", "mpi")
 
 
-class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpoints):
+class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedStrategy):
     """DeepSpeed on CUDA or CPU, one process a device, on one or several nodes, ZeRO stages 0 to 3.
 
     What it adds to Lightning's: it runs on CPUs too, over gloo or MPI, so that a configuration can be tried without
@@ -249,6 +113,7 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
     """
 
     strategy_name = "lockstep_deepspeed"
+    _said_left_out = False
 
     def __init__(
         self,
@@ -445,3 +310,119 @@ class LockstepDeepSpeedStrategy(LifecycleHooks, DeepSpeedSteps, DeepSpeedCheckpo
         super().teardown()
         self._let_go()
         destroy(engine)  # or its hooks would run beside those of the next engine
+
+    # -- training steps, and what other features can do with them -------------------------------------
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Whether the engine decides when the optimizer steps: no, Lightning's loop does, as under any strategy.
+
+        Lightning counts from the start of each epoch and steps after its last batch, DeepSpeed goes on counting.
+        """
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Do nothing around an accumulated batch: the engine knows that, and reduces what its stage needs."""
+        yield
+
+    @property
+    def step_capabilities(self) -> Capabilities:
+        """What can be done with a training step: DeepSpeed's engine runs it, on all ranks together."""
+        return Capabilities(
+            whole_gradients=False, step_alone=False, replays="together" if self.zero_stage_3 else "alone"
+        )
+
+    def engine_gradients(self) -> GradientsOfEngine:
+        """Return what this rank holds of the gradients, once the engine is set up for a fit."""
+        return GradientsOfEngine(self.model, getattr(self.precision_plugin, "history", None))
+
+    @property
+    def engine_trials(self) -> EngineTrials:
+        """Steps of the engine on one rank alone, to see what memory they need."""
+        return EngineTrials(self, self._run_config.given)
+
+    def steps_apart(self, module: LightningModule) -> AbstractContextManager[None]:
+        """Let the body run ``module`` by autograd alone, and leave the engine as it was."""
+        # Stages 0 to 2 send nothing; in stage 3 all ranks do it together, since the parameters are gathered.
+        return without_engine(self, module, module.trainer.model)
+
+    # -- checkpoints, whole folders and plain files alike ---------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint folder, in place of one of that name once the new one is whole."""
+        target = self.broadcast(str(filepath))
+        checkpoint, left_out = without_trained_parts(checkpoint, self._module)
+        if left_out and not self._said_left_out and self.global_rank == 0:
+            say(_LEFT_OUT.format(" and ".join(left_out), ", ".join(f"{name}=..." for name in left_out)))
+        self._said_left_out = self._said_left_out or bool(left_out)
+        with (
+            whole_folder(
+                target,
+                rank=self.global_rank,
+                is_first_of_node=self.local_rank == 0,
+                meet=self._meet,
+                gather=current_communicator().gather,
+            ) as draft,
+            warnings.catch_warnings(),
+        ):
+            # That parts of the weights go to several files, and how to join them: docs/deepspeed.md, shorter.
+            warnings.filterwarnings("ignore", message="When saving the DeepSpeed Stage 3 checkpoint")
+            super().save_checkpoint(checkpoint, draft, storage_options)
+
+    def _meet(self) -> None:
+        self.barrier()
+        self.lifecycle.check()  # a barrier does not wait once a rank has failed
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint folder of DeepSpeed, or a plain Lightning checkpoint, which has whole weights."""
+        if not is_deepspeed_checkpoint(checkpoint_path):
+            return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+        stage, communicator = self._complete_config["zero_optimization"]["stage"], current_communicator()
+        if not self._fits:
+            # DeepSpeed 0.19 itself cannot do this in stage 3, and only on as many ranks in the others.
+            return whole_checkpoint(checkpoint_path, self._module, communicator, divided=stage == 3)
+        folder = Path(checkpoint_path)
+        if not writers_differ(folder, communicator, stage=stage, half=self._half):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return resume_redivided(
+            self.model,
+            self._module,
+            folder,
+            communicator,
+            strict=self._module.strict_loading,
+            plain_only=bool(weights_only),
+        )
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _half(self) -> str | None:
+        """The section of the configuration that switches 16 bits on."""
+        sections = ((name, self._complete_config.get(name)) for name in ("bf16", "fp16"))
+        return next((name for name, inner in sections if (inner or {}).get("enabled")), None)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights into the model if the checkpoint has them; DeepSpeed has loaded its own."""
+        if "state_dict" not in checkpoint:
+            return
+        load_plain_weights(self.model, self._module, checkpoint["state_dict"], strict=strict)
+        if self._fits and checkpoint.get("optimizer_states") and self.is_global_zero:
+            say(
+                "lightning-lockstep: the checkpoint is a plain one: its weights are loaded, and the state of the"
+                " optimizer starts fresh. A checkpoint folder of DeepSpeed has both."
+            )
+
+    @property
+    def _complete_config(self) -> dict[str, Any]:
+        assert self.config is not None
+        return self.config
+
+    @property
+    def _fits(self) -> bool:
+        return bool(self._module.trainer.state.fn == TrainerFn.FITTING)

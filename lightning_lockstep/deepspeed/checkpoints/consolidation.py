@@ -59,17 +59,17 @@ class Values:
         return whole
 
 
-def flat(tensor: Tensor) -> Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     """Return a tensor as a vector, without a copy where it is contiguous."""
     return tensor.detach().reshape(-1)
 
 
-def count(parts: Sequence[Tensor]) -> int:
+def _count(parts: Sequence[Tensor]) -> int:
     """Return how many values some tensors have together."""
     return sum(part.numel() for part in parts)
 
 
-def cut(parts: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
+def _cut(parts: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
     """Return views of ``length`` elements from ``start`` on of vectors that follow each other."""
     found = []
     for part in parts:
@@ -87,7 +87,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _MOST_TRIALS = 100_000  # in finding names; a model has some thousand parameters
 
 
-def unnamed_copies(model_states: Mapping[str, Any], saved: Mapping[str, Tensor]) -> dict[str, Values]:
+def _unnamed_copies(model_states: Mapping[str, Any], saved: Mapping[str, Tensor]) -> dict[str, Values]:
     """Return the float32 copies of stage 0 by the names of their parameters, where they can be found out."""
     optimizer = model_states.get("optimizer")
     groups = (optimizer.get("fp32_groups_flat") or optimizer.get("fp32_groups")) if optimizer else None
@@ -95,7 +95,7 @@ def unnamed_copies(model_states: Mapping[str, Any], saved: Mapping[str, Tensor])
     left = {n: t for n, t in saved.items() if t.dtype in _HALF and t.numel() and n not in buffers}
     masters: dict[str, Values] = {}
     for group in groups or ():
-        parts = [flat(group)] if isinstance(group, Tensor) else [flat(tensor) for tensor in group]
+        parts = [_flat(group)] if isinstance(group, Tensor) else [_flat(tensor) for tensor in group]
         found = _in_order(parts, left)
         masters.update(found)
         left = {name: tensor for name, tensor in left.items() if name not in found}
@@ -107,7 +107,7 @@ def _in_order(parts: Sequence[Tensor], saved: Mapping[str, Tensor]) -> dict[str,
     # They are those of some of the tensors, in order, and each is what was saved once it is rounded as that
     # was. Small tensors may fit by chance: where it goes on with none, another one than the last one is
     # tried.
-    names, total = list(saved), count(parts)
+    names, total = list(saved), _count(parts)
     chosen: list[tuple[int, int]] = []
     begin = start = 0
     for _ in range(_MOST_TRIALS):
@@ -127,14 +127,16 @@ def _in_order(parts: Sequence[Tensor], saved: Mapping[str, Tensor]) -> dict[str,
 
 def _fits(parts: Sequence[Tensor], start: int, tensor: Tensor) -> bool:
     for length in (min(16, tensor.numel()), tensor.numel()):  # most do not even begin alike
-        found = cut(parts, start, length)
-        if count(found) < length or not torch.equal(torch.cat(found).to(tensor.dtype), flat(tensor)[:length]):
+        found = _cut(parts, start, length)
+        if _count(found) < length or not torch.equal(
+            torch.cat(found).to(tensor.dtype), _flat(tensor)[:length]
+        ):
             return False
     return True
 
 
 def _copies(parts: Sequence[Tensor], start: int, tensor: Tensor) -> Values:
-    return Values(tensor.shape, torch.float32, cut(parts, start, tensor.numel()))
+    return Values(tensor.shape, torch.float32, _cut(parts, start, tensor.numel()))
 
 
 # -- Where the values of each parameter are, in the files of a checkpoint --
@@ -151,11 +153,12 @@ Dtype = Literal["float32", "as_saved"]
 
 def find_values(checkpoint: Checkpoint, dtype: Dtype) -> tuple[dict[str, Values], dict[str, str]]:
     """Return where the values of each tensor are, and which names share those of another."""
-    first = checkpoint.model_states[0]
+    first, is_divided = checkpoint.model_states[0], checkpoint.is_divided
     saved = {name: value for name, value in first["module"].items() if isinstance(value, Tensor)}
-    states = [states["optimizer_state_dict"] for states in checkpoint.optimizer_states]
-    is_divided = bool(states) and "fp32_flat_groups" in states[0]
-    masters = _masters(checkpoint, states, saved)
+    if checkpoint.optimizer_states:
+        masters = put_together(checkpoint, master_vectors(checkpoint))
+    else:
+        masters = _unnamed_copies(first, saved)
     frozen = _frozen(checkpoint) if is_divided else {}
     values = {}
     for name, tensor in saved.items():
@@ -165,7 +168,7 @@ def find_values(checkpoint: Checkpoint, dtype: Dtype) -> tuple[dict[str, Values]
         elif name in frozen:
             values[name] = frozen[name].of(_written(frozen[name].parts[0].dtype, dtype))
         elif is_whole:
-            values[name] = Values(tensor.shape, _written(tensor.dtype, dtype), [flat(tensor)])
+            values[name] = Values(tensor.shape, _written(tensor.dtype, dtype), [_flat(tensor)])
     aliases = _aliases(first, saved, values, masters)
     lost = [name for name in saved if name not in values and name not in aliases]
     if lost and first["frozen_param_shapes"] is not None:
@@ -206,57 +209,59 @@ def _aliases(
     return aliases
 
 
-def _masters(
-    checkpoint: Checkpoint, states: Sequence[Mapping[str, Any]], saved: Mapping[str, Tensor]
+def master_vectors(checkpoint: Checkpoint) -> list[Sequence[Tensor]]:
+    """Return the float32 copies that the optimizer of each rank works on."""
+    key = "fp32_flat_groups" if checkpoint.is_divided else "single_partition_of_fp32_groups"
+    return [state[key] for state in checkpoint.optimizer_states]
+
+
+def put_together(
+    checkpoint: Checkpoint,
+    vectors: Sequence[Sequence[Tensor]],  # of each rank
 ) -> dict[str, Values]:
-    """Return the float32 copies that the optimizer works on, by the names of their parameters."""
-    first = checkpoint.model_states[0]
-    if not states:
-        return unnamed_copies(first, saved)
-    if "fp32_flat_groups" in states[0]:
-        vectors = [state["fp32_flat_groups"] for state in states]
-        return divided_values(checkpoint, vectors)
-    return flat_values(checkpoint, [state["single_partition_of_fp32_groups"] for state in states])
+    """Return the values of each parameter, by its name, in vectors that lie as the float32 copies do."""
+    return (_divided_values if checkpoint.is_divided else _flat_values)(checkpoint, vectors)
 
 
-def flat_values(
+def _flat_values(
     checkpoint: Checkpoint,
     vectors: Sequence[Sequence[Tensor]],  # each rank's part, a vector for each group of parameters
 ) -> dict[str, Values]:
     """Cut flat vectors of stages 1 and 2 into the values of each parameter."""
     found = {}
     groups = checkpoint.model_states[0]["param_shapes"]
-    first = checkpoint.optimizer_states[0]["optimizer_state_dict"]
-    gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in groups]
+    gaps = checkpoint.optimizer_states[0].get("param_alignment_paddings") or [
+        [0] * len(group) for group in groups
+    ]
     for number, group in enumerate(groups):
-        parts = [flat(of_rank[number]) for of_rank in vectors]
-        held, needed = count(parts), sum(map(math.prod, group.values())) + sum(gaps[number])
+        parts = [_flat(of_rank[number]) for of_rank in vectors]
+        held, needed = _count(parts), sum(map(math.prod, group.values())) + sum(gaps[number])
         # The vector is padded so that each rank's part has the same even length; not every optimizer saves that.
         if not needed <= held < needed + 2 * len(vectors):
             raise _mismatch(checkpoint.folder, f"parameter group {number}", held, needed)
         start = 0
         for (name, shape), gap in zip(group.items(), gaps[number], strict=True):
-            found[name] = Values(shape, parts[0].dtype, cut(parts, start, math.prod(shape)))
+            found[name] = Values(shape, parts[0].dtype, _cut(parts, start, math.prod(shape)))
             start += math.prod(shape) + gap
     return found
 
 
-def divided_values(
+def _divided_values(
     checkpoint: Checkpoint,
     vectors: Sequence[Sequence[Tensor]],  # of each rank, those that follow each other
 ) -> dict[str, Values]:
     """Cut vectors of stage 3, which hold a part of each parameter, into the values of each."""
-    of_ranks = [[flat(vector) for vector in of_rank] for of_rank in vectors]
+    of_ranks = [[_flat(vector) for vector in of_rank] for of_rank in vectors]
     groups = checkpoint.model_states[0]["param_shapes"]
     shapes = {name: shape for group in groups for name, shape in group.items()}
     lengths = {name: -(-math.prod(shape) // len(vectors)) for name, shape in shapes.items()}
     for rank, of_rank in enumerate(of_ranks):
-        if count(of_rank) != sum(lengths.values()):
-            raise _mismatch(checkpoint.folder, f"rank {rank}", count(of_rank), sum(lengths.values()))
+        if _count(of_rank) != sum(lengths.values()):
+            raise _mismatch(checkpoint.folder, f"rank {rank}", _count(of_rank), sum(lengths.values()))
     found, start = {}, 0
     for name, shape in shapes.items():
-        parts = [part for of_rank in of_ranks for part in cut(of_rank, start, lengths[name])]
-        found[name] = Values(shape, of_ranks[0][0].dtype, cut(parts, 0, math.prod(shape)))
+        parts = [part for of_rank in of_ranks for part in _cut(of_rank, start, lengths[name])]
+        found[name] = Values(shape, of_ranks[0][0].dtype, _cut(parts, 0, math.prod(shape)))
         start += lengths[name]
     return found
 
@@ -266,10 +271,10 @@ def _frozen(checkpoint: Checkpoint) -> dict[str, Values]:
     shapes = checkpoint.model_states[0]["frozen_param_shapes"] or {}
     frozen = {}
     for name, shape in shapes.items():
-        parts = [flat(states["frozen_param_fragments"][name]) for states in checkpoint.model_states]
-        if count(parts) < math.prod(shape):
-            raise _mismatch(checkpoint.folder, name, count(parts), math.prod(shape))
-        frozen[name] = Values(shape, parts[0].dtype, cut(parts, 0, math.prod(shape)) or parts[:1])
+        parts = [_flat(states["frozen_param_fragments"][name]) for states in checkpoint.model_states]
+        if _count(parts) < math.prod(shape):
+            raise _mismatch(checkpoint.folder, name, _count(parts), math.prod(shape))
+        frozen[name] = Values(shape, parts[0].dtype, _cut(parts, 0, math.prod(shape)) or parts[:1])
     return frozen
 
 

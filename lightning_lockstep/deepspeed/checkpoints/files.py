@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from lightning_lockstep._settings import did_you_mean
-from lightning_lockstep._system import memory_limit
+from lightning_lockstep._system import memory_left
 from lightning_lockstep.deepspeed.checkpoints.file_names import (
     check_complete,
     check_kind,
@@ -201,7 +200,7 @@ def _reserve(file: int, size: int) -> None:
 
 def memory_budget() -> int:
     """Return how much memory a checkpoint may take here: half of what is available [bytes]."""
-    return min(int(psutil.virtual_memory().available), memory_limit()[0]) // 2
+    return memory_left() // 2
 
 
 def save(content: dict[str, Any], file: IO[bytes]) -> None:
@@ -241,8 +240,13 @@ class Checkpoint:
 
     folder: Path  # of the tag; the first of several
     model_states: Sequence[dict[str, Any]]  # of each rank in stage 3, else of rank 0 alone
-    # Of each rank; of none where DeepSpeed keeps the optimizer with the model.
+    # Of DeepSpeed's optimizer on each rank; of none in stage 0, where it is with the model.
     optimizer_states: Sequence[dict[str, Any]]
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether it is of stage 3, in which every rank has a part of each parameter."""
+        return bool(self.optimizer_states) and "fp32_flat_groups" in self.optimizer_states[0]
 
 
 def is_deepspeed_checkpoint(path: str | Path) -> bool:
@@ -261,20 +265,14 @@ def read_checkpoint(
     """Open all files of a checkpoint."""
     folder, files = files_of(folders, tag)
     check_kind(folder, files)
-    first = _read_any(folder, files)
+    first = read_any(folder, files)
     models, optimizers = expected_names(folder, files, first)
     check_complete(folder, files, models, optimizers)
     model_states = [read_file(files[name]) for name in models]
     _check_same_run(folder, models, model_states)
     optimizer_states = [read_file(files[name]) for name in optimizers]
     _check_same_step(folder, optimizers, optimizer_states)
-    return Checkpoint(folder, model_states, optimizer_states)
-
-
-def read_first(folders: Path | Sequence[Path], tag: str | None = None) -> dict[str, Any]:
-    """Open one file of model states, which says how many ranks have written the checkpoint."""
-    folder, files = files_of(folders, tag)
-    return _read_any(folder, files)
+    return Checkpoint(folder, model_states, [one.get("optimizer_state_dict", {}) for one in optimizer_states])
 
 
 def files_of(folders: Path | Sequence[Path], tag: str | None = None) -> tuple[Path, dict[str, Path]]:
@@ -292,7 +290,8 @@ def files_of(folders: Path | Sequence[Path], tag: str | None = None) -> tuple[Pa
     return found[0], files
 
 
-def _read_any(folder: Path, files: Mapping[str, Path]) -> dict[str, Any]:
+def read_any(folder: Path, files: Mapping[str, Path]) -> dict[str, Any]:
+    """Open one file of model states, which says how many ranks have written the checkpoint."""
     models = model_names(files)
     if not models:
         raise ConfigurationError(

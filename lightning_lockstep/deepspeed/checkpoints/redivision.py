@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_lockstep._text import listed
-from lightning_lockstep.deepspeed.checkpoints.consolidation import divided_values, flat_values
+from lightning_lockstep.deepspeed.checkpoints.consolidation import master_vectors, put_together
 from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint, Inert, in_memory, is_plain
 from lightning_lockstep.errors import ConfigurationError
 
@@ -27,11 +27,7 @@ class SavedOptimizer:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._folder = checkpoint.folder
-        states = [one["optimizer_state_dict"] for one in checkpoint.optimizer_states]
-        is_divided = "fp32_flat_groups" in states[0]
-        key = "fp32_flat_groups" if is_divided else "single_partition_of_fp32_groups"
-        put_together = divided_values if is_divided else flat_values
-        vectors = [state[key] for state in states]
+        states, vectors = checkpoint.optimizer_states, master_vectors(checkpoint)
         entries_of_ranks = [_entries(state) for state in states]
         first = entries_of_ranks[0]
         # How many values follow those of the parameters in each vector; the float32 copies are saved without.

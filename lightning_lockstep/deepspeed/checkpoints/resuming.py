@@ -31,8 +31,8 @@ from lightning_lockstep.deepspeed.checkpoints.files import (
     in_memory,
     is_plain,
     plain_entries,
+    read_any,
     read_checkpoint,
-    read_first,
 )
 from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
 from lightning_lockstep.deepspeed.engine import agreed, forget_mark, mark_of
@@ -251,18 +251,37 @@ def writers_differ(
 
     DeepSpeed itself resumes it where it was not; then each rank reads its own files, and they are looked for here.
     """
-    first, of_experts = agreed(communicator, lambda: _read_first(folder, communicator.world_size))
-    if of_experts:
-        return False  # DeepSpeed alone knows their files
-    if (_stage_of(first) == 0) != (stage == 0):
-        zero, other = ("this run", "the checkpoint") if stage == 0 else ("the checkpoint", "this run")
-        raise ConfigurationError(
-            f"{folder}: {zero} is of stage 0 of ZeRO and {other} is not: expected stage 0 in both, or in neither. Go on"
-            " with the weights alone, as `lockstep-consolidate` writes them."
-        )
-    if stage == 0:
-        return False  # nothing is divided
-    return agreed(communicator, lambda: _differs(folder, first, communicator, stage, half))
+
+    def differ() -> bool:
+        found, files = files_of(folder)
+        first = read_any(found, files)
+        ranks = first.get("dp_world_size")
+        if has_experts(files):
+            if ranks != communicator.world_size:
+                raise ConfigurationError(
+                    f"{folder}: is of a model with experts of DeepSpeed, written by {ranks} ranks, and this run has"
+                    f" {communicator.world_size}: expected the same number, as only DeepSpeed itself reads these files."
+                )
+            return False
+        check_kind(found, files)
+        if (_stage_of(first) == 0) != (stage == 0):
+            zero, other = ("this run", "the checkpoint") if stage == 0 else ("the checkpoint", "this run")
+            raise ConfigurationError(
+                f"{folder}: {zero} is of stage 0 of ZeRO and {other} is not: expected stage 0 in both, or in neither."
+                " Go on with the weights alone, as `lockstep-consolidate` writes them."
+            )
+        if stage == 0:
+            return False  # nothing is divided
+        models, optimizers = expected_names(found, files, first)
+        same_layout = (first.get("frozen_param_fragments") is not None or len(models) > 1) == (stage == 3)
+        same_names = not optimizers or optimizers[0].startswith("bf16_") == (half == "bf16")
+        if ranks != communicator.world_size or not same_layout or not same_names:
+            return True
+        rank = communicator.rank
+        check_complete(found, files, [models[rank if len(models) > 1 else 0]], optimizers[rank : rank + 1])
+        return False
+
+    return agreed(communicator, differ)
 
 
 def resume_redivided(
@@ -317,41 +336,12 @@ def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
     return found | others
 
 
-def _read_first(folder: Path, world_size: int) -> tuple[dict[str, Any], bool]:
-    """Return the states of one file, and whether the checkpoint is of a model with experts."""
-    found, files = files_of(folder)
-    first, of_experts = read_first(folder), has_experts(files)
-    if not of_experts:
-        check_kind(found, files)
-    elif first.get("dp_world_size") != world_size:
-        raise ConfigurationError(
-            f"{folder}: is of a model with experts of DeepSpeed, written by {first.get('dp_world_size')} ranks, and"
-            f" this run has {world_size}: expected the same number, as only DeepSpeed itself reads these files."
-        )
-    return first, of_experts
-
-
 def _stage_of(model_states: Mapping[str, Any]) -> int:
     """Return the stage that a checkpoint was written in; 1 stands for those above 0 where it is not said."""
     config = model_states.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     stage = zero.get("stage") if isinstance(zero, Mapping) else None
     return stage if is_whole(stage) else int(model_states.get("param_shapes") is not None)
-
-
-def _differs(
-    folder: Path, first: Mapping[str, Any], communicator: Communicator, stage: int, half: str | None
-) -> bool:
-    found, files = files_of(folder)
-    models, optimizers = expected_names(found, files, first)
-    prefix = "bf16_" if half == "bf16" else ""
-    same_layout = (first.get("frozen_param_fragments") is not None or len(models) > 1) == (stage == 3)
-    same_names = not optimizers or optimizers[0].startswith("bf16_") == bool(prefix)
-    if first["dp_world_size"] != communicator.world_size or not same_layout or not same_names:
-        return True
-    rank = communicator.rank
-    check_complete(found, files, [models[rank if len(models) > 1 else 0]], optimizers[rank : rank + 1])
-    return False
 
 
 def _entries_of_lightning(folder: Path, first: dict[str, Any], plain_only: bool) -> dict[str, Any]:
