@@ -356,18 +356,18 @@ class FlatGroups(EngineAdapter):
         for parameters, (vector,) in zip(self.parameter_groups(), self.vectors(), strict=True):
             link(parameters, vector, optimizer.state)
 
-    def has_part_of(self, parameter: Any) -> bool:
-        """Return whether this rank has a part of a parameter."""
-        return parameter._hp_mapping is not None
+    def range_of(self, parameter: Any, rank: int) -> tuple[int, int]:
+        """Return start and length of the values of a parameter that `write` takes: all, or none without a part here."""
+        return 0, parameter.numel() if parameter._hp_mapping is not None else 0
 
-    def write(self, parameter: Any, key: str | None, whole: Tensor, rank: int) -> None:
-        """Write this rank's part of a whole float32 weight, or of the state of that key."""
+    def write(self, parameter: Any, key: str | None, values: Tensor) -> None:
+        """Write this rank's part of a float32 weight, or of the state of that key."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         if key is None:
-            safe_set_full_fp32_param(parameter, whole)
+            safe_set_full_fp32_param(parameter, values)
         else:
-            safe_set_full_optimizer_state(parameter, whole, key)
+            safe_set_full_optimizer_state(parameter, values, key)
 
 
 @DEEPSPEED.adapts(
@@ -506,21 +506,19 @@ class Stage3(Zero):
         finally:
             self.optimizer._clear_fp32_optimizer_param_groups()
 
-    def has_part_of(self, parameter: Any) -> bool:
-        return True
+    def range_of(self, parameter: Any, rank: int) -> tuple[int, int]:
+        """Return start and length of the values of a parameter that `write` takes: those of this rank."""
+        length = parameter.ds_tensor.numel()
+        return rank * length, length
 
-    def write(self, parameter: Any, key: str | None, whole: Tensor, rank: int) -> None:
-        """Write this rank's part of a whole float32 weight, or of the state of that key."""
+    def write(self, parameter: Any, key: str | None, values: Tensor) -> None:
+        """Write this rank's part of a float32 weight, or of the state of that key."""
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
-        length = parameter.ds_tensor.numel()
-        held = whole.flatten()[rank * length : (rank + 1) * length]
-        part = held.new_zeros(length)  # the last ones are padded
-        part[: held.numel()] = held
         if key is None:
-            safe_set_local_fp32_param(parameter, part)
+            safe_set_local_fp32_param(parameter, values)
         else:
-            safe_set_local_optimizer_state(parameter, part, key)
+            safe_set_local_optimizer_state(parameter, values, key)
 
 
 def adapter_of(engine: Any) -> EngineAdapter:

@@ -184,6 +184,25 @@ def test_a_missing_attribute_is_named_where_a_function_touches_it(fake: types.Mo
     assert both(thing) == 3
 
 
+def test_a_missing_attribute_is_named_where_a_method_of_an_adapter_touches_it(fake: types.ModuleType) -> None:
+    door = Door("some_fake")
+
+    @door.adapts("some_fake._inner.Thing", _set="one of two", _gone="the other of two")
+    class Adapter:
+        def __init__(self, thing: object) -> None:
+            self.thing = thing
+
+        def both(self) -> int:
+            return self.thing._set + self.thing._gone  # type: ignore[attr-defined,no-any-return]
+
+    assert door.names == {
+        "some_fake._inner.Thing._set": "one of two",
+        "some_fake._inner.Thing._gone": "the other of two",
+    }
+    with pytest.raises(LockstepError, match=r"has no some_fake\._inner\.Thing\._gone, .*: the other of two"):
+        Adapter(fake.Thing()).both()
+
+
 def test_an_error_about_another_attribute_passes_through(fake: types.ModuleType) -> None:
     door = Door("some_fake")
 

@@ -52,11 +52,21 @@ class Values:
     def copy_to(self, allocate: Allocate) -> Tensor:
         """Return the whole tensor in memory of its own."""
         whole = allocate(self.shape, self.dtype)
-        vector, start = whole.view(-1), 0
-        for part in self.parts:
-            vector[start : start + part.numel()].copy_(part)
-            start += part.numel()
+        _fill(whole.view(-1), self.parts)
         return whole
+
+    def part(self, start: int, length: int) -> Tensor:
+        """Return a part of the flat parameter in memory of its own, zeros where it has no more values."""
+        vector = torch.zeros(length, dtype=self.dtype)
+        _fill(vector, _cut(self.parts, start, length))
+        return vector
+
+
+def _fill(vector: Tensor, parts: Sequence[Tensor]) -> None:
+    start = 0
+    for part in parts:
+        vector[start : start + part.numel()].copy_(part)
+        start += part.numel()
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_lockstep._text import listed
 from lightning_lockstep.deepspeed.checkpoints.consolidation import master_vectors, put_together
-from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint, Inert, in_memory, is_plain
+from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint, Inert, is_plain
 from lightning_lockstep.errors import ConfigurationError
 
 _MOST_NAMED = 5  # parameters in one message
@@ -139,10 +139,11 @@ class SavedOptimizer:
         """Write this rank's part into an engine; of what is in files one parameter at a time is in memory."""
         adapter.load_state(self._state_of_torch(adapter.vectors()))
         for parameter, name in _trained(adapter).items():
-            if adapter.has_part_of(parameter):
-                adapter.write(parameter, None, self._masters[name].copy_to(in_memory), rank)
+            start, length = adapter.range_of(parameter, rank)
+            if length:
+                adapter.write(parameter, None, self._masters[name].part(start, length))
                 for key, moments in self._moments.items():
-                    adapter.write(parameter, key, moments[name].copy_to(in_memory), rank)
+                    adapter.write(parameter, key, moments[name].part(start, length))
         adapter.set_flags(self._overflow, self._scaler)
 
     def _state_of_torch(self, groups: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
