@@ -161,8 +161,8 @@ def _copies(parts: Sequence[Tensor], start: int, tensor: Tensor) -> Values:
 Dtype = Literal["float32", "as_saved"]
 
 
-def find_values(checkpoint: Checkpoint, dtype: Dtype) -> tuple[dict[str, Values], dict[str, str]]:
-    """Return where the values of each tensor are, and which names share those of another."""
+def find_values(checkpoint: Checkpoint, dtype: Dtype) -> dict[str, Values]:
+    """Return where the values of each tensor are; names of one tensor have the same object."""
     first, is_divided = checkpoint.model_states[0], checkpoint.is_divided
     saved = {name: value for name, value in first["module"].items() if isinstance(value, Tensor)}
     if checkpoint.optimizer_states:
@@ -186,7 +186,7 @@ def find_values(checkpoint: Checkpoint, dtype: Dtype) -> tuple[dict[str, Values]
             f"{checkpoint.folder}: holds no values of {', '.join(lost)}. In stage 3 DeepSpeed saves only parameters"
             " that the optimizer has, and frozen ones."
         )
-    return values, aliases
+    return values | {name: values[source] for name, source in aliases.items()}
 
 
 def _written(saved: torch.dtype, dtype: Dtype) -> torch.dtype:
@@ -384,20 +384,20 @@ def _state_dict(
     """Return the whole tensors by name, and the names of other state that is no plain data."""
     module = checkpoint.model_states[0]["module"]
     try:
-        values, aliases = find_values(checkpoint, dtype)
+        values = find_values(checkpoint, dtype)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f"{checkpoint.folder}: is not laid out as DeepSpeed's checkpoints are ({error!r})."
         ) from error
-    made: dict[str, Tensor] = {}
+    made: dict[int, Tensor] = {}
     weights: OrderedDict[str, Any] = OrderedDict()
     dropped = []
     for name, value in module.items():
-        source = aliases.get(name, name)
-        if source in values:
-            if source not in made:
-                made[source] = values[source].copy_to(allocate)
-            weights[name] = made[source]
+        if name in values:
+            found = values[name]
+            if id(found) not in made:
+                made[id(found)] = found.copy_to(allocate)
+            weights[name] = made[id(found)]
         elif is_plain(value) and not isinstance(value, Tensor):  # extra state of a module
             weights[name] = deepcopy(value)
         elif isinstance(value, Tensor):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,90 +25,95 @@ def is_state_file(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in (_MODEL_FILE, _OPTIMIZER_FILE))
 
 
-def model_names(names: Iterable[str]) -> list[str]:
-    """Return the names among some that are of files of model states."""
-    return [match.string for match in _matches(names, _MODEL_FILE)]
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The files of one checkpoint, which may lie in the folders of several nodes."""
 
+    path: Path  # that messages name
+    files: Mapping[str, Path]  # where each is, by its name
 
-def has_experts(names: Iterable[str]) -> bool:
-    """Return whether files of these names are of a model with experts of DeepSpeed."""
-    return any("expert" in name or name.startswith("expp_rank_") for name in names)
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is of a model with experts of DeepSpeed."""
+        return any("expert" in name or name.startswith("expp_rank_") for name in self.files)
 
+    def model_file(self) -> Path:
+        """Return one file of model states; each says how many ranks have written the checkpoint."""
+        models = self._matches(_MODEL_FILE)
+        if not models:
+            raise ConfigurationError(
+                f"{self.path}: no file of model states is there, such as mp_rank_00_model_states.pt. Rank 0 writes one:"
+                " name the folders of all nodes, or bring them together in one."
+            )
+        return self.files[min(match.string for match in models)]
 
-def check_kind(folder: Path, names: Collection[str]) -> None:
-    """Refuse a checkpoint that is split otherwise than over data-parallel ranks."""
-    matches = _matches(names, _MODEL_FILE) + _matches(names, _OPTIMIZER_FILE)
-    kind = None
-    if any(int(match["part"]) for match in matches):
-        kind = "a model that is split by tensor or pipeline parallelism (more than one mp_rank)"
-    elif has_experts(names):
-        kind = "a model with experts of DeepSpeed"
-    elif any(name.startswith("layer_") and name.endswith("model_states.pt") for name in names):
-        kind = "a model that is split by pipeline parallelism"
-    elif "zero" in names:
-        kind = "a universal checkpoint"
-    if kind is not None:
+    def check_kind(self) -> None:
+        """Refuse a checkpoint that is split otherwise than over data-parallel ranks."""
+        kind = None
+        if any(
+            int(match["part"])
+            for pattern in (_MODEL_FILE, _OPTIMIZER_FILE)
+            for match in self._matches(pattern)
+        ):
+            kind = "a model that is split by tensor or pipeline parallelism (more than one mp_rank)"
+        elif self.has_experts:
+            kind = "a model with experts of DeepSpeed"
+        elif any(name.startswith("layer_") and name.endswith("model_states.pt") for name in self.files):
+            kind = "a model that is split by pipeline parallelism"
+        elif "zero" in self.files:
+            kind = "a universal checkpoint"
+        if kind is not None:
+            raise ConfigurationError(
+                f"{self.path}: is of {kind}, which is not supported. Expected one of plain data parallelism, of ZeRO"
+                " stage 0, 1, 2 or 3."
+            )
+
+    def expected_names(self, model_states: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Return the names of the files that the ranks have written, of model and of optimizer states."""
+        ranks = model_states.get("dp_world_size")
+        if (
+            not is_whole(ranks)
+            or not 0 < ranks <= _MOST_RANKS
+            or not isinstance(model_states.get("module"), dict)
+        ):
+            raise ConfigurationError(f"{self.path}: its model states are not those of DeepSpeed.")
+        prefix = self._only({match["rank"] and "zero_pp_rank_" for match in self._matches(_MODEL_FILE)})
+        starts = [f"{prefix}{rank}_" for rank in range(ranks)] if prefix else [""]
+        model = [f"{start}mp_rank_00_model_states.pt" for start in starts]
+        if model_states.get("param_shapes") is None:  # in stage 0 the optimizer is with the model
+            return model, []
+        found = self._only({match["prefix"] for match in self._matches(_OPTIMIZER_FILE)})
+        start = _usual_prefix(model_states) if found is None else found
+        return model, [f"{start}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
+
+    def check_complete(self, model: Sequence[str], optimizer: Sequence[str]) -> None:
+        """Refuse a checkpoint of which files are missing."""
+        ranks = max(len(model), len(optimizer))
+        missing = [name for name in (*model, *optimizer) if name not in self.files]
+        if not missing:
+            return
+        lacking = {rank for group in (model, optimizer) for rank, name in enumerate(group) if name in missing}
         raise ConfigurationError(
-            f"{folder}: is of {kind}, which is not supported. Expected one of plain data parallelism, of ZeRO stage 0,"
-            " 1, 2 or 3."
+            f"{self.path}: {ranks - len(lacking)} of {ranks} ranks' files are there; missing:"
+            f" {listed(missing, _MOST_NAMED)}. Each node writes those of its own ranks: name the folders of all nodes,"
+            " as in `lockstep-consolidate FOLDER_OF_NODE_0 FOLDER_OF_NODE_1 --output FILE`, or bring them together in"
+            " one."
         )
 
+    def _only(self, prefixes: Collection[str | None]) -> str | None:
+        if len(prefixes) > 1:
+            raise ConfigurationError(
+                f"{self.path}: holds files of several runs, some of which begin with"
+                f" {' and some with '.join(sorted(repr(prefix or 'mp_rank_') for prefix in prefixes))}."
+                " Remove those of the older ones."
+            )
+        return next(iter(prefixes), None)
 
-def expected_names(
-    folder: Path, names: Collection[str], model_states: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
-    """Return the names of the files that the ranks have written, of model and of optimizer states."""
-    ranks = model_states.get("dp_world_size")
-    if (
-        not is_whole(ranks)
-        or not 0 < ranks <= _MOST_RANKS
-        or not isinstance(model_states.get("module"), dict)
-    ):
-        raise ConfigurationError(f"{folder}: its model states are not those of DeepSpeed.")
-    prefix = _only(folder, {match["rank"] and "zero_pp_rank_" for match in _matches(names, _MODEL_FILE)})
-    starts = [f"{prefix}{rank}_" for rank in range(ranks)] if prefix else [""]
-    model = [f"{start}mp_rank_00_model_states.pt" for start in starts]
-    if model_states.get("param_shapes") is None:  # in stage 0 the optimizer is with the model
-        return model, []
-    found = _only(folder, {match["prefix"] for match in _matches(names, _OPTIMIZER_FILE)})
-    start = _usual_prefix(model_states) if found is None else found
-    return model, [f"{start}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(ranks)]
-
-
-def check_complete(
-    folder: Path, names: Collection[str], model: Sequence[str], optimizer: Sequence[str]
-) -> None:
-    """Refuse a checkpoint of which files are missing."""
-    ranks = max(len(model), len(optimizer))
-    missing = [name for name in (*model, *optimizer) if name not in names]
-    if not missing:
-        return
-    lacking = {
-        rank for group in (model, optimizer) for rank, name in enumerate(group) if name in set(missing)
-    }
-    raise ConfigurationError(
-        f"{folder}: {ranks - len(lacking)} of {ranks} ranks' files are there; missing: {listed(missing, _MOST_NAMED)}."
-        " Each node writes"
-        " those of its own ranks: name the folders of all nodes, as in `lockstep-consolidate FOLDER_OF_NODE_0"
-        " FOLDER_OF_NODE_1 --output FILE`, or bring them together in one."
-    )
-
-
-def _only(folder: Path, prefixes: Collection[str | None]) -> str | None:
-    if len(prefixes) > 1:
-        raise ConfigurationError(
-            f"{folder}: holds files of several runs, some of which begin with"
-            f" {' and some with '.join(sorted(repr(prefix or 'mp_rank_') for prefix in prefixes))}."
-            " Remove those of the older ones."
-        )
-    return next(iter(prefixes), None)
+    def _matches(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+        return [match for name in self.files if (match := pattern.fullmatch(name)) is not None]
 
 
 def _usual_prefix(model_states: Mapping[str, Any]) -> str:
     config = model_states.get("ds_config")
     parts = [config.get(name) for name in ("bf16", "bfloat16")] if isinstance(config, dict) else []
     return "bf16_" if any(isinstance(part, dict) and part.get("enabled") for part in parts) else ""
-
-
-def _matches(names: Iterable[str], pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    return [match for name in names if (match := pattern.fullmatch(name)) is not None]

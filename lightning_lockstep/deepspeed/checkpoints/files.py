@@ -20,13 +20,7 @@ from torch import Tensor
 
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._system import memory_left
-from lightning_lockstep.deepspeed.checkpoints.file_names import (
-    check_complete,
-    check_kind,
-    expected_names,
-    is_state_file,
-    model_names,
-)
+from lightning_lockstep.deepspeed.checkpoints.file_names import CheckpointFolder, is_state_file
 from lightning_lockstep.errors import ConfigurationError
 
 # -- What a file of DeepSpeed holds, read as plain data --
@@ -263,22 +257,20 @@ def read_checkpoint(
     tag: str | None = None,  # by default the one that the file "latest" names
 ) -> Checkpoint:
     """Open all files of a checkpoint."""
-    folder, files = files_of(folders, tag)
-    check_kind(folder, files)
-    first = read_any(folder, files)
-    models, optimizers = expected_names(folder, files, first)
-    check_complete(folder, files, models, optimizers)
-    model_states = [read_file(files[name]) for name in models]
-    _check_same_run(folder, models, model_states)
-    optimizer_states = [read_file(files[name]) for name in optimizers]
-    _check_same_step(folder, optimizers, optimizer_states)
-    return Checkpoint(folder, model_states, [one.get("optimizer_state_dict", {}) for one in optimizer_states])
+    folder = find_folder(folders, tag)
+    folder.check_kind()
+    models, optimizers = folder.expected_names(read_file(folder.model_file()))
+    folder.check_complete(models, optimizers)
+    model_states = [read_file(folder.files[name]) for name in models]
+    _check_same_run(folder.path, models, model_states)
+    states = [read_file(folder.files[name]).get("optimizer_state_dict", {}) for name in optimizers]
+    _check_same_step(folder.path, optimizers, states)
+    return Checkpoint(folder.path, model_states, states)
 
 
-def files_of(folders: Path | Sequence[Path], tag: str | None = None) -> tuple[Path, dict[str, Path]]:
-    """Return the folder that messages name, and where each file of a checkpoint is, by its name."""
-    given = [folders] if isinstance(folders, Path) else list(folders)
-    found = [_tag_folder(folder, tag) for folder in given]
+def find_folder(folders: Path | Sequence[Path], tag: str | None = None) -> CheckpointFolder:
+    """Return where the files of a checkpoint are."""
+    found = [_tag_folder(folder, tag) for folder in ([folders] if isinstance(folders, Path) else folders)]
     files: dict[str, Path] = {}
     for path in (path for folder in found for path in folder.iterdir()):
         before = files.setdefault(path.name, path)
@@ -287,18 +279,7 @@ def files_of(folders: Path | Sequence[Path], tag: str | None = None) -> tuple[Pa
                 f"{before} and {path} differ: expected the folders of one checkpoint, in which each rank's files are"
                 " once. Name the folders that the nodes of one run have written at the same step."
             )
-    return found[0], files
-
-
-def read_any(folder: Path, files: Mapping[str, Path]) -> dict[str, Any]:
-    """Open one file of model states, which says how many ranks have written the checkpoint."""
-    models = model_names(files)
-    if not models:
-        raise ConfigurationError(
-            f"{folder}: no file of model states is there, such as mp_rank_00_model_states.pt. Rank 0 writes one: name"
-            " the folders of all nodes, or bring them together in one."
-        )
-    return read_file(files[min(models)])
+    return CheckpointFolder(found[0], files)
 
 
 def _tag_folder(folder: Path, tag: str | None) -> Path:
@@ -355,9 +336,9 @@ def _check_same_run(folder: Path, names: Sequence[str], model_states: Sequence[M
                 )
 
 
-def _check_same_step(folder: Path, names: Sequence[str], states: Sequence[Mapping[str, Any]]) -> None:
+def _check_same_step(folder: Path, names: Sequence[str], states: Sequence[object]) -> None:
     """Refuse optimizer states that have made different numbers of steps, where the optimizer counts them."""
-    counts = [_step_counts(one.get("optimizer_state_dict")) for one in states]
+    counts = [_step_counts(one) for one in states]
     for name, count in zip(names, counts, strict=True):
         if count != counts[0]:
             raise ConfigurationError(

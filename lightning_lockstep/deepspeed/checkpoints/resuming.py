@@ -19,20 +19,13 @@ from lightning_lockstep._doors.torch_internals import load_own_values
 from lightning_lockstep._settings import is_whole
 from lightning_lockstep._text import say
 from lightning_lockstep.deepspeed.checkpoints.consolidation import OWN_KEYS, Values, consolidated, find_values
-from lightning_lockstep.deepspeed.checkpoints.file_names import (
-    check_complete,
-    check_kind,
-    expected_names,
-    has_experts,
-)
 from lightning_lockstep.deepspeed.checkpoints.files import (
-    Checkpoint,
-    files_of,
+    find_folder,
     in_memory,
     is_plain,
     plain_entries,
-    read_any,
     read_checkpoint,
+    read_file,
 )
 from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
 from lightning_lockstep.deepspeed.engine import agreed, forget_mark, mark_of
@@ -253,17 +246,17 @@ def writers_differ(
     """
 
     def differ() -> bool:
-        found, files = files_of(folder)
-        first = read_any(found, files)
+        found = find_folder(folder)
+        first = read_file(found.model_file())
         ranks = first.get("dp_world_size")
-        if has_experts(files):
+        if found.has_experts:
             if ranks != communicator.world_size:
                 raise ConfigurationError(
                     f"{folder}: is of a model with experts of DeepSpeed, written by {ranks} ranks, and this run has"
                     f" {communicator.world_size}: expected the same number, as only DeepSpeed itself reads these files."
                 )
             return False
-        check_kind(found, files)
+        found.check_kind()
         if (_stage_of(first) == 0) != (stage == 0):
             zero, other = ("this run", "the checkpoint") if stage == 0 else ("the checkpoint", "this run")
             raise ConfigurationError(
@@ -272,13 +265,13 @@ def writers_differ(
             )
         if stage == 0:
             return False  # nothing is divided
-        models, optimizers = expected_names(found, files, first)
+        models, optimizers = found.expected_names(first)
         same_layout = (first.get("frozen_param_fragments") is not None or len(models) > 1) == (stage == 3)
         same_names = not optimizers or optimizers[0].startswith("bf16_") == (half == "bf16")
         if ranks != communicator.world_size or not same_layout or not same_names:
             return True
         rank = communicator.rank
-        check_complete(found, files, [models[rank if len(models) > 1 else 0]], optimizers[rank : rank + 1])
+        found.check_complete([models[rank if len(models) > 1 else 0]], optimizers[rank : rank + 1])
         return False
 
     return agreed(communicator, differ)
@@ -301,12 +294,18 @@ def resume_redivided(
         checkpoint = read_checkpoint(folder)
         saved = SavedOptimizer(checkpoint)
         saved.check(adapter)
-        weights = _weights(checkpoint)
+        first = checkpoint.model_states[0]
+        weights: dict[str, Any] = {
+            name: value
+            for name, value in first["module"].items()
+            if not isinstance(value, Tensor) and is_plain(value)  # extra state of a module
+        }
+        weights |= find_values(checkpoint, "float32")
         try:
             _check_names(module, weights, strict)
         except RuntimeError as error:
             raise ConfigurationError(f"{folder}: is of another model. {error}") from error
-        return checkpoint.model_states[0], saved, weights
+        return first, saved, weights
 
     first, saved, weights = agreed(communicator, read)
     _load_by_module(module, weights, divided=adapter.divides_parameters())
@@ -325,17 +324,6 @@ def resume_redivided(
     return _entries_of_lightning(folder, first, plain_only)
 
 
-def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return where the whole weights of a checkpoint are, by their names, and other plain state of modules."""
-    values, aliases = find_values(checkpoint, "float32")
-    module = checkpoint.model_states[0]["module"]
-    found: dict[str, Any] = {
-        name: values[aliases.get(name, name)] for name in module if aliases.get(name, name) in values
-    }
-    others = {n: value for n, value in module.items() if not isinstance(value, Tensor) and is_plain(value)}
-    return found | others
-
-
 def _stage_of(model_states: Mapping[str, Any]) -> int:
     """Return the stage that a checkpoint was written in; 1 stands for those above 0 where it is not said."""
     config = model_states.get("ds_config")
@@ -347,9 +335,9 @@ def _stage_of(model_states: Mapping[str, Any]) -> int:
 def _entries_of_lightning(folder: Path, first: dict[str, Any], plain_only: bool) -> dict[str, Any]:
     entries = {key: value for key, value in first.items() if key not in OWN_KEYS}
     if not plain_only and not is_plain(entries):
-        found, files = files_of(folder)
-        name = expected_names(found, files, first)[0][0]
-        whole = torch.load(files[name], map_location="cpu", weights_only=False, mmap=True)
+        whole = torch.load(
+            find_folder(folder).model_file(), map_location="cpu", weights_only=False, mmap=True
+        )
         return {key: whole[key] for key in entries}
     kept, dropped = plain_entries(entries)
     if dropped:
