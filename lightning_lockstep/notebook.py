@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from lightning_lockstep._doors.lightning import rank_zero_only
 from lightning_lockstep._settings import Faults
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import say
-from lightning_lockstep.launchers.notebook_ranks import plainly_in_cell, run_in_ranks
+from lightning_lockstep.distributed.process_group import free_port
+from lightning_lockstep.distributed.rendezvous import token_for_children
+from lightning_lockstep.launchers.multiprocessing import RankGroup, plainly_in_cell, run_in_ranks
+from lightning_lockstep.launchers.notebook import check_kernel
+from lightning_lockstep.launchers.rank_supervisor import apply_threads
 from lightning_lockstep.xla.runtime import become_xla_rank, check_xla_untouched, num_xla_ranks
 
 __all__ = ["notebook_launcher"]
@@ -85,10 +91,36 @@ def notebook_launcher(
         number = num_processes or _default_number()
         if number > 1:
             check_xla_untouched()
-            returned: _Returned = run_in_ranks(
-                function, args, world_size=number, grace_period=grace_period, before=[become_xla_rank]
-            )
+            check_kernel()
+            returned: _Returned = run_in_ranks(_group(number, grace_period), _be_rank, number, function, args)
             return returned
+    return function(*args)
+
+
+def _group(number: int, grace_period: float) -> RankGroup:
+    environment = {
+        **token_for_children(),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
+    }
+    return RankGroup(
+        number=number,
+        world_size=number,
+        start_method="fork",
+        grace_period=grace_period,
+        in_cell=True,
+        environment=environment,
+    )
+
+
+def _be_rank(rank: int, number: int, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
+    apply_threads("auto", bind_cores=False, local_rank=rank, local_world_size=number)
+    become_xla_rank(rank, number)
     return function(*args)
 
 

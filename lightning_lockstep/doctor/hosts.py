@@ -24,12 +24,11 @@ from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.mpi_hosts import (
     Host,
     HostReport,
-    checked_hosts,
     host_fix,
     is_host_name,
     python_on,
     read_hostfile,
-    ssh_advice,
+    ssh_fault,
 )
 
 # -- The hosts that ``--hosts`` and ``--hostfile`` name --
@@ -55,7 +54,7 @@ def _listed_in(hostfile: str) -> list[Host]:
             " 'node1:4' (MPICH)."
         )
     try:
-        hosts = checked_hosts(read_hostfile(Path(hostfile)), given)
+        hosts = read_hostfile(Path(hostfile), given)
     except LaunchError as error:
         raise ConfigurationError(str(error)) from error
     if not hosts:
@@ -137,7 +136,7 @@ def _unusable(host: str, done: Completed) -> CheckResult:
     last = last_line(done.error) or f"{exit_in_words(done.returncode)}, no output"
     if done.returncode == _SSH_FAILED:
         report = HostReport(host, last)
-        return _not_asked(host, ssh_advice(report), *host_fix(report))
+        return _not_asked(host, ssh_fault(report)[0], *host_fix(report))
     if "No module named" in last:
         why = f"the package is not installed there, or not in this Python: {last}"
         return _not_asked(host, why, *host_fix(HostReport(host, "ok")))

@@ -28,7 +28,7 @@ from lightning_lockstep.doctor.network_links import (
     listen_at,
 )
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.mpi_hosts import HostReport, host_fix, python_on, ssh_advice
+from lightning_lockstep.launchers.mpi_hosts import HostReport, host_fix, python_on, ssh_fault
 from lightning_lockstep.launchers.rank_variables import (
     SRUN,
     address_of_node,
@@ -190,7 +190,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _why(report: HostReport) -> str:
     if "No module named" in report.ssh:
         return f"the package is not installed there, or not in this Python: {report.ssh}"
-    return ssh_advice(report)
+    return ssh_fault(report)[0]
 
 
 def gather_ranks(me: JoinedRank, checks: Checks) -> AgentGroup:

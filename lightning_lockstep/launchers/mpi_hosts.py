@@ -6,13 +6,11 @@ import json
 import os
 import re
 import shlex
-import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from importlib import metadata
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -33,6 +31,7 @@ from lightning_lockstep.launchers.mpirun_command import (
 CONNECT = 6
 #: Longest wait for Python to answer there [s].
 ANSWER = 40
+_SSH_FAILED = 255  # its exit code where it did not get to the host
 
 
 def is_this_host(name: str) -> bool:
@@ -47,25 +46,16 @@ def is_this_host(name: str) -> bool:
 def python_on(
     host: str, arguments: Sequence[str], ssh_args: Sequence[str] = (), *, first: str = ""
 ) -> list[str]:
-    """Return the command that runs this Python on a host, which may be this one."""
+    """Return the command that runs this Python on a host, in the folder and with the search path of here."""
     if is_this_host(host):
         return [sys.executable, *arguments]
-    line = remote_python(arguments)
-    # The word comes after all that the shell of that host prints by itself.
-    return ssh_command(host, f"echo {shlex.quote(first)}; {line}" if first else line, ssh_args)
-
-
-def ssh_command(host: str, remote: str, ssh_args: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs a line of shell on a host."""
-    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
-    return ["ssh", *options, *ssh_args, "--", host, remote]
-
-
-def remote_python(arguments: Sequence[str]) -> str:
-    """Return the line of shell that runs this Python there, in the folder and with the search path of here."""
     path = os.environ.get("PYTHONPATH", "")
     python = f"PYTHONPATH={shlex.quote(path)} {shlex.quote(sys.executable)} {shlex.join(arguments)}"
-    return f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; {python}"
+    line = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; {python}"
+    # The word comes after all that the shell of that host prints by itself.
+    line = f"echo {shlex.quote(first)}; {line}" if first else line
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
+    return ["ssh", *options, *ssh_args, "--", host, line]
 
 
 # -- The hosts of a hostfile, as Open MPI and MPICH read it --
@@ -83,7 +73,7 @@ class Host:
     slots: int | None = None  # how many ranks it takes; None: the file does not say
 
 
-def read_hostfile(path: Path) -> list[Host]:
+def read_hostfile(path: Path, given: str = "The hostfile") -> list[Host]:  # given: how, for messages
     """Return the hosts of a hostfile of Open MPI (``node1 slots=4``) or MPICH (``node1:4``)."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -97,6 +87,11 @@ def read_hostfile(path: Path) -> list[Host]:
         name, count = _name_and_count(words[0])
         slots = re.search(r"\bslots\s*=\s*(\d+)", line)
         hosts.append(Host(name, int(slots[1]) if slots else int(count) if count.isdigit() else None))
+    if wrong := [host.name for host in hosts if not is_host_name(host.name)]:
+        raise LaunchError(
+            f"{given} has lines that do not begin with the name or address of a host:"
+            f" {', '.join(map(repr, wrong))}. {_EXPECTED}"
+        )
     return hosts
 
 
@@ -112,16 +107,6 @@ def _name_and_count(word: str) -> tuple[str, str]:
 def is_host_name(name: str) -> bool:
     """Return whether something can be the name or address of a host."""
     return _NAME.fullmatch(name) is not None
-
-
-def checked_hosts(hosts: Sequence[Host], given: str) -> list[Host]:  # given: where from, for messages
-    """Return the hosts, if each has the name of one."""
-    if wrong := [host.name for host in hosts if not is_host_name(host.name)]:
-        raise LaunchError(
-            f"{given} has lines that do not begin with the name or address of a host:"
-            f" {', '.join(map(repr, wrong))}. {_EXPECTED}"
-        )
-    return list(hosts)
 
 
 # -- The hosts of a hostfile, and whether ranks can be started on them: checked in seconds, before anything
@@ -157,9 +142,7 @@ def hosts_for(settings: MPIRunSettings, *, num_processes: int, num_nodes: int) -
                 f" of {num_processes} slots each, or ranks that are started by mpirun or srun."
             )
         return []
-    hosts = read_hostfile(Path(settings.hostfile))
-    checked_hosts(hosts, f"hostfile={str(settings.hostfile)!r}")
-    hosts = hosts[:num_nodes]
+    hosts = read_hostfile(Path(settings.hostfile), f"hostfile={str(settings.hostfile)!r}")[:num_nodes]
     if len(hosts) < num_nodes or any(host.slots is not None and host.slots < num_processes for host in hosts):
         rows = [(host.name, "not given" if host.slots is None else host.slots) for host in hosts]
         raise LaunchError(
@@ -196,7 +179,7 @@ def hosts_fault(reports: Sequence[HostReport], here: HostReport) -> str | None:
 def host_advice(report: HostReport, here: HostReport) -> str:
     """Return what to do about a host, or nothing where it is ready."""
     if report.ssh not in ("ok", "local"):
-        return ssh_advice(report)
+        return ssh_fault(report)[0]
     if report.packages is None:
         return report.python
     if report.python != here.python:
@@ -210,36 +193,29 @@ def host_advice(report: HostReport, here: HostReport) -> str:
     return f"install the same versions: {'; '.join(different)}" if different else ""
 
 
-def ssh_advice(report: HostReport) -> str:
-    """Return why ssh does not get to a host, and what to do about it."""
-    error = report.ssh.lower()
+def ssh_fault(report: HostReport) -> tuple[str, list[str]]:
+    """Return why ssh does not get to a host and what to do about it, and the lines to paste for that."""
+    host, error = report.host, report.ssh.lower()
     if "resolve" in error or "name or service" in error:
-        return "its name does not resolve: correct the hostfile, or add the host to DNS or /etc/hosts"
+        why = "its name does not resolve: correct the hostfile, or add the host to DNS or /etc/hosts"
+        return why, [f"echo 'ADDRESS {host}' | sudo tee -a /etc/hosts"]
     if "permission denied" in error:
-        return f"it wants a password: run `ssh-copy-id {report.host}`, then try `ssh {report.host} true`"
+        why = f"it wants a password: run `ssh-copy-id {host}`, then try `ssh {host} true`"
+        return why, [f"ssh-copy-id {host}", f"ssh -o BatchMode=yes {host} true"]
     if "host key" in error:
-        return f"its host key is not known: run `ssh {report.host} true` once and accept it"
+        why = f"its host key is not known: run `ssh {host} true` once and accept it"
+        return why, [f"ssh {host} true  # once, and accept its key"]
     if "refused" in error:
-        return f"nothing listens for ssh there: start sshd, or give its port in ssh_args ({report.ssh})"
-    return f"ssh does not connect: {report.ssh}"
+        why = f"nothing listens for ssh there: start sshd, or give its port in ssh_args ({report.ssh})"
+        return why, [f"sudo systemctl start sshd  # on {host}"]
+    return f"ssh does not connect: {report.ssh}", [f"ssh -v {host} true"]
 
 
 def host_fix(report: HostReport) -> list[str]:
     """Return the lines to paste for a host that is not ready."""
-    error = report.ssh.lower()
-    if "no module named" in error:
-        error = "ok"
-    if "permission denied" in error:
-        return [f"ssh-copy-id {report.host}", f"ssh -o BatchMode=yes {report.host} true"]
-    if "host key" in error:
-        return [f"ssh {report.host} true  # once, and accept its key"]
-    if "resolve" in error or "name or service" in error:
-        return [f"echo 'ADDRESS {report.host}' | sudo tee -a /etc/hosts"]
-    if "refused" in error:
-        return [f"sudo systemctl start sshd  # on {report.host}"]
-    if error in ("ok", "local"):
+    if report.ssh in ("ok", "local") or "No module named" in report.ssh:
         return [f"# on {report.host}, in an environment at the same path:", "pip install lightning-lockstep"]
-    return [f"ssh -v {report.host} true"]
+    return ssh_fault(report)[1]
 
 
 _PROBE = """
@@ -258,31 +234,20 @@ print("LOCKSTEP" + json.dumps([platform.python_version(), versions, daemon, os.c
 
 
 def this_host() -> HostReport:
-    """Return the report of this process."""
-    versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
-    daemon = next(filter(None, map(shutil.which, _DAEMONS)), "")
-    versions["lightning_lockstep"] = "installed"
-    return HostReport("here", "local", sys.version.split()[0], versions, daemon, os.cpu_count())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    """Return the report of the host of this process."""
+    return ask_host("localhost", ())
 
 
 def ask_host(host: str, ssh_args: Sequence[str]) -> HostReport:
-    """Ask a host by ssh."""
-    if is_this_host(host):
-        return replace(this_host(), host=host)
+    """Ask a host, by ssh if it is another one."""
     # `python -c` finds what lies in its folder; the program does so only when it is run with `python -m`.
     from_folder = any(place in ("", str(Path.cwd())) for place in sys.path)
     probe = _PROBE.format(names=_PACKAGES, from_folder=from_folder, daemons=_DAEMONS)
-    command = ssh_command(host, remote_python(["-c", probe]), ssh_args)
-    if shutil.which(command[0]) is None:
-        return HostReport(host, "there is no ssh command on this host")
+    command = python_on(host, ["-c", probe], ssh_args)
+    is_here = command[0] == sys.executable
     answer = run_program(command, CONNECT + ANSWER)
+    if answer.is_missing:
+        return HostReport(host, "there is no ssh command on this host")
     if answer.timed_out:
         return HostReport(host, f"no answer within {CONNECT + ANSWER} s")
     errors = [
@@ -290,15 +255,15 @@ def ask_host(host: str, ssh_args: Sequence[str]) -> HostReport:
         for line in answer.error.splitlines()
         if line.strip() and not line.startswith("Warning: Permanently")
     ]
-    if answer.returncode == 255:
+    if answer.returncode == _SSH_FAILED:
         return HostReport(host, errors[-1] if errors else "no connection")
     for line in answer.output.splitlines():
         if line.startswith("LOCKSTEP"):
             python, versions, daemon, cores = json.loads(line.removeprefix("LOCKSTEP"))
-            return HostReport(host, "ok", python, versions, daemon, cores)
-    return HostReport(
-        host, "ok", f"{sys.executable} does not run there: {errors[-1] if errors else 'no output'}"
-    )
+            found = {name: version for name, version in versions.items() if version is not None}
+            return HostReport(host, "local" if is_here else "ok", python, found, daemon, cores)
+    why = errors[-1] if errors else "no output"
+    return HostReport(host, "ok", f"{sys.executable} does not run there: {why}")
 
 
 def mpirun_fault(hosts: Sequence[Host], mpirun: MPIRun, settings: MPIRunSettings) -> str | None:

@@ -19,7 +19,7 @@ import psutil
 from lightning_lockstep._doors.lightning import _SubprocessScriptLauncher
 from lightning_lockstep._settings import ENDED_FOLDER, RANK_CONFIG
 from lightning_lockstep.distributed.failure.process_exit import end_after_exit_functions, flush_everything
-from lightning_lockstep.distributed.failure.record import orderly_ends
+from lightning_lockstep.distributed.failure.record import FailureRecord, first_failure, orderly_ends
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import LockstepEnvironment
@@ -86,6 +86,9 @@ class MPIRunWatch:
         # ranks: on this host; patience: for mpirun after the last of them, unless all exited normally [s]
         self.ranks, self.patience = ranks, patience
         self.overdue = False  # mpirun had to be killed
+        # Known at the end: whether all exited normally, and which rank failed first, as those here know it.
+        self.in_order = False
+        self.failure: FailureRecord | None = None
         self._here: list[psutil.Process] = []
         self._began = False
         self._since: float | None = None
@@ -135,6 +138,8 @@ class MPIRunWatch:
         for rank in left:  # of an mpirun that was killed
             with suppress(psutil.NoSuchProcess):
                 rank.kill()
+        self.in_order = orderly_ends(self.ended_folder) >= self.ranks
+        self.failure = None if self._interrupts else first_failure(self.ended_folder)
         self._folder.cleanup()
         if self._interrupts:
             return 130
@@ -202,8 +207,9 @@ _WITH_THIS_PROCESS = (
 _PATIENCE = 10.0
 
 _HOST_LOST = """
-lightning-lockstep: mpirun lost a host during the run (its name is above), so all ranks were ended. The network
-between the hosts is down, or that host or its daemon is. Continue from the last checkpoint once it is back.
+lightning-lockstep: mpirun has ended, but not all ranks of this host had come to their end: it has lost a host (see
+above). The network between the hosts is down, or that host or its daemon is. Continue from the last checkpoint once
+it is back.
 """
 _OVERDUE = """
 lightning-lockstep: mpirun had not ended {0:g} s after its ranks on this host, and was killed. It waits for the
@@ -252,12 +258,6 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
             return None
         end_after_exit_functions(code)
 
-    def kill(self, signum: Any) -> None:
-        """Send a signal to mpirun, which passes it on."""
-        for process in self.procs:
-            if process.poll() is None:
-                process.send_signal(signum)
-
     def _run(self, command: list[str], folder: str | None, environ: dict[str, str]) -> int:
         watch = MPIRunWatch(self.num_processes, self.settings.grace_period + _PATIENCE)
         flush_everything()  # what this process has printed comes first
@@ -274,9 +274,14 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         relay = OutputRelay((process.stdout, sys.stdout), (process.stderr, sys.stderr))
         code = watch.wait(process, relay.expect_end)
         relay.finish()
-        if relay.host_lost:
-            relay.say(_HOST_LOST)
-            return code or 1  # Open MPI 5 calls this a success
         if watch.overdue:
             relay.say(_OVERDUE.format(watch.patience))
+        elif code == 0 and self.num_nodes > 1 and not watch.in_order:
+            relay.say(_HOST_LOST)
+            return 1  # Open MPI 5 calls this a success
+        elif (
+            watch.failure is not None and watch.failure.exit_code == code
+        ):  # else mpirun alone knows why it ended
+            # Below what mpirun has to say of the end of all ranks.
+            relay.say(f"\n{watch.failure.headline()}\n")
         return code

@@ -1,30 +1,40 @@
-"""Starts the ranks of this node as children of a process that is no rank itself: spawn, fork, forkserver.
+"""Ranks that are children of a process which is no rank itself: spawn, fork, forkserver, from notebooks too.
 
-The parent waits for all of them. When one ends badly it reads the notes that the ranks left at their exit, gives
-the others the grace period, and raises one error with the first failing rank's own traceback.
+The parent waits for all of them. When one ends badly it gives the others the grace period, reads the notes that the
+ranks left at their end, and raises one error with the first failing rank's own traceback.
 """
 
 from __future__ import annotations
 
-import functools
+import multiprocessing
 import os
+import pickle
+import queue
 import signal
+import socket
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.multiprocessing as mp
 
+from lightning_lockstep import _system
 from lightning_lockstep._doors.lightning import (
     TrainerFn,
     _check_bad_cuda_fork,
     _check_missing_main_guard,
     _GlobalStateSnapshot,
     _MultiProcessingLauncher,
+    move_data_to_device,
 )
+from lightning_lockstep._system import write_whole
+from lightning_lockstep._text import say
 from lightning_lockstep.distributed.failure.process_exit import (
     drop_what_nobody_reads,
     end_now,
@@ -32,38 +42,259 @@ from lightning_lockstep.distributed.failure.process_exit import (
     stay,
 )
 from lightning_lockstep.distributed.failure.record import (
+    FailureRecord,
     agreed_exit,
+    describe_error,
+    describe_exit,
     first_failure,
+    format_error,
+    is_broken_collective,
     keep_notes_in,
     note_agreed_exit,
 )
-from lightning_lockstep.distributed.failure.uncaught import show_plainly
+from lightning_lockstep.distributed.failure.uncaught import error_from_bytes, error_to_bytes, show_plainly
 from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.distributed.rendezvous import token_for_children
-from lightning_lockstep.errors import LaunchError, Preempted, RankFailedError
+from lightning_lockstep.errors import LaunchError, LockstepError, Preempted, RankFailedError
 from lightning_lockstep.launchers.environments import LockstepEnvironment
-from lightning_lockstep.launchers.notebook_output import RankOutput, begin_rank, in_kernel
-from lightning_lockstep.launchers.notebook_ranks import (
-    MemoryWatch,
+from lightning_lockstep.launchers.notebook import (
+    RankOutput,
+    begin_rank,
     check_kernel,
+    in_kernel,
     prepare_fork,
-    record_of_end,
-    show_in_cell,
 )
-from lightning_lockstep.launchers.rank_processes import BadEnd, SignalForwarding, end_with_parent
+from lightning_lockstep.launchers.rank_processes import BadEnd, RankProcesses, end_with_parent
 
 if TYPE_CHECKING:
     from lightning_lockstep.launchers.rank_supervisor import RankSupervisor
 
+# -- What a rank notes of the error it ends with, and what the parent raises for it --
 
-_IN_CELL = 0.1  # how often the cell of a notebook shows what has come [s]
-_PERIOD = 1.0  # how often the parent looks whether its ranks end in time after a signal [s]
+OUT_OF_MEMORY = "out of host memory; declare the model in a cell outside and pass it in"
+# Signals by which a process ends that gets no memory; which one depends on who noticed it first.
+_FOR_MEMORY = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT"))
+_SHORT = 0.02  # share of the memory below which what is left is too little for a rank
+
+
+class MemoryWatch:
+    """Tells whether the memory of this host ran out while the ranks were running."""
+
+    def __init__(self) -> None:
+        self._kills = _system.kills_for_memory()
+        self._limit, _ = _system.memory_limit()
+        self._least = self._limit
+
+    def look(self) -> None:
+        """Note how much memory is left; to be called now and then."""
+        self._least = min(self._least, _system.memory_left())
+
+    def explains(self, returncode: int) -> bool:  # returncode: negative for a signal
+        """Return whether a rank that ended with this code was killed because memory ran out."""
+        if -returncode not in _FOR_MEMORY:
+            return False
+        kills = _system.kills_for_memory()
+        killed = -returncode == signal.SIGKILL and None not in (kills, self._kills) and kills != self._kills
+        return killed or self._least < self._limit * _SHORT
+
+
+def _note_raised(folder: Path, error: BaseException, *, rank: int, world_size: int) -> None:
+    """Note the error with which this rank ends, the record that is printed of it and the error itself."""
+    while (trace := error.__traceback__) is not None and trace.tb_next is not None:
+        if not trace.tb_frame.f_globals.get("__name__", "").startswith("lightning_lockstep."):
+            break
+        error.__traceback__ = trace.tb_next  # without the frames of the launch
+    record = describe_error(error, rank, world_size, dict)
+    note = time.time(), record.to_json(), error_to_bytes(error)
+    write_whole(folder / f"{rank}.raised", pickle.dumps(note))
+
+
+def _raised(folder: Path) -> list[tuple[FailureRecord, bytes]]:
+    """Return what the ranks noted, the first one first."""
+    notes = sorted(pickle.loads(file.read_bytes()) for file in folder.glob("*.raised"))
+    return [(FailureRecord.from_json(record), error) for _, record, error in notes]
+
+
+def _error_of_ranks(
+    folder: Path, ended: Sequence[BadEnd], group: RankGroup, memory: MemoryWatch
+) -> BaseException:
+    """Return what the parent raises for ranks that failed together with the first one."""
+    # An error that every rank has raised alike is that error. For any other the first rank that failed is
+    # named, with its own traceback.
+    raised = _raised(folder)
+    killed = [end for end in ended if end.returncode < 0]
+    if not killed and len(raised) == group.number and len({record.summary for record, _ in raised}) == 1:
+        record, error = min(raised, key=lambda note: note[0].rank)
+        text = f"{record.traceback.rstrip()}\n\nAll {group.number} ranks raised this alike."
+        return show_in_cell(error_from_bytes(error), text)
+    if killed:  # what the others raise is a consequence of that
+        record = _record_of_end(killed[0], group, memory)
+    else:
+        agreed = first_failure(folder)  # by ranks that had met
+        records = [record for record, _ in raised]
+        own = [record for record in records if not _is_consequence(record)] or records
+        known = [agreed] if agreed else own
+        record = known[0] if known else _record_of_end(ended[0], group, memory)
+    if record.kind == "interrupt":
+        return KeyboardInterrupt()
+    failed = RankFailedError(record.report(), record)
+    show_plainly(failed, record.exit_code)
+    return show_in_cell(failed, f"RankFailedError: {failed}")
+
+
+def _is_consequence(record: FailureRecord) -> bool:
+    """Return whether a rank has raised this because another had ended."""
+    kind, _, text = record.summary.partition(": ")
+    return kind == RankFailedError.__name__ or is_broken_collective(RuntimeError(text))
+
+
+def _record_of_end(end: BadEnd, group: RankGroup, memory: MemoryWatch) -> FailureRecord:
+    """Return the record of a rank that ended without reporting an error, out of memory or not."""
+    kind, summary, code = describe_exit(end.returncode)
+    if memory.explains(end.returncode):
+        summary = OUT_OF_MEMORY
+    rank, host = group.first_rank + end.rank, socket.gethostname()
+    return FailureRecord(rank, group.world_size, host, end.pid, kind, summary, exit_code=code)
+
+
+@contextmanager
+def plainly_in_cell() -> Iterator[None]:
+    """Have IPython show errors of this package, and an interrupt, without the frames of the launch."""
+    __tracebackhide__ = True
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise show_in_cell(error, "KeyboardInterrupt: all ranks have ended.") from None
+    except LockstepError as error:
+        if not hasattr(error, "_render_traceback_"):
+            show_in_cell(error, format_error(error))
+        raise
+
+
+def show_in_cell(error: BaseException, text: str) -> BaseException:
+    """Have IPython show ``text`` for ``error`` when nobody catches it, instead of the frames of the launch."""
+    error._render_traceback_ = partial(str.splitlines, text)  # type: ignore[attr-defined]
+    return error
+
+
+# -- Runs a function in several ranks, and waits for them --
+
+_RESULT = "result"
 _INTERRUPTED = 130  # exit code after Ctrl-C, where Lightning's own would be 1
-_CTRL_C = 2.0  # how long ranks that a terminal's Ctrl-C has reached may take before they get it from here [s]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """The ranks to start on this host."""
+
+    number: int
+    start_method: str
+    grace_period: float  # how long the others may take to end when one has failed [s]
+    in_cell: bool  # whether what they print is shown by this process, in the order of the ranks
+    environment: Mapping[str, str]
+    first_rank: int = 0
+    world_size: int
+
+
+def run_in_ranks(
+    group: RankGroup,
+    function: Callable[..., Any],  # called in every rank with its number on this host and args
+    *args: Any,  # not copied by a fork: shared with this process until a rank writes into them
+) -> Any:
+    """Run ``function(local_rank, *args)`` in every rank, and return what rank 0 returned."""
+    stay()  # an earlier launch may have failed or been interrupted, and the program goes on
+    drop_what_nobody_reads()  # multiprocessing flushes both streams, and would raise for one that nobody reads
+    if group.start_method == "fork":
+        prepare_fork()
+    memory = MemoryWatch()
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as name:
+        folder = Path(name)
+        output = RankOutput(folder, group.number) if group.in_cell else None
+
+        def between() -> None:
+            memory.look()
+            if output is not None:
+                output.show(ranks.running())
+
+        def start(rank: int) -> Any:
+            context: Any = mp.get_context(group.start_method)
+            process = context.Process(target=_be_rank, args=(rank, group, folder, function, args))
+            process.start()
+            return process
+
+        ranks = RankProcesses(between=between)
+        try:
+            ranks.start(start, group.number)
+            if bad := ranks.wait_or_stop(group.grace_period):
+                raise _error_of_ranks(folder, bad, group, memory)
+        except KeyboardInterrupt:
+            if not group.in_cell:
+                leave_without_waiting(_INTERRUPTED)
+            ranks.interrupt(group.grace_period)
+            raise
+        finally:
+            ranks.kill()
+            if output is not None:
+                output.close()
+        preempted = agreed_exit(folder)
+        if preempted is not None:
+            raise preempted
+        result = folder / _RESULT
+        return pickle.loads(result.read_bytes()) if result.exists() else None
+
+
+def _be_rank(local_rank: int, group: RankGroup, folder: Path, function: Any, args: Any) -> None:
+    """Run the function in a started rank, and note how it ended."""
+    if group.in_cell:
+        begin_rank(local_rank, folder)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    end_with_parent(parent.is_alive)
+    os.environ.update(group.environment)
+    keep_notes_in(folder)
+    try:
+        value = function(local_rank, *args)
+        if local_rank == 0:
+            _keep_result(folder, value)
+    except KeyboardInterrupt:
+        end_now(_INTERRUPTED)
+    except Preempted as preempted:
+        # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
+        note_agreed_exit(preempted)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return
+        if not isinstance(error, RankFailedError):  # that one was noted when it arrived
+            _note_raised(folder, error, rank=group.first_rank + local_rank, world_size=group.world_size)
+        drop_what_nobody_reads()
+        sys.exit(1)
+    drop_what_nobody_reads()
+
+
+def _keep_result(folder: Path, value: Any) -> None:
+    """Keep what the function returned for the kernel, tensors on the CPU."""
+    try:
+        content = pickle.dumps(move_data_to_device(value, "cpu"))
+    except Exception as error:  # whatever a user's class makes of its pickle
+        say(
+            f"lightning-lockstep: rank 0 returned a {type(value).__name__}, which cannot be sent to the kernel"
+            f" ({type(error).__name__}: {error}), so None is returned there. Return what can be pickled, such as a"
+            " dict of metrics or a state_dict()."
+        )
+        return
+    why = write_whole(folder / _RESULT, content)
+    if why is not None:
+        say(
+            f"lightning-lockstep: what rank 0 returned could not be kept for the kernel in {folder}: {why}; so None is"
+            " returned there."
+        )
+
+
+# -- The launcher of strategies --
 
 
 class SpawnedLauncher(_MultiProcessingLauncher):
-    """Starts ranks with :mod:`torch.multiprocessing` and joins them."""
+    """Starts the ranks of this node by multiprocessing and joins them."""
 
     _strategy: Any  # Lightning's annotation names a base that knows no numbers of processes and nodes
 
@@ -79,35 +310,22 @@ class SpawnedLauncher(_MultiProcessingLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run ``function`` in every rank and return what rank 0 returned."""
-        self._check(trainer)
-        if self._start_method == "fork":
-            prepare_fork()
-        self._memory = MemoryWatch()
-        stay()  # an earlier launch may have been interrupted, and the program goes on
-        drop_what_nobody_reads()  # multiprocessing flushes both streams, and would raise for one that nobody reads
-        environment = self._strategy.cluster_environment
+        in_cell = self._start_method == "fork" and in_kernel()
+        self._check(trainer, in_cell=in_cell)
+        strategy, environment = self._strategy, self._strategy.cluster_environment
         if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
             environment.adopt_port(free_port())
+        group = RankGroup(
+            number=strategy.num_processes,
+            start_method=self._start_method,
+            grace_period=self._supervisor.settings.grace_period,
+            in_cell=in_cell,
+            environment=token_for_children(),
+            first_rank=environment.node_rank() * strategy.num_processes,
+            world_size=strategy.num_processes * strategy.num_nodes,
+        )
         snapshot = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
-        answers = mp.get_context(self._start_method).SimpleQueue()
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, self._output(Path(folder)) as output:
-            context = mp.start_processes(  # type: ignore[no-untyped-call]
-                self._in_rank,
-                args=(folder, token_for_children(), trainer, function, args, kwargs, answers, snapshot),
-                nprocs=self._strategy.num_processes,
-                start_method=self._start_method,
-                join=False,
-            )
-            self.procs = context.processes
-            try:
-                self._join(context, Path(folder), output)
-            finally:
-                for file in context.error_files:  # torch leaves them behind
-                    Path(file).unlink(missing_ok=True)
-            preempted = agreed_exit(Path(folder))
-            if preempted is not None:
-                raise preempted
-        output = answers.get()
+        output = run_in_ranks(group, self._in_rank, trainer, function, args, kwargs, snapshot)
         if trainer is None:
             return output
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
@@ -117,8 +335,8 @@ class SpawnedLauncher(_MultiProcessingLauncher):
                 Path(output.weights_path).parent.rmdir()
         return output.trainer_results
 
-    def _check(self, trainer: Any) -> None:
-        if self._from_kernel:
+    def _check(self, trainer: Any, *, in_cell: bool) -> None:
+        if in_cell:
             check_kernel()
         elif self._start_method in ("fork", "forkserver"):
             _check_bad_cuda_fork()
@@ -131,89 +349,13 @@ class SpawnedLauncher(_MultiProcessingLauncher):
                 " Make a new Trainer and pass ckpt_path=..., or use start_method='popen'."
             )
 
-    def _output(self, folder: Path) -> Any:
-        """Return what shows in the cell of a notebook what the ranks print; elsewhere they print by themselves."""
-        if not self._from_kernel:
-            return nullcontext()
-
-        def has_ended(rank: int) -> bool:
-            return bool(self.procs[rank].exitcode is not None)
-
-        return RankOutput(folder, self._strategy.num_processes, has_ended=has_ended)
-
-    @property
-    def _from_kernel(self) -> bool:
-        return self._start_method == "fork" and in_kernel()
-
-    def _join(self, context: Any, folder: Path, output: RankOutput | None) -> None:
-        grace = self._supervisor.settings.grace_period
-        try:
-            with SignalForwarding(self.kill, functools.partial(self.kill, signal.SIGKILL)) as signals:
-                while not context.join(timeout=_IN_CELL if output else _PERIOD, grace_period=grace / 2):
-                    signals.check()
-                    self._memory.look()
-                    if output:
-                        output.show()
-        except KeyboardInterrupt:
-            self._end_interrupted(grace)
-            if output:  # the program goes on
-                stay()
-            raise
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            raise self._first_failure(error, context, folder) from None
-
-    def _end_interrupted(self, grace: float) -> None:
-        """End the ranks after Ctrl-C: the terminal's has reached them, one that was sent to this process has not."""
-        leave_without_waiting(_INTERRUPTED)
-        for patience, number in ((_CTRL_C, signal.SIGINT), (grace, signal.SIGKILL)):
-            deadline = time.monotonic() + patience
-            for process in self.procs:
-                process.join(max(0.0, deadline - time.monotonic()))
-            self.kill(number)
-
-    def _first_failure(
-        self, error: mp.ProcessRaisedException | mp.ProcessExitedException, context: Any, folder: Path
-    ) -> BaseException:
-        process = context.processes[error.error_index]
-        killed = (process.exitcode or 0) < 0
-        noted = None if killed else first_failure(folder)  # what the others note is a consequence of a kill
-        if noted is not None:
-            record = noted
-        elif isinstance(error, mp.ProcessExitedException):
-            world = self._strategy.num_processes * self._strategy.num_nodes
-            end = BadEnd(error.error_index, process.pid, process.exitcode or 0, time.monotonic())
-            record = record_of_end(end, world, self._memory)
-        else:
-            return error  # raised before the ranks had met: its text has the rank's traceback
-        if record.kind == "interrupt":
-            leave_without_waiting(_INTERRUPTED)
-            return KeyboardInterrupt()
-        failed = RankFailedError(record.report(), record)
-        show_plainly(failed, record.exit_code)
-        return show_in_cell(failed, f"RankFailedError: {failed}")
-
     def _in_rank(
-        self, process_idx: int, folder: str, token: dict[str, str], trainer: Any, function: Any, *rest: Any
-    ) -> None:
+        self, local_rank: int, trainer: Any, function: Any, args: Any, kwargs: Any, snapshot: Any
+    ) -> Any:
         """Run in a started rank: as Lightning does, under the supervisor."""
-        args, kwargs, answers, snapshot = rest
-        if self._from_kernel:
-            begin_rank(process_idx, Path(folder))
-        end_with_parent()
-        os.environ.update(token)
         self._supervisor.attach(trainer)
         self._supervisor.parent_prints = True
-        keep_notes_in(Path(folder))
-
-        def supervised(*a: Any, **k: Any) -> Any:
-            return self._supervisor.run(function, *a, **k)
-
-        try:
-            self._wrapping_function(process_idx, trainer, supervised, args, kwargs, answers, snapshot)
-        except KeyboardInterrupt:
-            # Torch's wrapper would turn this into a success, and the parent would wait for an answer.
-            end_now(_INTERRUPTED)
-        except Preempted as preempted:
-            # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
-            note_agreed_exit(preempted)
-        drop_what_nobody_reads()
+        supervised = partial(self._supervisor.run, function)
+        answers: queue.Queue[Any] = queue.Queue()
+        self._wrapping_function(local_rank, trainer, supervised, args, kwargs, answers, snapshot)
+        return None if answers.empty() else answers.get()

@@ -1,8 +1,7 @@
-"""Processes of ranks: waited for together, signals passed on to them."""
+"""The ranks that a process has started: waited for, told to end, killed, and how each of them ended."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -10,7 +9,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection
+from functools import partial
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
@@ -72,19 +72,18 @@ class SignalForwarding:
             self._force()
 
 
-# -- Forked ranks of one launch: started together, waited for, and ended together when one ends badly --
+# -- Processes of ranks on this host, of multiprocessing or of the program that is run again --
 
-_PERIOD = 0.1  # how often the parent does its work between two ends of ranks [s]
+_LOOK_EVERY = 0.1  # [s]; a system call for each process
 _SETTLE = 0.5  # within this time after the first, another bad end may have been the cause [s]
-_CTRL_C = (
-    2.0  # how long ranks that have got an interrupt by themselves may take before they get it from here [s]
-)
+_CTRL_C = 2.0  # how long ranks that a terminal's Ctrl-C has reached may take before they get it from here [s]
 _SAY_AFTER = 60.0  # after how long it is said which ranks still run when rank 0 has ended [s]
+_KILLED = 5.0  # how long the operating system may take to end a killed process [s]
 
 
 @dataclass(frozen=True)
 class BadEnd:
-    """A rank that failed by itself."""
+    """A rank that failed by itself, by its number among those started here."""
 
     rank: int
     pid: int
@@ -93,121 +92,122 @@ class BadEnd:
 
 
 class RankProcesses:
-    """Runs one function in several processes that are copies of this one."""
+    """The ranks of one launch."""
 
     def __init__(
         self,
-        run: Callable[[int], None],  # called in each with its number
         *,
-        number: int,
-        grace_period: float,  # for the others once one has failed; half of it until they are asked to end [s]
-        between: Callable[[], None],  # called again and again while they run
+        first: int = 0,  # number of the first one
+        is_orderly: Callable[[int], bool] = lambda code: code == 0,
+        between: Callable[[], None] = lambda: None,  # called again and again while they are waited for
     ) -> None:
-        context = multiprocessing.get_context("fork")
-        self.processes = [context.Process(target=run, args=(rank,)) for rank in range(number)]
-        self._grace_period, self._between = grace_period, between
-        self._ended: dict[int, int] = {}
-        self.bad: list[BadEnd] = []
-        self._signalled = False
+        self.first, self._is_orderly, self._between = first, is_orderly, between
+        self.processes: list[Any] = []
+        self.bad: list[BadEnd] = []  # in the order in which they were noticed
+        self._ended: set[int] = set()
+        self._stopping = False  # who ends badly from then on does so because of that
 
-    def start(self) -> None:
+    def start(self, start: Callable[[int], Any], number: int) -> None:
+        """Start as many, each by its number."""
         try:
-            for process in self.processes:
-                process.start()
+            for rank in range(self.first, self.first + number):
+                self.processes.append(start(rank))
         except OSError as error:
-            started = sum(process.pid is not None for process in self.processes)
             self.kill()
             raise LaunchError(
-                f"Rank {started} of {len(self.processes)} could not be started: {error}. Each rank begins as a copy of"
-                " this process: expected enough memory and processes for all. Give a smaller number of ranks."
+                f"Rank {self.first + len(self.processes)} of {self.first + number} could not be started: {error}."
+                " Expected enough memory and processes for all ranks of this host. Give a smaller number of ranks."
             ) from error
 
-    def wait(self) -> list[BadEnd]:
-        """Wait for all to end, and end the others when one has failed."""
-        said = time.monotonic() + _SAY_AFTER
-        while self.running():
-            connection.wait([self.processes[rank].sentinel for rank in self.running()], timeout=_PERIOD)
-            self._look()
+    def running(self) -> list[int]:
+        """Return the numbers of those that still run."""
+        return [rank for rank, process in self._numbered() if exit_code(process) is None]
+
+    def look(self) -> None:
+        """Take note of those that have ended."""
+        for rank, process in self._numbered():
+            code = exit_code(process)
+            if code is None or rank in self._ended:
+                continue
+            self._ended.add(rank)
+            if not self._stopping and not self._is_orderly(code):
+                self.bad.append(BadEnd(rank, process.pid, code, time.monotonic()))
+
+    def wait(self, seconds: float = float("inf")) -> None:
+        """Wait until all have ended, or for so long."""
+        deadline = time.monotonic() + seconds
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY)
+            self.look()
             self._between()
-            if self.bad:
-                self._end_others()
-            elif 0 not in self._ended:
-                said = time.monotonic() + _SAY_AFTER
-            elif time.monotonic() > said:
-                said = float("inf")
-                say(
-                    f"lightning-lockstep: rank 0 has ended; waiting for {ranks_in_words(self.running())}."
-                    " Interrupt to end the wait and terminate what still runs."
-                )
-        self._look()  # at those that have ended since
+
+    def wait_or_stop(self, grace_period: float) -> list[BadEnd]:
+        """Wait for all, pass signals on to them, and end the others when one has failed; return the first that did."""
+        said = time.monotonic() + _SAY_AFTER
+        with SignalForwarding(self.send, partial(self.send, signal.SIGKILL)) as signals:
+            while self.running():
+                self.wait(_LOOK_EVERY)
+                signals.check()
+                if self.bad:
+                    self._stop((grace_period / 2, signal.SIGTERM), (grace_period / 2, signal.SIGKILL))
+                elif 0 not in self._ended:
+                    said = time.monotonic() + _SAY_AFTER
+                elif time.monotonic() > said:
+                    said = float("inf")
+                    say(
+                        f"lightning-lockstep: rank 0 has ended; waiting for {ranks_in_words(self.running())}."
+                        " Interrupt to end the wait and terminate what still runs."
+                    )
+        self.look()  # at those that have ended since
         self._between()
         # One of them may be the cause of all.
         return [end for end in self.bad if end.since - self.bad[0].since < _SETTLE]
 
-    def running(self) -> list[int]:
-        """Return the numbers of those that have been started and still run."""
-        return [rank for rank, process in enumerate(self.processes) if process.pid and process.is_alive()]
-
-    def has_ended(self, rank: int) -> bool:
-        return self.processes[rank].exitcode is not None
-
-    def interrupt(self) -> None:
+    def interrupt(self, grace_period: float) -> None:
         """End all after an interrupt, which may have reached them too or not; what they say is still shown."""
         try:
-            for patience, number in ((_CTRL_C, signal.SIGINT), (self._grace_period, signal.SIGKILL)):
-                self._wait_at_most(patience)
-                self._send(number)
+            self._stop((_CTRL_C, signal.SIGINT), (grace_period, signal.SIGKILL))
         finally:  # also when the user interrupts once more
             self.kill()
 
+    def send(self, number: int) -> None:
+        """Send a signal to all that still run."""
+        for _, process in self._numbered():
+            if exit_code(process) is None:
+                with suppress(ProcessLookupError):
+                    process.kill() if number == signal.SIGKILL else os.kill(process.pid, number)
+
     def kill(self) -> None:
         """End all that still run, at once."""
-        self._send(signal.SIGKILL)
-        for process in self.processes:
-            if process.pid:
-                process.join()
+        self._stopping = True
+        self.send(signal.SIGKILL)
+        self.wait(_KILLED)
 
-    def _look(self) -> None:
-        for rank, process in enumerate(self.processes):
-            code = process.exitcode
-            if code is None or rank in self._ended:
-                continue
-            self._ended[rank] = code
-            if code != 0 and not self._signalled:
-                self.bad.append(BadEnd(rank, process.pid or 0, code, time.monotonic()))
+    def _stop(self, *steps: tuple[float, int]) -> None:
+        """Wait for so long, then send the signal, one step after the other."""
+        for patience, number in steps:
+            self.wait(patience)
+            self._stopping = True
+            self.send(number)
+        self.wait(_KILLED)
 
-    def _end_others(self) -> None:
-        for patience, number in (
-            (self._grace_period / 2, signal.SIGTERM),
-            (self._grace_period / 2, signal.SIGKILL),
-        ):
-            self._wait_at_most(patience)
-            self._send(number)
-        self._wait_at_most(self._grace_period)
-
-    def _wait_at_most(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self.running() and time.monotonic() < deadline:
-            connection.wait([self.processes[rank].sentinel for rank in self.running()], timeout=_PERIOD)
-            self._look()
-            self._between()
-
-    def _send(self, number: int) -> None:
-        self._signalled = True  # who ends badly from now on does so because of that
-        for rank in self.running():
-            with suppress(ProcessLookupError):
-                os.kill(self.processes[rank].pid or 0, number)
+    def _numbered(self) -> list[tuple[int, Any]]:
+        return list(enumerate(self.processes, self.first))
 
 
-def end_with_parent() -> None:
+def exit_code(process: Any) -> int | None:
+    """Return the exit code of a process of multiprocessing or subprocess, or ``None`` while it runs."""
+    code: int | None = process.exitcode if isinstance(process, BaseProcess) else process.poll()
+    return code
+
+
+def end_with_parent(parent_lives: Callable[[], bool]) -> None:
     """End this rank when the process that has started it has ended; that waits for its ranks otherwise."""
 
     def watch() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        end_now(
-            1, "\nlightning-lockstep: the process that started the ranks has exited; this rank exits too.\n"
-        )
+        while parent_lives():
+            time.sleep(1.0)
+        text = "the process that started this rank has exited; this rank exits too."
+        end_now(1, f"\nlightning-lockstep: {text}\n")
 
     threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from lightning_lockstep._doors.lightning_internals import (
 from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
-from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.watch import GuardSettings
@@ -198,20 +195,6 @@ class RankSupervisor:
         trainer = self._trainer()
         if trainer is not None and trainer.received_sigterm:
             raise SIGTERMException(128 + signal.SIGTERM)
-
-    def watch_parent(self, parent: int | None) -> None:
-        """End this process if the rank that started it exits before the ranks have met."""
-
-        def watch() -> None:
-            while self.propagation is None:
-                if os.getppid() != parent:
-                    end_now(
-                        1,
-                        "\nlightning-lockstep: the rank that started this one has exited; this rank exits too.\n",
-                    )
-                time.sleep(1.0)
-
-        threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -33,6 +32,7 @@ from lightning_lockstep.distributed.failure.record import describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous, host_rendezvous
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.launchers.environments import LockstepEnvironment
+from lightning_lockstep.launchers.rank_processes import BadEnd, RankProcesses, end_with_parent
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current_job
 
 # -- Ctrl-C for a main thread that sits in a collective --
@@ -41,9 +41,8 @@ from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, current
 # thread here reads.
 
 
-# on_stuck: is called on a thread of its own, and ends the process by force; patience: [s]
 def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callable[[], None]:
-    """Call ``on_stuck`` when Ctrl-C was pressed and ``patience`` seconds later this process is still about to end.
+    """Call ``on_stuck`` when Ctrl-C was pressed and ``patience`` [s] later this process is still about to end.
 
     That is, when Python's handler was not reached, or was and the process is leaving because of a failure. A program
     that handles the ``KeyboardInterrupt`` itself goes on. The function returned ends the watch.
@@ -55,52 +54,36 @@ def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callab
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     if before != -1:  # another library uses it, so nothing is watched
         signal.set_wakeup_fd(before)
-        reader.close()
-        writer.close()
         return lambda: None
-    watch = _Watch(reader, writer, on_stuck, patience)
-    watch.start()
-    return watch.end
+    ended, handled = threading.Event(), threading.Event()
+    usual = signal.getsignal(signal.SIGINT)
 
+    def note(number: int, frame: FrameType | None) -> None:
+        handled.set()
+        assert callable(usual)
+        usual(number, frame)
 
-class _Watch:
-    def __init__(
-        self, reader: socket.socket, writer: socket.socket, on_stuck: Callable[[], None], patience: float
-    ) -> None:
-        # The signal handler knows the writer by number only: somebody has to hold the socket itself.
-        self._reader, self._writer = reader, writer
-        self._on_stuck, self._patience = on_stuck, patience
-        self._ended, self._handled = threading.Event(), threading.Event()
-        self._usual = signal.getsignal(signal.SIGINT)
+    def run() -> None:  # holds both sockets: the signal handler knows the writer by its number only
+        with suppress(OSError), reader, writer:
+            while not ended.is_set() and (numbers := reader.recv(16)):
+                if signal.SIGINT in numbers and not ended.wait(patience):
+                    if leaving() or not handled.is_set():
+                        on_stuck()
+                        return
+                    handled.clear()
 
-    def start(self) -> None:
-        if callable(self._usual):
-            signal.signal(signal.SIGINT, self._note)
-        threading.Thread(target=self._run, name="lockstep-interrupt", daemon=True).start()
-
-    def end(self) -> None:
-        self._ended.set()
+    def end() -> None:
+        ended.set()
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
-            if signal.getsignal(signal.SIGINT) == self._note:
-                signal.signal(signal.SIGINT, self._usual)
-        self._writer.close()
-        time.sleep(0)
-        self._reader.close()
+            if signal.getsignal(signal.SIGINT) is note:
+                signal.signal(signal.SIGINT, usual)
+        writer.close()
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._handled.set()
-        assert callable(self._usual)
-        self._usual(signum, frame)
-
-    def _run(self) -> None:
-        with suppress(OSError):
-            while not self._ended.is_set() and (numbers := self._reader.recv(16)):
-                if signal.SIGINT in numbers and not self._ended.wait(self._patience):
-                    if leaving() or not self._handled.is_set():
-                        self._on_stuck()
-                        return
-                    self._handled.clear()
+    if callable(usual):
+        signal.signal(signal.SIGINT, note)
+    threading.Thread(target=run, name="lockstep-interrupt", daemon=True).start()
+    return end
 
 
 # -- Starts the ranks of this node by running the same program again, and watches them --
@@ -108,7 +91,7 @@ class _Watch:
 # who it is go into the children's environment only, so that the parent can start the ranks of a next job (a
 # Hydra multirun does) as if there had been none before.
 
-# How often the parent polls its children [s]; one system call per child.
+# How often the parent looks for children that have ended [s].
 _LOOK_EVERY = 0.1
 # How long the report of a child that has exited may still take to arrive [s].
 _REPORT_DELAY = 0.5
@@ -118,14 +101,18 @@ _NOT_FLUSHED = 120
 _SAY_AFTER = 30.0
 
 
-@dataclass
-class _StartedRanks:
+def _is_orderly(code: int) -> bool:
+    return code in (0, _NOT_FLUSHED, expected_exit())
+
+
+class _StartedRanks(RankProcesses):
     """The child ranks of one job of this process, and the supervisor of the Trainer that they work for now."""
 
-    job: object
-    processes: list[subprocess.Popen[bytes]]
-    supervisor: RankSupervisor
-    end_watch: Callable[[], None] = field(default=lambda: None)
+    def __init__(self, job: object, supervisor: RankSupervisor) -> None:
+        super().__init__(first=1, is_orderly=_is_orderly)
+        self.job = job
+        self.end_watch: Callable[[], None] = lambda: None
+        self.work_for(supervisor)
 
     def work_for(self, supervisor: RankSupervisor) -> None:
         """Let a Trainer's supervisor learn when a child exits, and end the children before a forced end."""
@@ -136,42 +123,14 @@ class _StartedRanks:
         """Return whether a Trainer with this many ranks on the node can use these again."""
         if not self.processes:  # one rank a node: this process
             return num_processes == 1
-        return any(process.poll() is None for process in self.processes)
+        return bool(self.running())
 
     def end(self, patience: float) -> list[int]:
         """Wait for the children to exit by themselves, then kill those that are left; return their ranks here."""
-        deadline = time.monotonic() + patience
-        for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        killed = self.running()
+        self.wait(patience)
+        left = self.running()
         self.kill()
-        return killed
-
-    def wait(self) -> list[int]:
-        """Wait for the children for as long as they work; return the ranks here that failed."""
-        deadline = time.monotonic() + _SAY_AFTER
-        for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        if busy := self.running():
-            say(
-                f"lightning-lockstep: waiting for {ranks_in_words(busy)} of this host to end. Ctrl-C terminates them."
-            )
-        codes = [process.wait() for process in self.processes]
-        return [rank for rank, code in enumerate(codes, 1) if not _is_orderly(code)]
-
-    def running(self) -> list[int]:
-        """Return the ranks here of the children that still run."""
-        return [rank for rank, process in enumerate(self.processes, 1) if process.poll() is None]
-
-    def kill(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-        for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(5.0)
+        return left
 
 
 _started: _StartedRanks | None = None
@@ -197,15 +156,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
         elif launcher_pid() == os.getppid():  # else the variable is left over from another job
-            self._supervisor.watch_parent(launcher_pid())
+            # Once the ranks have met, the side channel watches the others.
+            end_with_parent(
+                lambda: os.getppid() == launcher_pid() or self._supervisor.propagation is not None
+            )
         self._supervisor.attach(trainer)
         return self._supervisor.run(function, *args, **kwargs)
-
-    def kill(self, signum: Any) -> None:
-        """Send a signal to the ranks this process has started."""
-        for process in self.procs:
-            if process.poll() is None:
-                process.send_signal(signum)
 
     def _start_ranks(self) -> None:
         global _started
@@ -218,14 +174,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         forget_earlier_job(self._supervisor.settings.grace_period)
         self._check_can_spawn_children()
         environ = self._rank_environment()
-        processes = [self._start_rank(local_rank, environ) for local_rank in range(1, self.num_processes)]
-        self.procs = processes
-        _started = _StartedRanks(job, processes, self._supervisor)
-        _started.work_for(self._supervisor)
-        _started.end_watch = watch_interrupts(
-            self._interrupted, patience=self._supervisor.settings.grace_period
-        )
-        threading.Thread(target=self._watch, args=(_started,), name="lockstep-watch", daemon=True).start()
+        ranks = _StartedRanks(job, self._supervisor)
+        ranks.start(lambda local_rank: self._start_rank(local_rank, environ), self.num_processes - 1)
+        _started, self.procs = ranks, ranks.processes
+        ranks.end_watch = watch_interrupts(self._interrupted, patience=self._supervisor.settings.grace_period)
+        threading.Thread(target=self._watch, args=(ranks,), name="lockstep-watch", daemon=True).start()
 
     def _rank_environment(self) -> dict[str, str]:
         environment = self.cluster_environment
@@ -251,28 +204,28 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _watch(self, ranks: _StartedRanks) -> None:
         while _started is ranks:
-            for local_rank, process in enumerate(ranks.processes, 1):
-                if process.poll() is not None and not _is_orderly(process.returncode):
-                    time.sleep(_REPORT_DELAY)
-                    self._child_ended(ranks, local_rank, process)
-                    return
-            if all(process.poll() is not None for process in ranks.processes):
+            ranks.look()
+            if ranks.bad:
+                time.sleep(_REPORT_DELAY)
+                self._child_ended(ranks, ranks.bad[0])
+                return
+            if not ranks.running():
                 return
             time.sleep(_LOOK_EVERY)
 
-    def _child_ended(self, ranks: _StartedRanks, local_rank: int, process: subprocess.Popen[bytes]) -> None:
-        rank = self.cluster_environment.node_rank() * self.num_processes + local_rank
+    def _child_ended(self, ranks: _StartedRanks, end: BadEnd) -> None:
+        rank = self.cluster_environment.node_rank() * self.num_processes + end.rank
         propagation = ranks.supervisor.propagation
         if propagation is not None:
             if not propagation.failed:
-                propagation.report_child_exit(rank, process.returncode, process.pid)
+                propagation.report_child_exit(rank, end.returncode, end.pid)
             return
         # The ranks have not met yet, so the main thread waits for a rank that will not come.
-        _, summary, code = describe_exit(process.returncode)
+        _, summary, code = describe_exit(end.returncode)
         ranks.kill()
         end_now(
             code,
-            f"\nlightning-lockstep: rank {rank} (process {process.pid}) ended before all ranks had met:"
+            f"\nlightning-lockstep: rank {rank} (process {end.pid}) ended before all ranks had met:"
             f" {summary}. What it printed is above. The other ranks were stopped.\n",
         )
 
@@ -280,10 +233,6 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if _started is not None:
             _started.kill()
         end_now(130, "\nlightning-lockstep: interrupted; all ranks were stopped.\n")
-
-
-def _is_orderly(code: int) -> bool:
-    return code in (0, _NOT_FLUSHED, expected_exit())
 
 
 def forget_earlier_job(patience: float) -> None:  # patience: for ranks that are still busy [s]
@@ -312,17 +261,27 @@ def rank_command() -> tuple[list[str], str | None]:
 
 @at_exit
 def _end_children() -> None:
-    if _started is None:
+    ranks = _started
+    if ranks is None:
         return
     if leaving() or ends_with_error():  # after an error the others may wait for this rank for ever
-        patience = _started.supervisor.settings.grace_period
-        if killed := _started.end(patience):
+        patience = ranks.supervisor.settings.grace_period
+        if killed := ranks.end(patience):
             say(
                 f"lightning-lockstep: killed {ranks_in_words(killed)} of this host, which did not end within"
                 f" {patience:g} s."
             )
             printed_a_line()
             repeat_headline()
-    elif failed := _started.wait():
-        codes = ", ".join(describe_exit(_started.processes[rank - 1].returncode)[1] for rank in failed)
-        end_now(1, f"\nlightning-lockstep: {ranks_in_words(failed)} of this host failed: {codes}.\n")
+        return
+    ranks.wait(_SAY_AFTER)
+    if busy := ranks.running():
+        say(
+            f"lightning-lockstep: waiting for {ranks_in_words(busy)} of this host to end. Ctrl-C terminates them."
+        )
+        ranks.wait()
+    ranks.look()
+    bad = sorted(ranks.bad, key=lambda end: end.rank)
+    if failed := {end.rank: describe_exit(end.returncode)[1] for end in bad}:
+        who, codes = ranks_in_words(list(failed)), ", ".join(failed.values())
+        end_now(1, f"\nlightning-lockstep: {who} of this host failed: {codes}.\n")

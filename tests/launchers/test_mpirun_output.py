@@ -57,36 +57,6 @@ def test_a_line_that_may_begin_a_remark_is_not_held_back_for_long() -> None:
         passing.finish()
 
 
-def test_remarks_of_mpirun_about_a_forced_end_are_left_out() -> None:
-    err = io.StringIO()
-    program = f"""
-sys.stderr.write('''[1,0]<stderr>: ValueError: the report
-[1,0]<stderr>: {DASHES}
-[1,0]<stderr>: MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD
-[1,0]<stderr>:   Proc: [[19281,1],0]
-[1,0]<stderr>: {DASHES}
-[1,1]<stderr>: goes on
-{DASHES}
-prterun has exited due to process rank 0 with PID 0 on node vm calling
-"abort". This may have caused other processes in the application to be
-{DASHES}
-{DASHES}
-prterun noticed that process rank 1 with PID 7 on node vm exited on
-signal 9 (Killed).
-{DASHES}
-''')
-"""
-    relay(program, None, err)
-    assert err.getvalue().splitlines() == [
-        "[rank 0] ValueError: the report",
-        "[rank 1] goes on",
-        DASHES,
-        "prterun noticed that process rank 1 with PID 7 on node vm exited on",
-        "signal 9 (Killed).",
-        DASHES,
-    ]
-
-
 @contextmanager
 def closed_pipe() -> Iterator[TextIO]:
     reader, writer = os.pipe()

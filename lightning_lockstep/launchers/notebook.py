@@ -1,9 +1,11 @@
-"""What ranks of a notebook print, brought to the cell that started them."""
+"""Ranks that are forks of a notebook's kernel: what must hold before, and what they print, brought to the cell."""
 
 from __future__ import annotations
 
 import builtins
 import codecs
+import ctypes
+import gc
 import io
 import json
 import os
@@ -11,12 +13,73 @@ import re
 import signal
 import sys
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_lockstep.launchers.rank_supervisor import become_rank
+import psutil
+import torch
+
+from lightning_lockstep.distributed import shut_down
+from lightning_lockstep.distributed.process_group import (
+    current_group,
+    forget_rendezvous,
+    process_group_exists,
+)
+from lightning_lockstep.errors import LaunchError
+from lightning_lockstep.launchers.rank_supervisor import become_rank, notebook_rank
+
+# -- What is checked and put in order in the kernel of a notebook before its process is forked into ranks
+# A fork copies memory, not threads. Whatever works with threads of its own must not have been started, or
+# must be stopped before: CUDA cannot, XLA cannot, OpenMP can.
+
+_PAUSE_HARD = 2  # omp_pause_hard of OpenMP 5: end the threads, keep nothing
+
+
+def check_kernel() -> None:
+    """Refuse to fork a kernel whose copies could not work."""
+    if notebook_rank() is not None:
+        raise LaunchError(
+            "Ranks were to be started inside a rank that a notebook has started: expected a call in a cell. Inside a"
+            " rank make a Trainer with as many devices as there are ranks; it uses the ranks that are there."
+        )
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise LaunchError(
+            "CUDA was already used in this kernel, so it would not work in ranks that are forked from it: expected no"
+            " call of torch.cuda, no tensor and no model on a GPU in any cell before. Restart the kernel, run the"
+            " cells that need no GPU, and do the rest inside the function that the ranks run."
+        )
+    group = current_group()
+    if process_group_exists() and group is not None and group.world_size > 1:
+        raise LaunchError(
+            f"This kernel is itself rank {group.rank} of {group.world_size} connected ranks: expected a kernel that is"
+            " connected with none. Call torch.distributed.destroy_process_group() first, or restart the kernel."
+        )
+
+
+def prepare_fork() -> None:
+    """Stop what would not survive the fork and can be started again on both sides."""
+    if process_group_exists():  # of one rank: this kernel, from an earlier Trainer
+        shut_down(destroy_process_group=True)
+        gc.collect()
+        forget_rendezvous()
+    _end_openmp_threads()
+    for stream in (sys.stdout, sys.stderr):  # what is buffered would be written by every rank too
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _end_openmp_threads() -> None:
+    """End the threads of GNU OpenMP, which starts new ones when it needs them."""
+    # After a fork its record of them is there, the threads are not, and the first operation that wants to
+    # work on several cores waits for them for ever. The libraries of Intel and LLVM look after this
+    # themselves.
+    with suppress(psutil.Error, OSError, AttributeError):  # psutil has maps of memory on Linux
+        for loaded in psutil.Process().memory_maps():
+            if Path(loaded.path).name.startswith("libgomp"):
+                ctypes.CDLL(loaded.path).omp_pause_resource_all(_PAUSE_HARD)
+
 
 # -- Pictures, tables and widgets that a rank displays: sent by the kernel, since a copy of it may not send
 # A rank of a notebook is a fork of the kernel. IPython's ``display``, matplotlib's ``show`` and widgets go
@@ -27,7 +90,7 @@ from lightning_lockstep.launchers.rank_supervisor import become_rank
 _SENT = ("display_data", "update_display_data", "clear_output", "comm_open", "comm_msg", "comm_close")
 
 
-def divert_messages(path: Path) -> None:
+def _divert_messages(path: Path) -> None:
     """Have what this process displays go into a file; without an IPython kernel nothing is done."""
     kernel = _kernel()
     if kernel is None:
@@ -63,23 +126,7 @@ def _refuse_input(prompt: object = "") -> str:
     )
 
 
-class MessageReader:
-    """Reads the messages of one rank."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._begun = file, b""
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come since the last call."""
-        *lines, self._begun = (self._begun + self._file.read()).split(b"\n")
-        for line in lines:
-            yield json.loads(line)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def forward_message(message: dict[str, Any]) -> None:
+def _forward_message(message: dict[str, Any]) -> None:
     """Send a message of a rank as one of this kernel."""
     kernel = _kernel()
     if kernel is None:
@@ -118,41 +165,32 @@ def _kernel() -> Any:
 # before them have ended, and carries their number.
 
 _STREAMS = ("stdout", "stderr")
+_MESSAGES = "messages"
 _LINE_START = re.compile(r"(?:^|(?<=[\n\r]))(?=[^\n\r])")
 
 
 class RankOutput:
     """Shows in the cell what the ranks write."""
 
-    def __init__(self, folder: Path, world_size: int, *, has_ended: Callable[[int], bool]) -> None:
-        self._ranks = [_OutputOfRank(folder, rank) for rank in range(world_size)]
-        self._has_ended = has_ended
+    def __init__(self, folder: Path, number: int) -> None:
+        self._ranks = [_OutputOfRank(folder, rank) for rank in range(number)]
         self._shown = 0  # the rank that is shown as it goes
 
-    def show(self) -> None:
+    def show(self, running: Collection[int] = ()) -> None:
         """Show what has come: of the first rank that still runs, and of all before it the rest."""
+        # Whoever ran is known from before: what a rank wrote until it ended is then there.
         while self._shown < len(self._ranks):
-            ended = self._has_ended(self._shown)  # asked first: what it wrote before it ended is then there
             self._ranks[self._shown].show()
-            if not ended:
+            if self._shown in running:
                 break
             self._ranks[self._shown].close()
             self._shown += 1
         for rank in self._ranks[self._shown + 1 :]:
             rank.collect()
 
-    def __enter__(self) -> RankOutput:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Show all that is left, of ranks that were killed too."""
-        for rank in self._ranks[self._shown :]:
-            rank.show()
-            rank.close()
-        self._shown = len(self._ranks)
+        self.show()
 
 
 class _OutputOfRank:
@@ -160,39 +198,38 @@ class _OutputOfRank:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._prefix = f"[rank {rank}] " if rank else ""
-        self._files = {name: _open_empty(folder / f"{rank}.{name}") for name in _STREAMS}
-        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in _STREAMS}
-        self._messages = MessageReader(_open_empty(folder / f"{rank}.messages"))
-        self._kept: list[tuple[str, Any]] = []
+        self._files = {name: _open_empty(folder / f"{rank}.{name}") for name in (*_STREAMS, _MESSAGES)}
+        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in self._files}
+        self._kept: list[tuple[str, str]] = []
+        self._message = ""  # as much of the last one as has come
         self._line_begun = dict.fromkeys(_STREAMS, False)
 
     def collect(self) -> None:
         """Read what has come and keep it."""
         for name, file in self._files.items():
-            text = self._decoders[name].decode(file.read())
-            if text:
+            if text := self._decoders[name].decode(file.read()):
                 self._kept.append((name, text))
-        self._kept += [("message", message) for message in self._messages.read()]
 
     def show(self) -> None:
         """Read what has come, and show that and what was kept."""
         self.collect()
         kept, self._kept = self._kept, []
-        for name, content in kept:
-            if name == "message":
-                forward_message(content)
+        for name, text in kept:
+            if name == _MESSAGES:
+                *messages, self._message = (self._message + text).split("\n")
+                for message in messages:
+                    _forward_message(json.loads(message))
             else:
                 stream = getattr(sys, name)
-                stream.write(self._prefixed(name, content))
+                stream.write(self._prefixed(name, text))
                 stream.flush()
 
     def close(self) -> None:
         """Close the files; a last line without an end gets one."""
         for name, file in self._files.items():
             file.close()
-            if self._prefix and self._line_begun[name]:
+            if self._prefix and self._line_begun.get(name):
                 getattr(sys, name).write("\n")
-        self._messages.close()
 
     def _prefixed(self, name: str, text: str) -> str:
         if not self._prefix:
@@ -202,7 +239,7 @@ class _OutputOfRank:
         return prefixed.removeprefix(self._prefix) if goes_on else prefixed
 
 
-def write_into(folder: Path, rank: int) -> None:
+def _write_into(folder: Path, rank: int) -> None:
     """Have all that this process writes go into the files of its rank, what compiled code prints included."""
     for descriptor, name in enumerate(_STREAMS, 1):
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_APPEND)
@@ -216,7 +253,7 @@ def write_into(folder: Path, rank: int) -> None:
             with suppress(AttributeError):
                 setattr(before, method, getattr(stream, method))
         setattr(sys, name, stream)
-    divert_messages(folder / f"{rank}.messages")
+    _divert_messages(folder / f"{rank}.{_MESSAGES}")
 
 
 def _open_empty(path: Path) -> BinaryIO:
@@ -236,6 +273,6 @@ def begin_rank(rank: int, folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     become_rank(rank)
-    write_into(folder, rank)
+    _write_into(folder, rank)
     with suppress(OSError):  # should memory run out, the operating system is to end this rank, not the kernel
         _OOM_SCORE.write_text(_VICTIM)
