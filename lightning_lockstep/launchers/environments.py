@@ -33,6 +33,34 @@ from lightning_lockstep.launchers.rank_variables import (
     first_node,
 )
 
+# -- Ranks that another program has started --
+
+
+class _StartedOutside(ClusterEnvironment):
+    """The cluster environment of ranks whose numbers the program that started them has decided."""
+
+    _here: MPIRank | SlurmStep
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return self._here.size
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing."""
+
+    def global_rank(self) -> int:
+        return self._here.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing."""
+
+    def local_rank(self) -> int:
+        return self._here.local_rank
+
+
 # -- Ranks that srun has started, and jobs of Slurm in which srun was left out --
 # srun sets variables for each step beside those of the job. Lightning reads those of the job, which are
 # wrong where a step has fewer tasks than the job, or a job holds several steps at a time; here the step's
@@ -72,7 +100,7 @@ def check_srun_is_used(num_nodes: int, environ: Mapping[str, str] | None = None)
     )
 
 
-class SlurmStepEnvironment(SLURMEnvironment):
+class SlurmStepEnvironment(_StartedOutside, SLURMEnvironment):
     """The cluster environment of the tasks of a Slurm step."""
 
     # Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT`` where those are set; else at the step's first node,
@@ -86,14 +114,14 @@ class SlurmStepEnvironment(SLURMEnvironment):
         auto_requeue: bool = True,
         requeue_signal: Signals | None = None,  # None: SIGUSR1
     ) -> None:
+        found = step or find_slurm_step()
+        if found is None:
+            raise LaunchError("This process is no task of a Slurm step: expected it to be started by srun.")
         # Lightning's own constructor refuses --ntasks without --ntasks-per-node.
         ClusterEnvironment.__init__(self)
         self.auto_requeue = auto_requeue
         self.requeue_signal = Signals.SIGUSR1 if requeue_signal is None else requeue_signal
-        found = step or find_slurm_step()
-        if found is None:
-            raise LaunchError("This process is no task of a Slurm step: expected it to be started by srun.")
-        self.slurm_step = found
+        self._here = self.slurm_step = found
 
     @staticmethod
     def detect() -> bool:
@@ -125,21 +153,6 @@ class SlurmStepEnvironment(SLURMEnvironment):
         if reserved is not None:
             return int(reserved[0])
         return _FIRST_PORT + zlib.crc32(self.slurm_step.name.encode()) % _PORTS
-
-    def world_size(self) -> int:
-        return self.slurm_step.size
-
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: srun has decided."""
-
-    def global_rank(self) -> int:
-        return self.slurm_step.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing: srun has decided."""
-
-    def local_rank(self) -> int:
-        return self.slurm_step.local_rank
 
     def node_rank(self) -> int:
         return self.slurm_step.node
@@ -194,7 +207,7 @@ def _checked(given: str) -> str:
 # -- The cluster environments of ranks that mpirun, mpiexec or srun has started --
 
 
-class MPIEnvironment(ClusterEnvironment):
+class MPIEnvironment(_StartedOutside):
     """The cluster environment of ranks of an MPI job."""
 
     # The rendezvous is agreed on over MPI itself when first asked for, so no port is fixed and several jobs
@@ -207,7 +220,7 @@ class MPIEnvironment(ClusterEnvironment):
             raise LaunchError(
                 "This process is no rank of an MPI job: expected it to be started by mpirun, mpiexec or srun --mpi=..."
             )
-        self.mpi_rank = found
+        self._here = self.mpi_rank = found
 
     @staticmethod
     def detect() -> bool:
@@ -220,31 +233,12 @@ class MPIEnvironment(ClusterEnvironment):
         return agree_on_rendezvous(**asdict(self.mpi_rank))
 
     @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
     def main_address(self) -> str:
         return self.rendezvous.address
 
     @property
     def main_port(self) -> int:
         return self.rendezvous.port
-
-    def world_size(self) -> int:
-        return self.mpi_rank.size
-
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: the program that started the ranks has decided."""
-
-    def global_rank(self) -> int:
-        return self.mpi_rank.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the program that started the ranks has decided."""
-
-    def local_rank(self) -> int:
-        return self.mpi_rank.local_rank
 
     def node_rank(self) -> int:
         """Return the number of this rank's node, on the assumption that ranks fill one node after another."""

@@ -90,8 +90,7 @@ class MPIRunWatch:
         self.in_order = False
         self.failure: FailureRecord | None = None
         self._here: list[psutil.Process] = []
-        self._began = False
-        self._since: float | None = None
+        self._seen: float | None = None  # when there were ranks here last, by the monotonic clock [s]
         self._interrupts = 0
 
     def wait(self, process: subprocess.Popen[bytes], on_end: Callable[[], None] = lambda: None) -> int:
@@ -120,18 +119,12 @@ class MPIRunWatch:
                     end_with_children(process.pid)
 
     def _check(self, pid: int) -> None:
-        if not self._all_exited(pid):
-            self._since = None
-        elif self._since is None:
-            self._since = time.monotonic()
-        late = self._since is not None and time.monotonic() - self._since > self.patience
-        self.overdue = late and orderly_ends(self.ended_folder) < self.ranks
-
-    def _all_exited(self, pid: int) -> bool:
-        """Return whether this host has had ranks and has none left."""
         self._here = [rank for rank in self._here if _runs(rank)] or ranks_under(pid)
-        self._began = self._began or bool(self._here)
-        return self._began and not self._here
+        now = time.monotonic()
+        if self._here:
+            self._seen = now
+        late = self._seen is not None and now - self._seen > self.patience
+        self.overdue = late and not self._here and orderly_ends(self.ended_folder) < self.ranks
 
     def _exit_code(self, code: int, asked: signal.Signals | None) -> int:
         _, left = psutil.wait_procs(self._here, timeout=_LEFT)

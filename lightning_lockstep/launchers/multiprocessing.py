@@ -272,21 +272,16 @@ def _be_rank(local_rank: int, group: RankGroup, folder: Path, function: Any, arg
 
 
 def _keep_result(folder: Path, value: Any) -> None:
-    """Keep what the function returned for the kernel, tensors on the CPU."""
+    """Keep what the function returned for the parent, tensors on the CPU."""
     try:
-        content = pickle.dumps(move_data_to_device(value, "cpu"))
+        why = write_whole(folder / _RESULT, pickle.dumps(move_data_to_device(value, "cpu")))
+        if why is not None:
+            raise OSError(why)
     except Exception as error:  # whatever a user's class makes of its pickle
         say(
             f"lightning-lockstep: rank 0 returned a {type(value).__name__}, which cannot be sent to the kernel"
             f" ({type(error).__name__}: {error}), so None is returned there. Return what can be pickled, such as a"
             " dict of metrics or a state_dict()."
-        )
-        return
-    why = write_whole(folder / _RESULT, content)
-    if why is not None:
-        say(
-            f"lightning-lockstep: what rank 0 returned could not be kept for the kernel in {folder}: {why}; so None is"
-            " returned there."
         )
 
 

@@ -14,7 +14,6 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from lightning_lockstep._text import ranks_in_words, say
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.errors import LaunchError
 
@@ -77,7 +76,6 @@ class SignalForwarding:
 _LOOK_EVERY = 0.1  # [s]; a system call for each process
 _SETTLE = 0.5  # within this time after the first, another bad end may have been the cause [s]
 _CTRL_C = 2.0  # how long ranks that a terminal's Ctrl-C has reached may take before they get it from here [s]
-_SAY_AFTER = 60.0  # after how long it is said which ranks still run when rank 0 has ended [s]
 _KILLED = 5.0  # how long the operating system may take to end a killed process [s]
 
 
@@ -143,21 +141,12 @@ class RankProcesses:
 
     def wait_or_stop(self, grace_period: float) -> list[BadEnd]:
         """Wait for all, pass signals on to them, and end the others when one has failed; return the first that did."""
-        said = time.monotonic() + _SAY_AFTER
         with SignalForwarding(self.send, partial(self.send, signal.SIGKILL)) as signals:
             while self.running():
                 self.wait(_LOOK_EVERY)
                 signals.check()
                 if self.bad:
                     self._stop((grace_period / 2, signal.SIGTERM), (grace_period / 2, signal.SIGKILL))
-                elif 0 not in self._ended:
-                    said = time.monotonic() + _SAY_AFTER
-                elif time.monotonic() > said:
-                    said = float("inf")
-                    say(
-                        f"lightning-lockstep: rank 0 has ended; waiting for {ranks_in_words(self.running())}."
-                        " Interrupt to end the wait and terminate what still runs."
-                    )
         self.look()  # at those that have ended since
         self._between()
         # One of them may be the cause of all.
