@@ -121,19 +121,20 @@ def _error_of_ranks(
     """Return what the parent raises for ranks that failed together with the first one."""
     # An error that every rank has raised alike is that error. For any other the first rank that failed is
     # named, with its own traceback.
-    raised = _raised(folder)
+    raised, noted = _raised(folder), first_failure(folder)  # noted: by ranks that had met
     killed = [end for end in ended if end.returncode < 0]
     if not killed and len(raised) == group.number and len({record.summary for record, _ in raised}) == 1:
         record, error = min(raised, key=lambda note: note[0].rank)
         text = f"{record.traceback.rstrip()}\n\nAll {group.number} ranks raised this alike."
-        return show_in_cell(error_from_bytes(error), text)
+        alike = error_from_bytes(error)
+        if noted is None or not isinstance(alike, SystemExit):  # Python would print nothing of that
+            return show_in_cell(alike, text)
     if killed:  # what the others raise is a consequence of that
         record = _record_of_end(killed[0], group, memory)
     else:
-        agreed = first_failure(folder)  # by ranks that had met
         records = [record for record, _ in raised]
         own = [record for record in records if not _is_consequence(record)] or records
-        known = [agreed] if agreed else own
+        known = [noted] if noted else own
         record = known[0] if known else _record_of_end(ended[0], group, memory)
     if record.kind == "interrupt":
         return KeyboardInterrupt()
