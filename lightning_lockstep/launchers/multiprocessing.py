@@ -263,8 +263,8 @@ def _be_rank(local_rank: int, group: RankGroup, folder: Path, function: Any, arg
         # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
         note_agreed_exit(preempted)
     except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            return
+        if isinstance(error, SystemExit) and error.code in (None, 0) and first_failure(folder) is None:
+            return  # the program's own wish; in the midst of a fit it is a failure, and noted
         if not isinstance(error, RankFailedError):  # that one was noted when it arrived
             _note_raised(folder, error, rank=group.first_rank + local_rank, world_size=group.world_size)
         drop_what_nobody_reads()
@@ -322,7 +322,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         )
         snapshot = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         output = run_in_ranks(group, self._in_rank, trainer, function, args, kwargs, snapshot)
-        if trainer is None:
+        if trainer is None or output is None:  # None: the ranks have ended by sys.exit()
             return output
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
         self._recover_results_in_main_process(output, trainer)

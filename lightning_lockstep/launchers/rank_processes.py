@@ -37,10 +37,8 @@ class SignalForwarding:
     # after 10 minutes, they are ended by force. A signal that this process ignores, as under ``nohup``, is
     # left alone.
 
-    def __init__(
-        self, send: Callable[[int], None], force: Callable[[], None], *, limit: float = _LIMIT
-    ) -> None:
-        self._send, self._force, self._limit = send, force, limit  # limit: [s]
+    def __init__(self, send: Callable[[int], None], force: Callable[[], None]) -> None:
+        self._send, self._force = send, force
         self.asked: signal.Signals | None = None  # the first that asked the ranks to end
         self._since = 0.0
         self._before: dict[int, Any] = {}
@@ -58,7 +56,7 @@ class SignalForwarding:
 
     def check(self) -> None:
         """End the ranks by force if they have not ended in time; to be called now and then."""
-        if self.asked is not None and time.monotonic() - self._since > self._limit:
+        if self.asked is not None and time.monotonic() - self._since > _LIMIT:
             self._force()
 
     def _arrived(self, number: int, _: FrameType | None) -> None:

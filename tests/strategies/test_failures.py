@@ -213,6 +213,13 @@ def test_started_by_multiprocessing(method: str, fault: str) -> None:
     assert "caught RankFailedError" in outcome.stdout
 
 
+def test_sigterm_to_all_forked_ranks_ends_the_program() -> None:
+    """Lightning's exception for it is a SystemExit without a code."""
+    outcome = run("term@all", "fork")
+    assert outcome.returncode == 128 + signal.SIGTERM
+    assert outcome.stderr.rstrip().endswith("SIGTERMException")
+
+
 def test_forked_ranks_finish() -> None:
     outcome = run("none", "fork")
     assert outcome.returncode == 0, outcome.output
