@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 OUT_OF_MEMORY = "out of host memory; declare the model in a cell outside and pass it in"
 # Signals by which a process ends that gets no memory; which one depends on who noticed it first.
-_FOR_MEMORY = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT"))
+_FOR_MEMORY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 _SHORT = 0.02  # share of the memory below which what is left is too little for a rank
 
 

@@ -19,11 +19,9 @@ from lightning_lockstep.errors import LaunchError
 
 # -- Passes signals on to the ranks from the process that has started them and is no rank itself --
 
-_PASSED_ON = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
-)
 #: Signals that ask the ranks to end.
-ASKS_TO_END = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+ASKS_TO_END = (signal.SIGTERM, signal.SIGHUP)
+_PASSED_ON = (*ASKS_TO_END, signal.SIGUSR1, signal.SIGUSR2)
 # `timeout` and schedulers send a signal to a process and at the same time to its group [s].
 _SAME = 1.0
 # Ranks that were asked to end may have a large checkpoint to write [s].

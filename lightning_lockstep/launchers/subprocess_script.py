@@ -281,7 +281,8 @@ def _end_children() -> None:
         )
         ranks.wait()
     ranks.look()
-    bad = sorted(ranks.bad, key=lambda end: end.rank)
+    # An exit code may have been agreed on since it was seen.
+    bad = [end for end in sorted(ranks.bad, key=lambda end: end.rank) if not _is_orderly(end.returncode)]
     if failed := {end.rank: describe_exit(end.returncode)[1] for end in bad}:
         who, codes = ranks_in_words(list(failed)), ", ".join(failed.values())
         end_now(1, f"\nlightning-lockstep: {who} of this host failed: {codes}.\n")
