@@ -107,20 +107,13 @@ class SlurmStepEnvironment(_StartedOutside, SLURMEnvironment):
     # and at a port of the step: one that Slurm has reserved (``srun --resv-ports``), or one computed from job
     # and step.
 
-    def __init__(
-        self,
-        step: SlurmStep | None = None,
-        *,
-        auto_requeue: bool = True,
-        requeue_signal: Signals | None = None,  # None: SIGUSR1
-    ) -> None:
+    def __init__(self, step: SlurmStep | None = None) -> None:
         found = step or find_slurm_step()
         if found is None:
             raise LaunchError("This process is no task of a Slurm step: expected it to be started by srun.")
         # Lightning's own constructor refuses --ntasks without --ntasks-per-node.
         ClusterEnvironment.__init__(self)
-        self.auto_requeue = auto_requeue
-        self.requeue_signal = Signals.SIGUSR1 if requeue_signal is None else requeue_signal
+        self.auto_requeue, self.requeue_signal = True, Signals.SIGUSR1
         self._here = self.slurm_step = found
 
     @staticmethod

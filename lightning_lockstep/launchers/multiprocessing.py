@@ -350,7 +350,6 @@ class SpawnedLauncher(_MultiProcessingLauncher):
     ) -> Any:
         """Run in a started rank: as Lightning does, under the supervisor."""
         self._supervisor.attach(trainer)
-        self._supervisor.parent_prints = True
         supervised = partial(self._supervisor.run, function)
         answers: queue.Queue[Any] = queue.Queue()
         self._wrapping_function(local_rank, trainer, supervised, args, kwargs, answers, snapshot)

@@ -22,13 +22,13 @@ import psutil
 import torch
 
 from lightning_lockstep.distributed import shut_down
+from lightning_lockstep.distributed.failure.record import parent_reads_notes
 from lightning_lockstep.distributed.process_group import (
     current_group,
     forget_rendezvous,
     process_group_exists,
 )
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.rank_supervisor import become_rank, notebook_rank
 
 # -- What is checked and put in order in the kernel of a notebook before its process is forked into ranks
 # A fork copies memory, not threads. Whatever works with threads of its own must not have been started, or
@@ -39,7 +39,7 @@ _PAUSE_HARD = 2  # omp_pause_hard of OpenMP 5: end the threads, keep nothing
 
 def check_kernel() -> None:
     """Refuse to fork a kernel whose copies could not work."""
-    if notebook_rank() is not None:
+    if parent_reads_notes():
         raise LaunchError(
             "Ranks were to be started inside a rank that a notebook has started: expected a call in a cell. Inside a"
             " rank make a Trainer with as many devices as there are ranks; it uses the ranks that are there."
@@ -272,7 +272,6 @@ def begin_rank(rank: int, folder: Path) -> None:
     signal.set_wakeup_fd(-1)  # what signals write there goes to the kernel's event loop
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    become_rank(rank)
     _write_into(folder, rank)
     with suppress(OSError):  # should memory run out, the operating system is to end this rank, not the kernel
         _OOM_SCORE.write_text(_VICTIM)

@@ -23,6 +23,7 @@ from lightning_lockstep._settings import Faults, is_whole, settings_of
 from lightning_lockstep._system import usable_cores
 from lightning_lockstep.distributed import Communicator, FailurePropagation, current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
+from lightning_lockstep.distributed.failure.record import parent_reads_notes
 from lightning_lockstep.distributed.guard.guard import CollectiveGuard, guard_on
 from lightning_lockstep.distributed.guard.watch import GuardSettings
 from lightning_lockstep.errors import ConfigurationError
@@ -67,20 +68,7 @@ def apply_threads(
     return threads, mine
 
 
-# -- Which rank of a notebook this process is, and in which job of Hydra, if in any --
-
-_rank: int | None = None
-
-
-def become_rank(rank: int) -> None:
-    """Note that this process is a rank that a notebook has started."""
-    global _rank
-    _rank = rank
-
-
-def notebook_rank() -> int | None:
-    """Return the number of this rank, or ``None`` in a process that no notebook has started."""
-    return _rank
+# -- In which job of Hydra this process is, if in any --
 
 
 def current_job() -> tuple[str, object] | None:
@@ -137,8 +125,6 @@ class RankSupervisor:
         self.cores: tuple[int, ...] = ()  # numbers of those that it may use
         # Called before this process is ended by force; a launcher ends its children here.
         self.on_force: Callable[[], None] | None = None
-        # Whether the process that started this rank, and is no rank, prints what has failed.
-        self.parent_prints = notebook_rank() is not None
         self._trainer: Callable[[], Any] = _no_trainer
 
     def attach(self, trainer: Any) -> None:
@@ -168,7 +154,7 @@ class RankSupervisor:
             self.propagation.arm()
             self.propagation.grace_period = self.settings.grace_period
             self.propagation.prints_report = prints_report  # of another rank's failure
-            self.propagation.parent_prints = self.parent_prints
+            self.propagation.parent_prints = parent_reads_notes()
             self.propagation.where = self._where
             self.propagation.on_force = self.on_force
             self.guard = guard_on(communicator.side_channel, self.propagation, self.settings.guard_settings)

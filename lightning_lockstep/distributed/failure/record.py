@@ -347,6 +347,11 @@ def keep_notes_in(folder: Path) -> None:
     _folder = folder
 
 
+def parent_reads_notes() -> bool:
+    """Return whether the process that started this rank reads its notes, and prints the report of a failure."""
+    return _folder is not None
+
+
 def note_failure(record: FailureRecord) -> None:
     """Note which rank failed first; also for ``torchrun``, so that its closing summary has the traceback."""
     _write("failed", record.to_json())
