@@ -136,25 +136,41 @@ def _ssh(ssh_args: Sequence[str]) -> list[str]:
     return ["--prtemca", "plm_ssh_args", " ".join(ssh_args)] if ssh_args else []
 
 
-# -- Writes what the ranks print to a stream of this process, which may be closed, full or on a full disk
+# -- Passes on what mpirun prints, each line with its rank, to streams that may be closed, full or on a full disk --
 
 #: How long a full pipe may take to be read on, once the ranks have ended or been told to [s].
 PATIENCE = 5.0
 _LOOK_EVERY = 0.5  # [s]
+# How `--output tag` of Open MPI and `-l` of MPICH mark a line.
+_TAGGED = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<\w+>:)? ?(.*)$", re.DOTALL)
 
 
-class Sink:
-    """Writes past Python's buffer, whose lock a blocked write would hold when this process exits."""
+class _Stream(threading.Thread):
+    """Passes one stream on, past Python's buffer, whose lock a blocked write would hold when this process exits."""
 
-    def __init__(self, target: TextIO | None, name: str, on_fault: Callable[[str], None]) -> None:
-        self._target, self._name, self._on_fault = target, name, on_fault
-        self._said = False  # on_fault is called once
-        self._ending: float | None = None
+    # It goes on reading when it can no longer write, so that the ranks go on too; that is said once.
+
+    def __init__(
+        self, name: str, source: IO[bytes], target: TextIO | None, say: Callable[[str], None]
+    ) -> None:
+        super().__init__(daemon=True)
+        self._what, self._source, self._target, self._say = name, source, target, say
+        self._said = False
+        self._ending: float | None = None  # since when it waits no longer than PATIENCE
+        self._moved = 0.0  # when something was last written, by the monotonic clock [s]
         self._descriptor: int | None = None
-        self.moved = 0.0  # when something was last written, by the monotonic clock [s]
         if isinstance(target, io.TextIOWrapper):  # not what a program has put in its place
             with suppress(OSError, ValueError):
                 self._descriptor = target.fileno()
+
+    def run(self) -> None:
+        for line in self._source:
+            text = line.decode(errors="replace").replace("\0", "")
+            mark = ""
+            if tagged := _TAGGED.match(text):
+                mark, text = f"[rank {tagged[1]}] ", tagged[2]
+            if text.strip():
+                self.write(mark + text)
 
     def write(self, text: str) -> None:
         """Write ``text``; wait while a pipe is full, unless the ranks are ending. Never raises."""
@@ -167,15 +183,15 @@ class Sink:
             else:
                 self._write(text.encode(self._target.encoding, errors="replace"), self._descriptor)
         except (OSError, ValueError) as error:
-            self._failed(error)
-
-    def expect_end(self) -> None:
-        """From now on wait for a full pipe no longer than :data:`PATIENCE`."""
-        self._ending = self._ending or time.monotonic()
-
-    def is_stuck(self) -> bool:
-        """Return whether nothing has been written for longer than that."""
-        return self._ending is not None and time.monotonic() - max(self.moved, self._ending) > PATIENCE
+            # A disk may have room again; a pipe whose reader is gone stays so.
+            if not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+                self._target = None
+            if not self._said:
+                self._said = True
+                self._say(
+                    f"lightning-lockstep: {self._what} cannot be written to ({error}). The ranks go on; what they"
+                    " print there is lost.\n"
+                )
 
     def _write(self, data: bytes, descriptor: int) -> None:
         while data:
@@ -184,68 +200,38 @@ class Sink:
                     raise TimeoutError(errno.ETIMEDOUT, "it is full and nobody reads it")
             # A pipe that is ready takes this much without blocking.
             data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
-            self.moved = time.monotonic()
+            self._moved = time.monotonic()
 
-    def _failed(self, error: OSError | ValueError) -> None:
-        # A disk may have room again; a pipe whose reader is gone stays so.
-        if not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
-            self._target = None
-        if not self._said:
-            self._said = True
-            self._on_fault(
-                f"lightning-lockstep: {self._name} cannot be written to ({error}). The ranks go on; what they"
-                " print there is lost.\n"
-            )
+    def expect_end(self) -> None:
+        self._ending = self._ending or time.monotonic()
 
-
-# -- Passes on what mpirun prints, each line with its rank --
-
-# How `--output tag` of Open MPI and `-l` of MPICH mark a line.
-_TAGGED = re.compile(r"^\[(?:\d+,)?(\d+)\](?:<\w+>:)? ?(.*)$", re.DOTALL)
-
-_NAMES = ("standard output", "standard error")
+    def is_stuck(self) -> bool:
+        """Return whether the ranks are ending and nothing has been written for longer than :data:`PATIENCE`."""
+        return self._ending is not None and time.monotonic() - max(self._moved, self._ending) > PATIENCE
 
 
 class OutputRelay:
-    """Relays the streams of one mpirun, each in a thread of its own."""
+    """Relays standard output and standard error of one mpirun, each in a thread of its own."""
 
-    # It goes on reading when it can no longer write, so that the ranks go on too; that is said once, on the
-    # last of the streams.
-
-    # streams: each of mpirun's with where its lines go: standard output, standard error
-    def __init__(self, *streams: tuple[IO[bytes], TextIO | None]) -> None:
-        self._sinks = [
-            Sink(target, name, self.say) for name, (_, target) in zip(_NAMES, streams, strict=True)
-        ]
-        self._threads = [
-            threading.Thread(target=self._relay, args=(source, sink), daemon=True)
-            for (source, _), sink in zip(streams, self._sinks, strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
+    def __init__(self, out: tuple[IO[bytes], TextIO | None], err: tuple[IO[bytes], TextIO | None]) -> None:
+        self._err = _Stream("standard error", *err, self.say)
+        self._streams = (_Stream("standard output", *out, self.say), self._err)
+        for stream in self._streams:
+            stream.start()
 
     def say(self, text: str) -> None:
         """Print something of our own to standard error."""
-        self._sinks[-1].write(text)
+        self._err.write(text)
 
     def expect_end(self) -> None:
         """Have the ranks wait no more for a stream that is full, since they have been told to end."""
-        for sink in self._sinks:
-            sink.expect_end()
+        for stream in self._streams:
+            stream.expect_end()
 
     def finish(self) -> None:
         """Wait until everything has been passed on, as long as it is taken."""
         self.expect_end()
-        for thread, sink in zip(self._threads, self._sinks, strict=True):
-            while thread.is_alive() and not sink.is_stuck():
-                thread.join(0.1)
-            thread.join(1.0)  # it may still be saying so
-
-    def _relay(self, source: IO[bytes], sink: Sink) -> None:
-        for line in source:
-            text = line.decode(errors="replace").replace("\0", "")
-            mark = ""
-            if tagged := _TAGGED.match(text):
-                mark, text = f"[rank {tagged[1]}] ", tagged[2]
-            if text.strip():
-                sink.write(mark + text)
+        for stream in self._streams:
+            while stream.is_alive() and not stream.is_stuck():
+                stream.join(0.1)
+            stream.join(1.0)  # it may still be saying so
