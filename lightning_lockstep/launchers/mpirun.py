@@ -86,8 +86,9 @@ class MPIRunWatch:
         # ranks: on this host; patience: for mpirun after the last of them, unless all exited normally [s]
         self.ranks, self.patience = ranks, patience
         self.overdue = False  # mpirun had to be killed
-        # Known at the end: whether all exited normally, and which rank failed first, as those here know it.
-        self.in_order = False
+        # Known at the end: whether ranks here have ended otherwise than by Ctrl-C or in good order, and which rank
+        # failed first, as these know it.
+        self.unexplained = False
         self.failure: FailureRecord | None = None
         self._here: list[psutil.Process] = []
         self._seen: float | None = None  # when there were ranks here last, by the monotonic clock [s]
@@ -131,8 +132,9 @@ class MPIRunWatch:
         for rank in left:  # of an mpirun that was killed
             with suppress(psutil.NoSuchProcess):
                 rank.kill()
-        self.in_order = orderly_ends(self.ended_folder) >= self.ranks
-        self.failure = None if self._interrupts else first_failure(self.ended_folder)
+        if not self._interrupts:
+            self.unexplained = self._seen is not None and orderly_ends(self.ended_folder) < self.ranks
+            self.failure = first_failure(self.ended_folder)
         self._folder.cleanup()
         if self._interrupts:
             return 130
@@ -199,10 +201,10 @@ _WITH_THIS_PROCESS = (
 # How long mpirun may take to end all other ranks, beyond the grace period in which they end by themselves [s].
 _PATIENCE = 10.0
 
-_HOST_LOST = """
-lightning-lockstep: mpirun has ended, but not all ranks of this host had come to their end: it has lost a host (see
-above). The network between the hosts is down, or that host or its daemon is. Continue from the last checkpoint once
-it is back.
+_UNEXPLAINED = """
+lightning-lockstep: mpirun has ended before the ranks of this host came to their end, and none of them knows why; what
+mpirun says of it is above. Where that is a daemon or a connection, it has lost a host: the network between the hosts
+is down, or that host or its daemon is. Continue from the last checkpoint once it is back.
 """
 _OVERDUE = """
 lightning-lockstep: mpirun had not ended {0:g} s after its ranks on this host, and was killed. It waits for the
@@ -269,12 +271,11 @@ class MPIRunLauncher(_SubprocessScriptLauncher):
         relay.finish()
         if watch.overdue:
             relay.say(_OVERDUE.format(watch.patience))
-        elif code == 0 and self.num_nodes > 1 and not watch.in_order:
-            relay.say(_HOST_LOST)
-            return 1  # Open MPI 5 calls this a success
-        elif (
-            watch.failure is not None and watch.failure.exit_code == code
-        ):  # else mpirun alone knows why it ended
-            # Below what mpirun has to say of the end of all ranks.
-            relay.say(f"\n{watch.failure.headline()}\n")
+        elif watch.failure is not None and watch.failure.exit_code == code:
+            relay.say(
+                f"\n{watch.failure.headline()}\n"
+            )  # below what mpirun has to say of the end of all ranks
+        elif watch.unexplained and self.num_nodes > 1:
+            relay.say(_UNEXPLAINED)
+            return code or 1  # Open MPI 5 may call it a success that it has lost a host
         return code
