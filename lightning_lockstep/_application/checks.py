@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -123,20 +124,13 @@ def _newest(run_folder: Path) -> Path:
 
 _ON_GPUS = ("cuda", "devices")
 _WITHOUT_GPUS = ("cpu", "tpu")
-_done: dict[tuple[tuple[str, ...], CheckOptions], list[Fault]] = {}
 
 
 def preflight_faults(config: DictConfig) -> list[Fault]:
     """Run the checks if the configuration asks for them, print their table, and return what stops the run."""
-    # The jobs of a sweep that ask for the same are checked once. Rank 0 calls this before any other rank is
-    # started: it starts processes, and ranks of its own on this host where the run would start its ranks
-    # here.
-    if not config.get("preflight"):
-        return []
-    names, options = checks_for(config)
-    if (names, options) not in _done:
-        _done[names, options] = _run(names, options)
-    return _done[names, options]
+    # Rank 0 calls this before any other rank is started: it starts processes, and ranks of its own on this host
+    # where the run would start its ranks here.
+    return _run(*checks_for(config)) if config.get("preflight") else []
 
 
 def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
@@ -165,11 +159,10 @@ def checks_for(config: DictConfig) -> tuple[tuple[str, ...], CheckOptions]:
 def _ranks_here(config: DictConfig) -> int:
     """Return how many ranks the run starts on this host: one for each device that the configuration names."""
     devices: Any = OmegaConf.select(config, "trainer.devices")
-    listed = OmegaConf.is_list(devices) or (isinstance(devices, str) and "," in devices)
-    if listed:
-        return len(
-            [part for part in (devices.split(",") if isinstance(devices, str) else devices) if part != ""]
-        )
+    if isinstance(devices, str) and "," in devices:
+        return sum(part != "" for part in devices.split(","))
+    if OmegaConf.is_list(devices):
+        return len(devices)
     if str(devices) not in ("auto", "-1"):
         return int(devices) if str(devices).isdecimal() else 1
     if str(OmegaConf.select(config, "trainer.accelerator")) in _WITHOUT_GPUS:
@@ -179,6 +172,7 @@ def _ranks_here(config: DictConfig) -> int:
     return max(torch.cuda.device_count(), 1)  # asks the driver, and starts nothing on the devices
 
 
+@functools.cache  # the jobs of a sweep that ask for the same are checked once
 def _run(names: tuple[str, ...], options: CheckOptions) -> list[Fault]:
     checks, to = Checks(names, options), console(is_error=True)
     results: list[CheckResult] = []
@@ -192,12 +186,8 @@ def _run(names: tuple[str, ...], options: CheckOptions) -> list[Fault]:
     bad = [result.check for result in results if result.status is Status.PROBLEM]
     if not bad:
         return []
-    listed = ", ".join(bad)
-    return [
-        Fault(
-            f"debug=preflight: the checks above found problems ({listed}). Fix them, or leave out debug=preflight."
-        )
-    ]
+    text = f"the checks above found problems ({', '.join(bad)}). Fix them, or leave out debug=preflight."
+    return [Fault(f"debug=preflight: {text}")]
 
 
 # -- What `lockstep-train` checks of a configuration as a whole, beyond its components --
@@ -214,7 +204,7 @@ _SWITCHES: dict[str, Any] = {
 
 def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
     """Look for what is wrong with the configuration of one training run: on rank 0, before others start."""
-    faults = [*(_prepared(config) or _past_the_end(config)), *_switches(config), *_unfit(config)]
+    faults = [*_resumed(config), *_switches(config), *_unfit(config)]
     faults += _decided_by_groups(config, checks)
     for key in component_keys(config):
         faults += checks.missing_faults(key)
@@ -225,9 +215,7 @@ def check_training(config: DictConfig, checks: TargetChecks) -> list[Fault]:
         "trainer", strategy="auto", logger=False, plugins=[LightningEnvironment()], default_root_dir=None
     )
     external = external_ranks()
-    uneven = _uneven_tasks()
-    counts = uneven or _external(config, external)
-    faults += [*_single_device(config), *counts, *_global_batch(config, external)]
+    faults += [*_single_device(config), *_external(config, external), *_global_batch(config, external)]
     # Takes seconds, and starts ranks: not for a configuration that cannot run anyway.
     return faults or preflight_faults(config)
 
@@ -253,28 +241,26 @@ def _checkpoint(config: DictConfig) -> str | None:
     return find_checkpoint(given, run_folder=run_folder, started_in=started_in, folders=folders)
 
 
-def _prepared(config: DictConfig) -> list[Fault]:
+def _resumed(config: DictConfig) -> list[Fault]:
+    """A checkpoint that is not there, or has more epochs than the run: Lightning refuses that once all ranks run."""
     try:
-        _checkpoint(config)
+        path = _checkpoint(config)
     except ConfigurationError as error:
         return [Fault(text, error) for text in error.faults]
     except OmegaConfBaseException:
-        pass  # reported where the value is wrong
-    return []
-
-
-def _past_the_end(config: DictConfig) -> list[Fault]:
-    """A checkpoint of more epochs than the run is to have, which Lightning refuses on every rank once they run."""
-    last, path = OmegaConf.select(config, "trainer.max_epochs"), config.get("ckpt_path")
-    if not (config.get("fit") is True and path and is_whole(last) and last >= 0):
+        return []  # reported where the value is wrong
+    last = OmegaConf.select(config, "trainer.max_epochs")
+    if (
+        path is None
+        or config.get("fit") is not True
+        or not is_whole(last)
+        or last < 0
+        or not Path(path).is_file()
+    ):
         return []
     try:
-        path = _checkpoint(config)
-        if path is None or not Path(path).is_file():
-            return []
-        progress = read_file(Path(path))["loops"]["fit_loop"]["epoch_progress"]["current"]
-        done = int(progress["completed"])
-    except (ConfigurationError, OmegaConfBaseException, LookupError, TypeError, ValueError):
+        done = int(read_file(Path(path))["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"])
+    except (ConfigurationError, LookupError, TypeError, ValueError):
         return []  # what only Lightning will say about
     if done <= last:
         return []
@@ -343,19 +329,12 @@ def _fitting(group: str, attribute: str, samples: str) -> list[str]:
 
 
 def _single_device(config: DictConfig) -> list[Fault]:
-    devices = OmegaConf.select(config, "trainer.devices")
-    if _strategy_name(config) == "auto" and isinstance(devices, int) and devices > 1:
-        return [
-            Fault(
-                f"trainer.devices={devices}: strategy=single trains on one device; several need strategy=ddp."
-            )
-        ]
+    devices, strategy = OmegaConf.select(config, "trainer.devices"), config.get("strategy")
+    name = strategy.get("name") if isinstance(strategy, DictConfig) else strategy
+    if name == "auto" and isinstance(devices, int) and devices > 1:
+        text = "strategy=single trains on one device; several need strategy=ddp"
+        return [Fault(f"trainer.devices={devices}: {text}.")]
     return []
-
-
-def _strategy_name(config: DictConfig) -> Any:
-    strategy = config.get("strategy")
-    return strategy.get("name") if isinstance(strategy, DictConfig) else strategy
 
 
 def _ranks(config: DictConfig, external: ExternalRanks | None) -> int | None:
@@ -368,45 +347,40 @@ def _ranks(config: DictConfig, external: ExternalRanks | None) -> int | None:
     return None
 
 
-def _uneven_tasks() -> list[Fault]:
-    """Nodes of a Slurm step with different numbers of tasks, whatever the Trainer is given."""
-    step = find_slurm_step()
-    if step is None or len(set(step.tasks_per_node)) < 2:
-        return []
-    try:
-        SlurmStepEnvironment(step).validate_settings(max(step.tasks_per_node), len(step.tasks_per_node))
-    except LaunchError as error:
-        return [Fault(str(error), error)]
-    return []
-
-
 def _external(config: DictConfig, external: ExternalRanks | None) -> list[Fault]:
+    """Other numbers of ranks and nodes than were started, and nodes of a Slurm step with different numbers of tasks."""
+    step = find_slurm_step()
+    if step is not None and len(set(step.tasks_per_node)) > 1 and (uneven := _refused_by_srun(step)):
+        return uneven
     asked = _ranks(config, external)
     if external is None or external.count is None or asked is None:
         return []
     devices, nodes = config.trainer.devices, config.trainer.num_nodes
     started_on = external.count // external.per_node if external.per_node else None
     if devices == "auto" and started_on is not None and nodes not in (1, started_on):
-        return [
-            Fault(
-                f"trainer.num_nodes={nodes}: {counted(external.count, 'rank')} started on"
-                f" {counted(started_on, 'node')}. Leave it out, or start them on as many nodes."
-            )
-        ]
+        started = f"{counted(external.count, 'rank')} started on {counted(started_on, 'node')}"
+        how = "Leave it out, or start them on as many nodes"
+        return [Fault(f"trainer.num_nodes={nodes}: {started}. {how}.")]
     if asked == external.count:
         return []
-    step = find_slurm_step()
-    if step is not None and step.size == external.count and isinstance(devices, int):
-        try:
-            SlurmStepEnvironment(step).validate_settings(devices, nodes)
-        except LaunchError as error:  # with a table, and the flags of srun
-            return [Fault(str(error), error)]
+    ours = step is not None and step.size == external.count and isinstance(devices, int)
+    if ours and (refused := _refused_by_srun(step, devices, nodes)):  # with a table, and the flags of srun
+        return refused
     return [
         Fault(
             f"trainer.devices={devices} on trainer.num_nodes={nodes} = {counted(asked, 'rank')}, but"
             f" {external.count} were started. Leave both out, or start as many."
         )
     ]
+
+
+def _refused_by_srun(step: Any, devices: int | None = None, nodes: int | None = None) -> list[Fault]:
+    tasks = step.tasks_per_node
+    try:
+        SlurmStepEnvironment(step).validate_settings(devices or max(tasks), nodes or len(tasks))
+    except LaunchError as error:
+        return [Fault(str(error), error)]
+    return []
 
 
 def _global_batch(config: DictConfig, external: ExternalRanks | None) -> list[Fault]:

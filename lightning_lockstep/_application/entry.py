@@ -12,7 +12,8 @@ import string
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,12 +25,12 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log, env_override, setup_globals
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 
 import lightning_lockstep
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
 from lightning_lockstep._application.overrides import JobCheck, preflight, read_arguments, run_requested
-from lightning_lockstep._application.values import Fault, is_left_out, show_faults
+from lightning_lockstep._application.values import Fault, entries, is_left_out, show_faults
 from lightning_lockstep._doors.hydra_internals import (
     Loader,
     flush_loggers,
@@ -154,23 +155,19 @@ def _groups(loader: Loader, config: DictConfig, files: list[str], width: int) ->
 
 def _keys(config: DictConfig, notes: dict[str, str], groups: list[str], width: int) -> Iterator[str]:
     """The program's own keys, then those of each group behind an empty line."""
-    names = [str(name) for name in config if name != "hydra"]
-    for name in sorted(names, key=groups.__contains__):
-        lines = list(_lines(name, node_at(config, name), notes, width))
-        if lines and name in groups:
-            yield ""
-        yield from lines
-
-
-def _lines(key: str, node: object, notes: dict[str, str], width: int) -> Iterator[str]:
-    if isinstance(node, DictConfig):
-        if key in notes:
-            yield from _entry(key, notes[key], width)
-        for name in map(str, node):
-            if name != "_target_":
-                yield from _lines(f"{key}.{name}", node_at(node, name), notes, width)
-        return
-    yield from _entry(f"{key}={_plain(node)}", notes.get(key, ""), width)
+    own = {str(name): list[str]() for name in config if name != "hydra"}
+    for key, where, name in entries(config):
+        node = node_at(where, name)
+        if (
+            isinstance(where, ListConfig)
+            or name == "_target_"
+            or (isinstance(node, DictConfig) and key not in notes)
+        ):
+            continue
+        left = key if isinstance(node, DictConfig) else f"{key}={_plain(node)}"
+        own[key.partition(".")[0]] += _entry(left, notes.get(key, ""), width)
+    for name in sorted(own, key=groups.__contains__):
+        yield from ["", *own[name]] if own[name] and name in groups else own[name]
 
 
 def _entry(left: str, right: str, width: int) -> Iterator[str]:
@@ -254,9 +251,11 @@ def hydra_main(
             channel = ConfigChannel(ranks)
             if ranks is not None and ranks.rank > 0:
                 return _follow(channel, program)
-            application = _Application(program, arguments, channel, config_path, config_name, version_base)
+            application = _Application(
+                program, config_path, config_name, version_base, check, prepare, arguments, channel
+            )
             try:
-                return application.run(check, prepare)
+                return application.run()
             except Stop as stop:
                 error, running = stop.error, stop.running
             # Outside of the handler, and only the program's own frames: nothing of Hydra is shown.
@@ -268,31 +267,24 @@ def hydra_main(
     return decorate
 
 
+@dataclass
 class _Application:
     """One command line on rank 0."""
 
-    def __init__(
-        self,
-        program: Program,
-        arguments: argparse.Namespace,
-        channel: ConfigChannel,
-        config_path: str | None,
-        config_name: str | None,
-        version_base: str | None,
-    ) -> None:
-        self.program = program
-        self.arguments = arguments
-        self.channel = channel
-        self.sent = False
-        self.config_path = config_path
-        self.config_name = config_name
-        self.version_base = version_base
+    program: Program
+    config_path: str | None
+    config_name: str | None
+    version_base: str | None
+    check: JobCheck | None
+    prepare: Callable[[DictConfig], None] | None
+    arguments: argparse.Namespace
+    channel: ConfigChannel
+    sent: bool = False  # to another process, by a launcher of sweeps
 
     def __getstate__(self) -> dict[str, Any]:
-        # A launcher of sweeps sends the job to another process.
-        return {**self.__dict__, "sent": True}
+        return {**self.__dict__, "sent": True, "check": None}
 
-    def run(self, check: JobCheck | None, prepare: Callable[[DictConfig], None] | None) -> None:
+    def run(self) -> None:
         """Check the command line, then let Hydra run its jobs."""
         forget_run_folders()
         with _closing(self.channel):
@@ -300,22 +292,19 @@ class _Application:
                 self._help()
                 return
             if run_requested(self.arguments):
-                self._check(check)
-            self._hand_over(prepare)
+                self._check()
+            hydra.main(self.config_path, self.config_name, self.version_base)(self._job())()
 
-    def _check(self, check: JobCheck | None) -> None:
+    def _check(self) -> None:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
-        before = list(sys.path)
+        before, alone = list(sys.path), self.channel.ranks is None
         _import_from(str(Path.cwd()))
         with without_claiming():
-            faults, quoted = preflight(
-                self.arguments, search_path, self.config_name, check, alone=self.channel.ranks is None
-            )
+            faults, quoted = preflight(self.arguments, search_path, self.config_name, self.check, alone=alone)
         sys.path[:] = before  # which the processes of a sweep get, before they look for Hydra's plugins
         sys.argv[1:] = [quoted.get(argument, argument) for argument in sys.argv[1:]]
         if faults:
-            show_faults(program_name(), faults, stack_traces=stack_traces())
-            sys.exit(UNUSABLE)
+            _refuse(faults)
 
     def _help(self) -> None:
         search_path = search_path_of(self.program, self.config_path, self.arguments)
@@ -323,27 +312,28 @@ class _Application:
         try:
             sys.stdout.write(help_text(program_name(), search_path, name, self.arguments.overrides))
         except (HydraException, OSError) as error:
-            show_faults(program_name(), [Fault(first_line(error), error)], stack_traces=stack_traces())
-            sys.exit(UNUSABLE)
+            _refuse([Fault(first_line(error), error)])
 
-    def _hand_over(self, prepare: Callable[[DictConfig], None] | None) -> None:
+    def _job(self) -> Program:
+        """The function that Hydra calls for each job, in this process or in another."""
+
         @functools.wraps(self.program)
         def job(_: DictConfig) -> Any:
             if not self.sent:
-                return self._run_job(prepare, self.channel)
+                return self._run_job(self.channel)
             try:
-                return self._run_job_elsewhere(prepare)
+                return self._run_job_elsewhere()
             except SystemExit:
                 raise  # whoever asked this process to end (a preempted job begins again) waits for no result
             except BaseException as error:
                 return_failure()
                 raise StopElsewhere(error) from None
 
-        hydra.main(self.config_path, self.config_name, self.version_base)(job)()
+        return job
 
-    def _run_job(self, prepare: Callable[[DictConfig], None] | None, channel: ConfigChannel) -> Any:
+    def _run_job(self, channel: ConfigChannel) -> Any:
         _import_from(hydra.utils.get_original_cwd())
-        config = self._freeze_job(prepare)
+        config = self._freeze_job()
         last = config.hydra.mode != RunMode.MULTIRUN or self.sent
         channel.send(Message(for_other_ranks(config), last=last))
         try:
@@ -354,7 +344,7 @@ class _Application:
                 raise Stop(error, running=ranks_run()) from None
             raise
 
-    def _run_job_elsewhere(self, prepare: Callable[[DictConfig], None] | None) -> Any:
+    def _run_job_elsewhere(self) -> Any:
         """Run one job in the process that a launcher of sweeps has made for it (joblib, submitit)."""
         if leaving():
             raise LaunchError("Job skipped: ranks of an earlier job of this sweep failed in this process.")
@@ -369,15 +359,15 @@ class _Application:
                     f"Rank {ranks.rank} ended with code {end.code}; see the message of rank 0."
                 ) from end
         with _closing(channel):
-            return self._run_job(prepare, channel)
+            return self._run_job(channel)
 
-    def _freeze_job(self, prepare: Callable[[DictConfig], None] | None) -> DictConfig:
+    def _freeze_job(self) -> DictConfig:
         """Resolve the configuration of the job that begins, for all ranks, this one too."""
         whole = current_hydra_config()
         assert whole is not None
-        if prepare is not None:
+        if self.prepare is not None:
             with flag_override(whole, ["readonly", "struct"], [False, False]):
-                prepare(whole)
+                self.prepare(whole)
         with without_claiming():  # a single run does not need the folder of a sweep
             config = freeze(whole)
         HydraConfig.instance().set_config(config)
@@ -428,19 +418,20 @@ def _follow(channel: ConfigChannel, program: Program) -> None:
         try:
             _run_frozen(message.config, program)
         except ConfigurationError as error:
-            _let_rank_0_report(channel, error)
+            _end_beside_rank_0(error, channel)
         if message.last:
             return
 
 
-def _let_rank_0_report(channel: ConfigChannel, error: ConfigurationError) -> NoReturn:
+def _end_beside_rank_0(error: ConfigurationError, channel: ConfigChannel | None) -> NoReturn:
     """End because of settings that cannot be used; print them only if rank 0 does not."""
     if leaving():
-        raise error
-    try:
-        if not _process_group_exists():
-            channel.receive(patience=_SAME_FAULT)
-    except LaunchError:
+        raise error  # this rank failed alone, and rank 0 reports it
+    if not _process_group_exists():  # else every rank raises it
+        with suppress(LaunchError):
+            if channel is not None:
+                channel.receive(patience=_SAME_FAULT)
+                sys.exit(UNUSABLE)
         _end_if_about_settings(error, running=ranks_run())
     sys.exit(UNUSABLE)
 
@@ -453,12 +444,7 @@ def _run_child(file: Path, program: Program) -> None:
         # Not returned, as Hydra does not on rank 0: a console command exits with what its function returns.
         _run_frozen(config, program)
     except ConfigurationError as error:
-        if leaving():
-            raise  # this rank failed alone, and rank 0 reports it
-        if _process_group_exists():
-            sys.exit(UNUSABLE)  # every rank raises it once the process group exists; rank 0 prints it
-        _end_if_about_settings(error, running=ranks_run())
-        raise
+        _end_beside_rank_0(error, None)
 
 
 def _run_frozen(config: DictConfig, program: Program) -> Any:
@@ -481,12 +467,15 @@ def _run_frozen(config: DictConfig, program: Program) -> Any:
 def _end_if_about_settings(error: BaseException, *, running: bool) -> None:
     """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
-        faults = [Fault(text, error) for text in error.faults]
-        outcome = "all ranks were stopped" if running else "nothing was started"
-        show_faults(program_name(), faults, stack_traces=stack_traces(), outcome=outcome)
         if running:
             expect_exit(UNUSABLE)  # every rank raises it, and ends so
-        sys.exit(UNUSABLE)
+        outcome = "all ranks were stopped" if running else "nothing was started"
+        _refuse([Fault(text, error) for text in error.faults], outcome)
+
+
+def _refuse(faults: list[Fault], outcome: str = "nothing was started") -> NoReturn:
+    show_faults(program_name(), faults, stack_traces=stack_traces(), outcome=outcome)
+    sys.exit(UNUSABLE)
 
 
 def _own_part(error: BaseException) -> Any:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,38 +20,16 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_lockstep._application.values import Fault, TargetChecks, settings_of
+from lightning_lockstep._application.values import Fault, TargetChecks, entries, settings_of
 from lightning_lockstep._doors.hydra_internals import Loader, get_args_parser
 from lightning_lockstep._settings import did_you_mean, nearest
 from lightning_lockstep._text import first_line, listed, say
-from lightning_lockstep.launchers.hydra import freeze, inner_container
+from lightning_lockstep.launchers.hydra import freeze
 
-# -- Are the groups and the keys of the command line there? --
+# -- What is typed, as overrides --
 
 # A sweep is checked one value at a time; beyond this many values the rest is left to Hydra.
 MOST_VARIANTS = 64
-# What to add where a choice of these groups is missing: they come from packages of their own.
-_PLUGINS = dict.fromkeys(
-    ("hydra/launcher", "hydra/sweeper"),
-    " More come with plugins of Hydra: pip install 'lightning-lockstep[sweeps]' brings joblib, submitit and optuna.",
-)
-
-
-@dataclass
-class Composed:
-    """What the overrides of one job lead to."""
-
-    faults: list[Fault] = field(default_factory=list)
-    config: DictConfig | None = None  # of those that are right, with its `hydra` node
-    typed: dict[str, str] = field(default_factory=dict)  # the override as typed, by key
-    # Groups whose wrong choice was replaced by the nearest one; faults in its files are not reported.
-    guessed: list[str] = field(default_factory=list)
-
-    def is_worth_a_check(self, faults: list[Fault]) -> bool:
-        """Whether there is more to look at than the files of the configuration: an override without a fault."""
-        wrong = tuple(fault.text for fault in faults)
-        right = [line for line in self.typed.values() if not any(text.startswith(line) for text in wrong)]
-        return bool(right) or not self.typed
 
 
 def read_arguments(given: list[str]) -> argparse.Namespace:
@@ -64,6 +41,12 @@ def read_arguments(given: list[str]) -> argparse.Namespace:
         # Hydra's parser will read them again, and takes overrides in one place only.
         sys.argv[1:] = [*arguments.overrides, *(word for word in given if word not in overrides)]
     return arguments
+
+
+def run_requested(arguments: argparse.Namespace) -> bool:
+    """Whether the flags ask for a run, not for help or a look at the configuration."""
+    others: tuple[Any, ...] = (arguments.help, arguments.hydra_help, arguments.cfg, arguments.info)
+    return not any(others) and not arguments.shell_completion
 
 
 def as_overrides(words: list[str]) -> list[tuple[str, str]]:
@@ -107,217 +90,46 @@ def variants(overrides: list[Override], *, multirun: bool) -> tuple[list[list[st
     faults = []
     values: list[list[str]] = []
     for override in overrides:
+        line = str(override.input_line)
         if not override.is_sweep_override():
-            values.append([str(override.input_line)])
-        elif multirun and override.is_discrete_sweep():
-            prefix = str(override.input_line).split("=", 1)[0]
+            values.append([line])
+        elif not multirun:
+            how = f"write a list as {override.key_or_group}=[{override.get_value_string()}]"
+            faults.append(Fault(f"{line}: several values. Add -m to run a job for each, or {how}."))
+        elif override.is_discrete_sweep():  # of an interval only the sweeper knows the values
+            prefix = line.split("=", 1)[0]
             values.append([f"{prefix}={value}" for value in override.sweep_string_iterator()])
-        elif multirun:
-            values.append([])  # an interval: only the sweeper knows its values
-        else:
-            faults.append(
-                Fault(
-                    f"{override.input_line}: several values. Add -m to run a job for each,"
-                    f" or write a list as {override.key_or_group}=[{override.get_value_string()}]."
-                )
-            )
-    first = [options[0] for options in values if options]
+    first = [options[0] for options in values]
     jobs = [first]
-    for place, options in enumerate([options for options in values if options]):
+    for place, options in enumerate(values):
         jobs += [[*first[:place], option, *first[place + 1 :]] for option in options[1:]]
     return jobs[:MOST_VARIANTS], faults
 
 
-def compose_job(loader: Loader, lines: list[str]) -> Composed:
-    """Compose one job from its overrides, with a fault for each that is wrong, and without those."""
-    result = Composed()
-    groups: list[str] = []
-    keys: list[Override] = []
-    lost: list[str] = []
-    for override in OverridesParser.create().parse_overrides(lines):
-        key = override.key_or_group
-        result.typed[key] = str(override.input_line)
-        if not loader.is_group(key) or isinstance(override.value(), dict):
-            keys.append(override)
-            continue
-        usable, fault = _check_group(loader, override)
-        if fault is not None:
-            result.faults.append(fault)
-            result.guessed.append(f"{key.replace('/', '.')}.")
-        if usable is not None:
-            groups.append(usable)
-        else:
-            lost.append(f"{key.replace('/', '.')}.")
-    search_path = [str(o.input_line) for o in keys if o.key_or_group == "hydra.searchpath"]
-    result.config, faults = _compose_groups(loader, groups, search_path)
-    result.faults += faults
-    if result.config is not None:
-        # What a target takes says what can be added to it.
-        for override in sorted(keys, key=lambda override: not override.key_or_group.endswith("_target_")):
-            # The keys of a group whose choice is unknown cannot be judged.
-            if not override.key_or_group.startswith(tuple(lost)):
-                result.faults += _apply(loader, override, result.config)
-    return result
+# -- What could be meant by a name that is not there --
 
 
-def _check_group(loader: Loader, override: Override) -> tuple[str | None, Fault | None]:
-    """The override to go on with (the nearest choice in place of a wrong one), and what is wrong with it."""
-    group, line = override.key_or_group, str(override.input_line)
-    value = override.value()
-    if override.is_delete():
-        return line, None
-    known = loader.choices(group)
-    if value is None:
-        hint = did_you_mean("none", known) or f" ~{group} is none of them."
-        return None, Fault(f"{line}: expected a choice of group {group!r}: {', '.join(known)}.{hint}")
-    given = value if isinstance(value, list) else [value]
-    wrong = [str(choice) for choice in given if not loader.is_choice(group, str(choice))]
-    if not wrong:
-        return _as_text(override, given), None
-    text = "; ".join(
-        f"group {group!r} has no choice {choice!r}.{_near_choice(loader, group, choice)}" for choice in wrong
-    )
-    fault = Fault(f"{line}: {text} It has: {', '.join(known)}.{_PLUGINS.get(group, '')}")
-    nearby = [choice if str(choice) not in wrong else nearest(str(choice), known) for choice in given]
-    if None in nearby:
-        return None, fault
-    return _as_text(override, nearby), fault
-
-
-def _near_choice(loader: Loader, group: str, choice: str) -> str:
-    """The choice that makes what was named by its class, in whichever group; or the nearest in this one."""
-    made = {  # of several choices that make one class the first
-        str(OmegaConf.select(config, key)).rpartition(".")[2]: (other, name)
-        for other, name, config in reversed(list(loader.brought()))
-        for key in _all_keys(config)
-        if key.rpartition(".")[2] == "_target_"
-    }
-    other, name = made.get(choice, (group, None))
-    if name is None:
-        return did_you_mean(choice, loader.choices(group))
-    return f" Did you mean {name!r}?" if other == group else f" Did you mean {f'{other}={name}'!r}?"
-
-
-def _as_text(override: Override, choices: list[object]) -> str:
-    key = str(override.input_line).split("=", 1)[0]
-    quoted = [f"'{choice}'" for choice in choices]
-    return f"{key}=[{','.join(quoted)}]" if isinstance(override.value(), list) else f"{key}={quoted[0]}"
-
-
-def _compose_groups(
-    loader: Loader, groups: list[str], always: list[str]
-) -> tuple[DictConfig | None, list[Fault]]:
-    """Compose with all group choices that work together, and one fault for each that does not."""
-    try:
-        return loader.compose(always + groups), []
-    except (HydraException, OmegaConfBaseException, OSError):
-        pass
-    kept: list[str] = []
-    faults: list[Fault] = []
-    config: DictConfig | None = None
-    try:
-        config = loader.compose(always)
-    except (HydraException, OmegaConfBaseException, OSError) as error:
-        faults.append(Fault(_whole_message(error), error))
-    for line in groups:
-        try:
-            config = loader.compose([*always, *kept, line])
-            kept.append(line)
-            if len(kept) == 1 and faults and faults[0].error is not None:
-                faults.clear()  # the primary config needed this choice
-        except (HydraException, OmegaConfBaseException, OSError) as error:  # noqa: PERF203
-            if config is not None:
-                bare, shown = line.lstrip("+"), line.replace(chr(39), "")
-                try:
-                    config = loader.compose([*always, *kept, bare])
-                except (HydraException, OmegaConfBaseException, OSError):
-                    faults.append(Fault(f"{shown}: {_whole_message(error)}", error))
-                else:
-                    kept.append(bare)
-                    how = f"Write {shown.lstrip('+')}, which takes its place"
-                    faults.append(Fault(f"{shown}: this group has a choice already. {how}.", error))
-    return config, faults
-
-
-def _whole_message(error: BaseException) -> str:
-    """The texts of an exception and its causes, the first sentence of each."""
-    parts: list[str] = []
-    seen: BaseException | None = error
-    while seen is not None:
-        parts += [line.strip() for line in str(seen).splitlines() if line.strip()][:2]
-        seen = seen.__cause__
-    return " ".join(dict.fromkeys(parts))
-
-
-def _apply(loader: Loader, override: Override, config: DictConfig) -> list[Fault]:
-    key, line = override.key_or_group, override.input_line
-    kept: object = config.get(key) if "." not in key else None
-    names = [str(name) for name in kept] if isinstance(kept, DictConfig) else []
-    if names and not override.is_delete() and not isinstance(override.value(), dict):
-        how = f"Give a value to one of them, such as {key}.{names[0]}=..."
-        return [Fault(f"{line}: {key!r} holds the keys {', '.join(names)}. {how}")]
-    try:
-        loader.apply(override, config)
-    except (HydraException, OmegaConfBaseException) as error:
-        if not (override.is_add() or override.is_force_add()):
-            missing = _missing_key(loader, override, config)
-            if missing is not None:
-                return [Fault(f"{line}: {missing}", None)]
-        return [Fault(f"{line}: {_whole_message(error)}", error)]
-    return []
-
-
-def _missing_key(loader: Loader, override: Override, config: DictConfig) -> str | None:
-    """Which part of the key is not there and what is near, or `None` if it is there."""
-    parts = _split(override.key_or_group)
-    node: object = config
-    for depth, part in enumerate(parts):
-        if not isinstance(node, DictConfig) or part in node:
-            node = OmegaConf.select(config, ".".join(parts[: depth + 1]), throw_on_missing=False)
-            continue
-        where = f"in {'.'.join(parts[:depth])!r}" if depth else "in the configuration"
-        hint = ""
-        settings = settings_of(node) if depth == len(parts) - 1 else None
-        if not override.is_delete():
-            if settings is not None and part in settings:
-                return _setting_left_out(loader, override, part, config)
-            names = [str(name) for name in node if not str(name).startswith("_")]
-            if depth == 0:
-                names = [*[name for name in names if name != "hydra"], *loader.groups()]
-            keys = Keys(loader, config)
-            same, near = keys.hint(override.key_or_group, near=False), did_you_mean(part, names)
-            hint = (same or near) if depth == 0 or "choice" in same else (near or same)
-            hint = hint or keys.hint(override.key_or_group)
-            if not hint and settings is not None:
-                hint = f" It has: {listed(names, 12)}."
-            elif not hint and parts[0] in keys.components:
-                hint = f" Choices of {parts[0]!r}: {', '.join(loader.choices(parts[0]))}."
-            elif not hint:
-                hint = f" A new key is added with +{override.input_line}"
-        return f"there is no key {part!r} {where}.{hint}"
-    return None
-
-
-def _setting_left_out(loader: Loader, override: Override, name: str, config: DictConfig) -> str:
-    """A setting that what is configured has, but not the config."""
-    if OmegaConf.select(config, f"hydra.runtime.choices.{name}") is None:
-        return f"not among the settings of this config; add it with +{override.input_line}"
-    choice = nearest(override.get_value_string(), loader.choices(name)) or "..."
-    return f"the group {name!r} decides this. Did you mean '{name}={choice}'?"
-
-
-class Keys:
-    """All keys, those in a configuration and those that a choice which is not taken would bring."""
+class Names:
+    """All keys, those in a configuration and those that a choice which is not taken would bring, and all choices."""
 
     def __init__(self, loader: Loader, config: DictConfig) -> None:
+        self._loader = loader
+        present = [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
         # a key -> the choice that brings it, where it is not there
-        self._choices = dict.fromkeys(sorted(_all_keys(config), key=lambda key: key.count(".")), "")
-        self.components = set()  # groups whose choices are made into objects
+        self._choices = dict.fromkeys(sorted(present, key=lambda key: key.count(".")), "")
+        self._made: dict[
+            str, tuple[str, str]
+        ] = {}  # a class -> group and name of the first choice that makes it
+        self._components = set()  # groups whose choices are made into objects
         for group, choice, content in loader.brought():
-            for key in _all_keys(content):
-                self._choices.setdefault(f"{group}.{key}", f"{group}={choice}")
-                if key.endswith("_target_"):
-                    self.components.add(group)
+            for key, where, name in entries(content):
+                if isinstance(where, DictConfig):
+                    self._choices.setdefault(f"{group}.{key}", f"{group}={choice}")
+                if name == "_target_":
+                    self._components.add(group)
+                    self._made.setdefault(
+                        str(OmegaConf.select(where, name)).rpartition(".")[2], (group, choice)
+                    )
 
     def find(self, typed: str, *, near: bool = True) -> list[str]:
         """The keys most like one: but for case and signs, by the last part, by a near one; of one group first."""
@@ -344,40 +156,238 @@ class Keys:
         meant = "" if found[0] == typed else f" Did you mean {found[0]!r}?"
         return f"{meant} It comes with the choice {choice}: give that too."
 
+    def near_choice(self, group: str, choice: str) -> str:
+        """The choice that makes what was named by its class, in whichever group; or the nearest in this one."""
+        if choice not in self._made:
+            return did_you_mean(choice, self._loader.choices(group))
+        other, name = self._made[choice]
+        return f" Did you mean {name if other == group else f'{other}={name}'!r}?"
+
+    def missing(self, override: Override, config: DictConfig) -> str | None:
+        """Which part of the key of an override is not there and what is near, or `None` if it is there."""
+        parts = _split(override.key_or_group)
+        node: object = config
+        for depth, part in enumerate(parts):
+            if isinstance(node, DictConfig) and part not in node:
+                where = f"in {'.'.join(parts[:depth])!r}" if depth else "in the configuration"
+                left_out = depth == len(parts) - 1 and part in (settings_of(node) or ())
+                if left_out and not override.is_delete():
+                    return self._left_out(override, part, config)
+                hint = "" if override.is_delete() else self._instead(override, node, parts[: depth + 1])
+                return f"there is no key {part!r} {where}.{hint}"
+            node = OmegaConf.select(config, ".".join(parts[: depth + 1]), throw_on_missing=False)
+        return None
+
+    def _instead(self, override: Override, node: DictConfig, parts: list[str]) -> str:
+        """What an override can be instead that names no key of a node."""
+        typed, within = override.key_or_group, len(parts) > 1
+        names = [str(name) for name in node if not str(name).startswith("_") and (within or name != "hydra")]
+        same = self.hint(typed, near=False)
+        near = did_you_mean(parts[-1], names if within else [*names, *self._loader.groups()])
+        hint = (near or same) if within and "choice" not in same else (same or near)
+        if hint := hint or self.hint(typed):
+            return hint
+        if typed == ".".join(parts) and settings_of(node) is not None:
+            return f" It has: {listed(names, 12)}."
+        if parts[0] in self._components:
+            return f" Choices of {parts[0]!r}: {', '.join(self._loader.choices(parts[0]))}."
+        return f" A new key is added with +{override.input_line}"
+
+    def _left_out(self, override: Override, name: str, config: DictConfig) -> str:
+        """A setting that what is configured has, but not the config."""
+        if OmegaConf.select(config, f"hydra.runtime.choices.{name}") is None:
+            return f"not among the settings of this config; add it with +{override.input_line}"
+        choice = nearest(override.get_value_string(), self._loader.choices(name)) or "..."
+        return f"the group {name!r} decides this. Did you mean '{name}={choice}'?"
+
 
 def _plain(key: str) -> str:
     return re.sub(r"[\W_]", "", key).lower()
-
-
-def quote_numbers(loader: Loader, lines: list[str]) -> dict[str, str]:
-    """Return, by the override as typed, how to quote a choice that Hydra takes for a number: `precision='32'`."""
-    numbers = (re.fullmatch(r"(\+?)([\w/]+)=(\d+)", line) for line in lines)
-    return {
-        found[0]: f"{found[1]}{found[2]}='{found[3]}'"
-        for found in numbers
-        if found and loader.is_group(found[2])
-    }
 
 
 def _split(key: str) -> list[str]:
     return [part for part in re.split(r"[.\[\]]", key) if part]
 
 
-def _all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in config:
-        name = str(key)
-        if name == "hydra" and not prefix:
-            continue
-        yield f"{prefix}{name}"
-        node = inner_container(config, key)
-        if isinstance(node, DictConfig):
-            yield from _all_keys(node, f"{prefix}{name}.")
-
-
-# -- All checks of a command line together, before anything is started --
+# -- One job: composed once, then looked at --
 
 # A program's own checks of one job: from its configuration and its checks to what is wrong.
 JobCheck = Callable[[DictConfig, TargetChecks], list[Fault]]
+# What to add where a choice of these groups is missing: they come from packages of their own.
+_PLUGINS = dict.fromkeys(
+    ("hydra/launcher", "hydra/sweeper"),
+    " More come with plugins of Hydra: pip install 'lightning-lockstep[sweeps]' brings joblib, submitit and optuna.",
+)
+_REFUSED = (HydraException, OmegaConfBaseException, OSError)
+
+
+class Job:
+    """One job of a command line: what the overrides that are right lead to, with a fault for each that is wrong."""
+
+    def __init__(self, loader: Loader, lines: list[str]) -> None:
+        self._loader = loader
+        self.faults: list[Fault] = []
+        self.config: DictConfig | None = None  # with its `hydra` node; None: Hydra could not compose it
+        self.typed: dict[str, str] = {}  # the override as typed, by key
+        # Groups whose wrong choice was replaced by the nearest one; faults in its files are not reported.
+        self._guessed: list[str] = []
+        self._compose(OverridesParser.create().parse_overrides(lines))
+
+    @cached_property
+    def _names(self) -> Names:
+        return Names(self._loader, OmegaConf.create() if self.config is None else self.config)
+
+    def _compose(self, overrides: list[Override]) -> None:
+        """Compose with the choices of groups, then apply the overrides of keys one by one."""
+        groups: list[str] = []
+        keys: list[Override] = []
+        unknown: list[str] = []  # groups whose keys cannot be judged
+        for override in overrides:
+            key = override.key_or_group
+            self.typed[key] = str(override.input_line)
+            if not self._loader.is_group(key) or isinstance(override.value(), dict):
+                keys.append(override)
+            elif (usable := self._choice(override)) is not None:
+                groups.append(usable)
+            else:
+                unknown.append(f"{key.replace('/', '.')}.")
+        searched = [str(one.input_line) for one in keys if one.key_or_group == "hydra.searchpath"]
+        self.config = self._with_choices([*searched, *groups])
+        if self.config is not None:
+            # What a target takes says what can be added to it.
+            for override in sorted(keys, key=lambda override: not override.key_or_group.endswith("_target_")):
+                if not override.key_or_group.startswith(tuple(unknown)):
+                    self._apply(override, self.config)
+
+    def _choice(self, override: Override) -> str | None:
+        """The override to go on with, the nearest choice in place of a wrong one; `None` where none is near."""
+        group, line, value = override.key_or_group, str(override.input_line), override.value()
+        if override.is_delete():
+            return line
+        known = self._loader.choices(group)
+        if value is None:
+            hint = did_you_mean("none", known) or f" ~{group} is none of them."
+            self._not_a_choice(
+                group, f"{line}: expected a choice of group {group!r}: {', '.join(known)}.{hint}"
+            )
+            return None
+        choices = list(map(str, value)) if isinstance(value, list) else [str(value)]
+        wrong = [choice for choice in choices if not self._loader.is_choice(group, choice)]
+        if wrong:
+            texts = [
+                f"group {group!r} has no choice {one!r}.{self._names.near_choice(group, one)}"
+                for one in wrong
+            ]
+            has = f"It has: {', '.join(known)}.{_PLUGINS.get(group, '')}"
+            self._not_a_choice(group, f"{line}: {'; '.join(texts)} {has}")
+        usable = [nearest(choice, known) if choice in wrong else choice for choice in choices]
+        if None in usable:
+            return None
+        text = ",".join(f"'{choice}'" for choice in usable)  # quoted, so that 32 stays a name
+        return f"{line.split('=', 1)[0]}={f'[{text}]' if isinstance(value, list) else text}"
+
+    def _not_a_choice(self, group: str, text: str) -> None:
+        self.faults.append(Fault(text))
+        self._guessed.append(f"{group.replace('/', '.')}.")
+
+    def _with_choices(self, lines: list[str]) -> DictConfig | None:
+        """What Hydra makes of the choices; else its first error, or the `+` that are too many."""
+        try:
+            return self._loader.compose(lines)
+        except _REFUSED as error:
+            added = [line for line in lines if line.startswith("+")]
+            if added:
+                with suppress(*_REFUSED):
+                    config = self._loader.compose([line.lstrip("+") for line in lines])
+                    self.faults += [_has_a_choice(line.replace("'", ""), error) for line in added]
+                    return config
+            text = _whole_message(error)
+            named = [line for line in self.typed.values() if f"'{line.split('=')[0]}'" in text]
+            self.faults.append(Fault(": ".join([*named[:1], text]), error))
+            return None
+
+    def _apply(self, override: Override, config: DictConfig) -> None:
+        key, line = override.key_or_group, str(override.input_line)
+        kept: object = config.get(key) if "." not in key else None
+        names = [str(name) for name in kept] if isinstance(kept, DictConfig) else []
+        if names and not override.is_delete() and not isinstance(override.value(), dict):
+            how = f"Give a value to one of them, such as {key}.{names[0]}=..."
+            self.faults.append(Fault(f"{line}: {key!r} holds the keys {', '.join(names)}. {how}"))
+            return
+        try:
+            self._loader.apply(override, config)
+        except (HydraException, OmegaConfBaseException) as error:
+            added = override.is_add() or override.is_force_add()
+            missing = None if added else self._names.missing(override, config)
+            text = _whole_message(error) if missing is None else missing
+            self.faults.append(Fault(f"{line}: {text}", error if missing is None else None))
+
+    def check(self, number: int, check: JobCheck | None) -> None:
+        """Check the values, unless there is nothing to look at but the files of the configuration."""
+        if self.config is None or not self._has_more():
+            return
+        with _as_current_job(self.config, number):
+            frozen = freeze(self.config)
+            checks = TargetChecks(frozen, self.typed)
+            before = len(self.faults)
+            self.faults += checks.signature_faults()
+            if check is not None and self._has_more():
+                if self.faults and "torch" not in sys.modules:
+                    say(
+                        "lightning-lockstep: found a fault; importing torch and Lightning to check the rest ..."
+                    )
+                self.faults += check(frozen, checks)
+        typed, guessed = tuple(self.typed.values()), tuple(self._guessed)
+        self.faults[before:] = [
+            fault
+            for fault in self.faults[before:]
+            if fault.text.startswith(typed) or not fault.text.startswith(guessed)
+        ]
+
+    def _has_more(self) -> bool:
+        """Whether an override is without a fault so far, or there is none."""
+        wrong = [fault.text for fault in self.faults]
+        right = [line for line in self.typed.values() if not any(text.startswith(line) for text in wrong)]
+        return bool(right) or not self.typed
+
+
+def _has_a_choice(line: str, error: BaseException) -> Fault:
+    how = f"Write {line.lstrip('+')}, which takes its place"
+    return Fault(f"{line}: this group has a choice already. {how}.", error)
+
+
+def _whole_message(error: BaseException) -> str:
+    """The texts of an exception and its causes, the first sentence of each."""
+    parts: list[str] = []
+    seen: BaseException | None = error
+    while seen is not None:
+        parts += [line.strip() for line in str(seen).splitlines() if line.strip()][:2]
+        seen = seen.__cause__
+    return " ".join(dict.fromkeys(parts))
+
+
+@contextmanager
+def _as_current_job(config: DictConfig, number: int) -> Iterator[None]:
+    """Let interpolations of Hydra's own values (`${hydra:...}`) be resolved as they will be in the job."""
+    before = HydraConfig.instance().cfg
+    try:
+        _note(config, {"job.id": str(number), "job.num": number, "runtime.output_dir": "."})
+        with suppress(OmegaConfBaseException):  # Hydra itself reports a run folder that cannot be named
+            _note(config, {"runtime.output_dir": str(OmegaConf.select(config, "hydra.run.dir"))})
+        yield
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def _note(config: DictConfig, values: dict[str, Any]) -> None:
+    """Put values into Hydra's own part, which is read-only, and make that the one of the current job."""
+    with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
+        for key, value in values.items():
+            OmegaConf.update(config.hydra, key, value)
+    HydraConfig.instance().set_config(config)
+
+
+# -- All checks of a command line together, before anything is started --
 
 
 class Checked(NamedTuple):
@@ -402,69 +412,54 @@ def preflight(
     if arguments.config_dir is not None and not Path(arguments.config_dir).is_dir():
         faults.append(Fault(f"--config-dir {arguments.config_dir}: there is no such folder."))
     name = arguments.config_name or config_name
-    lines = [str(override.input_line) for override in overrides]
     try:
-        loader = Loader(search_path, name, lines)
+        loader = Loader(search_path, name, [str(override.input_line) for override in overrides])
     except (HydraException, OSError) as error:
         return Checked([*faults, Fault(first_line(error), error)], {})
     if name is not None and not loader.is_choice("", name):
         known = loader.choices("")
-        faults.append(
-            Fault(
-                f"--config-name {name}: there is no such config.{did_you_mean(name, known)}"
-                f" There is: {', '.join(known)}."
-            )
-        )
-        return Checked(faults, {})
+        there_is = f"{did_you_mean(name, known)} There is: {', '.join(known)}."
+        return Checked([*faults, Fault(f"--config-name {name}: there is no such config.{there_is}")], {})
     if any(typed != line for typed, line in written):
         written, more = _with_right_keys(loader, written)
         overrides, _ = parse([line for _, line in written])
-        lines, faults = [str(override.input_line) for override in overrides], faults + more
-    quoted = quote_numbers(loader, lines)
-    overrides, _ = parse([quoted.get(line, line) for line in lines])
-    jobs, sweep_faults = variants(overrides, multirun=arguments.multirun)
-    faults += sweep_faults
-    for number, job in enumerate(jobs):
-        composed = compose_job(loader, job)
-        faults += composed.faults
-        if composed.config is not None and composed.is_worth_a_check(composed.faults):
-            faults += check_job(composed, number, check)
-            faults += [] if alone else _launcher_faults(composed.config)
-    for typed, line in quoted.items():
-        faults = [Fault(fault.text.replace(line, typed), fault.error) for fault in faults]
-    return Checked(_in_order_typed(faults, [form for forms in written for form in forms]), quoted)
+        faults += more
+    jobs, more = variants(overrides, multirun=arguments.multirun)
+    faults += more
+    for number, lines in enumerate(jobs):
+        job = Job(loader, lines)
+        job.check(number, check)
+        faults += job.faults
+        if not alone and job.config is not None:
+            faults += _launcher_faults(job.config)
+    forms = [form for forms in written for form in forms]
+    return Checked(_in_order_typed(faults, forms), _quoted_numbers(loader, overrides))
 
 
 def _with_right_keys(
     loader: Loader, written: list[tuple[str, str]]
 ) -> tuple[list[tuple[str, str]], list[Fault]]:
     """Say of what is no `key=value` how it is written, and go on with that."""
-    keys = Keys(loader, loader.compose([]))
+    names = Names(loader, loader.compose([]))
     found, faults = [], []
     for typed, line in written:
         key, _, value = line.partition("=")
         if typed != line:
-            meant = [key] if loader.is_group(key) else [*keys.find(key), key]
+            meant = [key] if loader.is_group(key) else [*names.find(key), key]
             line = f"{meant[0]}={value}"
             faults.append(Fault(f"{typed}: expected key=value. Did you mean {line!r}?"))
         found.append((typed, line))
     return found, faults
 
 
-def check_job(composed: Composed, number: int, check: JobCheck | None) -> list[Fault]:
-    """Check the values of one composed job."""
-    assert composed.config is not None
-    with _as_current_job(composed.config, number) as config:
-        frozen = freeze(config)
-        checks = TargetChecks(frozen, composed.typed)
-        faults = checks.signature_faults()
-        found = [*composed.faults, *faults]
-        if check is not None and composed.is_worth_a_check(found):
-            if found and "torch" not in sys.modules:
-                say("lightning-lockstep: found a fault; importing torch and Lightning to check the rest ...")
-            faults += check(frozen, checks)
-    typed, guessed = tuple(composed.typed.values()), tuple(composed.guessed)
-    return [fault for fault in faults if fault.text.startswith(typed) or not fault.text.startswith(guessed)]
+def _quoted_numbers(loader: Loader, overrides: list[Override]) -> dict[str, str]:
+    """How to quote a choice that Hydra takes for a number: `precision='32'`."""
+    numbers = [
+        str(one.input_line)
+        for one in overrides
+        if type(one.value()) is int and loader.is_group(one.key_or_group)
+    ]
+    return {line: "{}='{}'".format(*line.split("=", 1)) for line in numbers}
 
 
 def _launcher_faults(config: DictConfig) -> list[Fault]:
@@ -479,29 +474,6 @@ def _launcher_faults(config: DictConfig) -> list[Fault]:
     ]
 
 
-@contextmanager
-def _as_current_job(config: DictConfig, number: int) -> Iterator[DictConfig]:
-    """Let interpolations of Hydra's own values (`${hydra:...}`) be resolved as they will be in the job."""
-    before = HydraConfig.instance().cfg
-    config = copy.deepcopy(config)
-    with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
-        config.hydra.job.id = str(number)
-        config.hydra.job.num = number
-        HydraConfig.instance().set_config(config)
-    try:
-        with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
-            try:
-                config.hydra.runtime.output_dir = str(OmegaConf.select(config, "hydra.run.dir"))
-            except OmegaConfBaseException:
-                config.hydra.runtime.output_dir = (
-                    "."  # Hydra itself reports a run folder that cannot be named
-                )
-        HydraConfig.instance().set_config(config)
-        yield config
-    finally:
-        HydraConfig.instance().cfg = before
-
-
 def _in_order_typed(faults: list[Fault], lines: list[str]) -> list[Fault]:
     """Each fault once, in the order of the command line, those of the config files last."""
 
@@ -509,9 +481,3 @@ def _in_order_typed(faults: list[Fault], lines: list[str]) -> list[Fault]:
         return next((place for place, line in enumerate(lines) if fault.text.startswith(line)), len(lines))
 
     return sorted({fault.text: fault for fault in faults}.values(), key=place)
-
-
-def run_requested(arguments: argparse.Namespace) -> bool:
-    """Whether the flags ask for a run, not for help or a look at the configuration."""
-    others: tuple[Any, ...] = (arguments.help, arguments.hydra_help, arguments.cfg, arguments.info)
-    return not any(others) and not arguments.shell_completion

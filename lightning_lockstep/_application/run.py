@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,14 @@ from lightning_lockstep._application.records import (
     LogConfiguration,
     Summary,
     finish,
-    is_logger,
     keep_failure,
-    missing_package,
     read_metrics,
     show,
     write,
     written,
 )
 from lightning_lockstep._application.records import places as logger_places
-from lightning_lockstep._application.values import objections, target_of
+from lightning_lockstep._application.values import objections
 from lightning_lockstep._doors.lightning import (
     Callback,
     CSVLogger,
@@ -121,15 +118,6 @@ _SAME_WORD = 0.8
 _ABOUT_SETTINGS = (ConfigurationError, MisconfigurationException, ValueError, ImportError)
 
 
-@dataclass(frozen=True)
-class Components:
-    """What one training run consists of."""
-
-    model: Any
-    data: Any
-    trainer: Any
-
-
 def component_keys(config: DictConfig) -> list[str]:
     """Keys of everything that `build` makes, in the order in which it is made."""
     several = [
@@ -145,10 +133,10 @@ def _names(config: DictConfig, group: str) -> list[str]:
     return [str(name) for name in node if node[name] is not None and not str(name).startswith("_")]
 
 
-def build(config: DictConfig, *, own_callbacks: list[Any]) -> Components:
+def build(config: DictConfig, *, own_callbacks: list[Any]) -> tuple[Any, Any, Any]:
     """Make model, data and Trainer."""
     faults: list[str] = []
-    made = {key: _make(key, _node(config, key), faults) for key in component_keys(config) if key != "trainer"}
+    made = {key: _make(key, OmegaConf.select(config, key), faults) for key in component_keys(config)[:-1]}
     callbacks = [made[key] for key in made if key.startswith(("callbacks.", "checkpoint."))]
     loggers = [made[key] for key in made if key.startswith("logger.")]
     given = {
@@ -164,11 +152,7 @@ def build(config: DictConfig, *, own_callbacks: list[Any]) -> Components:
         trainer = _attempt("trainer", lambda: factory(**given), faults)
     if faults:
         raise ConfigurationError(faults)
-    return Components(made["model"], made["data"], trainer)
-
-
-def _node(config: DictConfig, key: str) -> Any:
-    return OmegaConf.select(config, key)
+    return made["model"], made["data"], trainer
 
 
 def _make(key: str, node: Any, faults: list[str]) -> Any:
@@ -176,11 +160,6 @@ def _make(key: str, node: Any, faults: list[str]) -> Any:
         return node  # a name that Lightning knows
     if "_target_" not in node:
         faults.append(f"{key} has no _target_, so no object can be created from it.")
-        return None
-    target = target_of(node)
-    missing = missing_package(target, key, node) if is_logger(target) else None
-    if missing is not None:
-        faults.append(str(missing))
         return None
     return _attempt(key, lambda: hydra.utils.instantiate(node, _convert_="all"), faults)
 
@@ -205,48 +184,50 @@ def run(config: DictConfig) -> float | None:
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
     record = RunRecord(config.objective.metric, _monitored(config))
-    parts = build(config, own_callbacks=[record, LogConfiguration(config), QuietRanks(), LoaderPosition()])
-    if isinstance(parts.trainer.strategy.launcher, _MultiProcessingLauncher):
+    model, data, trainer = build(
+        config, own_callbacks=[record, LogConfiguration(config), QuietRanks(), LoaderPosition()]
+    )
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
-    left_out = _left_out(config, parts)
-    if parts.trainer.is_global_zero:
+    left_out = _left_out(config, model, data)
+    if trainer.is_global_zero:
         for stage, why in left_out.items():
             say(f"lightning-lockstep: {stage}=true is left out: {why}")
-    loggers = list(parts.trainer.loggers)
-    earlier = written(Path(parts.trainer.default_root_dir))
+    loggers = list(trainer.loggers)
+    earlier = written(Path(trainer.default_root_dir))
     try:
-        metrics = _loops(config, parts, record, left_out)
+        metrics = _loops(config, trainer, record, left_out, model=model, datamodule=data)
     except BaseException as error:
         restore_data_classes()
         if interrupted := _is_interrupt(error):
             error = KeyboardInterrupt()
         # What has started an mpirun only waits for it: its rank 0 says how far the run came.
-        if not (interrupted and isinstance(parts.trainer.strategy.launcher, MPIRunLauncher)):
-            keep_failure(parts.trainer, error, record.steps)
-            if interrupted and parts.trainer.is_global_zero:
-                _say_interrupted(parts.trainer, record)
+        if not (interrupted and isinstance(trainer.strategy.launcher, MPIRunLauncher)):
+            keep_failure(trainer, error, record.steps)
+            if interrupted and trainer.is_global_zero:
+                _say_interrupted(trainer, record)
         # One rank may go on with the next job of a sweep; of several each ends here, and must not wait.
-        if parts.trainer.world_size == 1:
+        if trainer.world_size == 1:
             finish(loggers, failed=True)
             if interrupted:
                 sys.exit(128 + signal.SIGINT)  # Lightning itself ends with 1
         raise
-    places = _taken_from(config) | (logger_places(loggers) if parts.trainer.is_global_zero else {})
+    places = _taken_from(config) | (logger_places(loggers) if trainer.is_global_zero else {})
     finish(loggers, failed=False)
     if ran_under_mpirun():
         # The ranks have done it all, and rank 0 has reported it.
-        metrics = read_metrics(Path(parts.trainer.default_root_dir), earlier=earlier)
-    elif parts.trainer.is_global_zero:
+        metrics = read_metrics(Path(trainer.default_root_dir), earlier=earlier)
+    elif trainer.is_global_zero:
         summary = Summary(
             metrics=metrics,
             steps=record.steps,
             epochs=record.epochs,
-            ranks=parts.trainer.world_size,
-            samples_per_second=record.samples_per_second(parts.trainer.world_size),
+            ranks=trainer.world_size,
+            samples_per_second=record.samples_per_second(trainer.world_size),
             wall_time=time.monotonic() - began,
-            files=_files(parts.trainer, places),
+            files=_files(trainer, places),
         )
-        write(summary, Path(parts.trainer.default_root_dir))
+        write(summary, Path(trainer.default_root_dir))
         show(summary)
     return metrics.get(config.objective.metric)
 
@@ -300,17 +281,17 @@ def _misspelt(name: str, logged: Iterable[str]) -> bool:
     return False
 
 
-def _left_out(config: DictConfig, parts: Components) -> dict[str, str]:
+def _left_out(config: DictConfig, model: Any, data: Any) -> dict[str, str]:
     """Of `validate` and `test` those that are asked for and have nothing to run, with what is missing."""
     missing = {}
     for stage, step, loader in (
         ("validate", "validation_step", "val_dataloader"),
         ("test", "test_step", "test_dataloader"),
     ):
-        if config.get(stage) and not _defines(parts.model, step):
-            missing[stage] = f"{type(parts.model).__name__} has no {step}."
-        elif config.get(stage) and not (_defines(parts.data, loader) or _defines(parts.model, loader)):
-            both = " and ".join(type(part).__name__ for part in (parts.model, parts.data) if part is not None)
+        if config.get(stage) and not _defines(model, step):
+            missing[stage] = f"{type(model).__name__} has no {step}."
+        elif config.get(stage) and not (_defines(data, loader) or _defines(model, loader)):
+            both = " and ".join(type(part).__name__ for part in (model, data) if part is not None)
             missing[stage] = f"no {loader} in {both}."
     return missing
 
@@ -322,10 +303,9 @@ def _defines(part: Any, method: str) -> bool:
 
 
 def _loops(
-    config: DictConfig, parts: Components, record: RunRecord, left_out: Collection[str]
+    config: DictConfig, trainer: Any, record: RunRecord, left_out: Collection[str], **given: Any
 ) -> dict[str, float]:
-    trainer, metrics = parts.trainer, {}
-    given: dict[str, Any] = {"model": parts.model, "datamodule": parts.data}
+    metrics: dict[str, float] = {}
     resume = config.get("ckpt_path")
     if config.fit:
         trainer.fit(**given, ckpt_path=resume)

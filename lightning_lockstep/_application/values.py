@@ -24,7 +24,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_lockstep._application.signatures import read_target
-from lightning_lockstep._doors.hydra_internals import locate
+from lightning_lockstep._doors.hydra_internals import locate, node_at, plain_value
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep._text import first_line, say
 from lightning_lockstep.errors import ConfigurationError
@@ -76,8 +76,8 @@ def describe(
 _PLAIN: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
-def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -> Expected | None:
-    """Say what was expected if `value` certainly does not fit the type `hint`."""
+def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -> str | None:
+    """Say in words what was expected, fixed choices in quotes, if `value` certainly does not fit the type `hint`."""
     # Judged are numbers, text, true and false, null and fixed choices, and unions of them; for anything else,
     # as for a value that fits, `None` is returned.
     if hint is None or hint is Any or (value is None and default is None):
@@ -99,32 +99,15 @@ def mismatch(value: Any, hint: Any, *, default: Any = inspect.Parameter.empty) -
             choices = typing.get_args(member)
             if value in choices:
                 return None
-            words += [repr(choice) for choice in choices if isinstance(choice, str)] or [
-                repr(c) for c in choices
-            ]
+            words += [repr(choice) for choice in choices if isinstance(choice, str)] or map(repr, choices)
         elif _is_rich(member) and not isinstance(value, str) and value is not None:
             words.append(_type_name(member))  # a number cannot be one of these
         else:
             return None
     if _PLAIN[float] in words:
         words = [word for word in words if word != _PLAIN[int]]
-    return Expected(tuple(dict.fromkeys(words)))
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The kinds of value that would fit, in words; fixed choices in quotes."""
-
-    words: tuple[str, ...]
-
-    def __str__(self) -> str:
-        *others, last = self.words
-        return f"{', '.join(others)} or {last}" if others else last
-
-    def near(self, value: Any) -> str:
-        """The fixed choice nearest to `value`, as a question."""
-        choices = [word.strip("'") for word in self.words if word.startswith("'")]
-        return did_you_mean(value, choices) if isinstance(value, str) else ""
+    *others, last = dict.fromkeys(words)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _members(hint: Any) -> list[Any]:
@@ -179,12 +162,10 @@ class TargetChecks:
         """Settings that a target does not have, and values of a type that it does not take."""
         faults: list[Fault] = []
         for key, node in target_nodes(self.config):
-            target, fault = read_target(str(node["_target_"])), None
-            if target is None:
-                target, fault = self._locate(key, node)
-            if fault is not None:
-                faults.append(fault)
-            elif target is not None:
+            target = read_target(str(node["_target_"])) or self._locate(key, node)
+            if isinstance(target, Fault):
+                faults.append(target)
+            else:
                 faults += self._of_another(key, target, self._signature(key, node, target))
         return faults
 
@@ -208,17 +189,15 @@ class TargetChecks:
         node = OmegaConf.select(self.config, component, throw_on_missing=False)
         if not isinstance(node, DictConfig):
             return []
-        faults = [
-            Fault(f"{component}.{key} is required: add {component}.{key}={_example(key)}")
-            for key in _missing(node)
-        ]
-        for key, reference in _dangling(node):
-            faults.append(
-                Fault(
-                    f"{component}.{key}: takes its value from {reference}, and this configuration has no such"
-                    " key."
-                )
-            )
+        faults = []
+        for key, where, name in entries(node, component):
+            if OmegaConf.is_missing(where, name):
+                example = "module.Class" if name == "_target_" else "..."
+                faults.append(Fault(f"{key} is required: add {key}={example}"))
+            elif OmegaConf.is_interpolation(where, name):  # left over when everything else was resolved
+                reference = plain_value(node_at(where, name))
+                text = f"takes its value from {reference}, and this configuration has no such key."
+                faults.append(Fault(f"{key}: {text}"))
         return faults
 
     # given: arguments in place of those in the configuration
@@ -227,37 +206,42 @@ class TargetChecks:
         node = OmegaConf.select(self.config, component, throw_on_missing=False)
         if not isinstance(node, DictConfig) or "_target_" not in node or self.missing_faults(component):
             return []
-        target, fault = self._locate(component, node)
-        if fault is not None or target is None:
-            return []
+        target = self._locate(component, node)
+        if isinstance(target, Fault):
+            return []  # that of its signature
         from lightning_lockstep._application.records import is_logger, missing_package
 
         if is_logger(target):
             error = missing_package(target, component, node)
             return [] if error is None else [Fault(str(error), error)]
-        if not all(map(_harmless, _targets(node))):
+        if not all(_harmless(target_of(inner)) for _, inner in target_nodes(node)):
             return []
         wrong = self._signature(component, node, target)
         node = _without(node, wrong)
         faults = []
+        left_out: list[str] = []
         # A constructor may stop at the first setting that it objects to. The next ones are found without that.
-        while objections := _try_to_make(node, given):
-            name = _objected(node, given, objections[0][0]) if len(objections) == 1 else None
+        while said := _try_to_make(node, given):
+            if said[0][0].startswith(tuple(left_out)):
+                break  # about the default in the place of the setting
+            name = _objected(node, given, said[0][0]) if len(said) == 1 else None
             key = component if name is None else f"{component}.{name}"
-            faults += [Fault(self._label(component, key, text), error) for text, error in objections]
+            faults += [Fault(self._label(component, key, text), error) for text, error in said]
             if name is None:
                 break
-            node = _without(node, [name])
+            left_out.append(name)
+            node = _without(node, left_out)
         # What it lacks now it was given.
         return [fault for fault in faults if not (wrong and isinstance(fault.error, TypeError))]
 
-    def _locate(self, key: str, node: DictConfig) -> tuple[Callable[..., Any] | None, Fault | None]:
+    def _locate(self, key: str, node: DictConfig) -> Callable[..., Any] | Fault:
         name = str(node["_target_"])
         try:
-            return locate(name), None
+            target: Callable[..., Any] = locate(name)
+            return target
         except Exception as error:  # importing a module can raise anything; all of it is reported
             text = f"{name} cannot be imported.{_why_not_found(name, error.__cause__ or error)}"
-            return None, Fault(f"{self.shown(f'{key}._target_')}: {text}", error)
+            return Fault(f"{self.shown(f'{key}._target_')}: {text}", error)
 
     def _signature(self, key: str, node: DictConfig, target: Callable[..., Any]) -> dict[str, Fault]:
         """What is wrong with a setting, by its name."""
@@ -278,7 +262,9 @@ class TargetChecks:
             elif not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name):
                 expected = mismatch(node[name], hints.get(name), default=parameters[name].default)
                 if expected is not None:
-                    text = f"expected {expected}, given {_say(node[name])}.{expected.near(node[name])}"
+                    text = f"expected {expected}, given {_say(node[name])}."
+                    if isinstance(node[name], str):
+                        text += did_you_mean(node[name], re.findall("'(.+?)'", expected))
                     faults[name] = Fault(f"{self.shown(f'{key}.{name}')}: {text}")
         return faults
 
@@ -297,10 +283,6 @@ class TargetChecks:
         if name in node and name not in _SPECIAL:
             return f"{self.shown(f'{component}.{name}')}: {text.removeprefix(f'{name}={node[name]!r}: ')}"
         return f"{self.shown(key)}: {text}"
-
-
-def _example(key: str) -> str:
-    return "module.Class" if key.endswith("_target_") else "..."
 
 
 def _why_not_found(name: str, cause: BaseException) -> str:
@@ -332,11 +314,6 @@ def _names_beside(name: str) -> list[str]:
         return [other for other in getattr(owner, "__all__", dir(owner)) if other != wrong]
     except Exception:  # the same: there is nothing to compare with
         return []
-
-
-def _targets(node: DictConfig) -> Iterator[Callable[..., Any] | None]:
-    """Everything that is made when the node is."""
-    return (target_of(inner) for _, inner in _containers(node, "") if "_target_" in inner)
 
 
 def _harmless(target: Callable[..., Any] | None) -> bool:
@@ -375,45 +352,21 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] |
         return None  # written in C without a signature
 
 
-def target_nodes(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
-    """Yield key and node of everything with a `_target_`, outermost first, without Hydra's own part."""
-    for key, node in _containers(config, ""):
-        if isinstance(node, DictConfig) and "_target_" in node and not OmegaConf.is_missing(node, "_target_"):
-            yield key, node
-
-
-def _containers(node: DictConfig | ListConfig, key: str) -> Iterator[tuple[str, DictConfig | ListConfig]]:
-    yield key, node
-    names: Any = node.keys() if isinstance(node, DictConfig) else range(len(node))
-    for name in names:
+def entries(container: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield whole key, container and name in it of all in a configuration, outermost first, but Hydra's own part."""
+    for name in container if isinstance(container, DictConfig) else range(len(container)):
         if key or name != "hydra":
-            child = inner_container(node, name)
-            if child is not None:
-                yield from _containers(child, f"{key}.{name}" if key else str(name))
+            whole = f"{key}.{name!s}" if key else str(name)
+            yield whole, container, name
+            inner = inner_container(container, name)
+            if inner is not None:
+                yield from entries(inner, whole)
 
 
-def _missing(node: DictConfig) -> Iterator[str]:
-    """Keys below `node` whose value is `???`."""
-    for key, container in _containers(node, ""):
-        names: Any = container.keys() if isinstance(container, DictConfig) else range(len(container))
-        for name in names:
-            if OmegaConf.is_missing(container, name):
-                yield f"{key}.{name}" if key else str(name)
-
-
-def _dangling(node: DictConfig) -> Iterator[tuple[str, str]]:
-    """Keys below `node` whose interpolation was left over when everything else was resolved."""
-    for key, container in _containers(node, ""):
-        names: Any = container.keys() if isinstance(container, DictConfig) else range(len(container))
-        for name in names:
-            if OmegaConf.is_interpolation(container, name):
-                yield (f"{key}.{name}" if key else str(name)), _reference(container, name)
-
-
-def _reference(container: Any, name: Any) -> str:
-    """The interpolation itself, as it is written in the config."""
-    written: Any = OmegaConf.to_container(container, resolve=False)
-    return str(written[name])
+def target_nodes(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    """Yield key and node of everything with a `_target_`, outermost first."""
+    nodes = [("", config), *((key, inner_container(where, name)) for key, where, name in entries(config))]
+    return ((key, node) for key, node in nodes if isinstance(node, DictConfig) and "_target_" in node)
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
