@@ -258,9 +258,9 @@ def hydra_main(
                 return application.run()
             except Stop as stop:
                 error, running = stop.error, stop.running
-            # Outside of the handler, and only the program's own frames: nothing of Hydra is shown.
+            # Outside of the handler, in which nothing of Hydra is shown.
             _end_if_about_settings(error, running=running)
-            raise error.with_traceback(_own_part(error))
+            raise error
 
         return decorated
 
@@ -476,16 +476,6 @@ def _end_if_about_settings(error: BaseException, *, running: bool) -> None:
 def _refuse(faults: list[Fault], outcome: str = "nothing was started") -> NoReturn:
     show_faults(program_name(), faults, stack_traces=stack_traces(), outcome=outcome)
     sys.exit(UNUSABLE)
-
-
-def _own_part(error: BaseException) -> Any:
-    """The traceback from the program's own function on."""
-    trace = error.__traceback__
-    if stack_traces():
-        return trace
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace
 
 
 def stack_traces() -> bool:

@@ -184,8 +184,7 @@ class Names:
         names = [str(name) for name in node if not str(name).startswith("_") and (within or name != "hydra")]
         same = self.hint(typed, near=False)
         near = did_you_mean(parts[-1], names if within else [*names, *self._loader.groups()])
-        hint = (near or same) if within and "choice" not in same else (same or near)
-        if hint := hint or self.hint(typed):
+        if hint := same or near or self.hint(typed):
             return hint
         if typed == ".".join(parts) and settings_of(node) is not None:
             return f" It has: {listed(names, 12)}."

@@ -79,35 +79,21 @@ _TALKATIVE = ("mlflow.store", "alembic", "compilers")
 _THEIRS = r"(lightning|pytorch_lightning|torch|hydra|omegaconf)\."
 
 
-class _NoNoise(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the message is for readers."""
-        return not record.getMessage().startswith(_NOISE)
-
-
-_FILTER = _NoNoise()
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether the message is for readers."""
+    return not record.getMessage().startswith(_NOISE)
 
 
 def leave_out_noise() -> None:
     """Show neither advertisements, nor deprecations inside other packages, nor messages without news."""
     for name in _LOGGERS:
-        logging.getLogger(name).addFilter(_FILTER)
+        logging.getLogger(name).addFilter(_is_news)
     for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.WARNING)
     for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=_THEIRS)
     warnings.filterwarnings("ignore", message=r"Checkpoint directory .* exists and is not empty")
     hide_srun_hint()
-
-
-class QuietRanks(Callback):
-    """Takes :func:`leave_out_noise` along to ranks that are spawned, which get a copy of every callback."""
-
-    def __init__(self) -> None:
-        leave_out_noise()
-
-    def __reduce__(self) -> tuple[type[QuietRanks], tuple[()]]:
-        return QuietRanks, ()  # without a state a copy would be made without any call
 
 
 # -- Builds what one training run consists of, and says everything that is wrong with its settings --
@@ -184,9 +170,7 @@ def run(config: DictConfig) -> float | None:
     leave_out_noise()
     seed_everything(config.seed, workers=True, verbose=False)
     record = RunRecord(config.objective.metric, _monitored(config))
-    model, data, trainer = build(
-        config, own_callbacks=[record, LogConfiguration(config), QuietRanks(), LoaderPosition()]
-    )
+    model, data, trainer = build(config, own_callbacks=[record, LogConfiguration(config), LoaderPosition()])
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         record.share()
     left_out = _left_out(config, model, data)
@@ -385,6 +369,10 @@ class RunRecord(Callback):
         self._numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0], dtype=torch.float64)
         self._since: float | None = None
         self._saved_at = -1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        leave_out_noise()  # in a rank that is spawned, too: it gets a copy of every callback
 
     def share(self) -> None:
         """Keep the numbers in memory that this process shares with those it starts."""

@@ -29,7 +29,7 @@ def read_target(path: str) -> Callable[..., Any] | None:
     found = None
     with suppress(Exception):  # whatever cannot be read is imported instead
         found = _named(module, name)
-    return found if callable(getattr(found, "__signature__", None) and found) else None
+    return found if inspect.isfunction(found) or "__init__" in getattr(found, "__dict__", ()) else None
 
 
 class _Source(dict[str, Any]):
@@ -75,49 +75,38 @@ class _Source(dict[str, Any]):
     def _class(self, node: ast.ClassDef) -> Any:
         if any("Enum" in ast.unparse(base) for base in node.bases):
             return Any  # a plain value may be one of its members
-        parts: dict[str, Any] = {"__class_getitem__": classmethod(lambda cls, _: cls)}
         made = next((part for part in node.body if getattr(part, "name", "") == "__init__"), None)
-        if isinstance(made, ast.FunctionDef):
-            init = self._function(made)
-            signature = inspect.signature(init)
-            parameters = list(signature.parameters.values())[1:]
-            parts |= {"__init__": init, "__signature__": signature.replace(parameters=parameters)}
-        return type(node.name, (), parts)
+        own = {"__init__": self._function(made)} if isinstance(made, ast.FunctionDef) else {}
+        return type(node.name, (), {"__class_getitem__": classmethod(lambda cls, _: cls), **own})
 
     def _function(self, node: ast.FunctionDef) -> Callable[..., Any]:
-        given = node.args
-        kinds = inspect.Parameter
-        positional = [*given.posonlyargs, *given.args]
-        defaults = [*[None] * (len(positional) - len(given.defaults)), *given.defaults, *given.kw_defaults]
-        groups = [
-            *((argument, kinds.POSITIONAL_OR_KEYWORD) for argument in positional),
-            *((argument, kinds.KEYWORD_ONLY) for argument in given.kwonlyargs),
-        ]
-        hints = {}
-        parameters = []
-        for (argument, kind), default in zip(groups, defaults, strict=True):
-            parameters.append(kinds(argument.arg, kind, default=self._default(default)))
+        """A function of the same name, parameters and types that does nothing."""
+        given, hints = node.args, {}
+        for argument in [*given.posonlyargs, *given.args, *given.kwonlyargs]:
             with suppress(Exception):  # names what cannot be read: such an argument takes anything
                 hint = self._value(argument.annotation) if argument.annotation is not None else Any
                 if "ForwardRef" not in repr(hint):
                     hints[argument.arg] = hint
-        if given.kwarg is not None:
-            parameters.append(kinds(given.kwarg.arg, kinds.VAR_KEYWORD))
+        for part in filter(
+            None, [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        ):
+            part.annotation = None
+        given.defaults = list(map(_default, given.defaults))
+        given.kw_defaults = [default and _default(default) for default in given.kw_defaults]
+        bare = ast.parse(f"def {node.name}(): raise NotImplementedError('read, not imported')")
+        bare.body[0].args = given  # type: ignore[attr-defined]
+        names: dict[str, Any] = {}
+        exec(compile(ast.fix_missing_locations(bare), self._module, "exec"), names)
+        function: Callable[..., Any] = names[node.name]
+        function.__annotations__ = hints
+        return function
 
-        def stand_in(*_: Any, **__: Any) -> None:
-            raise NotImplementedError(f"{node.name} was read, not imported")
 
-        stand_in.__name__ = node.name
-        stand_in.__annotations__ = hints
-        stand_in.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return stand_in
-
-    def _default(self, expression: ast.expr | None) -> Any:
-        if expression is None:
-            return inspect.Parameter.empty
-        with suppress(ValueError):
-            return ast.literal_eval(expression)
-        return ...  # there is one, of whatever value
+def _default(expression: ast.expr) -> ast.expr:
+    with suppress(ValueError):
+        ast.literal_eval(expression)
+        return expression
+    return ast.Constant(...)  # there is one, of whatever value
 
 
 def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
