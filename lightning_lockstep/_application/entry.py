@@ -23,13 +23,19 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log, env_override, setup_globals
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 
 import lightning_lockstep
 from lightning_lockstep._application.config_channel import ConfigChannel, Message, external_ranks
-from lightning_lockstep._application.overrides import JobCheck, preflight, read_arguments, run_requested
+from lightning_lockstep._application.overrides import (
+    REFUSED,
+    JobCheck,
+    preflight,
+    read_arguments,
+    run_requested,
+    whole_message,
+)
 from lightning_lockstep._application.values import Fault, entries, is_left_out, show_faults
 from lightning_lockstep._doors.hydra_internals import (
     Loader,
@@ -38,7 +44,6 @@ from lightning_lockstep._doors.hydra_internals import (
     plain_value,
     search_path_of,
 )
-from lightning_lockstep._text import first_line
 from lightning_lockstep.distributed.failure.process_exit import expect_exit, leaving, return_failure
 from lightning_lockstep.distributed.failure.uncaught import error_from_bytes, error_to_bytes, fold_tracebacks
 from lightning_lockstep.errors import ConfigurationError, LaunchError
@@ -311,8 +316,8 @@ class _Application:
         name = self.arguments.config_name or self.config_name
         try:
             sys.stdout.write(help_text(program_name(), search_path, name, self.arguments.overrides))
-        except (HydraException, OSError) as error:
-            _refuse([Fault(first_line(error), error)])
+        except REFUSED as error:
+            _refuse([Fault(whole_message(error), error)])
 
     def _job(self) -> Program:
         """The function that Hydra calls for each job, in this process or in another."""

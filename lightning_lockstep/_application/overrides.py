@@ -19,6 +19,7 @@ from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from lightning_lockstep._application.values import Fault, TargetChecks, entries, settings_of
 from lightning_lockstep._doors.hydra_internals import Loader, get_args_parser
@@ -217,7 +218,8 @@ _PLUGINS = dict.fromkeys(
     ("hydra/launcher", "hydra/sweeper"),
     " More come with plugins of Hydra: pip install 'lightning-lockstep[sweeps]' brings joblib, submitit and optuna.",
 )
-_REFUSED = (HydraException, OmegaConfBaseException, OSError)
+# What comes of choices and files that make no configuration.
+REFUSED = (HydraException, OmegaConfBaseException, OSError, YAMLError)
 
 
 class Job:
@@ -293,14 +295,14 @@ class Job:
         """What Hydra makes of the choices; else its first error, or the `+` that are too many."""
         try:
             return self._loader.compose(lines)
-        except _REFUSED as error:
+        except REFUSED as error:
             added = [line for line in lines if line.startswith("+")]
             if added:
-                with suppress(*_REFUSED):
+                with suppress(*REFUSED):
                     config = self._loader.compose([line.lstrip("+") for line in lines])
                     self.faults += [_has_a_choice(line.replace("'", ""), error) for line in added]
                     return config
-            text = _whole_message(error)
+            text = whole_message(error)
             named = [line for line in self.typed.values() if f"'{line.split('=')[0]}'" in text]
             self.faults.append(Fault(": ".join([*named[:1], text]), error))
             return None
@@ -318,7 +320,7 @@ class Job:
         except (HydraException, OmegaConfBaseException) as error:
             added = override.is_add() or override.is_force_add()
             missing = None if added else self._names.missing(override, config)
-            text = _whole_message(error) if missing is None else missing
+            text = whole_message(error) if missing is None else missing
             self.faults.append(Fault(f"{line}: {text}", error if missing is None else None))
 
     def check(self, number: int, check: JobCheck | None) -> None:
@@ -355,7 +357,7 @@ def _has_a_choice(line: str, error: BaseException) -> Fault:
     return Fault(f"{line}: this group has a choice already. {how}.", error)
 
 
-def _whole_message(error: BaseException) -> str:
+def whole_message(error: BaseException) -> str:
     """The texts of an exception and its causes, the first sentence of each."""
     parts: list[str] = []
     seen: BaseException | None = error
@@ -439,7 +441,10 @@ def _with_right_keys(
     loader: Loader, written: list[tuple[str, str]]
 ) -> tuple[list[tuple[str, str]], list[Fault]]:
     """Say of what is no `key=value` how it is written, and go on with that."""
-    names = Names(loader, loader.compose([]))
+    config = OmegaConf.create()
+    with suppress(*REFUSED):  # reported where the job is composed
+        config = loader.compose([])
+    names = Names(loader, config)
     found, faults = [], []
     for typed, line in written:
         key, _, value = line.partition("=")

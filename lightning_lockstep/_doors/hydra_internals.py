@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -122,9 +123,13 @@ class Loader:
     @HYDRA.touches(f"{_REPOSITORY}.load_config", why=_WHY_REPOSITORY)
     def brought(self) -> Iterator[tuple[str, str, DictConfig]]:
         """Group, choice and content of each config that is put below the key of its group."""
+        from yaml import YAMLError
+
         for group in self.groups():
             for choice in self.choices(group) if group != "hydra" else ():
-                loaded = self._repository.load_config(f"{group}/{choice}")
+                loaded = None
+                with suppress(YAMLError):  # an error only where it is taken
+                    loaded = self._repository.load_config(f"{group}/{choice}")
                 if loaded is not None and (loaded.header.get("package") or group) == group:
                     yield group, choice, loaded.config
 

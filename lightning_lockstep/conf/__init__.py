@@ -31,10 +31,11 @@ class _Group(dict[str, Any]):
 
     def __getitem__(self, name: str) -> ConfigNode:
         group = super().__getitem__(name)
-        text = resources.files(__name__).joinpath(group, name).read_text(encoding="utf-8")
+        file = resources.files(__name__).joinpath(group).joinpath(name)
+        node: Any = OmegaConf.create(file.read_text(encoding="utf-8"))
         return ConfigNode(
             name=name,
-            node=OmegaConf.create(text),
+            node=node,
             group=f"lockstep/{group}",
             # What choices share goes where the choice goes, wherever `@` puts that.
             package=None if name.startswith("_") else group,

@@ -241,6 +241,22 @@ def test_the_groups_of_a_users_own_folder_are_checked_too(tmp_path: Path) -> Non
     assert "there is no such folder" in only(faults_of("--config-dir", str(tmp_path / "no")))
 
 
+def test_a_file_that_is_no_yaml_is_a_fault_with_its_place_where_it_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "broken.yaml").write_text("a: [1\nb: 2\n")
+    folder = ("--config-dir", str(tmp_path))
+    assert "model/broken.yaml" in only(faults_of(*folder, "model=broken"))
+    assert "Did you mean 'width'?" in only(faults_of(*folder, "model.widht=8"))
+
+
+def test_a_choice_that_has_to_be_taken_is_a_fault_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "open.yaml").write_text("defaults:\n  - lockstep_train\n  - override model: ???\n")
+    arguments = ("--config-dir", str(tmp_path), "--config-name", "open")
+    assert "You must specify 'model'" in only(faults_of(*arguments))
+    assert faults_of(*arguments, "--width=8")[0].endswith("expected key=value. Did you mean 'model.width=8'?")
+    assert faults_of(*arguments, "model=cnn") == []
+
+
 def test_a_wrong_config_name_is_one_fault() -> None:
     assert "There is: lockstep_train." in only(faults_of("--config-name", "lockstep_trane"))
 
