@@ -38,9 +38,8 @@ _BEGUN = ".begun"
 
 def note_begin(run_folder: Path) -> None:
     """Leave a file in a run folder whose time is that at which the first attempt of the run began; on rank 0."""
-    with suppress(
-        OSError
-    ):  # it exists already; or nothing can be written: then only files in the folder are the run's
+    # It exists already; or nothing can be written: then only files in the folder are the run's.
+    with suppress(OSError):
         (run_folder / _BEGUN).touch(exist_ok=False)
 
 
@@ -247,16 +246,12 @@ def _resumed(config: DictConfig) -> list[Fault]:
         path = _checkpoint(config)
     except ConfigurationError as error:
         return [Fault(text, error) for text in error.faults]
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, TypeError):
         return []  # reported where the value is wrong
     last = OmegaConf.select(config, "trainer.max_epochs")
-    if (
-        path is None
-        or config.get("fit") is not True
-        or not is_whole(last)
-        or last < 0
-        or not Path(path).is_file()
-    ):
+    if config.get("fit") is not True or not is_whole(last) or last < 0:
+        return []
+    if path is None or not Path(path).is_file():
         return []
     try:
         done = int(read_file(Path(path))["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"])

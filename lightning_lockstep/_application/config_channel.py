@@ -112,12 +112,8 @@ class ConfigChannel:
         """Send the next message to all other ranks."""
         if self.ranks is None:
             return
-        if (
-            message.config is not None
-            and not self._warned
-            and not on_one_host()
-            and known_job_token() is None
-        ):
+        unsigned = not on_one_host() and known_job_token() is None
+        if unsigned and message.config is not None and not self._warned:
             self._warned = True
             say(
                 "lightning-lockstep: the configuration is sent to the other hosts without a signature, so they accept"
@@ -135,9 +131,8 @@ class ConfigChannel:
         # message, since it may host the store, which ends with it.
         if self.ranks is None:
             return
-        with (
-            nullcontext() if wait else suppress(RuntimeError)
-        ):  # torch's own kinds of lost connection derive from it
+        # Torch's own kinds of lost connection derive from RuntimeError.
+        with nullcontext() if wait else suppress(RuntimeError):
             if not self._sent_last or unusable:
                 self.send(Message(exit_code=exit_code))
         if not wait:

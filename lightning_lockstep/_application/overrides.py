@@ -457,13 +457,10 @@ def _with_right_keys(
 
 
 def _quoted_numbers(loader: Loader, overrides: list[Override]) -> dict[str, str]:
-    """How to quote a choice that Hydra takes for a number: `precision='32'`."""
-    numbers = [
-        str(one.input_line)
-        for one in overrides
-        if type(one.value()) is int and loader.is_group(one.key_or_group)
-    ]
-    return {line: "{}='{}'".format(*line.split("=", 1)) for line in numbers}
+    """How to quote choices that Hydra takes for numbers: `precision='32'`, of a sweep `precision='32','64'`."""
+    lines = [str(one.input_line) for one in overrides if loader.is_group(one.key_or_group)]
+    quoted = {line: re.sub(r"(?<=[=,])\d+(?![^,])", r"'\g<0>'", line) for line in lines if "'" not in line}
+    return {line: form for line, form in quoted.items() if form != line}
 
 
 def _launcher_faults(config: DictConfig) -> list[Fault]:

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_lockstep._application.values import Fault, describe
 from lightning_lockstep.demo.images import ConvNet
-from tests.application.command_lines import faults_of, only
+from tests.application.command_lines import faults_of, look_at, only
 
 
 def test_nothing_is_said_about_a_good_command_line() -> None:
@@ -56,6 +56,7 @@ def test_a_wrong_group_choice_key_and_value_are_reported_together() -> None:
         ("data._target_=no_such_module.Data", "cannot be imported. There is no module 'no_such_module'"),
         ("ckpt_path=nowhere.ckpt", "ckpt_path=nowhere.ckpt: there is no checkpoint"),
         ("ckpt_path=last", "ckpt_path=last: no run under"),
+        ("ckpt_path=3", "ckpt_path=3: expected text or null."),
         ("model.lr=0.1", "Did you mean 'learning_rate'?"),
         ("lr=0.1", "Did you mean 'model.learning_rate'?"),
         ("gpus=2", "Did you mean 'trainer.devices'?"),
@@ -227,6 +228,12 @@ def test_each_value_of_a_sweep_is_checked() -> None:
     assert len(faults) == 2
     assert faults[0].startswith("model.width=9: expected a multiple of 8")
     assert faults[1].startswith("data=digit: group 'data' has no choice 'digit'.")
+
+
+def test_choices_that_are_numbers_are_quoted_for_hydra() -> None:
+    found = look_at("-m", "precision=32,bf16-mixed,64", "seed=1,2", "trainer=default")
+    assert found == ([], {"precision=32,bf16-mixed,64": "precision='32',bf16-mixed,'64'"})
+    assert look_at("precision=64").quoted == {"precision=64": "precision='64'"}
 
 
 def test_the_groups_of_a_users_own_folder_are_checked_too(tmp_path: Path) -> None:
