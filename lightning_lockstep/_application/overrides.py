@@ -113,56 +113,59 @@ def variants(overrides: list[Override], *, multirun: bool) -> tuple[list[list[st
 class Names:
     """All keys, those in a configuration and those that a choice which is not taken would bring, and all choices."""
 
-    def __init__(self, loader: Loader, config: DictConfig) -> None:
-        self._loader = loader
-        present = [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
-        # a key -> the choice that brings it, where it is not there
-        self._choices = dict.fromkeys(sorted(present, key=lambda key: key.count(".")), "")
-        self._made: dict[
-            str, tuple[str, str]
-        ] = {}  # a class -> group and name of the first choice that makes it
-        self._components = set()  # groups whose choices are made into objects
-        for group, choice, content in loader.brought():
-            for key, where, name in entries(content):
-                if isinstance(where, DictConfig):
-                    self._choices.setdefault(f"{group}.{key}", f"{group}={choice}")
-                if name == "_target_":
-                    self._components.add(group)
-                    self._made.setdefault(
-                        str(OmegaConf.select(where, name)).rpartition(".")[2], (group, choice)
-                    )
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
 
-    def find(self, typed: str, *, near: bool = True) -> list[str]:
+    @cached_property
+    def _brought(self) -> list[tuple[str, str, str, str]]:
+        """Each key that a choice brings, its group, the choice, and the class if it names one."""
+        return [
+            (f"{group}.{key}", group, choice, _class_in(where) if name == "_target_" else "")
+            for group, choice, content in self.loader.brought()
+            for key, where, name in entries(content)
+            if isinstance(where, DictConfig)
+        ]
+
+    def _choices(self, config: DictConfig) -> dict[str, str]:
+        """All keys, each with the choice that brings it where it is not there."""
+        present = [key for key, where, _ in entries(config) if isinstance(where, DictConfig)]
+        found = dict.fromkeys(sorted(present, key=lambda key: key.count(".")), "")
+        for key, group, choice, _ in self._brought:
+            found.setdefault(key, f"{group}={choice}")
+        return found
+
+    def find(self, typed: str, config: DictConfig, *, near: bool = True) -> dict[str, str]:
         """The keys most like one: but for case and signs, by the last part, by a near one; of one group first."""
+        choices = self._choices(config)
         group, last = f"{_split(typed)[0]}.", _split(typed)[-1]
-        ends = {key: _split(key)[-1] for key in self._choices}
-        likely = [end for key, end in ends.items() if not self._choices[key] or key.startswith(group)]
+        ends = {key: _split(key)[-1] for key in choices}
+        likely = [end for key, end in ends.items() if not choices[key] or key.startswith(group)]
         close = nearest(last, likely) if near else None
-        ranked: dict[tuple[int, bool, bool], list[str]] = {}
+        ranked: dict[tuple[int, bool, bool], dict[str, str]] = {}
         for key, end in ends.items():
             alike = [key == typed, _plain(key) == _plain(typed), end == last, end == close]
             if any(alike):
-                rank = (alike.index(True), not key.startswith(group), bool(self._choices[key]))
-                ranked.setdefault(rank, []).append(key)
-        return ranked[min(ranked)] if ranked else []
+                rank = (alike.index(True), not key.startswith(group), bool(choices[key]))
+                ranked.setdefault(rank, {})[key] = choices[key]
+        return ranked[min(ranked)] if ranked else {}
 
-    def hint(self, typed: str, *, near: bool = True) -> str:
+    def hint(self, typed: str, config: DictConfig, *, near: bool = True) -> str:
         """Where such a key is to be had; as the end of a sentence."""
-        found = self.find(typed, near=near)
+        found = self.find(typed, config, near=near)
         if not found:
             return ""
-        choice = self._choices[found[0]]
+        key, choice = next(iter(found.items()))
         if not choice:
-            return " Did you mean " + " or ".join(map(repr, found[:2])) + "?"
-        meant = "" if found[0] == typed else f" Did you mean {found[0]!r}?"
+            return " Did you mean " + " or ".join(map(repr, list(found)[:2])) + "?"
+        meant = "" if key == typed else f" Did you mean {key!r}?"
         return f"{meant} It comes with the choice {choice}: give that too."
 
     def near_choice(self, group: str, choice: str) -> str:
         """The choice that makes what was named by its class, in whichever group; or the nearest in this one."""
-        if choice not in self._made:
-            return did_you_mean(choice, self._loader.choices(group))
-        other, name = self._made[choice]
-        return f" Did you mean {name if other == group else f'{other}={name}'!r}?"
+        for _, other, name, made in self._brought:
+            if made == choice != "":
+                return f" Did you mean {name if other == group else f'{other}={name}'!r}?"
+        return did_you_mean(choice, self.loader.choices(group))
 
     def missing(self, override: Override, config: DictConfig) -> str | None:
         """Which part of the key of an override is not there and what is near, or `None` if it is there."""
@@ -174,31 +177,37 @@ class Names:
                 left_out = depth == len(parts) - 1 and part in (settings_of(node) or ())
                 if left_out and not override.is_delete():
                     return self._left_out(override, part, config)
-                hint = "" if override.is_delete() else self._instead(override, node, parts[: depth + 1])
+                hint = (
+                    "" if override.is_delete() else self._instead(override, parts[: depth + 1], node, config)
+                )
                 return f"there is no key {part!r} {where}.{hint}"
             node = OmegaConf.select(config, ".".join(parts[: depth + 1]), throw_on_missing=False)
         return None
 
-    def _instead(self, override: Override, node: DictConfig, parts: list[str]) -> str:
+    def _instead(self, override: Override, parts: list[str], node: DictConfig, config: DictConfig) -> str:
         """What an override can be instead that names no key of a node."""
         typed, within = override.key_or_group, len(parts) > 1
         names = [str(name) for name in node if not str(name).startswith("_") and (within or name != "hydra")]
-        same = self.hint(typed, near=False)
-        near = did_you_mean(parts[-1], names if within else [*names, *self._loader.groups()])
-        if hint := same or near or self.hint(typed):
+        same = self.hint(typed, config, near=False)
+        near = did_you_mean(parts[-1], names if within else [*names, *self.loader.groups()])
+        if hint := same or near or self.hint(typed, config):
             return hint
         if typed == ".".join(parts) and settings_of(node) is not None:
             return f" It has: {listed(names, 12)}."
-        if parts[0] in self._components:
-            return f" Choices of {parts[0]!r}: {', '.join(self._loader.choices(parts[0]))}."
+        if any(made for _, group, _, made in self._brought if group == parts[0]):
+            return f" Choices of {parts[0]!r}: {', '.join(self.loader.choices(parts[0]))}."
         return f" A new key is added with +{override.input_line}"
 
     def _left_out(self, override: Override, name: str, config: DictConfig) -> str:
         """A setting that what is configured has, but not the config."""
         if OmegaConf.select(config, f"hydra.runtime.choices.{name}") is None:
             return f"not among the settings of this config; add it with +{override.input_line}"
-        choice = nearest(override.get_value_string(), self._loader.choices(name)) or "..."
+        choice = nearest(override.get_value_string(), self.loader.choices(name)) or "..."
         return f"the group {name!r} decides this. Did you mean '{name}={choice}'?"
+
+
+def _class_in(node: DictConfig) -> str:
+    return str(OmegaConf.select(node, "_target_")).rpartition(".")[2]
 
 
 def _plain(key: str) -> str:
@@ -225,18 +234,14 @@ REFUSED = (HydraException, OmegaConfBaseException, OSError, YAMLError)
 class Job:
     """One job of a command line: what the overrides that are right lead to, with a fault for each that is wrong."""
 
-    def __init__(self, loader: Loader, lines: list[str]) -> None:
-        self._loader = loader
+    def __init__(self, names: Names, lines: list[str]) -> None:
+        self._names, self._loader = names, names.loader
         self.faults: list[Fault] = []
         self.config: DictConfig | None = None  # with its `hydra` node; None: Hydra could not compose it
         self.typed: dict[str, str] = {}  # the override as typed, by key
         # Groups whose wrong choice was replaced by the nearest one; faults in its files are not reported.
         self._guessed: list[str] = []
         self._compose(OverridesParser.create().parse_overrides(lines))
-
-    @cached_property
-    def _names(self) -> Names:
-        return Names(self._loader, OmegaConf.create() if self.config is None else self.config)
 
     def _compose(self, overrides: list[Override]) -> None:
         """Compose with the choices of groups, then apply the overrides of keys one by one."""
@@ -421,14 +426,15 @@ def preflight(
         known = loader.choices("")
         there_is = f"{did_you_mean(name, known)} There is: {', '.join(known)}."
         return Checked([*faults, Fault(f"--config-name {name}: there is no such config.{there_is}")], {})
+    names = Names(loader)
     if any(typed != line for typed, line in written):
-        written, more = _with_right_keys(loader, written)
+        written, more = _with_right_keys(names, written)
         overrides, _ = parse([line for _, line in written])
         faults += more
     jobs, more = variants(overrides, multirun=arguments.multirun)
     faults += more
     for number, lines in enumerate(jobs):
-        job = Job(loader, lines)
+        job = Job(names, lines)
         job.check(number, check)
         faults += job.faults
         if not alone and job.config is not None:
@@ -438,18 +444,17 @@ def preflight(
 
 
 def _with_right_keys(
-    loader: Loader, written: list[tuple[str, str]]
+    names: Names, written: list[tuple[str, str]]
 ) -> tuple[list[tuple[str, str]], list[Fault]]:
     """Say of what is no `key=value` how it is written, and go on with that."""
     config = OmegaConf.create()
     with suppress(*REFUSED):  # reported where the job is composed
-        config = loader.compose([])
-    names = Names(loader, config)
+        config = names.loader.compose([])
     found, faults = [], []
     for typed, line in written:
         key, _, value = line.partition("=")
         if typed != line:
-            meant = [key] if loader.is_group(key) else [*names.find(key), key]
+            meant = [key] if names.loader.is_group(key) else [*names.find(key, config), key]
             line = f"{meant[0]}={value}"
             faults.append(Fault(f"{typed}: expected key=value. Did you mean {line!r}?"))
         found.append((typed, line))
