@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -45,17 +45,12 @@ def note_begin(run_folder: Path) -> None:
 
 def checkpoint_folders(config: DictConfig, *, run_folder: Path, started_in: Path) -> list[Path]:
     """Return where the components of a run, and Lightning after a signal of Slurm, save checkpoints."""
-    parts = [part for group in ("checkpoint", "callbacks") for part in _nodes(config.get(group))]
-    given = [OmegaConf.select(part, "dirpath") for part in parts]
+    parts = [key for key in component_keys(config) if key.startswith(("checkpoint.", "callbacks."))]
+    given = [OmegaConf.select(config, f"{part}.dirpath") for part in parts]
     root = OmegaConf.select(config, "trainer.default_root_dir")
     given += [] if root is None else [root, f"{root}/checkpoints"]
     base = run_folder if OmegaConf.select(config, "hydra.job.chdir") else started_in
     return [Path(base, path) for path in given if path is not None and "://" not in str(path)]
-
-
-def _nodes(group: object) -> Iterable[DictConfig]:
-    values = group.values() if isinstance(group, DictConfig) else ()
-    return [value for value in values if isinstance(value, DictConfig)]
 
 
 def find_checkpoint(

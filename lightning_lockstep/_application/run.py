@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +196,7 @@ def run(config: DictConfig) -> float | None:
             if interrupted:
                 sys.exit(128 + signal.SIGINT)  # Lightning itself ends with 1
         raise
-    places = _taken_from(config) | (logger_places(loggers) if trainer.is_global_zero else {})
+    places = logger_places(loggers) if trainer.is_global_zero else {}
     finish(loggers, failed=False)
     if ran_under_mpirun():
         # The ranks have done it all, and rank 0 has reported it.
@@ -209,7 +209,7 @@ def run(config: DictConfig) -> float | None:
             ranks=trainer.world_size,
             samples_per_second=record.samples_per_second(trainer.world_size),
             wall_time=time.monotonic() - began,
-            files=_files(trainer, places),
+            files=_files(config, trainer, places),
         )
         write(summary, Path(trainer.default_root_dir))
         show(summary)
@@ -290,26 +290,26 @@ def _loops(
     config: DictConfig, trainer: Any, record: RunRecord, left_out: Collection[str], **given: Any
 ) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    resume = config.get("ckpt_path")
+    path = config.get("ckpt_path")
+
+    def loop(name: str, **more: Any) -> None:
+        getattr(trainer, name)(**given, ckpt_path=path, **more)
+        metrics.update({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def evaluate(name: str) -> None:
+        with weights_as_they_are(trainer) if config.fit and path is None else nullcontext():
+            loop(name, verbose=False)
+
     if config.fit:
-        trainer.fit(**given, ckpt_path=resume)
-        metrics.update(_metrics(trainer))
-        resume = None
+        loop("fit")
+        path = None
         _keep_the_training_log(trainer)
     if config.validate and "validate" not in left_out and record.validation_is_stale():
-        with _weights_of(trainer, resume, fitted=config.fit):
-            trainer.validate(**given, ckpt_path=resume, verbose=False)
-        metrics.update(_metrics(trainer))
+        evaluate("validate")
     if config.test and "test" not in left_out:
-        path = _best(trainer) if config.fit else resume
-        with _weights_of(trainer, path, fitted=config.fit):
-            trainer.test(**given, ckpt_path=path, verbose=False)
-        metrics.update(_metrics(trainer))
+        path = _best(trainer) if config.fit else path
+        evaluate("test")
     return metrics
-
-
-def _weights_of(trainer: Any, path: str | None, *, fitted: bool) -> AbstractContextManager[None]:
-    return weights_as_they_are(trainer) if fitted and path is None else nullcontext()
 
 
 def _keep_the_training_log(trainer: Any) -> None:
@@ -317,10 +317,6 @@ def _keep_the_training_log(trainer: Any) -> None:
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         once = (CSVLogger, MLFlowLogger, WandbLogger)
         trainer.loggers = [logger for logger in trainer.loggers if not isinstance(logger, once)]
-
-
-def _metrics(trainer: Any) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def _best(trainer: Any) -> str | None:
@@ -331,20 +327,17 @@ def _best(trainer: Any) -> str | None:
     return None
 
 
-def _taken_from(config: DictConfig) -> dict[str, str]:
-    path = config.get("ckpt_path")
-    return {"resumed from" if config.fit else "checkpoint": str(path)} if path is not None else {}
-
-
-def _files(trainer: Any, places: dict[str, str]) -> dict[str, str]:
-    files = {"run folder": str(Path(trainer.default_root_dir)), **places}
-    best = _best(trainer)
-    if best is not None:
-        files["best checkpoint"] = best
-    last = last_checkpoint(trainer)
-    if last is not None and last.exists():
-        files["last checkpoint"] = str(last)
-    return files
+def _files(config: DictConfig, trainer: Any, places: dict[str, str]) -> dict[str, str]:
+    """Where everything of a run is, as rows of the closing table."""
+    taken, best, last = config.get("ckpt_path"), _best(trainer), last_checkpoint(trainer)
+    rows = {
+        "run folder": trainer.default_root_dir,
+        "resumed from" if config.fit else "checkpoint": taken,
+        **places,
+        "best checkpoint": best,
+        "last checkpoint": last if last is not None and last.exists() else None,
+    }
+    return {name: str(path) for name, path in rows.items() if path is not None}
 
 
 def last_checkpoint(trainer: Any) -> Path | None:
