@@ -219,7 +219,8 @@ def flight_recorders() -> list[tuple[str, Callable[..., bytes]]]:
 )
 def note_self_recording(backend: str) -> None:
     """Tell torch that a backend records its collectives itself."""
-    getattr(torch.distributed.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(backend)
+    noted: set[str] = getattr(torch.distributed.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    noted.add(backend)
 
 
 # -- containers of any structure --

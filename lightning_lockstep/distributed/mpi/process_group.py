@@ -200,8 +200,8 @@ class MPIProcessGroup(Reductions, Transfers, dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    def _get_backend(self, device: torch.device) -> MPIProcessGroup:
-        return self  # torch 2.15 asks a backend whether it supports coalescing
+    def _get_backend(self, device: torch.device) -> Any:  # torch 2.15 asks it whether it supports coalescing
+        return self
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long an operation waits for other ranks."""
