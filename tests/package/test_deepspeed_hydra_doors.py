@@ -37,7 +37,19 @@ PUBLIC = (
 # Names of the doors that objects of others have too, so that a use does not tell whose it is.
 OF_OTHERS = frozenset(
     (
-        *("buffer", "check", "comm", "dtype", "groups", "load", "name", "ops", "optimizer", "utils"),
+        *(
+            "buffer",
+            "check",
+            "comm",
+            "config",
+            "dtype",
+            "groups",
+            "load",
+            "name",
+            "ops",
+            "optimizer",
+            "utils",
+        ),
         "gradient_accumulation_steps",  # public on the engine, not on its optimizer
         "skipped_steps",  # our counters have them
     )

@@ -56,6 +56,7 @@ DDP = {
     "bucket_cap_mb_list": [1, 2],
     "batched_grad_copy": True,
     "forward_sync_buffers": False,
+    "lazy_bucket_allocation": True,
 }
 # Each option of each class once, with another value than its default.
 OPTIONS: dict[str, dict[str, Any]] = {
