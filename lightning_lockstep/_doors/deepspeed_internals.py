@@ -1,4 +1,6 @@
-"""The one door to what DeepSpeed keeps private or does not document, each name with its reason.
+"""The door to what DeepSpeed keeps private or does not document, each name with its reason.
+
+What is private in its engines has a door of its own, `deepspeed_engines`.
 
 What its documentation names is public: ``initialize``, ``init_distributed``, ``zero.Init`` and ``GatheredParameters``,
 ``checkpointing.configure`` and ``reset``, ``utils.safe_set_*``, ``ds_shape`` and ``ds_tensor`` of a parameter; of the
