@@ -19,8 +19,9 @@ import lightning_lockstep
 from lightning_lockstep._settings import did_you_mean
 from lightning_lockstep.doctor import table
 from lightning_lockstep.doctor.check_runner import Checks
-from lightning_lockstep.doctor.hosts import ChecksOfRanks, ChecksOnHosts, checks_of_host, hosts_of
-from lightning_lockstep.doctor.network_rendezvous import join, joined_rank
+from lightning_lockstep.doctor.hosts import ChecksOfRanks, ChecksOnHosts, hosts_of
+from lightning_lockstep.doctor.network_ranks import ClosedError
+from lightning_lockstep.doctor.network_rendezvous import RendezvousError, joined_rank
 from lightning_lockstep.doctor.registry import (
     BUILT_IN,
     NOT_BY_DEFAULT,
@@ -227,12 +228,9 @@ def _run(selection: Selection, options: CheckOptions, *, as_json: bool, strict: 
     checks: Checks | ChecksOfRanks | ChecksOnHosts
     me = joined_rank()  # of torchrun, mpirun or srun
     if me is not None and me.size > 1:
-        if me.rank > 0:  # it does what rank 0 asks, which prints the table for all
-            why = join(me, checks_of_host(selection.names, options))
-            if why:
-                typer.echo(f"{_PROGRAM}: {why}", err=True)
-            return _PROBLEM if why else _NO_PROBLEM
         checks = ChecksOfRanks(selection.names, options, me)
+        if me.rank > 0:
+            return _take_part(checks)
     elif hosts := hosts_of(options):
         checks = ChecksOnHosts(selection.names, options, hosts)
     else:
@@ -242,6 +240,19 @@ def _run(selection: Selection, options: CheckOptions, *, as_json: bool, strict: 
     if status is Status.PROBLEM:
         return _PROBLEM
     return _ONLY_WARNINGS if strict and status is Status.WARNING else _NO_PROBLEM
+
+
+def _take_part(checks: ChecksOfRanks) -> int:
+    """Do what every rank does; rank 0 prints the table for all."""
+    try:
+        for _ in checks.results():
+            pass
+    except RendezvousError as error:
+        typer.echo(f"{_PROGRAM}: {error}", err=True)
+        return _PROBLEM
+    except ClosedError:
+        pass  # rank 0 has ended
+    return _NO_PROBLEM
 
 
 def _print_json(checks: Checks | ChecksOfRanks | ChecksOnHosts) -> list[CheckResult]:

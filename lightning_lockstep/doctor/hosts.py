@@ -1,35 +1,29 @@
-"""The same checks on several hosts, by ssh or as ranks."""
+"""The same checks on several hosts, by ssh or as ranks.
+
+``python -m lightning_lockstep.doctor.hosts`` is the process of a host's ranks, at the other end of ssh.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_lockstep._system import Completed, end_programs, run_program
-from lightning_lockstep._text import exit_in_words
 from lightning_lockstep.doctor.check_runner import Checks
-from lightning_lockstep.doctor.machine import last_line
 from lightning_lockstep.doctor.network_examination import examine, reported_ranks
-from lightning_lockstep.doctor.network_links import AgentGroup
-from lightning_lockstep.doctor.network_rendezvous import JoinedRank, RendezvousError, gather_ranks
+from lightning_lockstep.doctor.network_ranks import ClosedError, Link, RankGroup, ranks_by_ssh
+from lightning_lockstep.doctor.network_rendezvous import JoinedRank, RendezvousError, join_ranks
 from lightning_lockstep.doctor.registry import CheckOptions, CheckResult, Finding, problem
 from lightning_lockstep.doctor.table import merged
 from lightning_lockstep.errors import ConfigurationError, LaunchError
-from lightning_lockstep.launchers.mpi_hosts import (
-    Host,
-    HostReport,
-    host_fix,
-    is_host_name,
-    python_on,
-    read_hostfile,
-    ssh_fault,
-)
+from lightning_lockstep.launchers.mpi_hosts import Host, is_host_name, read_hostfile
 
 # -- The hosts that ``--hosts`` and ``--hostfile`` name --
 
@@ -62,23 +56,67 @@ def _listed_in(hostfile: str) -> list[Host]:
     return hosts
 
 
-# -- The checks of ``--hosts``: each host runs the doctor, by ssh, and one table shows them all --
+# -- The same checks on each host, and the network between their ranks: what every process of a job or an ssh does --
 
-# Those that look at all hosts at once, from here.
-_FROM_HERE = ("mpi", "network", "run")
-_LONGEST = 180.0  # for all checks of a host, where the user gives no limit [s]
-_SSH_FAILED = 255
-_BEGINS = "LOCKSTEP-DOCTOR"  # printed before the answer; a shell there may have printed something already
+_NETWORK = "network"
+_CHECKS = 180.0  # longest time for the other checks of a host, where the user gives no limit [s]
+
+
+def results_of_ranks(
+    group: RankGroup, names: Sequence[str], options: CheckOptions, *, mpi: bool = False
+) -> Iterator[CheckResult]:
+    """Run the checks on the first rank of each host, then test the network between all ranks."""
+    # The results are the same in all processes; the first one shows them. mpi: as of `examine`.
+    of_host = Checks([name for name in names if name != _NETWORK], options)
+    if of_host.names:
+        yield from _of_hosts(group, of_host, options)
+    began = time.monotonic()
+    found: list[Finding] = []
+    if _NETWORK in names:
+        found = list(examine(group, mpi=mpi))
+    elif group.missing and not group.ssh_names:  # ranks that did not connect are a finding of every check
+        found = list(reported_ranks(group))
+    if found:
+        yield CheckResult(_NETWORK, tuple(found), time.monotonic() - began)
+
+
+def _of_hosts(group: RankGroup, checks: Checks, options: CheckOptions) -> Iterator[CheckResult]:
+    def run(_: int) -> dict[str, Any]:
+        return {"checks": [result.to_json() for result in checks.results()]}
+
+    limit = _CHECKS if options.timeout is None else 30 + options.timeout * len(checks.names)
+    answers = group.all("checks", limit, run, [ranks[0] for ranks in group.hosts.values()])
+    by_host: dict[str, list[CheckResult]] = {}
+    faults = [
+        problem("host", f"{host}: {group.missing[rank]}", *group.fixes.get(rank, ()))
+        for rank, host in group.ssh_names.items()
+        if rank in group.missing
+    ]
+    for rank, answer in answers.items():
+        host = group.ssh_names.get(rank, group.host(rank))
+        if "checks" in answer:
+            by_host[host] = [CheckResult.from_json(result) for result in answer["checks"]]
+        else:
+            faults.append(problem("host", f"{host}: {answer['error']}"))
+    if faults:
+        yield CheckResult("hosts", tuple(faults))
+    if not group.ssh_names and by_host.keys() == {socket.gethostname()}:
+        yield from by_host[socket.gethostname()]
+    else:
+        yield from merged(by_host)
 
 
 class ChecksOnHosts:
-    """The checks of one call, on several hosts; used as :class:`.check_runner.Checks`."""
+    """The checks of ``--hosts``, by ssh; used as :class:`.check_runner.Checks`."""
+
+    # Those that look at all hosts at once, from here.
+    FROM_HERE = ("mpi", _NETWORK, "run")
 
     def __init__(self, names: Sequence[str], options: CheckOptions, hosts: Sequence[Host]) -> None:
         self.names = tuple(names)
-        self._options, self._hosts = options, hosts
-        self._there = [name for name in names if name not in _FROM_HERE]
-        self._here = Checks([name for name in names if name in _FROM_HERE], options)
+        self._options, self._hosts = options, [host.name for host in hosts]
+        self._there = [name for name in names if name not in self.FROM_HERE]
+        self._here = Checks([name for name in names if name in self.FROM_HERE], options)
         self._began: float | None = None
 
     def running(self) -> dict[str, float]:
@@ -87,132 +125,63 @@ class ChecksOnHosts:
 
     def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
         if self._there:
-            yield from self._on_hosts(tick)
-        yield from self._here.results(tick)
-
-    def _on_hosts(self, tick: Callable[[], None]) -> Iterator[CheckResult]:
-        self._began = time.monotonic()
-        with ThreadPoolExecutor(len(self._hosts)) as pool:
-            asked = {host.name: pool.submit(self._ask, host.name) for host in self._hosts}
+            self._began = time.monotonic()
+            group = ranks_by_ssh(self._hosts, 1, self._there, self._options, tick)
             try:
-                while not all(future.done() for future in asked.values()):
-                    tick()
-                    time.sleep(0.05)
-            except BaseException:  # such as Ctrl-C, which these ssh do not receive
-                end_programs()
-                raise
-        self._began = None
-        answers = {host: future.result() for host, future in asked.items()}
-        fault = [answer for answer in answers.values() if isinstance(answer, CheckResult)]
-        if fault:
-            yield CheckResult("hosts", tuple(finding for result in fault for finding in result.findings))
-        yield from merged({host: found for host, found in answers.items() if isinstance(found, list)})
-
-    def _ask(self, host: str) -> list[CheckResult] | CheckResult:
-        """Return what a host has found, or why it was not asked."""
-        given = ["-m", "lightning_lockstep.doctor", *self._there, "--json"]
-        for option, value in (
-            ("--model-parameters", self._options.model_parameters),
-            ("--gpus", self._options.gpus),
-        ):
-            given += [option, f"{value:.12g}"] if value is not None else []
-        limit = _LONGEST
-        if self._options.timeout is not None:
-            given += ["--timeout", f"{self._options.timeout:g}"]
-            limit = 30 + self._options.timeout * len(self._there)
-        done = run_program(python_on(host, given, self._options.ssh_args, first=_BEGINS), limit)
-        if done.is_missing:
-            return _not_asked(host, "there is no ssh command on this host", "sudo apt install openssh-client")
-        if done.timed_out:
-            return _not_asked(host, f"no answer within {limit:.0f} s", f"ssh {host} true")
-        try:
-            answer = done.output.rpartition(f"{_BEGINS}\n")[2]
-            return [CheckResult.from_json(result) for result in json.loads(answer)["checks"]]
-        except (ValueError, KeyError, TypeError):
-            return _unusable(host, done)
-
-
-def _unusable(host: str, done: Completed) -> CheckResult:
-    last = last_line(done.error) or f"{exit_in_words(done.returncode)}, no output"
-    if done.returncode == _SSH_FAILED:
-        report = HostReport(host, last)
-        return _not_asked(host, ssh_fault(report)[0], *host_fix(report))
-    if "No module named" in last:
-        why = f"the package is not installed there, or not in this Python: {last}"
-        return _not_asked(host, why, *host_fix(HostReport(host, "ok")))
-    return _not_asked(host, f"the doctor fails there: {last}", f"ssh {host} lockstep-doctor")
-
-
-def _not_asked(host: str, why: str, *fix: str) -> CheckResult:
-    return CheckResult("hosts", (problem("host", f"{host}: {why}", *fix),))
-
-
-# -- The doctor as ranks of torchrun, mpirun or srun: one table, printed once, by rank 0 --
-
-_NETWORK = "network"
-_CHECKS = 180.0  # longest time for the other checks of a host [s]
-
-
-def checks_of_host(names: Sequence[str], options: CheckOptions) -> Checks:
-    """Return the checks that the first rank of a host runs there; the ranks test the network together."""
-    return Checks([name for name in names if name != _NETWORK], options)
+                yield from results_of_ranks(group, self._there, self._options)
+            finally:
+                group.close()
+                self._began = None
+        yield from self._here.results(tick)
 
 
 class ChecksOfRanks:
-    """The checks of one call, on the hosts of a job; used as :class:`.check_runner.Checks` by rank 0."""
+    """The checks of ranks of torchrun, mpirun or srun; used as :class:`.check_runner.Checks`.
+
+    Every rank iterates over the results; rank 0 prints them.
+    """
 
     def __init__(self, names: Sequence[str], options: CheckOptions, me: JoinedRank) -> None:
         self.names = tuple(names)
-        self._me, self._of_host = me, checks_of_host(names, options)
-        self._began = time.monotonic()
+        self._options, self._me, self._began = options, me, time.monotonic()
 
     def running(self) -> dict[str, float]:
         return {f"{self._me.size} ranks of {self._me.started_by}": time.monotonic() - self._began}
 
     def results(self, tick: Callable[[], None] = lambda: None) -> Iterator[CheckResult]:
-        """Have one rank of each host run the checks, then test the network between all."""
         try:
-            group = gather_ranks(self._me, self._of_host)
+            group = join_ranks(self._me, tick)
         except RendezvousError as error:
+            if self._me.rank > 0:
+                raise
             fix = "lockstep-doctor mpi" if self._me.by_mpi else "export MASTER_ADDR=HOST_OF_RANK_0"
             yield CheckResult(_NETWORK, (problem("ranks", str(error), fix),))
             return
         try:
-            tick()
-            yield from self._of_hosts(group)
-            tick()
-            began = time.monotonic()
-            # Ranks that did not connect are a finding of every check.
-            found: list[Finding] = list(
-                examine(group, mpi=self._me.by_mpi)
-                if _NETWORK in self.names
-                else (finding for finding in reported_ranks(group) if group.missing)
-            )
-            if found:
-                yield CheckResult(_NETWORK, tuple(found), time.monotonic() - began)
+            yield from results_of_ranks(group, self.names, self._options, mpi=self._me.by_mpi)
         finally:
             group.close()
 
-    def _of_hosts(self, group: AgentGroup) -> Iterator[CheckResult]:
-        if not self._of_host.names:
-            return
-        first = [ranks[0] for ranks in group.hosts.values()]
-        answers = group.ask("checks", _CHECKS, {}, first)
-        by_host: dict[str, list[CheckResult]] = {}
-        for rank, answer in answers.items():
-            found = _results(answer)
-            if found is None:
-                why = str(answer.get("error", "its answer cannot be read"))
-                yield CheckResult("hosts", (problem("host", f"{group.host(rank)}: {why}"),))
-            else:
-                by_host[group.host(rank)] = found
-        if by_host.keys() == {socket.gethostname()}:
-            yield from by_host[socket.gethostname()]
-        else:
-            yield from merged(by_host)
+
+# -- The process of a host's ranks, at the other end of ssh --
+
+_LONGEST = 900  # after which it ends in any case [s]
 
 
-def _results(answer: Mapping[str, Any]) -> list[CheckResult] | None:
-    with suppress(KeyError, ValueError, TypeError):
-        return [CheckResult.from_json(result) for result in answer["checks"]]
-    return None
+def main() -> None:
+    """Take part in a test whose first process is at the other end of standard input and output."""
+    signal.alarm(_LONGEST)
+    given = json.loads(sys.argv[1])
+    first = Link(sys.stdin.buffer, os.fdopen(os.dup(1), "wb"))
+    os.write(1, b"\n")  # ends a line that the shell there may have begun
+    os.dup2(2, 1)  # what else is printed is no answer
+    group = RankGroup(given["size"], given["ranks"], first=first)
+    with suppress(ClosedError):
+        group.meet()
+        for _ in results_of_ranks(group, given["checks"], CheckOptions.from_json(given["options"])):
+            pass
+    group.close()
+
+
+if __name__ == "__main__":
+    main()

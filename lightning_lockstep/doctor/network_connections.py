@@ -1,18 +1,19 @@
-"""Which host reaches which, and which step of a backend fails first."""
+"""Which host reaches which: at which address, from which interface; and what gloo would choose by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
 from lightning_lockstep._text import listed
-from lightning_lockstep.doctor.network_links import AgentGroup
+from lightning_lockstep.doctor.network_ranks import Answer, RankGroup
+from lightning_lockstep.doctor.network_stages import addresses_of_name, echo_server, reach
 from lightning_lockstep.doctor.registry import Finding, ok, problem, warning
-
-# -- Which host reaches which, at which address and from which interface; and what gloo would choose by
-# itself
 
 _REACH = 3.0  # longest wait for one address [s]
 _TRIED = 4  # addresses of a host that are tried
@@ -23,44 +24,45 @@ _ALL_PAIRS = 16  # hosts up to which every pair is tried; beyond, each tries the
 class Connections:
     """What the hosts of a group have seen of each other."""
 
+    group: RankGroup
     # By (from, to): the address at which ``to`` was reached, and from which interface.
-    reached: Mapping[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    reached: Mapping[tuple[str, str], tuple[str, str]]
     # By (from, to): what was tried and failed.
-    failed: Mapping[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    failed: Mapping[tuple[str, str], tuple[str, ...]]
     # By host: the addresses that each host name resolves to there.
-    resolved: Mapping[str, Mapping[str, list[str]]] = field(default_factory=dict)
+    resolved: Mapping[str, Mapping[str, list[str]]]
 
-    def address_of_first(self, group: AgentGroup) -> str | None:
+    def address_of_first(self) -> str | None:
         """Return the address at which all hosts reach that of rank 0, or ``None``."""
-        first = group.host(0)
-        others = [host for host in group.hosts if host != first]
+        first = self.group.host(0)
+        others = [host for host in self.group.hosts if host != first]
         found = [self.reached.get((host, first), ("", ""))[0] for host in others]
         return found[0] if found and found[0] and len(set(found)) == 1 else None
 
-    def own_interfaces(self, group: AgentGroup) -> dict[str, str]:
+    def own_interfaces(self) -> dict[str, str]:
         """Return the interface of each host at which the others reach it; empty if one has none."""
         found: dict[str, str] = {}
-        for host, ranks in group.hosts.items():
+        for host, ranks in self.group.hosts.items():
             addresses = {address for (_, to), (address, _) in self.reached.items() if to == host}
-            for name, own in group.facts[ranks[0]].get("interfaces", {}).items():
+            for name, own in self.group.facts[ranks[0]].get("interfaces", {}).items():
                 if addresses & set(own):
                     found.setdefault(host, name)
-        return found if found.keys() == group.hosts.keys() else {}
+        return found if found.keys() == self.group.hosts.keys() else {}
 
-    def exports(self, group: AgentGroup, variable: str) -> list[str]:
+    def exports(self, variable: str) -> list[str]:
         """Return the lines that give each host its interface."""
-        own = self.own_interfaces(group)
+        own = self.own_interfaces()
         if len(set(own.values())) == 1:
             return [f"export {variable}={next(iter(own.values()))}"]
         return [f"export {variable}={name}  # on {host}" for host, name in own.items()]
 
-    def findings(self, group: AgentGroup) -> Iterator[Finding]:
+    def findings(self) -> Iterator[Finding]:
         """Yield what is wrong with names, addresses and connections."""
-        yield from self._pairs(group)
-        yield from self._names(group)
-        yield from self._what_gloo_chooses(group)
+        yield from self._pairs()
+        yield from self._names()
+        yield from self._what_gloo_chooses()
 
-    def _pairs(self, group: AgentGroup) -> Iterator[Finding]:
+    def _pairs(self) -> Iterator[Finding]:
         if not self.failed:
             places = sorted({f"{to} at {address}" for (_, to), (address, _) in self.reached.items()})
             yield ok("connections", f"every host reaches the others ({listed(places, 8)})")
@@ -69,27 +71,29 @@ class Connections:
             yield problem(
                 "connections",
                 f"{start} does not reach {end} on ports above 1024: {'; '.join(tried)}",
-                *self._way_in(group, start, end, tried),
+                *self._way_in(start, end, tried),
             )
 
-    def _way_in(self, group: AgentGroup, start: str, end: str, tried: tuple[str, ...]) -> list[str]:
+    def _way_in(self, start: str, end: str, tried: tuple[str, ...]) -> list[str]:
         if not any("no answer" in one for one in tried):
-            return [f"# on {start}:", f"ip route get {_first_outside(group, end)}"]
-        source = _first_outside(group, start)
+            return [f"# on {start}:", f"ip route get {_first_outside(self.group, end)}"]
+        source = _first_outside(self.group, start)
         return [
             f"# a firewall drops the packets, or there is no route between the two. On {end}, as root:",
             f"ufw allow from {source}   # or: firewall-cmd --zone=trusted --add-source={source}",
         ]
 
-    def _names(self, group: AgentGroup) -> Iterator[Finding]:
+    def _names(self) -> Iterator[Finding]:
         for host, known in self.resolved.items():
             names = {
-                name: group.facts[ranks[0]]["name"] for name, ranks in group.hosts.items() if name != host
+                name: self.group.facts[ranks[0]]["name"]
+                for name, ranks in self.group.hosts.items()
+                if name != host
             }
             unknown = [name for name, own in names.items() if not known.get(own)]
             if unknown:
                 lines = [
-                    f"echo '{_first_outside(group, name)} {names[name]}' | sudo tee -a /etc/hosts"
+                    f"echo '{_first_outside(self.group, name)} {names[name]}' | sudo tee -a /etc/hosts"
                     for name in unknown
                 ]
                 yield warning(
@@ -100,11 +104,11 @@ class Connections:
                     *lines,
                 )
 
-    def _what_gloo_chooses(self, group: AgentGroup) -> Iterator[Finding]:
+    def _what_gloo_chooses(self) -> Iterator[Finding]:
         """Gloo listens at the address of the host's own name, unless GLOO_SOCKET_IFNAME is set."""
-        interfaces = self.own_interfaces(group)
-        for host, ranks in group.hosts.items():
-            facts = group.facts[ranks[0]]
+        interfaces = self.own_interfaces()
+        for host, ranks in self.group.hosts.items():
+            facts = self.group.facts[ranks[0]]
             chosen = facts["variables"].get("GLOO_SOCKET_IFNAME")
             outside = _of_other_networks(facts, interfaces.get(host, ""))
             fix = [f"export GLOO_SOCKET_IFNAME={interfaces[host]}  # on {host}"] if host in interfaces else []
@@ -135,7 +139,7 @@ class Connections:
                 )
 
 
-def _first_outside(group: AgentGroup, host: str) -> str:
+def _first_outside(group: RankGroup, host: str) -> str:
     found = group.facts[group.hosts[host][0]].get("outside", [])
     return str(found[0]) if found else "ADDRESS"
 
@@ -147,163 +151,55 @@ def _of_other_networks(facts: Mapping[str, Any], own: str) -> list[str]:
     return [name for name, found in facts["interfaces"].items() if name != own and outside & set(found)]
 
 
-def try_connections(group: AgentGroup, patience: float = 1.0) -> Connections:
+def try_connections(group: RankGroup) -> Connections:
     """Have the first rank of each host connect to the other hosts."""
     first = {host: ranks[0] for host, ranks in group.hosts.items()}
-    hosts, agents = list(first), list(first.values())
-    names_of_hosts = sorted({group.facts[rank]["name"] for rank in agents})
-    resolved = group.ask("resolve", 20 * patience, {"names": names_of_hosts}, agents)
-    family = "::" if all(_only_ipv6(group.facts[rank]) for rank in agents) else "0.0.0.0"
-    listening = group.ask("listen", 5 * patience, {"address": family}, agents)
+    hosts, ranks = list(first), list(first.values())
+    names = sorted({group.facts[rank]["name"] for rank in ranks})
+    listeners: list[socket.socket] = []
+
+    def resolve(_: int) -> Answer:
+        return {"names": {name: addresses_of_name(name) for name in names}}
+
+    def listen(_: int) -> Answer:
+        listeners.append(echo_server())
+        return {"port": listeners[-1].getsockname()[1]}
+
+    def reach_others(rank: int) -> Answer:
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            found = {end: pool.submit(reach_one, end) for end in _goals(hosts, group.host(rank))}
+            return {"found": {end: future.result() for end, future in found.items()}}
+
+    def reach_one(end: str) -> Answer:
+        answer = listening[first[end]]
+        if "port" not in answer:
+            return {"tried": [f"nothing listens there: {answer['error']}"]}
+        addresses = group.facts[first[end]]["outside"][:_TRIED]
+        return reach(addresses, answer["port"], _REACH)
+
+    resolved = group.all("host names", 20, resolve, ranks)
+    listening = group.all("listen", 5, listen, ranks)
+    answers = group.all("connections", 2 * _TRIED * _REACH + 1, reach_others, ranks)
+    for listener in listeners:
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # which also ends the thread that accepts
+        listener.close()
     reached: dict[tuple[str, str], tuple[str, str]] = {}
     failed: dict[tuple[str, str], tuple[str, ...]] = {}
-    for distance in _distances(len(hosts)):
-        pairs = {hosts[i]: hosts[(i + distance) % len(hosts)] for i in range(len(hosts))}
-        tried: dict[str, list[str]] = {host: [] for host in hosts}
-        for place in range(_TRIED):
-            goals = {
-                start: (group.facts[first[end]]["outside"][place], listening[first[end]].get("port"))
-                for start, end in pairs.items()
-                if (start, end) not in reached and place < len(group.facts[first[end]]["outside"])
-            }
-            goals = {start: goal for start, goal in goals.items() if goal[1] is not None}
-
-            def given(rank: int, goals: dict[str, Any] = goals) -> dict[str, Any]:
-                address, port = goals[group.host(rank)]
-                return {"address": address, "port": port, "within": _REACH * patience}
-
-            asked = [first[start] for start in goals]
-            for rank, answer in group.ask("reach", 2 * _REACH * patience, given, asked).items():
-                start = group.host(rank)
-                address = goals[start][0]
-                if answer.get("ok"):
-                    reached[start, pairs[start]] = (address, str(answer.get("interface", "")))
-                else:
-                    place_there = f"{address}:{goals[start][1]}"
-                    from_there = f" from interface {answer['interface']}" if answer.get("interface") else ""
-                    tried[start].append(f"{place_there}{from_there}: {answer.get('error')}")
-        for start, end in pairs.items():
-            if (start, end) not in reached:
-                failed[start, end] = tuple(tried[start]) or ("it has no address but loopback",)
-    names = {group.host(rank): _lists(answer) for rank, answer in resolved.items() if "ok" not in answer}
-    return Connections(reached, failed, names)
+    for start, rank in first.items():
+        for end in _goals(hosts, start):
+            answer = answers[rank].get("found", {}).get(end, {"tried": [answers[rank].get("error")]})
+            if "tried" in answer:
+                failed[start, end] = tuple(answer["tried"])
+            else:
+                reached[start, end] = (answer["address"], answer["interface"])
+    known = {group.host(rank): answer["names"] for rank, answer in resolved.items() if "names" in answer}
+    return Connections(group, reached, failed, known)
 
 
-def _lists(answer: Mapping[str, Any]) -> dict[str, list[str]]:
-    return {name: list(found) for name, found in answer.items() if isinstance(found, list)}
-
-
-def _distances(count: int) -> list[int]:
-    return list(range(1, count)) if count <= _ALL_PAIRS else [1, count - 1]
-
-
-def _only_ipv6(facts: Mapping[str, Any]) -> bool:
-    outside = facts.get("outside", [])
-    return bool(outside) and all(":" in address for address in outside)
-
-
-# -- The test of one backend in steps on all ranks: which step failed first, on which ranks, with which
-# error
-
-_IMPORT = 90.0  # longest time for importing torch, or starting MPI, on a busy or cold host [s]
-_STEPS = {"rendezvous": 20.0, "barrier": 20.0, "all_reduce": 20.0, "memory": 20.0, "speed": 30.0}
-_MPI_STEPS = {"exchange": 20.0, "barrier": 20.0, "all_reduce": 20.0, "speed": 30.0}
-# A backend's own limit is that much shorter than ours, so that its error names what it waited for [s].
-_EARLIER = 3.0
-
-
-@dataclass(frozen=True)
-class StepFault:
-    """The error of one rank in the step that failed."""
-
-    rank: int
-    kind: str  # ``ended`` (its process died), ``silent`` (its host does not answer), ``error``, or ``late``
-    error: str
-    debug: str = ""  # what NCCL has written
-    printed: str = ""  # to standard error, by its process
-
-
-@dataclass(frozen=True)
-class BackendResult:
-    """How the test of a backend went."""
-
-    backend: str
-    step: str = ""  # the one that failed; empty where none did
-    faults: tuple[StepFault, ...] = ()
-    answers: Mapping[str, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)  # by step and rank
-
-    @property
-    def passed(self) -> bool:
-        """Whether every step did what it should."""
-        return not self.step
-
-    @property
-    def blamed(self) -> tuple[StepFault, ...]:
-        """The faults that explain the others: a dead process before an error, an error before a wait."""
-        for kind in ("ended", "silent", "error", "late"):
-            found = tuple(fault for fault in self.faults if fault.kind == kind)
-            if found:
-                return found
-        return ()
-
-    def value(self, step: str, name: str) -> dict[int, Any]:
-        """Return one value of the answers to a step, by rank."""
-        return {rank: answer.get(name) for rank, answer in self.answers.get(step, {}).items()}
-
-
-def try_backend(
-    group: AgentGroup,
-    backend: str,  # what follows a ``+`` distinguishes two tests of one backend
-    address: str,  # of rank 0, as the others reach it
-    *,
-    environ: Callable[[int], Mapping[str, str]] = lambda rank: {},
-    patience: float = 1.0,  # factor for all deadlines
-) -> BackendResult:
-    """Take the steps of a backend on all ranks, up to the first that fails."""
-    answers: dict[str, Mapping[int, Mapping[str, Any]]] = {}
-    is_mpi = backend.startswith("mpi4py")
-
-    def begin(rank: int) -> dict[str, Any]:
-        return {
-            "backend": backend,
-            "size": group.size,
-            "local_rank": group.local_rank(rank),
-            "environ": dict(environ(rank)),
-            "debug": backend.startswith("nccl"),
-        }
-
-    def step(name: str, seconds: float, ranks: list[int] | None = None, **given: Any) -> bool:
-        within = seconds * patience
-        asked = {"backend": backend, "step": name, "within": within, "given": given}
-        answers[name] = group.ask("step", within, asked, ranks)
-        return all(answer.get("ok") for answer in answers[name].values())
-
-    def steps() -> str:
-        answers["begin"] = group.ask("begin", 10 * patience, begin)
-        if not all(answer.get("ok") for answer in answers["begin"].values()):
-            return "begin"
-        if not step("start", _IMPORT):
-            return "start"
-        place: dict[str, Any] = {}
-        if not is_mpi:
-            if not step("listen", 10, [0], address=address, within=_STEPS["rendezvous"] * patience):
-                return "listen"
-            place = {"address": address, "port": answers["listen"][0]["port"]}
-        for name, seconds in (_MPI_STEPS if is_mpi else _STEPS).items():
-            given = {**place, "within": seconds * patience - _EARLIER} if name == "rendezvous" else {}
-            if not step(name, seconds, **given):
-                return name
-        return ""
-
-    failed = steps()
-    group.ask("end", 15 * patience, {"backend": backend})
-    faults = tuple(_fault(rank, answer) for rank, answer in answers[failed].items()) if failed else ()
-    return BackendResult(backend, failed, tuple(fault for fault in faults if fault is not None), answers)
-
-
-def _fault(rank: int, answer: Mapping[str, Any]) -> StepFault | None:
-    if answer.get("ok"):
-        return None
-    kind = next((kind for kind in ("ended", "silent", "late") if kind in answer), "error")
-    texts = {name: str(answer.get(name, "")) for name in ("error", "debug", "printed")}
-    return StepFault(rank, kind, **texts)
+def _goals(hosts: list[str], start: str) -> list[str]:
+    """Return the hosts that one host tries to reach."""
+    if len(hosts) <= _ALL_PAIRS:
+        return [host for host in hosts if host != start]
+    following = hosts[(hosts.index(start) + 1) % len(hosts)]
+    return [host for host in dict.fromkeys((following, hosts[0])) if host != start]

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_lockstep._system import Completed
-from lightning_lockstep._text import exit_in_words, ranges, ranks_in_words, size_in_words, time_in_words
-from lightning_lockstep.doctor import probes
+from lightning_lockstep._text import exit_in_words, ranks_in_words, size_in_words, time_in_words
 from lightning_lockstep.doctor.machine import Machine, last_line
-from lightning_lockstep.doctor.network_connections import (
-    BackendResult,
-    Connections,
-    StepFault,
-    try_backend,
-    try_connections,
-)
-from lightning_lockstep.doctor.network_links import AgentGroup
+from lightning_lockstep.doctor.network_connections import Connections, try_connections
+from lightning_lockstep.doctor.network_ranks import Answer, RankGroup
+from lightning_lockstep.doctor.network_stages import PROBE, Probe
 from lightning_lockstep.doctor.registry import Finding, not_applicable, ok, problem, warning
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.mpirun_command import (
@@ -31,13 +25,16 @@ from lightning_lockstep.launchers.mpirun_command import (
     mpirun_environ,
 )
 
-# -- The finding of a backend test --
+# -- The test of one backend on all ranks: which step failed first, on which ranks, with which error --
 
-# Where in its sources a backend writes from, which is long and of no use here.
-_SOURCE = re.compile(r"\[/?[\w./-]+\.(cc|cpp|h):\d+\] ?")
-_SHOWN = 4  # faults of ranks that are shown in full
-_STEPS = {
-    "begin": "starting a process",
+# Limits of the steps [s]. The first imports torch, or starts MPI, on a busy or cold host.
+_START = {"start": 90.0}
+_START_OF_RANK_0 = {**_START, "listen": 10.0}
+_STEPS = {"rendezvous": 20.0, "barrier": 20.0, "all_reduce": 20.0, "memory": 20.0, "speed": 30.0}
+_MPI_STEPS = {"exchange": 20.0, "barrier": 20.0, "all_reduce": 20.0, "speed": 30.0}
+# A backend's own limit is that much shorter than ours, so that its error names what it waited for [s].
+_EARLIER = 3.0
+_NAMES = {
     "start": "start",
     "listen": "opening the store",
     "rendezvous": "rendezvous",
@@ -47,9 +44,110 @@ _STEPS = {
     "memory": "memory allocation",
     "speed": "large all-reduce",
 }
+# Of faults: a process that ended, a host that does not answer, an error, a step that did not end in time.
+_KINDS = ("ended", "silent", "error", "late")
 
 
-def backend_finding(group: AgentGroup, result: BackendResult) -> Finding:
+@dataclass(frozen=True)
+class BackendResult:
+    """How the test of a backend went."""
+
+    backend: str
+    answers: dict[str, dict[int, Answer]] = field(default_factory=dict)  # by step and rank
+
+    def add(self, answers: Mapping[int, Answer], first: str) -> None:  # first: step of those that were taken
+        """Add what the ranks answered; those that did not count for the step in which the others failed."""
+        for rank, answer in answers.items():
+            for step, taken in answer.get("steps", {}).items():
+                self.answers.setdefault(step, {})[rank] = taken
+        place = self.step or first
+        for rank, answer in answers.items():
+            if "steps" not in answer:
+                self.answers.setdefault(place, {})[rank] = answer
+
+    @property
+    def step(self) -> str:
+        """The first step that failed; empty where none did."""
+        failed = (step for step in _NAMES if not all(a["ok"] for a in self.answers.get(step, {}).values()))
+        return next(failed, "")
+
+    @property
+    def passed(self) -> bool:
+        """Whether every step did what it should."""
+        return not self.step
+
+    @property
+    def faults(self) -> dict[int, Answer]:
+        """What the ranks answered on which that step failed."""
+        answers = self.answers.get(self.step, {})
+        return {rank: answer for rank, answer in sorted(answers.items()) if not answer["ok"]}
+
+    @property
+    def blamed(self) -> dict[int, Answer]:
+        """The faults that explain the others: a dead process before an error, an error before a wait."""
+        kinds = {rank: kind_of(fault) for rank, fault in self.faults.items()}
+        first = min(kinds.values(), key=_KINDS.index, default="")
+        return {rank: fault for rank, fault in self.faults.items() if kinds[rank] == first}
+
+    def value(self, step: str, name: str) -> dict[int, Any]:
+        """Return one value of the answers to a step, by rank."""
+        return {rank: answer.get(name) for rank, answer in self.answers.get(step, {}).items()}
+
+
+def kind_of(fault: Answer) -> str:
+    return next((kind for kind in ("ended", "silent", "late") if kind in fault), "error")
+
+
+def try_backend(
+    group: RankGroup,
+    backend: str,  # what follows a ``+`` distinguishes two tests of one backend
+    address: str,  # of rank 0, as the others reach it
+    *,
+    environ: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    patience: float = 1.0,  # factor for all deadlines
+) -> BackendResult:
+    """Take the steps of a backend on all ranks, up to the first that fails."""
+    name = backend.partition("+")[0]
+    is_mpi = name == "mpi4py"
+    probes: dict[int, Probe] = {}
+
+    def start(rank: int) -> Answer:
+        if is_mpi:
+            probes[rank] = group.mpi or Probe(name, [group.size])
+        else:
+            timeout = _STEPS["rendezvous"] * patience - _EARLIER
+            arguments = [rank, group.size, group.local_rank(rank), address, timeout]
+            probes[rank] = Probe(name, arguments, environ(rank))
+        return taken(rank, _START if is_mpi or rank > 0 else _START_OF_RANK_0)
+
+    def go_on(rank: int) -> Answer:
+        probes[rank].go_on(**({} if is_mpi else {"port": result.answers["listen"][0]["port"]}))
+        return taken(rank, steps)
+
+    def taken(rank: int, limits: Mapping[str, float]) -> Answer:
+        return {"steps": probes[rank].steps({step: patience * within for step, within in limits.items()})}
+
+    steps = _MPI_STEPS if is_mpi else _STEPS
+    result = BackendResult(backend)
+    try:
+        started = group.all(f"{backend}: start", sum(_START_OF_RANK_0.values()) * patience, start)
+        result.add(started, "start")
+        if result.passed:
+            result.add(group.all(backend, sum(steps.values()) * patience, go_on), next(iter(steps)))
+    finally:
+        for probe in probes.values():
+            probe.end()
+    return result
+
+
+# -- The finding of a backend test --
+
+# Where in its sources a backend writes from, which is long and of no use here.
+_SOURCE = re.compile(r"\[/?[\w./-]+\.(cc|cpp|h):\d+\] ?")
+_SHOWN = 4  # faults of ranks that are shown in full
+
+
+def backend_finding(group: RankGroup, result: BackendResult) -> Finding:
     if not result.passed:
         return _failure(group, result)
     latency = max(result.value("speed", "latency").values())
@@ -58,52 +156,41 @@ def backend_finding(group: AgentGroup, result: BackendResult) -> Finding:
     connecting = max(first_contact.values())
     barrier = max(result.value("barrier", "seconds").values())
     libraries = sorted({str(library) for library in result.value("start", "library").values() if library})
-    with_what = f" with {first_part(libraries[0])}" if libraries else ""
+    with_what = f" with {_first_part(libraries[0])}" if libraries else ""
     return ok(
         result.backend,
         f"{group.size} ranks{with_what}: rendezvous {time_in_words(connecting)}, barrier {time_in_words(barrier)},"
-        f" all-reduce correct; 8 bytes take {time_in_words(latency)}, 16 MB go at {rate(bandwidth)}",
+        f" all-reduce correct; 8 bytes take {time_in_words(latency)}, 16 MB go at {_rate(bandwidth)}",
     )
 
 
-def _failure(group: AgentGroup, result: BackendResult) -> Finding:
-    step, blamed = _STEPS[result.step], result.blamed
-    ranks = [fault.rank for fault in blamed]
-    everyone = len(ranks) == group.size
-    waiting = sorted({fault.rank for fault in result.faults} - set(ranks))
-    done = sorted(set(group.ranks) - {fault.rank for fault in result.faults})
-    texts = _by_error(group, blamed)
-    lines = [
-        f"the step {step!r} failed on {'all ranks' if everyone else ranks_in_words(ranks)}: {'; '.join(texts)}"
-    ]
-    if waiting:
+def _failure(group: RankGroup, result: BackendResult) -> Finding:
+    step, blamed, faults = _NAMES[result.step], result.blamed, result.faults
+    where = "all ranks" if len(blamed) == group.size else ranks_in_words(blamed)
+    lines = [f"the step {step!r} failed on {where}: {'; '.join(_by_error(group, blamed))}"]
+    if waiting := faults.keys() - blamed.keys():
         lines.append(f"{ranks_in_words(waiting)} failed or timed out after that")
-    if done:
+    if done := set(group.ranks) - faults.keys():
         lines.append(f"{ranks_in_words(done)} completed it")
-    debug = next((fault.debug for fault in blamed if fault.debug), "")
-    if debug:
+    if debug := next((fault["debug"] for fault in blamed.values() if fault.get("debug")), ""):
         lines.append(f"NCCL's own log: {debug}")
-    return problem(f"{result.backend}: {step}", ". ".join(lines), *_fix(result, blamed))
+    return problem(f"{result.backend}: {step}", ". ".join(lines), *_fix(result))
 
 
-def _by_error(group: AgentGroup, faults: Sequence[StepFault]) -> list[str]:
+def _by_error(group: RankGroup, faults: Mapping[int, Answer]) -> list[str]:
     """Return each error with its ranks and host."""
     by_error: dict[tuple[str, str], list[int]] = {}
-    for fault in faults:
-        by_error.setdefault((group.host(fault.rank), _error(fault)), []).append(fault.rank)
+    for rank, fault in faults.items():
+        error = _SOURCE.sub("", fault["error"])
+        if "ended" in fault and (printed := last_line(fault["printed"])):
+            error = f"{error} ({printed})"
+        by_error.setdefault((group.host(rank), error), []).append(rank)
     texts = [f"{ranks_in_words(ranks)} on {host}: {error}" for (host, error), ranks in by_error.items()]
     return texts[:_SHOWN] + ([f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else [])
 
 
-def _error(fault: StepFault) -> str:
-    if fault.kind != "ended":
-        return _SOURCE.sub("", fault.error)
-    printed = last_line(fault.printed)
-    return f"{fault.error} ({printed})" if printed else fault.error
-
-
-def _fix(result: BackendResult, blamed: Sequence[StepFault]) -> list[str]:
-    texts = " ".join(fault.error for fault in blamed)
+def _fix(result: BackendResult) -> list[str]:
+    texts = " ".join(fault["error"] for fault in result.blamed.values())
     name = result.backend.partition("+")[0]
     if "SIGKILL" in texts:
         return [
@@ -117,17 +204,19 @@ def _fix(result: BackendResult, blamed: Sequence[StepFault]) -> list[str]:
         return [f"pip install {package}  # on each host that lacks it"]
     if "out of memory" in texts:
         return ["nvidia-smi  # lists the processes that use these devices"]
+    if "loads another MPI" in texts:
+        return ["lockstep-doctor mpi"]
     if name == "nccl":
-        return ["NCCL_DEBUG=INFO lockstep-doctor network  # prints NCCL's whole log"]
+        return ["export NCCL_DEBUG=INFO  # before a run: NCCL then prints its whole log"]
     return []
 
 
-def rate(size: float) -> str:  # size: [bytes/s]
+def _rate(size: float) -> str:  # size: [bytes/s]
     """Return a transfer rate such as ``3.2 GB/s``."""
     return f"{size / 1e9:.1f} GB/s" if size >= 1e9 else f"{size / 1e6:.0f} MB/s"
 
 
-def first_part(library: str) -> str:
+def _first_part(library: str) -> str:
     """Return name and version of an MPI library, without where and when it was built."""
     return library.partition(",")[0].partition("\t")[0].strip()
 
@@ -135,7 +224,6 @@ def first_part(library: str) -> str:
 # -- MPI tested on ranks that an mpirun of the doctor starts on this host --
 
 _LONGEST = 90.0  # for all steps [s]
-_LAST_STEP = "speed"
 
 
 def mpi_here(machine: Machine, count: int) -> Finding:
@@ -151,51 +239,27 @@ def mpi_here(machine: Machine, count: int) -> Finding:
         return not_applicable("mpi4py", "no mpirun was found beside this Python or in PATH")
     command = mpirun_command(mpirun, settings, num_processes=count, num_nodes=1)
     command = [argument for argument in command if argument not in ("--output", "tag")]
-    probe = str(Path(str(probes.__path__[0]), "network_mpi.py"))
     names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     given = [f"{name}={value}" for name, value in mpirun_environ(settings).items() if name in names]
-    done = machine.run(["env", *given, *command, sys.executable, "-u", probe, "--all"], timeout=_LONGEST)
-    return _finding(done, count)
-
-
-def _finding(done: Completed, count: int) -> Finding:
-    answers: dict[int | None, dict[str, Mapping[str, Any]]] = {}
+    probe = [sys.executable, "-u", str(PROBE), "mpi4py", str(count), "--all"]
+    done = machine.run(["env", *given, *command, *probe], timeout=_LONGEST)
+    taken: dict[int, dict[str, Answer]] = {rank: {} for rank in range(count)}
     for line in done.output.splitlines():
-        with suppress(ValueError):
+        with suppress(ValueError, KeyError):  # what ranks and mpirun print
             answer = json.loads(line[max(line.find("{"), 0) :])
-            answers.setdefault(answer.get("answering"), {})[str(answer.get("step"))] = answer
-    faults = [
-        (rank, step, answer.get("error"))
-        for rank, steps in answers.items()
-        for step, answer in steps.items()
-        if not answer.get("ok")
-    ]
-    if faults:
-        rank, step, error = faults[0]
-        return problem(f"mpi4py: {step}", f"rank {rank}: {error}")
-    first = answers.get(0, {})
-    sizes = {int(steps["start"].get("size", 0)) for steps in answers.values() if "start" in steps}
-    if sizes - {count}:
-        library = first.get("start", {}).get("library")
-        return problem(
-            "mpi4py: start",
-            f"mpirun started {count} ranks, but MPI sees {', '.join(map(str, sorted(sizes)))}: mpi4py loads another MPI"
-            f" ({library}) than the one that starts the ranks",
-            "lockstep-doctor mpi",
-        )
-    if _LAST_STEP not in first:
-        missing = [rank for rank in range(count) if "start" not in answers.get(rank, {})]
-        tail = [line for line in done.error.splitlines() if line.strip(" -")]
-        what = f"no answer within {_LONGEST:.0f} s" if done.timed_out else exit_in_words(done.returncode)
-        which = f"; ranks that did not start: {ranges(missing)}" if missing else ""
-        last = next(reversed(first), "start")
-        return problem("mpi4py", f"{what}, after the step {last!r} of rank 0{which}. {' '.join(tail[-2:])}")
-    speed, start = first[_LAST_STEP], first["start"]
-    return ok(
-        "mpi4py",
-        f"{count} ranks with {first_part(start['library'])}: barrier and all-reduce correct; 8 bytes take"
-        f" {time_in_words(speed['latency'])}, 16 MB go at {rate(speed['bandwidth'])}",
-    )
+            taken[answer["rank"]][answer["step"]] = answer
+    what = f"no answer within {_LONGEST:.0f} s" if done.timed_out else exit_in_words(done.returncode)
+    tail = " ".join([line for line in done.error.splitlines() if line.strip(" -")][-2:])
+    for steps in taken.values():
+        for step in (*_START, *_MPI_STEPS):
+            if not all(answer["ok"] for answer in steps.values()):
+                break
+            steps.setdefault(step, {"ok": False, "late": True, "error": f"{what}. {tail}"})
+    group = RankGroup(count)
+    group.facts = {rank: {"host": socket.gethostname()} for rank in range(count)}
+    result = BackendResult("mpi4py")
+    result.add({rank: {"steps": steps} for rank, steps in taken.items()}, "start")
+    return backend_finding(group, result)
 
 
 # -- The network test from end to end: every stage in turn, and what each has found --
@@ -203,44 +267,45 @@ def _finding(done: Completed, count: int) -> Finding:
 _SMALL_SHARED_MEMORY = 2**28  # per rank of a host, below which NCCL or loaders run out of it [bytes]
 
 
-def examine(group: AgentGroup, *, mpi: bool, patience: float = 1.0) -> Iterator[Finding]:
+def examine(group: RankGroup, *, mpi: bool) -> Iterator[Finding]:
     """Yield what each stage finds, in the order in which ranks would meet the fault."""
-    # mpi: the ranks are those of an MPI job, so MPI can be tested on them; patience: factor for all deadlines
+    # mpi: the ranks are those of an MPI job, so MPI can be tested on them
     yield from reported_ranks(group)
     if len(group.ranks) < 2:
         return
     yield from _shared_memory(group)
     connections = None
     if len(group.hosts) > 1:
-        connections = try_connections(group, patience)
-        yield from connections.findings(group)
+        connections = try_connections(group)
+        yield from connections.findings()
     if len(group.ranks) < group.size:
         yield not_applicable("backends", "not every rank has reported, so no collective can complete")
         return
-    address = "127.0.0.1" if connections is None else connections.address_of_first(group)
+    address = "127.0.0.1" if connections is None else connections.address_of_first()
     if address is None:
         yield not_applicable("backends", "no address of rank 0 can be reached from all hosts")
         return
-    yield from _backends(group, address, connections, mpi=mpi, patience=patience)
+    yield from _backends(group, address, connections, mpi=mpi)
 
 
-def reported_ranks(group: AgentGroup) -> Iterator[Finding]:
+def reported_ranks(group: RankGroup) -> Iterator[Finding]:
     """Yield which ranks have reported, and which have not."""
     places = "; ".join(f"{host}: {ranks_in_words(ranks)}" for host, ranks in group.hosts.items())
     if not group.missing:
         yield ok("ranks", f"all {group.size} reported ({places})")
         return
     for rank, why in sorted(group.missing.items()):
+        place = f"on {group.ssh_names[rank]}, " if rank in group.ssh_names else ""
         yield problem(
             "ranks",
-            f"rank {rank} of {group.size} did not report: {why}. Reported: {places or 'none'}",
+            f"rank {rank} of {group.size} did not report: {place}{why}. Reported: {places or 'none'}",
             *group.fixes.get(
                 rank, ("# look at the output of that rank, and at the firewall of rank 0's host",)
             ),
         )
 
 
-def _shared_memory(group: AgentGroup) -> Iterator[Finding]:
+def _shared_memory(group: RankGroup) -> Iterator[Finding]:
     for host, ranks in group.hosts.items():
         sizes = group.facts[ranks[0]].get("shared_memory")
         if not sizes:
@@ -258,28 +323,25 @@ def _shared_memory(group: AgentGroup) -> Iterator[Finding]:
 
 
 def _backends(
-    group: AgentGroup, address: str, connections: Connections | None, *, mpi: bool, patience: float
+    group: RankGroup, address: str, connections: Connections | None, *, mpi: bool
 ) -> Iterator[Finding]:
-    gloo = try_backend(group, "gloo", address, patience=patience)
+    gloo = try_backend(group, "gloo", address)
     yield backend_finding(group, gloo)
-    if not gloo.passed and connections is not None and (own := connections.own_interfaces(group)):
+    if not gloo.passed and connections is not None and (own := connections.own_interfaces()):
         again = try_backend(
             group,
             "gloo+interface",
             address,
             environ=lambda rank: {"GLOO_SOCKET_IFNAME": own[group.host(rank)]},
-            patience=patience,
         )
-        yield _cure(
-            again, "gloo", "with GLOO_SOCKET_IFNAME set", connections.exports(group, "GLOO_SOCKET_IFNAME")
-        )
-    if gloo.step not in ("begin", "start"):
-        yield from _nccl(group, gloo, address, patience)
+        yield _cure(again, "gloo", "with GLOO_SOCKET_IFNAME set", connections.exports("GLOO_SOCKET_IFNAME"))
+    if gloo.step != "start":
+        yield from _nccl(group, gloo, address)
     if mpi:
-        yield backend_finding(group, try_backend(group, "mpi4py", address, patience=patience))
+        yield backend_finding(group, try_backend(group, "mpi4py", address))
 
 
-def _nccl(group: AgentGroup, gloo: BackendResult, address: str, patience: float) -> Iterator[Finding]:
+def _nccl(group: RankGroup, gloo: BackendResult, address: str) -> Iterator[Finding]:
     devices = devices_of_hosts(group.hosts, gloo)
     if not any(devices.values()):
         yield not_applicable("nccl", "torch finds no CUDA device on any rank's host")
@@ -296,13 +358,11 @@ def _nccl(group: AgentGroup, gloo: BackendResult, address: str, patience: float)
     if len(set(versions.values())) > 1:
         listed = ", ".join(f"rank {rank}: {version}" for rank, version in versions.items())
         yield warning("nccl", f"the ranks have different versions of NCCL ({listed})")
-    nccl = try_backend(group, "nccl", address, patience=patience)
+    nccl = try_backend(group, "nccl", address)
     yield backend_finding(group, nccl)
     if nccl.passed:
         return
-    again = try_backend(
-        group, "nccl+p2p", address, environ=lambda rank: {"NCCL_P2P_DISABLE": "1"}, patience=patience
-    )
+    again = try_backend(group, "nccl+p2p", address, environ=lambda rank: {"NCCL_P2P_DISABLE": "1"})
     yield _cure(
         again,
         "nccl",

@@ -1,34 +1,23 @@
-"""How the agents find their coordinator: on this host, by ssh, or as ranks of another program."""
+"""How ranks that torchrun, mpirun or srun has started find each other for the network test: all connect to rank 0."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
 import secrets
 import socket
-import subprocess
-import threading
+import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from lightning_lockstep.distributed.rendezvous import ANY, known_job_token, on_one_host, own_address
-from lightning_lockstep.doctor.check_runner import Checks
 from lightning_lockstep.doctor.machine import last_line
-from lightning_lockstep.doctor.network_agent import Agent, RankProcess, addresses_of_name, host_facts
-from lightning_lockstep.doctor.network_links import (
-    AgentGroup,
-    ClosedError,
-    Link,
-    accept_ranks,
-    connect,
-    listen_at,
-)
+from lightning_lockstep.doctor.network_ranks import Answer, ClosedError, Link, OtherProcess, RankGroup
+from lightning_lockstep.doctor.network_stages import Probe, addresses_of_name, host_facts
 from lightning_lockstep.errors import LaunchError
-from lightning_lockstep.launchers.mpi_hosts import HostReport, host_fix, python_on, ssh_fault
 from lightning_lockstep.launchers.rank_variables import (
     SRUN,
     address_of_node,
@@ -37,19 +26,19 @@ from lightning_lockstep.launchers.rank_variables import (
     first_node,
 )
 
-# -- Which rank this process is, of ranks that torchrun, mpirun or srun has started, and where rank 0 is
-# found
+# -- Which rank this process is, and where rank 0 is found --
 
+# What all ranks of a job have in common.
 _JOB_NAMES = (
-    *(
-        "TORCHELASTIC_RUN_ID",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "SLURM_JOB_ID",
-        "SLURM_STEP_ID",
-        "SLURM_CLUSTER_NAME",
-    ),
-    *("PMIX_NAMESPACE", "PMI_JOBID", "OMPI_MCA_ess_base_jobid"),
+    "TORCHELASTIC_RUN_ID",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_CLUSTER_NAME",
+    "PMIX_NAMESPACE",
+    "PMI_JOBID",
+    "OMPI_MCA_ess_base_jobid",
 )
 _FIRST_PORT, _PORTS, _TRIES = 20_000, 11_000, 4
 
@@ -61,7 +50,6 @@ class JoinedRank:
     started_by: str
     rank: int
     size: int
-    local_rank: int
     address: str | None  # of rank 0, by the environment variables; None where they do not say
     by_mpi: bool = False  # it is a rank of an MPI job
 
@@ -81,123 +69,61 @@ def _job() -> str:
     return "\0".join(os.environ.get(name, "") for name in _JOB_NAMES)
 
 
+def joined_rank(environ: Mapping[str, str] | None = None) -> JoinedRank | None:
+    """Return the rank that this process is, or ``None`` where it was started alone."""
+    environ = os.environ if environ is None else environ
+    given = environ.get("MASTER_ADDR")
+    if "TORCHELASTIC_RUN_ID" in environ:
+        numbers = [environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+        if all(number.isdecimal() for number in numbers):
+            address = "127.0.0.1" if on_one_host() else given
+            return JoinedRank("torchrun", int(numbers[0]), int(numbers[1]), address)
+    by_mpi, step = find_mpi_rank(environ), find_slurm_step(environ)
+    if by_mpi is not None and by_mpi.started_by != SRUN:
+        address = "127.0.0.1" if by_mpi.local_size == by_mpi.size else given
+        return JoinedRank(by_mpi.started_by, by_mpi.rank, by_mpi.size, address, True)
+    if step is not None:
+        one = len(step.tasks_per_node) == 1
+        address = given or ("127.0.0.1" if one else _address_of(first_node(step.nodes)))
+        return JoinedRank(SRUN, step.rank, step.size, address, by_mpi is not None)
+    return None
+
+
 def _address_of(node: str) -> str:
     with suppress(LaunchError):
         return address_of_node(node)
     return node  # what cannot be resolved is reported where it is used
 
 
-def joined_rank(environ: Mapping[str, str] | None = None) -> JoinedRank | None:
-    """Return the rank that this process is, or ``None`` where it was started alone."""
-    environ = os.environ if environ is None else environ
-    given = environ.get("MASTER_ADDR")
-    if "TORCHELASTIC_RUN_ID" in environ:
-        numbers = [environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-        if all(number.isdecimal() for number in numbers):
-            address = "127.0.0.1" if on_one_host() else given
-            rank, size, local_rank = map(int, numbers)
-            return JoinedRank("torchrun", rank, size, local_rank, address)
-    by_mpi, step = find_mpi_rank(environ), find_slurm_step(environ)
-    if by_mpi is not None and by_mpi.started_by != SRUN:
-        address = "127.0.0.1" if by_mpi.local_size == by_mpi.size else given
-        return JoinedRank(by_mpi.started_by, by_mpi.rank, by_mpi.size, by_mpi.local_rank, address, True)
-    if step is not None:
-        one = len(step.tasks_per_node) == 1
-        address = given or ("127.0.0.1" if one else _address_of(first_node(step.nodes)))
-        return JoinedRank(SRUN, step.rank, step.size, step.local_rank, address, by_mpi is not None)
-    return None
-
-
-# -- Connects the agents to their coordinator: started here, by ssh on other hosts, or ranks of another
-# program
+# -- Rank 0 listens, the others connect --
 
 _ARRIVAL = 60.0  # longest wait for ranks that another program starts [s]
 _START_MPI = 60.0
-_FACTS = 20.0
-_AT_ONCE = 8  # connections of ssh to a host; of more than 10 that have yet to log in, sshd drops some
+_CONNECT = 3.0  # longest wait for one address [s]
+_HANDSHAKE = 3  # longest wait of rank 0 for a message of who has connected [s]
+_ANSWER = 10  # longest wait for rank 0, which looks at one connection after the other [s]
+_IDLE = 600  # longest wait for a message afterwards [s]
+_PAUSE = 0.2  # between two attempts [s]
 
 
 class RendezvousError(Exception):
     """The ranks could not connect; the text names the rank and its error."""
 
 
-def agents_here(count: int) -> AgentGroup:
-    """Start agents on this host, and return them."""
-    links: dict[int, Link] = {}
-    threads = []
-    for rank in range(count):
-        links[rank], thread = _agent_here(Agent(rank))
-        threads.append(thread)
-    return _with_facts(AgentGroup(links, count, {}, threads))
-
-
-def _agent_here(agent: Agent) -> tuple[Link, threading.Thread]:
-    ours, theirs = socket.socketpair()
-    link = Link.of_socket(theirs)
-    name = f"doctor-agent-{agent.rank}"
-    thread = threading.Thread(target=_serve, args=(agent, link), name=name, daemon=True)
-    thread.start()
-    return Link.of_socket(ours), thread
-
-
-def _serve(agent: Agent, link: Link) -> None:
-    agent.serve(link)
-    link.close()
-
-
-def agents_by_ssh(hosts: Sequence[str], per_host: int, ssh_args: Sequence[str] = ()) -> AgentGroup:
-    """Start agents on other hosts by ssh, and return those that answer."""
-    processes: dict[int, subprocess.Popen[bytes]] = {}
-    group = AgentGroup({}, len(hosts) * per_host, {})
-    commands = [
-        python_on(host, ["-m", "lightning_lockstep.doctor.network_agent"], ssh_args) for host in hosts
-    ]
-    for first in range(0, per_host, _AT_ONCE):
-        places = range(first, min(first + _AT_ONCE, per_host))
-        started_now = [number * per_host + place for number in range(len(hosts)) for place in places]
-        for rank in started_now:
-            processes[rank], group.links[rank] = _agent_of_command(commands[rank // per_host], rank)
-        _with_facts(group, started_now)
-    for rank, process in processes.items():
-        if rank not in group.facts:
-            process.kill()
-            assert process.stderr is not None
-            output = process.stderr.read().decode(errors="replace")
-            report = HostReport(hosts[rank // per_host], last_line(output) or "ssh exited without output")
-            group.missing[rank] = f"on {report.host}, {_why(report)}"
-            group.fixes[rank] = tuple(host_fix(report))
+def join_ranks(me: JoinedRank, tick: Callable[[], None] = lambda: None) -> RankGroup:
+    """Connect the ranks of a job: all to rank 0."""
+    mpi = _start_mpi(me) if me.address is None else None
+    try:
+        group = _ranks_of_job(me, mpi, tick) if me.rank == 0 else _group_of_first(me, mpi)
+    except RendezvousError:
+        if mpi is not None:
+            mpi.end()
+        raise
+    group.meet()
     return group
 
 
-def _agent_of_command(command: Sequence[str], rank: int) -> tuple[subprocess.Popen[bytes], Link]:
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdin is not None and process.stdout is not None
-    link = Link(process.stdout, process.stdin, partial(_end, process))
-    with suppress(ClosedError):
-        link.send({"rank": rank})
-    return process, link
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stderr):
-        with suppress(OSError):
-            if stream is not None:
-                stream.close()
-
-
-def _why(report: HostReport) -> str:
-    if "No module named" in report.ssh:
-        return f"the package is not installed there, or not in this Python: {report.ssh}"
-    return ssh_fault(report)[0]
-
-
-def gather_ranks(me: JoinedRank, checks: Checks) -> AgentGroup:
-    """Return the agents of all ranks of a job, this one's among them; called on rank 0."""
-    started = None
-    if me.address is None:
-        started = _start_mpi(me)
+def _ranks_of_job(me: JoinedRank, mpi: Probe | None, tick: Callable[[], None]) -> RankGroup:
     here = me.address in ("127.0.0.1", "localhost")
     at = "127.0.0.1" if here else own_address(me.address) if me.address is not None else ANY
     try:
@@ -206,87 +132,138 @@ def gather_ranks(me: JoinedRank, checks: Checks) -> AgentGroup:
         raise RendezvousError(f"rank 0 on {socket.gethostname()} cannot listen: {error}") from error
     port, token = server.getsockname()[1], me.token
     with server:
-        if started is not None:
+        if mpi is not None:
             token = secrets.token_hex(32)  # broadcast by MPI to the ranks, and to no other process
-            place = {"addresses": host_facts()["outside"], "port": port, "token": token}
-            _broadcast(started, place)
-        own, thread = _agent_here(Agent(0, started, checks))
-        others = accept_ranks(server, token, set(range(1, me.size)), _ARRIVAL)
-    missing = {
-        rank: f"it did not connect to {me.address or socket.gethostname()}:{port} within {_ARRIVAL:.0f} s"
+            _broadcast(mpi, {"addresses": host_facts()["outside"], "port": port, "token": token})
+        links = accept_ranks(server, token, set(range(1, me.size)), _ARRIVAL)
+    where = f"{me.address or socket.gethostname()}:{port}"
+    absent = {
+        rank: f"it did not connect to {where} within {_ARRIVAL:.0f} s"
         for rank in range(1, me.size)
-        if rank not in others
+        if rank not in links
     }
-    return _with_facts(AgentGroup({0: own, **others}, me.size, missing, [thread]))
+    others = [OtherProcess(link, [rank]) for rank, link in links.items()]
+    return RankGroup(me.size, [0], others, mpi=mpi, absent=absent, tick=tick)
 
 
-def join(me: JoinedRank, checks: Checks) -> str:  # checks: by this rank's own command line
-    """Be the agent of a rank other than 0; return why that was not possible, or nothing."""
-    started = None
-    if me.address is None:
-        try:
-            started = _start_mpi(me)
-            place = _broadcast(started, None)
-        except RendezvousError as error:
-            return str(error)
+def _group_of_first(me: JoinedRank, mpi: Probe | None) -> RankGroup:
+    if mpi is not None:
+        place = _broadcast(mpi, None)
         places = [(address, int(place["port"])) for address in place["addresses"]]
         token = str(place["token"])
     else:
-        places, token = [(me.address, port) for port in me.ports], me.token
+        places, token = [(str(me.address), port) for port in me.ports], me.token
     link, why = connect(places, token, me.rank, _ARRIVAL)
     if link is None:
         named = me.address or "rank 0"
         known = addresses_of_name(named) if me.address else []
         hint = f" {named} resolves to {', '.join(known)} here." if known and known != [named] else ""
-        return f"rank {me.rank} on {socket.gethostname()} cannot connect to rank 0 ({why}).{hint}"
-    Agent(me.rank, started, checks).serve(link)
-    return ""
+        raise RendezvousError(
+            f"rank {me.rank} on {socket.gethostname()} cannot connect to rank 0 ({why}).{hint}"
+        )
+    return RankGroup(me.size, [me.rank], first=link, mpi=mpi)
 
 
-def _with_facts(group: AgentGroup, ranks: list[int] | None = None) -> AgentGroup:
-    facts = group.ask("facts", _FACTS, {}, sorted(group.links) if ranks is None else ranks)
-    for rank, answer in facts.items():
-        if "host" in answer:
-            group.facts[rank] = answer
+def listen_at(address: str, ports: list[int]) -> socket.socket:
+    """Return a socket that listens at the first free port; of 0, at any."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in ports:
+        with suppress(OSError):
+            return socket.create_server((address, port), family=family)
+    raise OSError(f"no port of {', '.join(map(str, ports))} is free at {address}")
+
+
+def accept_ranks(server: socket.socket, token: str, expected: set[int], timeout: float) -> dict[int, Link]:
+    """Return the link of every rank that has come in time [s]."""
+    found: dict[int, Link] = {}
+    deadline = time.monotonic() + timeout
+    while expected - set(found) and (left := deadline - time.monotonic()) > 0:
+        server.settimeout(left)
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            break
+        rank, link = _rank_behind(connection, token, 0, _HANDSHAKE)
+        if rank in expected - set(found):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            found[rank] = link
         else:
-            group.missing.setdefault(rank, str(answer.get("error")))
-    group.give_hosts_unique_names()
-    return group
+            link.close()
+    return found
 
 
-def _start_mpi(me: JoinedRank) -> RankProcess:
+def connect(
+    places: list[tuple[str, int]], token: str, rank: int, timeout: float
+) -> tuple[Link | None, str]:  # timeout: [s]
+    """Return the link to rank 0, tried at each place until the time is over, or why there is none."""
+    deadline = time.monotonic() + timeout
+    faults: dict[str, str] = {}
+    while time.monotonic() < deadline:
+        for host, port in places:
+            try:
+                connection = socket.create_connection((host, port), timeout=_CONNECT)
+            except OSError as error:
+                faults[f"{host}:{port}"] = str(error)
+                continue
+            found, link = _rank_behind(connection, token, rank, min(_ANSWER, int(timeout) + 1))
+            if found == 0:
+                return link, ""
+            link.close()
+            faults[f"{host}:{port}"] = (
+                "the process listening there did not prove that it is rank 0 of this job"
+            )
+        time.sleep(_PAUSE)
+    return None, "; ".join(f"{place}: {fault}" for place, fault in faults.items()) or "no address is known"
+
+
+def _rank_behind(connection: socket.socket, token: str, rank: int, patience: int) -> tuple[int, Link]:
+    """Return the link of a connection and the rank at its other end, -1 for a process that is no rank of this job."""
+    # Both prove that they know the job's token, which is never sent: what ranks report stands in rank 0's table, with
+    # lines to paste.
+    link = Link.of_socket(connection, patience)
+    with suppress(ClosedError, ValueError, KeyError, TypeError):
+        nonce = secrets.token_hex(32)
+        link.send(rank=rank, nonce=nonce)
+        theirs = link.receive()
+        link.send(proof=_proof(token, rank, theirs["nonce"]))
+        if hmac.compare_digest(link.receive()["proof"], _proof(token, int(theirs["rank"]), nonce)):
+            link.set_patience(_IDLE)
+            return int(theirs["rank"]), link
+    return -1, link
+
+
+def _proof(token: str, rank: int, nonce: str) -> str:
+    return hmac.digest(token.encode(), f"{rank} {nonce}".encode(), "sha256").hex()
+
+
+# -- MPI as the way to find rank 0, where no variable gives its address --
+
+
+def _start_mpi(me: JoinedRank) -> Probe:
     if not me.by_mpi:
         raise RendezvousError(
             f"{me.started_by} does not provide the address of rank 0: set MASTER_ADDR to the name or address of its"
             " host"
         )
-    process = RankProcess("network_mpi.py", [], {})
-    answer = process.step("start", _START_MPI, {})
-    where = f"rank {me.rank} on {socket.gethostname()}"
-    if not answer.get("ok"):
-        process.end()
+    probe = Probe("mpi4py", [me.size])
+    answer = probe.steps({"start": _START_MPI})["start"]
+    if not answer["ok"]:
+        probe.end()
         raise RendezvousError(
-            f"{where}: MPI does not start ({_fault(answer)}); it is needed to find rank 0."
-            " To do without MPI, set MASTER_ADDR to the name or address of rank 0's host"
+            f"rank {me.rank} on {socket.gethostname()}: MPI does not start ({_fault(answer)}); it is needed to find"
+            " rank 0. To do without MPI, set MASTER_ADDR to the name or address of rank 0's host"
         )
-    if answer.get("size") != me.size:
-        process.end()
-        raise RendezvousError(
-            f"{where}: {me.started_by} has started {me.size} ranks, but MPI sees {answer.get('size')}:"
-            f" mpi4py loads another MPI ({answer.get('library')}) than the one that started the ranks"
-        )
-    return process
+    return probe
 
 
-def _broadcast(process: RankProcess, value: Any) -> dict[str, Any]:
-    answer = process.step("exchange", _ARRIVAL, {"value": value})
-    value_of_0 = answer.get("value")
-    if not answer.get("ok") or not isinstance(value_of_0, dict):
-        process.end()
+def _broadcast(probe: Probe, value: Answer | None) -> Answer:
+    probe.go_on(value=value)
+    answer = probe.steps({"exchange": _ARRIVAL})["exchange"]
+    if not answer["ok"] or not isinstance(answer.get("value"), dict):
         raise RendezvousError(f"rank on {socket.gethostname()}: an MPI broadcast failed ({_fault(answer)})")
-    return value_of_0
+    return dict(answer["value"])
 
 
-def _fault(answer: dict[str, Any]) -> str:
+def _fault(answer: Answer) -> str:
     printed = last_line(str(answer.get("printed", "")))
     return f"{answer.get('error')}: {printed}" if printed else str(answer.get("error"))

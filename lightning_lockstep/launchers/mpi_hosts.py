@@ -43,17 +43,13 @@ def is_this_host(name: str) -> bool:
     return any(address in here or ip_address(address).is_loopback for address in addresses_of(name))
 
 
-def python_on(
-    host: str, arguments: Sequence[str], ssh_args: Sequence[str] = (), *, first: str = ""
-) -> list[str]:
+def python_on(host: str, arguments: Sequence[str], ssh_args: Sequence[str] = ()) -> list[str]:
     """Return the command that runs this Python on a host, in the folder and with the search path of here."""
     if is_this_host(host):
         return [sys.executable, *arguments]
     path = os.environ.get("PYTHONPATH", "")
     python = f"PYTHONPATH={shlex.quote(path)} {shlex.quote(sys.executable)} {shlex.join(arguments)}"
     line = f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; {python}"
-    # The word comes after all that the shell of that host prints by itself.
-    line = f"echo {shlex.quote(first)}; {line}" if first else line
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}"]
     return ["ssh", *options, *ssh_args, "--", host, line]
 

@@ -23,9 +23,8 @@ PACKAGE = Path(lightning_lockstep.__file__).parent
 THE_ONES = {
     "distributed/failure/process_exit.py": {"os._exit", "atexit.register"},
     "distributed/failure/uncaught.py": {"sys.excepthook ="},
-    # Programs of the doctor, which are no ranks of a run.
-    "doctor/network_agent.py": {"os._exit"},
-    "doctor/probes/network_torch.py": {"os._exit"},
+    # A program of the doctor, which is no rank of a run.
+    "doctor/probes/network_backend.py": {"os._exit"},
 }
 
 

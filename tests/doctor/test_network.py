@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -9,23 +10,32 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import pytest
 
-from lightning_lockstep.doctor import network_agent, network_rendezvous
+import lightning_lockstep
+from lightning_lockstep.doctor import network_ranks
 from lightning_lockstep.doctor.hosts import ChecksOnHosts
-from lightning_lockstep.doctor.network_connections import BackendResult, try_backend
-from lightning_lockstep.doctor.network_examination import backend_finding, devices_of_hosts, examine
-from lightning_lockstep.doctor.network_links import (
-    AgentGroup,
+from lightning_lockstep.doctor.network_connections import _goals
+from lightning_lockstep.doctor.network_examination import (
+    BackendResult,
+    backend_finding,
+    devices_of_hosts,
+    examine,
+    kind_of,
+    try_backend,
+)
+from lightning_lockstep.doctor.network_ranks import (
     ClosedError,
     Link,
-    accept_ranks,
-    connect,
-    listen_at,
+    OtherProcess,
+    RankGroup,
+    ranks_by_ssh,
+    ranks_here,
 )
-from lightning_lockstep.doctor.network_rendezvous import agents_by_ssh, agents_here, joined_rank
+from lightning_lockstep.doctor.network_rendezvous import accept_ranks, connect, joined_rank, listen_at
+from lightning_lockstep.doctor.network_stages import host_facts
 from lightning_lockstep.doctor.registry import CheckOptions, Status
 from lightning_lockstep.launchers.mpi_hosts import Host
 from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
@@ -55,10 +65,10 @@ def test_ranks_that_know_the_token_of_the_job_meet() -> None:
         assert link is not None, why
         theirs = ranks()[1]
     for _ in range(2):
-        theirs.send({"number": 1})
-        assert link.receive(5) == {"number": 1}
-        link.send({"number": 2})
-        assert theirs.receive(5) == {"number": 2}
+        theirs.send(number=1)
+        assert link.receive() == {"number": 1}
+        link.send(number=2)
+        assert theirs.receive() == {"number": 2}
     link.close()
     theirs.close()
 
@@ -76,7 +86,7 @@ def in_thread(call: Callable[[], Answer]) -> Callable[[], Answer]:
     return answer
 
 
-def test_who_listens_in_the_place_of_rank_0_and_sends_back_what_it_gets_is_not_obeyed() -> None:
+def test_who_listens_in_the_place_of_rank_0_and_sends_back_what_it_gets_is_not_rank_0() -> None:
     """It learns nothing that tells it the token of the job, either."""
     heard: list[bytes] = []
 
@@ -95,74 +105,80 @@ def test_who_listens_in_the_place_of_rank_0_and_sends_back_what_it_gets_is_not_o
     assert b"token" not in b"".join(heard) and json.loads(heard[0]).keys() == {"rank", "nonce"}
 
 
-def test_who_passes_on_what_the_ranks_send_can_add_nothing() -> None:
-    """A stranger holds the port that rank 1 tries first, and connects to rank 0 itself."""
-
-    def passed_on(source: IO[bytes], goal: IO[bytes], count: int) -> None:
-        for _ in range(count):
-            goal.write(source.readline())
-
-    with listen_at("127.0.0.1", [0]) as first, listen_at("127.0.0.1", [0]) as server:
-        ranks = in_thread(lambda: accept_ranks(server, "token", {1}, 30))
-        joined = in_thread(lambda: connect([("127.0.0.1", first.getsockname()[1])], "token", 1, 30))
-        near, _ = first.accept()
-        far = socket.create_connection(server.getsockname())
-        with near, far, near.makefile("rwb", 0) as rank_1, far.makefile("rwb", 0) as rank_0:
-            passed_on(rank_1, rank_0, 1)
-            passed_on(rank_0, rank_1, 1)
-            passed_on(rank_1, rank_0, 1)
-            link, _ = joined()
-            theirs = ranks()[1]
-            assert link is not None  # the handshake was the real one
-            theirs.send({"do": "facts"})
-            line = rank_0.readline()
-            rank_1.write(line)
-            assert link.receive(5) == {"do": "facts"}
-            rank_1.write(line)  # once more
-            with pytest.raises(ClosedError):
-                link.receive(5)
-            link.close()
-            rank_0.write(b'{"number": 1, "answer": {"ok": true}}\n')
-            with pytest.raises(ClosedError):
-                theirs.receive(5)
-            theirs.close()
-
-
-def test_a_coordinator_can_set_no_variable_that_loads_code() -> None:
-    group = agents_here(1)
-    try:
-        found = try_backend(
-            group,
-            "gloo",
-            "127.0.0.1",
-            environ=lambda rank: {"NCCL_NET_PLUGIN": "/tmp/x.so", "LD_PRELOAD": "x"},
-        )
-    finally:
-        group.close()
-    assert found.step == "begin" and "not LD_PRELOAD, NCCL_NET_PLUGIN" in found.faults[0].error
-
-
-def test_a_coordinator_does_not_choose_checks_or_their_options() -> None:
-    link, thread = network_rendezvous._agent_here(network_agent.Agent(1))
-    given = {"names": ["mpi"], "options": {"ssh_args": ["-o", "ProxyCommand=x"]}}
-    link.send({"number": 1, "do": "checks", "given": given})
-    answer = (link.receive(5) or {})["answer"]
-    assert "unexpected keyword argument" in answer["error"]
-    link.close()
-    thread.join()
-
-
 def test_a_link_says_that_its_other_end_is_gone() -> None:
     ours, theirs = socket.socketpair()
-    link = Link.of_socket(ours)
+    link = Link.of_socket(ours, patience=1)
     theirs.sendall(b'not json\n{"number": 1}\n')
-    assert link.receive(5) == {"number": 1}
-    assert link.receive(0.05) is None
+    assert link.receive() == {"number": 1}
+    with pytest.raises(ClosedError):  # nothing comes
+        link.receive()
     theirs.close()
-    for _ in range(2):  # whoever asks again hears the same
-        with pytest.raises(ClosedError):
-            link.receive(5)
+    with pytest.raises(ClosedError):
+        link.receive()
     link.close()
+
+
+def two_processes(end_of_rank_1: Callable[[socket.socket], None]) -> tuple[RankGroup, Callable[[], None]]:
+    """Return a group whose rank 1 is a thread that is given the other end of the connection; and what ends it."""
+    ours, theirs = socket.socketpair()
+    ended = in_thread(lambda: end_of_rank_1(theirs))
+    group = RankGroup(2, [0], [OtherProcess(Link.of_socket(ours), [1])])
+    return group, ended
+
+
+def rank_1(connection: socket.socket, version: str = lightning_lockstep.__version__) -> Link:
+    """Let rank 1 report; return its link."""
+    link = Link.of_socket(connection)
+    link.send(stage="facts", answers={1: {**host_facts(), "version": version}})
+    link.receive()
+    return link
+
+
+def test_a_rank_with_another_version_of_the_package_takes_no_part() -> None:
+    group, ended = two_processes(lambda connection: rank_1(connection, "0.0.1").close())
+    group.meet()
+    ended()
+    finding, *others = examine(group, mpi=False)
+    group.close()
+    assert others == [] and finding.status is Status.PROBLEM
+    assert "rank 1 of 2 did not report: lightning-lockstep is 0.0.1 on" in finding.evidence
+    assert finding.fix[0].startswith(f"pip install lightning-lockstep=={lightning_lockstep.__version__}")
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (lambda link: link.close(), "its process ended"),
+        (lambda link: link.send(stage="another", answers={}), "it takes the stage 'another' when others"),
+        (lambda link: link.receive(), "it did not answer within 0 s"),  # until the group is closed
+    ],
+)
+def test_a_rank_that_dies_or_is_late_is_one_answer_and_takes_no_further_part(
+    what: Callable[[Link], object], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rank(connection: socket.socket) -> None:
+        link = rank_1(connection)
+        with contextlib.suppress(ClosedError):
+            what(link)
+        link.close()
+
+    monkeypatch.setattr(network_ranks, "_MARGIN", 0.4)
+    group, ended = two_processes(rank)
+    group.meet()
+    for _ in range(2):
+        answers = group.all("stage", 0.1, lambda rank: {"ok": True})
+        assert answers[0] == {"ok": True}
+        assert answers[1]["silent"] and told in answers[1]["error"], answers
+    group.close()
+    ended()
+
+
+def test_of_many_hosts_each_tries_that_of_rank_0_and_is_tried() -> None:
+    hosts = [f"node{number}" for number in range(20)]
+    goals = {host: _goals(hosts, host) for host in hosts}
+    assert all(hosts[0] in goals[host] for host in hosts[1:])
+    assert {goal for tried in goals.values() for goal in tried} == set(hosts)
+    assert max(map(len, goals.values())) == 2 and not any(host in goals[host] for host in hosts)
 
 
 def started(devices: list[list[str]]) -> BackendResult:
@@ -182,7 +198,7 @@ def test_each_rank_that_sees_one_device_has_its_own_under_srun() -> None:
 
 
 def test_two_machines_of_one_name_are_two_hosts() -> None:
-    group = AgentGroup({}, 3, {})
+    group = RankGroup(3)
     for rank, machine in enumerate(["first", "second", "first"]):
         group.facts[rank] = {
             "host": "localhost",
@@ -209,27 +225,17 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return calls
 
 
-def test_not_all_connections_to_a_host_begin_at_once(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[int]] = []
-    with_facts = network_rendezvous._with_facts
-
-    def noted(group: AgentGroup, ranks: list[int]) -> AgentGroup:
-        asked.append(ranks)
-        return with_facts(group, ranks)
-
-    monkeypatch.setattr(network_rendezvous, "_with_facts", noted)
-    monkeypatch.setattr(network_rendezvous, "_AT_ONCE", 2)
-    group = agents_by_ssh(["192.0.2.7"], 3)  # an address that is nobody's
+def test_one_ssh_connects_all_ranks_of_a_host(ssh: Path) -> None:
+    group = ranks_by_ssh(["192.0.2.7"], 3, [], CheckOptions())  # an address that is nobody's
     try:
         assert group.ranks == [0, 1, 2] and not group.missing
-        assert asked == [[0, 1], [2]]
-        assert len(ssh.read_text().splitlines()) == 3
+        assert len(ssh.read_text().splitlines()) == 1
     finally:
         group.close()
 
 
 def test_no_ssh_is_needed_to_this_host(ssh: Path) -> None:
-    group = agents_by_ssh([socket.gethostname(), "127.0.0.1"], 1)
+    group = ranks_by_ssh([socket.gethostname(), "127.0.0.1"], 1, [], CheckOptions())
     try:
         assert group.ranks == [0, 1] and not ssh.exists()
     finally:
@@ -273,13 +279,10 @@ def test_who_started_this_rank_is_read_from_the_environment() -> None:
         ("import os; os.kill(os.getpid(), 9)", "its process ended: killed by SIGKILL"),
     ],
 )
-def test_the_rank_that_fails_is_named(
-    what: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_that_fails_is_named(what: str, told: str, tmp_path: Path) -> None:
     """Rank 1 finds another torch than rank 0."""
-    monkeypatch.setattr(network_agent, "_VARIABLES", ("PYTHONPATH",))
     (tmp_path / "torch.py").write_text(what)
-    group = agents_here(2)
+    group = ranks_here(2)
     try:
         found = try_backend(
             group, "gloo", "127.0.0.1", environ=lambda rank: {"PYTHONPATH": str(tmp_path)} if rank else {}
@@ -287,17 +290,31 @@ def test_the_rank_that_fails_is_named(
         finding = backend_finding(group, found)
     finally:
         group.close()
-    assert found.step == "start" and [fault.rank for fault in found.faults] == [1]
+    assert found.step == "start" and list(found.faults) == [1]
     assert finding.status is Status.PROBLEM and finding.subject == "gloo: start"
     assert told in finding.evidence and f"rank 1 on {socket.gethostname()}" in finding.evidence
     assert "rank 0 completed it" in finding.evidence
 
 
-def test_a_rank_that_is_late_is_named_and_the_others_do_not_wait_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_nccl_writes_of_a_fault_stands_in_the_row(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import os\n"
+        "with open(os.environ['NCCL_DEBUG_FILE'], 'w') as log:\n"
+        "    log.write('vm:1:1 [0] NCCL INFO NET/Socket\\nvm:1:1 [0] NCCL WARN Duplicate GPU detected\\n')\n"
+        "raise RuntimeError('no communicator')\n"
+    )
+    group = ranks_here(2)
+    try:
+        found = try_backend(group, "nccl", "127.0.0.1", environ=lambda _: {"PYTHONPATH": str(tmp_path)})
+    finally:
+        group.close()
+    finding = backend_finding(group, found)
+    assert "RuntimeError: no communicator" in finding.evidence
+    assert finding.evidence.endswith("NCCL's own log: vm:1:1 [0] NCCL WARN Duplicate GPU detected")
+
+
+def test_a_rank_that_is_late_is_named_and_the_others_do_not_wait_for_ever(tmp_path: Path) -> None:
     """Rank 1 stops itself, as a frozen process does, when it is to wait for the others."""
-    monkeypatch.setattr(network_agent, "_VARIABLES", ("PYTHONPATH",))
     program = (
         "import os, signal, sys\n"
         "sys.path.remove(os.path.dirname(__file__))\n"
@@ -307,7 +324,7 @@ def test_a_rank_that_is_late_is_named_and_the_others_do_not_wait_for_ever(
         "torch.distributed.barrier = lambda: os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     (tmp_path / "torch.py").write_text(program)
-    group = agents_here(2)
+    group = ranks_here(2)
     try:
         found = try_backend(
             group,
@@ -320,12 +337,12 @@ def test_a_rank_that_is_late_is_named_and_the_others_do_not_wait_for_ever(
     finally:
         group.close()
     assert found.step == "barrier", found
-    assert {fault.rank: fault.kind for fault in found.faults} == {0: "error", 1: "late"}, found
+    assert {rank: kind_of(fault) for rank, fault in found.faults.items()} == {0: "error", 1: "late"}, found
     assert finding.subject == "gloo: barrier" and "rank 1" in finding.evidence
 
 
 def test_ranks_here_pass_every_stage() -> None:
-    group = agents_here(2)
+    group = ranks_here(2)
     try:
         found = list(examine(group, mpi=False))
     finally:

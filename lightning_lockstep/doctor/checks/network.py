@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lightning_lockstep.doctor.hosts import hosts_of
 from lightning_lockstep.doctor.machine import Machine
 from lightning_lockstep.doctor.network_examination import examine, mpi_here
-from lightning_lockstep.doctor.network_rendezvous import agents_by_ssh, agents_here
+from lightning_lockstep.doctor.network_ranks import ranks_by_ssh, ranks_here
 from lightning_lockstep.doctor.registry import CheckOptions, Finding, check
 
 _WHY = """
@@ -29,19 +29,13 @@ and the interface.
 )
 def network(machine: Machine, options: CheckOptions) -> Iterator[Finding]:
     """Test the network between ranks."""
-    # Ranks of torchrun, mpirun and srun do not come here: see doctor.several_hosts.as_ranks.
-    hosts = hosts_of(options)
-    if hosts:
-        group = agents_by_ssh([host.name for host in hosts], options.nproc or 1, options.ssh_args)
-        try:
-            yield from examine(group, mpi=False)
-        finally:
-            group.close()
-        return
-    count = options.nproc or 2
-    group = agents_here(count)
+    # Ranks of torchrun, mpirun and srun do not come here: see hosts.ChecksOfRanks.
+    hosts = [host.name for host in hosts_of(options)]
+    count = options.nproc or (1 if hosts else 2)
+    group = ranks_by_ssh(hosts, count, ["network"], options) if hosts else ranks_here(count)
     try:
         yield from examine(group, mpi=False)
     finally:
         group.close()
-    yield mpi_here(machine, count)
+    if not hosts:
+        yield mpi_here(machine, count)
