@@ -64,9 +64,7 @@ DEEPSPEED = Door(
     "deepspeed",
     {
         f"{_CONFIG}.DeepSpeedConfig": _WHY_KEYS,
-        _CONFIG: _WHY_KEYS,
         f"{_SCHEDULES}.VALID_LR_SCHEDULES": _WHY_KEYS,
-        _SCHEDULES: _WHY_KEYS,
         **dict.fromkeys(_MODELS.values(), _WHY_KEYS),
         **dict.fromkeys((path for paths in _OPTIMIZERS.values() for path in paths), _WHY_KEYS),
         "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator": _WHY_ANOTHER,
@@ -137,7 +135,7 @@ def config_models() -> dict[str, Any]:
 )
 def removed_keys() -> dict[str, str]:
     """Return the keys that DeepSpeed refuses since it has removed them, by path, with its advice."""
-    config = DEEPSPEED.find(_CONFIG)
+    config = importlib.import_module(_CONFIG)
     of_zero = getattr(config, "_REMOVED_ZERO_CONFIG_KEYS", {})
     return {
         **getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}),
@@ -152,8 +150,8 @@ def optimizers_of(kind: str) -> list[Any]:
 
 def schedulers() -> dict[str, Any]:
     """Return DeepSpeed's own schedulers by name."""
-    names = sorted(DEEPSPEED.find(f"{_SCHEDULES}.VALID_LR_SCHEDULES"))
-    return {name: getattr(DEEPSPEED.find(_SCHEDULES), name) for name in names}
+    names = DEEPSPEED.find(f"{_SCHEDULES}.VALID_LR_SCHEDULES")
+    return {name: getattr(importlib.import_module(_SCHEDULES), name) for name in sorted(names)}
 
 
 # -- deepspeed, doctor: ops --
