@@ -191,9 +191,11 @@ def _failed(plan: Plan, failure: _Failure) -> Expected:
 
 def _last_line(plan: Plan, failure: _Failure) -> str:
     """Return how the last line begins: below a traceback, with the rank that failed and where."""
+    named = f"rank [0-9]+ of {plan.ranks} \\(host .*: "
+    if plan.launch == "mpirun" and failure.last and not failure.error:
+        return named  # the launcher's last line, below what mpirun says
     if not failure.last or not failure.error:
         return failure.last
-    named = f"rank [0-9]+ of {plan.ranks} \\(host .*: "
     # Of an error that all ranks raise, each has its own; any may have been the first. A logger whose disk is full fails
     # again while Lightning handles that: what ends the program is another exception.
     optional = "?" if failure.alike or plan.fault == "disk" else ""
