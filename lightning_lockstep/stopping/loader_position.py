@@ -325,6 +325,19 @@ class _ResumableBatches(_Resumable):
         batches = iter(self._loader)
         return list(islice(batches, 1)), batches  # with the first one the order is drawn
 
+    def order_of_samples(self) -> str | None:
+        """Return in which order all ranks together take the samples, or ``None`` where more than that decides."""
+        if type(self._loader) is not BatchSampler:
+            return None
+        sampler: Any = self._loader.sampler
+        if hasattr(sampler, "global_order"):
+            return str(sampler.global_order)
+        if type(sampler) is DistributedSampler:  # Lightning's own subclass divides a sampler of the user
+            return f"shuffled, seed {sampler.seed}" if sampler.shuffle else "as they are"
+        # With several ranks each has its own samples then.
+        in_order = type(sampler) is SequentialSampler and current_communicator().world_size == 1
+        return "as they are" if in_order else None
+
     def __reduce__(self) -> tuple[Any, ...]:
         return copy.copy, (self._loader,)  # in another process it has nothing to resume
 
@@ -386,8 +399,9 @@ def _passes(loader: Any, batches: int) -> int:
 
 
 def _nature(loader: Any) -> dict[str, Any]:
-    size = getattr(loader, "batch_size", None)
-    return {"order": _order(loader), "samples": int(size) if isinstance(size, Integral) else None}
+    size, batches = getattr(loader, "batch_size", None), _keeper(loader)
+    order = batches.order_of_samples() if isinstance(batches, _ResumableBatches) else None
+    return {"order": order, "samples": int(size) if isinstance(size, Integral) else None}
 
 
 def _described(loader: Any) -> dict[str, Any]:
@@ -398,21 +412,6 @@ def _described(loader: Any) -> dict[str, Any]:
         "drawn_from": getattr(keeper, "drawn_from", None),
         "now": _states([*_GLOBAL, *_generators(loader)]),
     }
-
-
-def _order(loader: Any) -> str | None:
-    """Return in which order all ranks together take the samples, or ``None`` where more than that decides."""
-    batches = _keeper(loader)
-    if not isinstance(batches, _ResumableBatches) or type(batches._loader) is not BatchSampler:
-        return None
-    sampler: Any = batches.sampler
-    if hasattr(sampler, "global_order"):
-        return str(sampler.global_order)
-    if type(sampler) is DistributedSampler:  # Lightning's own subclass divides a sampler of the user
-        return f"shuffled, seed {sampler.seed}" if sampler.shuffle else "as they are"
-    # With several ranks each has its own samples then.
-    in_order = type(sampler) is SequentialSampler and current_communicator().world_size == 1
-    return "as they are" if in_order else None
 
 
 # -- Random states, as data that can be loaded without running code --
