@@ -14,7 +14,7 @@ from lightning_lockstep._system import usable_cores
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.distributed.rendezvous import token_for_children
-from lightning_lockstep.launchers.multiprocessing import RankGroup, plainly_in_cell, run_in_ranks
+from lightning_lockstep.launchers.multiprocessing import RanksToStart, plainly_in_cell, run_in_ranks
 from lightning_lockstep.launchers.notebook import check_kernel
 from lightning_lockstep.launchers.rank_supervisor import apply_threads
 from lightning_lockstep.xla.runtime import become_xla_rank, check_xla_untouched, num_xla_ranks
@@ -97,7 +97,7 @@ def notebook_launcher(
     return function(*args)
 
 
-def _group(number: int, grace_period: float) -> RankGroup:
+def _group(number: int, grace_period: float) -> RanksToStart:
     environment = {
         **token_for_children(),
         "MASTER_ADDR": "127.0.0.1",
@@ -106,7 +106,7 @@ def _group(number: int, grace_period: float) -> RankGroup:
         "WORLD_SIZE": str(number),
         "LOCAL_WORLD_SIZE": str(number),
     }
-    return RankGroup(
+    return RanksToStart(
         number=number,
         world_size=number,
         start_method="fork",

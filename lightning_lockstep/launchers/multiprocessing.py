@@ -116,7 +116,7 @@ def _raised(folder: Path) -> list[tuple[FailureRecord, bytes]]:
 
 
 def _error_of_ranks(
-    folder: Path, ended: Sequence[BadEnd], group: RankGroup, memory: MemoryWatch
+    folder: Path, ended: Sequence[BadEnd], group: RanksToStart, memory: MemoryWatch
 ) -> BaseException:
     """Return what the parent raises for ranks that failed together with the first one."""
     # An error that every rank has raised alike is that error. For any other the first rank that failed is
@@ -149,7 +149,7 @@ def _is_consequence(record: FailureRecord) -> bool:
     return kind == RankFailedError.__name__ or is_broken_collective(RuntimeError(text))
 
 
-def _record_of_end(end: BadEnd, group: RankGroup, memory: MemoryWatch) -> FailureRecord:
+def _record_of_end(end: BadEnd, group: RanksToStart, memory: MemoryWatch) -> FailureRecord:
     """Return the record of a rank that ended without reporting an error, out of memory or not."""
     kind, summary, code = describe_exit(end.returncode)
     if memory.explains(end.returncode):
@@ -185,7 +185,7 @@ _INTERRUPTED = 130  # exit code after Ctrl-C, where Lightning's own would be 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankGroup:
+class RanksToStart:
     """The ranks to start on this host."""
 
     number: int
@@ -198,7 +198,7 @@ class RankGroup:
 
 
 def run_in_ranks(
-    group: RankGroup,
+    group: RanksToStart,
     function: Callable[..., Any],  # called in every rank with its number on this host and args
     *args: Any,  # not copied by a fork: shared with this process until a rank writes into them
 ) -> Any:
@@ -244,7 +244,7 @@ def run_in_ranks(
         return pickle.loads(result.read_bytes()) if result.exists() else None
 
 
-def _be_rank(local_rank: int, group: RankGroup, folder: Path, function: Any, args: Any) -> None:
+def _be_rank(local_rank: int, group: RanksToStart, folder: Path, function: Any, args: Any) -> None:
     """Run the function in a started rank, and note how it ended."""
     if group.in_cell:
         begin_rank(local_rank, folder)
@@ -311,7 +311,7 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         strategy, environment = self._strategy, self._strategy.cluster_environment
         if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
             environment.adopt_port(free_port())
-        group = RankGroup(
+        group = RanksToStart(
             number=strategy.num_processes,
             start_method=self._start_method,
             grace_period=self._supervisor.settings.grace_period,
