@@ -186,7 +186,8 @@ class _Child:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_TO_END)
         end_group(self._process.pid)
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # it may hang in a driver, where no signal ends it
+            self._process.wait(_TO_END)
 
     def _failure(self) -> Finding:
         output, subject = text_of(self._output), "the check itself"

@@ -91,7 +91,9 @@ class Machine:
         """What processes on it may use."""
         memory, limited_by = memory_limit()
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        shared = Path("/dev/shm")
+        shared_memory = None
+        with suppress(OSError):
+            shared_memory = shutil.disk_usage("/dev/shm").total
         return Limits(
             cores=len(usable_cores()),
             host_cores=os.cpu_count() or 1,
@@ -99,7 +101,7 @@ class Machine:
             memory_limited_by=limited_by,
             host_memory=int(psutil.virtual_memory().total),
             open_files=None if open_files == resource.RLIM_INFINITY else open_files,
-            shared_memory=shutil.disk_usage(shared).total if shared.exists() else None,
+            shared_memory=shared_memory,
         )
 
     def run(self, command: Sequence[str], timeout: float = 10.0) -> Completed:

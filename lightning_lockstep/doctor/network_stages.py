@@ -140,7 +140,7 @@ def _echo(connection: socket.socket) -> None:
 def _all_of(connection: socket.socket) -> bytes:
     """Return what the other end sends, until it sends no more."""
     received = b""
-    while len(received) < len(_SENT) and (part := connection.recv(1 << 16)):
+    while part := connection.recv(len(_SENT) - len(received)):
         received += part
     return received
 
@@ -235,7 +235,9 @@ class Probe:
             if not line:
                 code = self._process.wait()
                 return self._fault(ended=code, error=f"its process ended: {exit_in_words(code)}")
-            with suppress(ValueError):  # what Python itself may print before the program begins
+            with suppress(
+                ValueError, TypeError, KeyError
+            ):  # what Python itself may print before the program begins
                 answer = json.loads(line)
                 return answer if answer["ok"] else self._fault(**answer)
         return self._fault(late=True, error=f"no answer within {within:.0f} s")
@@ -254,7 +256,8 @@ class Probe:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LEAVE)
         self._process.kill()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # it may hang in a driver, where no signal ends it
+            self._process.wait(_LEAVE)
         self._process.stdout.close()
         self._errors.close()
         self._nccl.close()
