@@ -84,8 +84,9 @@ def _of_hosts(group: RankGroup, checks: Checks, options: CheckOptions) -> Iterat
     def run(_: int) -> dict[str, Any]:
         return {"checks": [result.to_json() for result in checks.results()]}
 
-    limit = _CHECKS if options.timeout is None else 30 + options.timeout * len(checks.names)
-    answers = group.all("checks", limit, run, [ranks[0] for ranks in group.hosts.values()])
+    answers = group.all(
+        "checks", _limit(checks.names, options.timeout), run, [ranks[0] for ranks in group.hosts.values()]
+    )
     by_host: dict[str, list[CheckResult]] = {}
     faults = [
         problem("host", f"{host}: {group.missing[rank]}", *group.fixes.get(rank, ()))
@@ -104,6 +105,11 @@ def _of_hosts(group: RankGroup, checks: Checks, options: CheckOptions) -> Iterat
         yield from by_host[socket.gethostname()]
     else:
         yield from merged(by_host)
+
+
+def _limit(names: Sequence[str], timeout: float | None) -> float:
+    """Return the longest time for these checks of a host [s]."""
+    return _CHECKS if timeout is None else 30 + timeout * len(names)
 
 
 class ChecksOnHosts:
@@ -165,13 +171,13 @@ class ChecksOfRanks:
 
 # -- The process of a host's ranks, at the other end of ssh --
 
-_LONGEST = 900  # after which it ends in any case [s]
+_LONGEST = 900  # beside its checks, after which it ends in any case [s]
 
 
 def main() -> None:
     """Take part in a test whose first process is at the other end of standard input and output."""
-    signal.alarm(_LONGEST)
     given = json.loads(sys.argv[1])
+    signal.alarm(_LONGEST + int(_limit(given["checks"], given["options"]["timeout"])))
     first = Link(sys.stdin.buffer, os.fdopen(os.dup(1), "wb"))
     os.write(1, b"\n")  # ends a line that the shell there may have begun
     os.dup2(2, 1)  # what else is printed is no answer

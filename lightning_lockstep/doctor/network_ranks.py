@@ -9,29 +9,42 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
 import struct
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import lightning_lockstep
 from lightning_lockstep._system import memory_file, text_of
 from lightning_lockstep.doctor.machine import last_line
 from lightning_lockstep.doctor.network_stages import Probe, host_facts
 from lightning_lockstep.doctor.registry import CheckOptions
-from lightning_lockstep.launchers.mpi_hosts import HostReport, host_fix, python_on, ssh_fault
+from lightning_lockstep.launchers.mpi_hosts import (
+    NO_SSH,
+    SSH_FAILED,
+    HostReport,
+    host_fix,
+    python_on,
+    ssh_fault,
+)
 
 Answer = dict[str, Any]
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
 # -- A connection between the first process of a test and another one --
 
+_VERSION = lightning_lockstep.__version__
 _SEND = 5  # longest wait for the other end to take what it is sent [s]
-_LONGEST = 4_000_000  # of a message [bytes]
+_LONGEST = 64_000_000  # of a message, which all ranks of a large job fill together [bytes]
 
 
 class ClosedError(Exception):
@@ -52,7 +65,7 @@ class Link:
         link.set_patience(patience)
         return link
 
-    def set_patience(self, patience: int) -> None:  # longest wait for a message [s]
+    def set_patience(self, patience: int) -> None:  # longest wait for a message [s]; 0: no limit
         assert self._connection is not None
         # Not settimeout(), after which a file of the socket cannot be read any more.
         for option, seconds in ((socket.SO_SNDTIMEO, _SEND), (socket.SO_RCVTIMEO, patience)):
@@ -65,11 +78,11 @@ class Link:
         except OSError as error:
             raise ClosedError(f"it does not take what it is sent: {error}") from error
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self, longest: int = _LONGEST) -> dict[str, Any]:
         """Return the next message; what a shell there prints by itself is skipped."""
         with suppress(OSError):
-            while line := self._reader.readline(_LONGEST):
-                with suppress(ValueError):
+            while line := self._reader.readline(longest):
+                with suppress(ValueError, RecursionError):
                     message = json.loads(line)
                     if isinstance(message, dict):
                         return message
@@ -80,6 +93,8 @@ class Link:
         message = self.receive()
         if message.get("stage") != stage:
             raise ClosedError(f"it takes the stage {message.get('stage')!r} when others take {stage!r}")
+        if message.get("of_version", _VERSION) != _VERSION:
+            raise ClosedError("the first process is of another version")
         return {int(rank): answer for rank, answer in message["answers"].items()}
 
     def close(self) -> None:
@@ -101,11 +116,13 @@ class OtherProcess:
     ssh: subprocess.Popen[bytes] | None = None
     printed: IO[bytes] | None = None  # by the ssh
 
-    def close(self) -> str:
+    def close(self, patience: float = 0.0) -> str:  # so long its ssh may take to end by itself [s]
         """End it; return the last line that its ssh has printed."""
         self.link.close()
         if self.ssh is None or self.printed is None:
             return ""
+        with suppress(subprocess.TimeoutExpired):
+            self.ssh.wait(patience)
         self.ssh.kill()
         self.ssh.wait()
         with self.printed:
@@ -117,6 +134,7 @@ class OtherProcess:
 _MARGIN = 5.0  # for answers to arrive, beyond the time that a stage may take [s]
 _FACTS = 20.0
 _LOOK_EVERY = 0.1
+_TO_END = 1.0  # so long an ssh may take to end whose other end has [s]
 
 
 class RankGroup:
@@ -140,9 +158,8 @@ class RankGroup:
         self.fixes: dict[int, tuple[str, ...]] = {}  # lines to paste for a rank that has not
         self._others, self._first, self._tick = list(others), first, tick
         self._ended = dict(absent or {})  # why a rank answers no more
-        # Linux ends a probe with the thread that has started it: these live as long as the group. There are some to
-        # spare for those that still wait for an answer which came too late.
-        self._threads = ThreadPoolExecutor(4 * (len(mine) + len(others)) or 1, "doctor-rank")
+        self._unreached = set(self._ended)  # ranks to whose host ssh did not get
+        self._is_closed = threading.Event()
 
     @property
     def ranks(self) -> list[int]:
@@ -166,7 +183,7 @@ class RankGroup:
 
     def meet(self) -> None:
         """Have every rank report about its host; those of another version of this package take no part."""
-        version, here = lightning_lockstep.__version__, socket.gethostname()
+        version, here = _VERSION, socket.gethostname()
         for rank, answer in self.all("facts", _FACTS, lambda _: host_facts(), range(self.size)).items():
             if answer.get("version") == version:
                 self.facts[rank] = answer
@@ -186,11 +203,16 @@ class RankGroup:
         """Note why a rank has not reported."""
         self.missing[rank] = why
         if rank in self.ssh_names:
-            report = HostReport(self.ssh_names[rank], why)
-            self.fixes[rank] = tuple(host_fix(report))
-            self.missing[rank] = ssh_fault(report)[0]
-            if "No module named" in why:
+            host = self.ssh_names[rank]
+            if rank in self._unreached:
+                self.missing[rank], fix = ssh_fault(HostReport(host, why))
+            elif "No module named" in why:
                 self.missing[rank] = f"the package is not installed there, or not in this Python: {why}"
+                fix = host_fix(HostReport(host, "ok"))
+            else:
+                self.missing[rank] = f"the doctor fails there: {why}"
+                fix = [f"ssh {host} true", f"# and on {host}, by this path: {sys.executable}"]
+            self.fixes[rank] = tuple(fix)
 
     def give_hosts_unique_names(self) -> None:
         """Add an address to the names of hosts that share one, such as ``localhost``."""
@@ -212,8 +234,8 @@ class RankGroup:
         """Have each rank do something; return what each answered, with ``silent`` where it did not in time."""
         # Who has missed the end of a stage takes part in no other.
         asked = self.ranks if ranks is None else ranks
-        own = {rank: self._threads.submit(action, rank) for rank in self.mine if rank in asked}
-        theirs = [(other, self._threads.submit(other.link.answers_to, stage)) for other in self._others]
+        own = {rank: self._in_thread(action, rank, stays=True) for rank in self.mine if rank in asked}
+        theirs = [(other, self._in_thread(other.link.answers_to, stage)) for other in self._others]
         self._wait([*own.values(), *(future for _, future in theirs)], within)
         answers = {rank: _answer(future, within) for rank, future in own.items()}
         if self._first is not None:
@@ -230,10 +252,28 @@ class RankGroup:
             answers.setdefault(rank, _silent(self._ended.get(rank, "it did not answer")))
         for other in list(self._others):
             try:
-                other.link.send(stage=stage, answers=answers)
+                other.link.send(stage=stage, of_version=_VERSION, answers=answers)
             except ClosedError as error:  # noqa: PERF203 - one that has ended is no reason to leave out the next
                 self._end(other, str(error))
         return {rank: answers[rank] for rank in sorted(answers)}
+
+    def _in_thread(
+        self, call: Callable[[Argument], Result], argument: Argument, *, stays: bool = False
+    ) -> Future[Result]:
+        """Call something in a thread, which no end of this process waits for."""
+        # Linux ends a probe with the thread that has started it: one that may have stays until the group is closed.
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(argument))
+            except Exception as error:
+                future.set_exception(error)
+            if stays:
+                self._is_closed.wait()
+
+        threading.Thread(target=run, name="doctor-rank", daemon=True).start()
+        return future
 
     def _wait(self, futures: Sequence[Future[Any]], within: float) -> None:
         deadline = time.monotonic() + within + (_MARGIN if self._others else 0)
@@ -243,9 +283,12 @@ class RankGroup:
     def _end(self, other: OtherProcess, why: str) -> None:
         """Go on without the ranks of another process."""
         self._others.remove(other)
-        printed = other.close()
-        if printed:
-            why = f"{why} ({printed})" if self.facts else printed
+        printed = other.close(_TO_END)
+        code = None if other.ssh is None else other.ssh.returncode
+        if code == SSH_FAILED:
+            self._unreached |= set(other.ranks)
+        if printed:  # by an ssh that was late it is a greeting, or a warning
+            why = f"{why} ({printed})" if self.facts or code == -signal.SIGKILL else printed
         self._ended |= dict.fromkeys(other.ranks, why)
 
     def close(self) -> None:
@@ -255,7 +298,7 @@ class RankGroup:
             other.close()
         if self._first is not None:
             self._first.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._is_closed.set()
 
 
 def _answer(future: Future[Answer], within: float) -> Answer:
@@ -263,7 +306,7 @@ def _answer(future: Future[Answer], within: float) -> Answer:
         return _silent(f"it did not answer within {within:.0f} s")
     try:
         return future.result()
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:
         return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
 
@@ -299,13 +342,13 @@ def ranks_by_ssh(
         given = {"size": size, "ranks": list(ranks), "checks": list(checks), "options": options.to_json()}
         command = python_on(host, ["-m", _PROGRAM, json.dumps(given)], options.ssh_args)
         if shutil.which(command[0]) is None:
-            absent |= dict.fromkeys(ranks, "there is no ssh command on this host")
+            absent |= dict.fromkeys(ranks, NO_SSH)
             continue
         ours, theirs = socket.socketpair()
         printed = memory_file()
         with theirs:
             ssh = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=printed)
-        others.append(OtherProcess(Link.of_socket(ours), ranks, ssh, printed))
+        others.append(OtherProcess(Link.of_socket(ours, patience=0), ranks, ssh, printed))
     ssh_names = {rank: hosts[rank // per_host] for rank in range(size)}
     group = RankGroup(size, others=others, absent=absent, ssh_names=ssh_names, tick=tick)
     try:

@@ -7,6 +7,7 @@ import hmac
 import os
 import secrets
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -100,10 +101,11 @@ def _address_of(node: str) -> str:
 _ARRIVAL = 60.0  # longest wait for ranks that another program starts [s]
 _START_MPI = 60.0
 _CONNECT = 3.0  # longest wait for one address [s]
-_HANDSHAKE = 3  # longest wait of rank 0 for a message of who has connected [s]
+_HANDSHAKE = 3  # longest time that rank 0 gives who has connected to prove itself [s]
 _ANSWER = 10  # longest wait for rank 0, which looks at one connection after the other [s]
 _IDLE = 600  # longest wait for a message afterwards [s]
 _PAUSE = 0.2  # between two attempts [s]
+_LONGEST = 1_000  # of a message before that proof [bytes]
 
 
 class RendezvousError(Exception):
@@ -119,7 +121,11 @@ def join_ranks(me: JoinedRank, tick: Callable[[], None] = lambda: None) -> RankG
         if mpi is not None:
             mpi.end()
         raise
-    group.meet()
+    try:
+        group.meet()
+    except BaseException:
+        group.close()  # MPI's process, too, which its mpirun would miss
+        raise
     return group
 
 
@@ -176,6 +182,7 @@ def listen_at(address: str, ports: list[int]) -> socket.socket:
 def accept_ranks(server: socket.socket, token: str, expected: set[int], timeout: float) -> dict[int, Link]:
     """Return the link of every rank that has come in time [s]."""
     found: dict[int, Link] = {}
+    port = server.getsockname()[1]
     deadline = time.monotonic() + timeout
     while expected - set(found) and (left := deadline - time.monotonic()) > 0:
         server.settimeout(left)
@@ -183,7 +190,7 @@ def accept_ranks(server: socket.socket, token: str, expected: set[int], timeout:
             connection, _ = server.accept()
         except OSError:
             break
-        rank, link = _rank_behind(connection, token, 0, _HANDSHAKE)
+        rank, link = _rank_behind(connection, token, 0, port, _HANDSHAKE)
         if rank in expected - set(found):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found[rank] = link
@@ -205,7 +212,7 @@ def connect(
             except OSError as error:
                 faults[f"{host}:{port}"] = str(error)
                 continue
-            found, link = _rank_behind(connection, token, rank, min(_ANSWER, int(timeout) + 1))
+            found, link = _rank_behind(connection, token, rank, port, min(_ANSWER, int(timeout) + 1))
             if found == 0:
                 return link, ""
             link.close()
@@ -216,24 +223,32 @@ def connect(
     return None, "; ".join(f"{place}: {fault}" for place, fault in faults.items()) or "no address is known"
 
 
-def _rank_behind(connection: socket.socket, token: str, rank: int, patience: int) -> tuple[int, Link]:
+def _rank_behind(
+    connection: socket.socket, token: str, rank: int, port: int, patience: int
+) -> tuple[int, Link]:  # port: of rank 0
     """Return the link of a connection and the rank at its other end, -1 for a process that is no rank of this job."""
     # Both prove that they know the job's token, which is never sent: what ranks report stands in rank 0's table, with
-    # lines to paste.
+    # lines to paste. The port is part of the proof: who listens at another one of rank 0's host cannot pass it on.
     link = Link.of_socket(connection, patience)
-    with suppress(ClosedError, ValueError, KeyError, TypeError):
+    limit = threading.Timer(patience, link.close)  # for who sends a byte now and then
+    limit.daemon = True
+    limit.start()
+    with suppress(ClosedError, OSError, ValueError, KeyError, TypeError, OverflowError):
         nonce = secrets.token_hex(32)
         link.send(rank=rank, nonce=nonce)
-        theirs = link.receive()
-        link.send(proof=_proof(token, rank, theirs["nonce"]))
-        if hmac.compare_digest(link.receive()["proof"], _proof(token, int(theirs["rank"]), nonce)):
+        theirs = link.receive(_LONGEST)
+        link.send(proof=_proof(token, rank, port, theirs["nonce"]))
+        proof = link.receive(_LONGEST)["proof"]
+        limit.cancel()
+        if hmac.compare_digest(proof, _proof(token, int(theirs["rank"]), port, nonce)):
             link.set_patience(_IDLE)
             return int(theirs["rank"]), link
+    limit.cancel()
     return -1, link
 
 
-def _proof(token: str, rank: int, nonce: str) -> str:
-    return hmac.digest(token.encode(), f"{rank} {nonce}".encode(), "sha256").hex()
+def _proof(token: str, rank: int, port: int, nonce: str) -> str:
+    return hmac.digest(token.encode(), f"{rank} {port} {nonce}".encode(), "sha256").hex()
 
 
 # -- MPI as the way to find rank 0, where no variable gives its address --

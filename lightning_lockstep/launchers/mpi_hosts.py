@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,10 @@ from lightning_lockstep.launchers.mpirun_command import (
 CONNECT = 6
 #: Longest wait for Python to answer there [s].
 ANSWER = 40
-_SSH_FAILED = 255  # its exit code where it did not get to the host
+#: Exit code of ssh where it did not get to the host.
+SSH_FAILED = 255
+#: What is said of all hosts where this one has no ssh.
+NO_SSH = "there is no ssh command on this host"
 
 
 def is_this_host(name: str) -> bool:
@@ -192,6 +196,8 @@ def host_advice(report: HostReport, here: HostReport) -> str:
 def ssh_fault(report: HostReport) -> tuple[str, list[str]]:
     """Return why ssh does not get to a host and what to do about it, and the lines to paste for that."""
     host, error = report.host, report.ssh.lower()
+    if report.ssh == NO_SSH:
+        return NO_SSH, ["sudo apt install openssh-client"]
     if "resolve" in error or "name or service" in error:
         why = "its name does not resolve: correct the hostfile, or add the host to DNS or /etc/hosts"
         return why, [f"echo 'ADDRESS {host}' | sudo tee -a /etc/hosts"]
@@ -209,7 +215,7 @@ def ssh_fault(report: HostReport) -> tuple[str, list[str]]:
 
 def host_fix(report: HostReport) -> list[str]:
     """Return the lines to paste for a host that is not ready."""
-    if report.ssh in ("ok", "local") or "No module named" in report.ssh:
+    if report.ssh in ("ok", "local"):
         return [f"# on {report.host}, in an environment at the same path:", "pip install lightning-lockstep"]
     return ssh_fault(report)[1]
 
@@ -241,9 +247,9 @@ def ask_host(host: str, ssh_args: Sequence[str]) -> HostReport:
     probe = _PROBE.format(names=_PACKAGES, from_folder=from_folder, daemons=_DAEMONS)
     command = python_on(host, ["-c", probe], ssh_args)
     is_here = command[0] == sys.executable
+    if shutil.which(command[0]) is None:  # 127 may be the exit code of the shell there
+        return HostReport(host, NO_SSH)
     answer = run_program(command, CONNECT + ANSWER)
-    if answer.is_missing:
-        return HostReport(host, "there is no ssh command on this host")
     if answer.timed_out:
         return HostReport(host, f"no answer within {CONNECT + ANSWER} s")
     errors = [
@@ -251,7 +257,7 @@ def ask_host(host: str, ssh_args: Sequence[str]) -> HostReport:
         for line in answer.error.splitlines()
         if line.strip() and not line.startswith("Warning: Permanently")
     ]
-    if answer.returncode == _SSH_FAILED:
+    if answer.returncode == SSH_FAILED:
         return HostReport(host, errors[-1] if errors else "no connection")
     for line in answer.output.splitlines():
         if line.startswith("LOCKSTEP"):
