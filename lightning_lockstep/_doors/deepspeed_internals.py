@@ -64,6 +64,7 @@ DEEPSPEED = Door(
     "deepspeed",
     {
         f"{_CONFIG}.DeepSpeedConfig": _WHY_KEYS,
+        f"{_CONFIG}.DEEPSPEED_OPTIMIZERS": _WHY_KEYS,
         f"{_SCHEDULES}.VALID_LR_SCHEDULES": _WHY_KEYS,
         **dict.fromkeys(_MODELS.values(), _WHY_KEYS),
         **dict.fromkeys((path for paths in _OPTIMIZERS.values() for path in paths), _WHY_KEYS),
@@ -141,6 +142,11 @@ def removed_keys() -> dict[str, str]:
         **getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}),
         **{f"zero_optimization.{key}": advice for key, advice in of_zero.items()},
     }
+
+
+def optimizer_types() -> list[str]:
+    """Return the types of optimizers that are DeepSpeed's own, in lower case."""
+    return list(DEEPSPEED.find(f"{_CONFIG}.DEEPSPEED_OPTIMIZERS"))
 
 
 def optimizers_of(kind: str) -> list[Any]:

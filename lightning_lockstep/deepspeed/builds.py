@@ -219,8 +219,17 @@ def prepared_where_loaded(prepare: Callable[[list[str]], None]) -> Iterator[None
     try:
         yield
     except Exception as error:
-        if not failed or error in failed:
+        within = next((one for one in _causes(error) if one in failed), error)
+        if within is error:
             raise
-        raise failed[0] from None  # DeepSpeed's optimizers hide it behind an error of their own
+        raise within from None  # DeepSpeed's optimizers hide it behind an error of their own
     finally:
         put_load_of_ops(load)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those from which it was raised."""
+    known: BaseException | None = error
+    while known is not None:
+        yield known
+        known = known.__cause__

@@ -13,6 +13,7 @@ import torch
 from lightning_lockstep._doors.deepspeed_internals import (
     config_models,
     let_read,
+    optimizer_types,
     optimizers_of,
     removed_keys,
     schedulers,
@@ -43,8 +44,8 @@ _SECTIONS: Mapping[str, Any] = {
     "timers": {},
     "torch_autocast": {},
 }
-# Keys that DeepSpeed reads beside certain others only, or not with the rest.
-_BESIDE_OTHERS = ("allgather_size", "data_parallel_size", "sequence_parallel_size")
+# Keys that DeepSpeed reads beside certain others only, or not with the rest; the last one up to 0.19.6.
+_BESIDE_OTHERS = ("allgather_size", "data_parallel_size", "sequence_parallel_size", "quantize_training")
 _OF_DYNAMIC_BATCHING = ("max_tokens", "metrics_path")
 
 
@@ -82,9 +83,9 @@ def known_keys() -> Keys:
     """Return every key of a configuration, a section as a mapping of its keys."""
     asked = _Asked(_SECTIONS)
     let_read(asked)
+    known = asked.known | dict.fromkeys(_BESIDE_OTHERS)
     # Removed keys are asked for too, to be refused.
-    known = {key: inner for key, inner in asked.known.items() if key not in removed_keys()}
-    known |= dict.fromkeys(_BESIDE_OTHERS)
+    known = {key: inner for key, inner in known.items() if key not in removed_keys()}
     known["data_efficiency"]["data_sampling"]["dynamic_batching"].update(dict.fromkeys(_OF_DYNAMIC_BATCHING))
     for path, model in config_models().items():
         outer, _, name = path.rpartition(".")
@@ -104,7 +105,8 @@ def _keys_of(model: Any) -> Keys:
 # -- A key that DeepSpeed does not know is a fault, with the nearest right ones --
 # DeepSpeed itself ignores such a key in most sections, and refuses it on every rank in the others.
 
-# Types of optimizers of DeepSpeed's own, which it takes in any spelling.
+# Types of optimizers of DeepSpeed's own as they are usually written; it takes them in any spelling. Releases before
+# 0.19.7 have more, such as OneBitAdam, whose parameters are not looked at.
 _OPTIMIZERS = ("Adagrad", "Adam", "AdamW", "Lamb", "Lion", "MuAdam", "MuAdamW", "Muon", "MuSGD")
 # Parameters that its engine takes out before it makes the optimizer, and those that the engine gives or refuses.
 _OF_ENGINE = {"adam_w_mode", "fp32_optimizer_states", "torch_adam"}
@@ -164,7 +166,8 @@ def _check_optimizer(config: Mapping[str, Any], faults: Faults) -> None:
         return
     kind = next((own for own in _OPTIMIZERS if own.lower() == name.lower()), None)
     if kind is None:
-        _check_class("optimizer", name, _OPTIMIZERS, torch.optim, faults)
+        if name.lower() not in optimizer_types():
+            _check_class("optimizer", name, _OPTIMIZERS, torch.optim, faults)
     elif known := _parameters_of(kind, params.get("torch_adam") is True):
         _check_params("optimizer", name, params, known, faults)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from lightning_lockstep.deepspeed.build_tools import (
     missing_tools,
     remove_stale_locks,
 )
-from lightning_lockstep.deepspeed.builds import prepare_ops
+from lightning_lockstep.deepspeed.builds import prepare_ops, prepared_where_loaded
 from lightning_lockstep.distributed import current_communicator, shut_down
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from tests.helpers import RankOutcome, run_ranks, run_ranks_raw
@@ -238,6 +238,28 @@ def test_another_run_builds_and_does_not_end(tmp_path: Path) -> None:
 
 def describe(outcomes: list[RankOutcome]) -> str:
     return "\n".join(f"{outcome.traceback}\n{outcome.stdout}\n{outcome.stderr}" for outcome in outcomes)
+
+
+@needs_deepspeed
+def test_an_error_that_no_build_has_caused_stays_itself() -> None:
+    """A module may take another optimizer where an op cannot be built; what fails then is something else."""
+    from lightning_lockstep._doors.deepspeed_internals import make_op_builder
+    from lightning_lockstep.deepspeed.importing import import_deepspeed
+
+    import_deepspeed("cpu")
+
+    def fail(names: list[str]) -> None:
+        raise LaunchError("no compiler")
+
+    with pytest.raises(KeyError, match="lr"), prepared_where_loaded(fail):
+        with suppress(LaunchError):
+            make_op_builder("CPUAdamBuilder").load()
+        raise KeyError("lr")
+    with pytest.raises(LaunchError, match="no compiler"), prepared_where_loaded(fail):
+        try:
+            make_op_builder("CPUAdamBuilder").load()
+        except LaunchError as error:
+            raise RuntimeError("requires the op") from error
 
 
 # -- what a build needs --------------------------------------------------------------------------------

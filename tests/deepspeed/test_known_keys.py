@@ -221,3 +221,11 @@ def test_deepspeeds_own_optimizers_are_known() -> None:
     assert faults_of({"optimizer": {"type": "Muon", "params": params}}) == []
     (fault,) = faults_of({"optimizer": {"type": "Muon", "params": {"qqqq": 1}}})
     assert fault.endswith(f"It takes {', '.join(sorted(of_halves | more))}.")
+
+
+def test_optimizers_that_only_another_release_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 0.19.6 there is OneBitAdam."""
+    config = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 1}}}
+    assert len(faults_of(config)) == 1
+    monkeypatch.setattr("deepspeed.runtime.config.DEEPSPEED_OPTIMIZERS", ["adam", "onebitadam"])
+    assert faults_of(config) == []
