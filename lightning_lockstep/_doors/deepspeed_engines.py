@@ -396,7 +396,8 @@ class Bf16(FlatGroups):
 
         def step(*args: Any, **kwargs: Any) -> None:
             del optimizer.step  # that of the class is there again
-            optimizer.overflow = True
+            if hasattr(optimizer, "overflow"):  # releases before 0.19.8 would never take it back
+                optimizer.overflow = True
             optimizer.clear_hp_grads()
             optimizer.clear_lp_grads()
 

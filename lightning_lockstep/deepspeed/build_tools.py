@@ -97,6 +97,8 @@ def _install(debian: str, red_hat: str) -> str:
 _NAME = "lock"
 # Nothing is built for longer than this; counts where a process of another host may be at work [s].
 _LONGEST_BUILD = 2 * 3600.0
+# A build that ends closes its lock a moment before it removes it [s].
+_REMOVAL = 0.2
 _SEVERAL_HOSTS = re.compile("nfs|lustre|gpfs|beegfs|ceph|cifs|smb|fuse|9p|virtiofs|afs")
 
 
@@ -134,6 +136,9 @@ def find_build_locks(root: Path, *, ops: Collection[str] | None = None) -> list[
 def remove_stale_locks(consent: bool, root: Path, *, ops: Collection[str] | None = None) -> list[BuildLock]:
     """Remove the locks whose builds are over, and return them; on one rank of a host."""
     stale = [lock for lock in find_build_locks(root, ops=ops) if lock.is_stale]
+    if stale:
+        time.sleep(_REMOVAL)
+        stale = [lock for lock in stale if lock.path.exists()]
     if stale and not consent:
         raise LaunchError(
             "Killed builds of extensions have left their lock files, for which every later run waits forever:\n"

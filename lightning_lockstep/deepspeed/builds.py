@@ -129,7 +129,10 @@ def _build(builders: Mapping[str, Any], who: str, may_remove: bool, timeout: flo
         if name not in folders:
             _load(name, builder, who)
             continue
-        _wait_for_other_builds(name, folders[name], may_remove, timeout)
+        try:
+            _wait_for_other_builds(name, folders[name], may_remove, timeout)
+        except OSError as error:  # the lock of another user, a disk that is gone
+            raise LaunchError(f"{who} cannot wait for other builds in {folders[name]}: {error}") from error
         building = (
             f"{who} builds DeepSpeed's op {name} in {folders[name]} (all ranks of the node wait for it)"
         )

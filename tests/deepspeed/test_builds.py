@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lockstep import LockstepDeepSpeedStrategy
 from lightning_lockstep._doors.lightning import LightningModule, Trainer
 from lightning_lockstep.deepspeed import build_tools as build_locks
+from lightning_lockstep.deepspeed import builds
 from lightning_lockstep.deepspeed.build_tools import (
     BuildLock,
     find_build_locks,
@@ -262,6 +264,20 @@ def test_an_error_that_no_build_has_caused_stays_itself() -> None:
             raise RuntimeError("requires the op") from error
 
 
+def test_a_lock_that_cannot_be_removed_is_the_same_error_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> list[BuildLock]:
+        raise PermissionError(errno.EPERM, "not yours")
+
+    monkeypatch.setattr(builds, "_needs_build", lambda builder: True)
+    monkeypatch.setattr(builds, "missing_tools", lambda ops: [])
+    monkeypatch.setattr(builds, "build_folder", lambda op: tmp_path / op)
+    monkeypatch.setattr(builds, "find_build_locks", refuse)
+    with pytest.raises(LaunchError, match=r"rank 0 on a cannot wait for other builds in .*not yours"):
+        builds._build({OP: object()}, "rank 0 on a", True, 1.0)
+
+
 # -- what a build needs --------------------------------------------------------------------------------
 
 
@@ -425,6 +441,14 @@ def test_a_lock_that_a_process_holds_is_left_alone(tmp_path: Path) -> None:
     # It was killed, and nobody has removed its lock.
     [lock] = find_build_locks(tmp_path)
     assert lock.is_stale
+
+
+def test_a_lock_that_is_closed_and_about_to_be_removed_is_not_left_behind(tmp_path: Path) -> None:
+    path = lock_at(tmp_path / OP / "lock")
+    timer = threading.Timer(0.05, path.unlink)
+    timer.start()
+    assert remove_stale_locks(False, tmp_path) == []
+    timer.join()
 
 
 def test_the_lock_of_torch_itself(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep import ConfigurationError, LockstepDeepSpeedStrategy
 from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep.deepspeed.checkpoints.files import Checkpoint
+from lightning_lockstep.deepspeed.checkpoints.redivision import SavedOptimizer
 from tests.helpers import run_ranks
 
 pytestmark = [
@@ -292,3 +294,9 @@ def test_a_fit_goes_on_with_all_that_it_had(ranks: int, written: Path) -> None:
         )
         assert "this run is of stage 0 of ZeRO and the checkpoint is not" in refused["stage 0 on one side"]
         assert "another optimizer than this run's SGD" in refused["another optimizer"]
+
+
+def test_a_checkpoint_without_a_state_of_the_optimizer(tmp_path: Path) -> None:
+    """That of an evaluation has none, in whatever stage."""
+    with pytest.raises(ConfigurationError, match="holds no state of an optimizer that is divided"):
+        SavedOptimizer(Checkpoint(tmp_path, [{"module": {}}], []))

@@ -22,6 +22,7 @@ from lightning_lockstep import (
 )
 from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
 from lightning_lockstep.deepspeed.engine import GradientsOfEngine
+from lightning_lockstep.deepspeed.precision import read_step
 from lightning_lockstep.overflow.diagnose import Counters, Response
 from lightning_lockstep.overflow.settings import OverflowSettings
 from tests.helpers import run_ranks
@@ -284,3 +285,26 @@ def test_a_rank_that_leaves_a_common_replay_ends_the_run(tmp_path: Any) -> None:
     outcomes = run_ranks_raw(2, leaves, str(tmp_path), timeout=120)
     assert not any(outcome.ok or outcome.killed_by_helper for outcome in outcomes)
     assert "not twice on this rank" in str(outcomes[1].exception)
+
+
+def test_a_skipped_step_of_bf16_is_no_overflow_for_ever_where_the_optimizer_does_not_look_for_one() -> None:
+    """Up to DeepSpeed 0.19.7 its optimizer of bfloat16 has no ``overflow``, and would never take it back."""
+
+    class Optimizer:
+        fp32_groups_gradients: tuple[()] = ()
+        steps = 0
+
+        def step(self) -> None:
+            self.steps += 1
+
+        def clear_hp_grads(self) -> None: ...
+
+        def clear_lp_grads(self) -> None: ...
+
+    engine: Any = SimpleNamespace(optimizer=Optimizer())
+    GradientsOfEngine(engine).skip_step()
+    engine.optimizer.step()
+    assert engine.optimizer.steps == 0
+    engine.optimizer.step()
+    assert engine.optimizer.steps == 1
+    assert read_step(engine) is None

@@ -27,6 +27,12 @@ class SavedOptimizer:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._folder = checkpoint.folder
+        if not checkpoint.optimizer_states:
+            raise ConfigurationError(
+                f"{self._folder}: holds no state of an optimizer that is divided among ranks, as one of an evaluation:"
+                " expected one of a fit in stage 1, 2 or 3. Go on with its weights alone, as `lockstep-consolidate`"
+                " writes them."
+            )
         states, vectors = checkpoint.optimizer_states, master_vectors(checkpoint)
         entries_of_ranks = [_entries(state) for state in states]
         first = entries_of_ranks[0]
