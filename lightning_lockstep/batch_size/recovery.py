@@ -10,6 +10,7 @@ step, and a step without a notice costs one attribute read.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,13 +30,13 @@ from lightning_lockstep.distributed.c10d_operators import (
     deliver_gradients,
     why_not_resumable,
 )
-from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.errors import BatchSizeError, CollectiveError, RankFailedError
 from lightning_lockstep.steps.isolated import gradients_apart, on_plain_module
 from lightning_lockstep.steps.patching import put_in_place, replaced
 from lightning_lockstep.steps.snapshot import BufferCopies, ModuleAttributes, Part, Snapshot
 
-_NOTICE, _ACKNOWLEDGED, _COUNT = "batch_size/notice", "batch_size/acknowledged", "batch_size/count"
-_PATIENCE = 60.0  # for the acknowledgement of a rank [s]
+_guards = itertools.count()
+_PATIENCE = 60.0  # for the acknowledgements of all ranks [s]
 _ON_PURPOSE = "this batch is as large as one that did not fit"
 
 
@@ -106,11 +107,17 @@ class Recovery:
         # (the run ends, what happened) by step, and then by rank: the next step's may come before this one's was
         # read, and where two ranks ran out in one step all must give the same reason.
         self._notices: dict[int, dict[int, tuple[bool, str]]] = {}
-        self._acknowledged = threading.Semaphore(0)
+        self._news = threading.Condition()
+        self._acknowledged: set[int] = set()  # ranks that have the last notice of this one
+        # Topics of its own: where an error has ended a fit, the guard of that one still listens in the next.
+        number = next(_guards)
+        self._notice_topic = f"batch_size/{number}/notice"
+        self._answer_topic = f"batch_size/{number}/acknowledged"
+        self._count_topic = f"batch_size/{number}/count"
         self._undo: list[Callable[[], Any]] = [
-            self._channel.on(_NOTICE, self._receive),
-            self._channel.on(_ACKNOWLEDGED, lambda message: self._acknowledged.release()),
-            self._channel.on(_COUNT, lambda message: on_count(message.sender, str(message.body))),
+            self._channel.on(self._notice_topic, self._receive),
+            self._channel.on(self._answer_topic, self._receive_acknowledgement),
+            self._channel.on(self._count_topic, lambda message: on_count(message.sender, str(message.body))),
             make_closures_by(trainer, partial(_GuardedClosure, self)),
         ]
 
@@ -159,7 +166,8 @@ class Recovery:
         try:
             return whole(), None
         except Exception as error:
-            if not is_out_of_memory(error):
+            # The error of another rank may say what ran out there.
+            if isinstance(error, (RankFailedError, CollectiveError)) or not is_out_of_memory(error):
                 raise
             return None, _ON_PURPOSE if isinstance(error, _TooLargeError) else Failure.of(error).summary[:200]
         finally:
@@ -316,14 +324,24 @@ class Recovery:
         """Make every rank take the decision, before what is owed is sent."""
         text = f"rank {self._communicator.rank} {text}"
         self._keep(self._communicator.rank, self._step, fatal, text)
-        self._channel.post(_NOTICE, [self._step, fatal, text])
-        for _ in range(self._communicator.world_size - 1):
-            if not self._acknowledged.acquire(timeout=_PATIENCE):
-                raise BatchSizeError(f"{text} (and not every rank answered, so this one stops alone)")
+        others = self._communicator.world_size - 1
+        self._acknowledged.clear()
+        self._channel.post(self._notice_topic, [self._step, fatal, text])
+        with self._news:
+            answered = self._channel.wait_for(
+                self._news, lambda: len(self._acknowledged) == others, _PATIENCE
+            )
+        if not answered:
+            raise BatchSizeError(f"{text} (and not every rank answered, so this one stops alone)")
 
     def _receive(self, message: Message) -> None:
         self._keep(message.sender, *message.body)
-        self._channel.post(_ACKNOWLEDGED, to=message.sender)
+        self._channel.post(self._answer_topic, to=message.sender)
+
+    def _receive_acknowledgement(self, message: Message) -> None:
+        with self._news:
+            self._acknowledged.add(message.sender)
+            self._news.notify_all()
 
     def _keep(self, rank: int, step: int, fatal: bool, text: str) -> None:
         # One operation each under the interpreter's lock: the receiving thread and this one both come here.
@@ -332,7 +350,7 @@ class Recovery:
     def _count(self, text: str) -> None:
         """Let rank 0 know that this rank split or skipped a batch."""
         self.recovered += 1
-        self._channel.post(_COUNT, text, to=0)
+        self._channel.post(self._count_topic, text, to=0)
 
 
 def _stop(*args: Any, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -39,13 +40,27 @@ def _cut(batch: Any, samples: int, start: int, end: int) -> Any:
         items = [_cut(item, samples, start, end) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
-    return apply_to_collection(batch, (Tensor, list, tuple), cut)
+    return _with_each(batch, (Tensor, list, tuple), cut)
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    apply_to_collection(value, Tensor, found.append)
+
+    def note(tensor: Tensor) -> Tensor:  # returned, since a container may take nothing but tensors
+        found.append(tensor)
+        return tensor
+
+    _with_each(value, Tensor, note)
     return found
+
+
+def _with_each(value: Any, kinds: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function as ``apply_to_collection`` does, in a batch that is a frozen dataclass too."""
+    settings = getattr(type(value), "__dataclass_params__", None)
+    if settings is None or not settings.frozen or isinstance(value, kinds):
+        return apply_to_collection(value, kinds, function)
+    parts = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+    return replace(value, **{name: _with_each(part, kinds, function) for name, part in parts.items()})
 
 
 def merged_extra(extras: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> dict[str, Any]:

@@ -68,6 +68,29 @@ def test_batches_of_any_structure_are_cut():
     assert isinstance(parts[0]["user"], UserDict)
 
 
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    names: list[str]
+
+
+class OfTensors(dict[str, torch.Tensor]):
+    """A mapping that takes nothing but tensors."""
+
+    def __init__(self, items: dict[str, torch.Tensor]) -> None:
+        assert all(isinstance(value, torch.Tensor) for value in items.values())
+        super().__init__(items)
+
+
+def test_batches_that_may_not_be_changed_are_cut():
+    frozen = Frozen(torch.arange(5), list("abcde"))
+    assert samples_in(frozen) == volume(frozen) == 5
+    assert [part.names for part in split(frozen, 2)] == [["a", "b"], ["c", "d", "e"]]
+    assert split(frozen, 2)[1].x.tolist() == [2, 3, 4]
+    strict = OfTensors({"x": torch.arange(5)})
+    assert volume(strict) == 5 and split(strict, 5)[4]["x"].tolist() == [4]
+
+
 def test_outputs_and_logs_of_parts_are_put_together():
     weights = [0.4, 0.6]
     extra = merged_extra(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lockstep.batch_size.memory import release_memory
-from lightning_lockstep.errors import BatchSizeError
+from lightning_lockstep.errors import BatchSizeError, RankFailedError
 from tests.batch_size.models import FULL, Walled, trainer
 from tests.batch_size.same_run import strategy_for
 from tests.helpers import run_ranks, world_size
@@ -259,6 +260,52 @@ def test_a_batch_that_does_not_fit_in_mid_run(world_size, tmp_path):
             )
             assert text == answers[0][f"hopeless {where}"]
         assert told["norm"][0] == 1
+
+
+def skips_after_an_error(folder: str) -> tuple[str, float, int]:
+    from lightning_lockstep.batch_size.recovery import Recovery
+    from lightning_lockstep.distributed import current_communicator
+
+    said = ""
+    try:
+        fit_mid(3, folder, fits=0, where="forward", only=(3,), on_rank=0)
+    except BatchSizeError as error:
+        said = str(error)
+    before = Recovery._receive
+
+    def slow(self: Any, message: Any) -> None:
+        time.sleep(0.5)
+        before(self, message)
+
+    if current_communicator().rank == 2:  # the last to hear of it
+        Recovery._receive = slow  # type: ignore[method-assign]
+    got = fit_mid(3, folder, fits=4, where="forward", only=(3,), on_rank=0, on_oom="skip")
+    return said, float(got[0].sum()), got[2]
+
+
+def test_a_fit_that_ended_in_an_error_does_not_acknowledge_for_the_others_of_the_next(tmp_path):
+    answers = run_ranks(3, skips_after_an_error, str(tmp_path), backend=None, timeout=100)
+    assert "single samples do not fit" in answers[0][0]
+    assert answers == [answers[0]] * 3, "ranks drifted apart"
+    assert answers[0][2] == 1
+
+
+class Told(Walled):
+    """Hears in its step that another rank has failed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 1:
+            raise RankFailedError(f"rank 1 failed: RuntimeError: {FULL}")
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_ran_out_on_another_rank_is_not_recovered_from_here(tmp_path):
+    from lightning_lockstep import AutoBatchSize
+
+    callback = AutoBatchSize("off", on_oom="split")
+    with pytest.raises(RankFailedError):
+        trainer(tmp_path, callback).fit(Told())
+    assert callback.batches_split == 0
 
 
 class Growing(pl.LightningModule):
