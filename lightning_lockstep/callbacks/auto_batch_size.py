@@ -205,6 +205,10 @@ class AutoBatchSize(BatchSizeFinder):
             self._recovery.close()
             self._recovery = None
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go of the loop and the module, which have no teardown then. Ranks: any, alone."""
+        self.teardown(trainer, pl_module, "fit")
+
     def state_dict(self) -> dict[str, Any]:
         """Return the size found, for a resumed run."""
         return dict(self._found)

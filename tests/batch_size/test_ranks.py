@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import resource
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -303,9 +305,14 @@ def test_what_ran_out_on_another_rank_is_not_recovered_from_here(tmp_path):
     from lightning_lockstep import AutoBatchSize
 
     callback = AutoBatchSize("off", on_oom="split")
+    module = Told()
+    held = weakref.ref(module)
     with pytest.raises(RankFailedError):
-        trainer(tmp_path, callback).fit(Told())
+        trainer(tmp_path, callback).fit(module)
     assert callback.batches_split == 0
+    del module, callback
+    gc.collect()
+    assert held() is None, "its memory would be missing in the next fit"
 
 
 class Growing(pl.LightningModule):
