@@ -204,7 +204,7 @@ def _any_bad_fused(tensors: Sequence[Tensor]) -> bool:
 
 def _is_usual(tensor: Tensor) -> bool:
     is_dense = type(tensor) is Tensor and tensor.layout is torch.strided
-    return is_dense and tensor.is_contiguous() and tensor.is_floating_point()
+    return is_dense and tensor.is_contiguous() and tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def tensor_statistics(value: object, *, used_as: torch.dtype | None = None) -> TensorStatistics | None:

@@ -101,6 +101,8 @@ def test_the_check_takes_unusual_gradients_too() -> None:
     assert any_bad([torch.ones(3), sparse * INF, expanded]) is True
     assert any_bad([torch.tensor([NAN]), sparse, expanded]) is True
     assert any_bad([torch.ones(2), torch.tensor([INF]).expand(5)]) is True
+    assert any_bad([torch.ones(2), torch.ones(3).to(torch.float8_e4m3fn)]) is False
+    assert any_bad([torch.ones(2), torch.tensor([NAN]).to(torch.float8_e4m3fn)]) is True
 
 
 def test_flushed_gradients_are_told_from_rows_that_were_not_used() -> None:
