@@ -95,7 +95,7 @@ class Recovery:
         self._communicator = current_communicator()
         self._channel = self._communicator.side_channel  # opened here, by all ranks together
         self.recovered = 0  # batches of this rank that were split or skipped
-        self._trainable = self._trained_now()
+        self._epoch, self._trainable = -1, self._trained_now()
         # Of the step that is being made: what had arrived of the gradients when its backward began, what it logged.
         self._marks: GradientMarks | None = None
         self._logged = LogRecord()
@@ -133,8 +133,8 @@ class Recovery:
 
     def run(self, call: _GuardedClosure, whole: Callable[[], Any]) -> Any:
         """Run a step; where memory runs out, run it again in parts or leave it out."""
-        if self._trainer.fit_loop.epoch_loop.batch_idx == 0:  # an epoch may begin with some frozen
-            self._trainable = self._trained_now()
+        if self._trainer.current_epoch != self._epoch:  # it may begin, or be resumed, with some frozen
+            self._epoch, self._trainable = self._trainer.current_epoch, self._trained_now()
         result, failure = self._attempt(call, whole)
         # Outside the except clause: what the failed step held is free again.
         if failure is not None:

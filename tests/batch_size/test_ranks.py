@@ -315,6 +315,32 @@ def test_what_ran_out_on_another_rank_is_not_recovered_from_here(tmp_path):
     assert held() is None, "its memory would be missing in the next fit"
 
 
+class Thawed(Walled):
+    """Trains its last layer from the start of training on, which is after the start of the fit."""
+
+    def setup(self, stage: str) -> None:
+        self.last.requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        self.last.requires_grad_(True)
+
+
+def test_what_is_trained_is_known_in_the_midst_of_a_resumed_epoch_too(tmp_path):
+    from lightning_lockstep import AutoBatchSize
+
+    saved = str(tmp_path / "middle.ckpt")
+    first = trainer(tmp_path, max_steps=2)
+    first.fit(Thawed())
+    first.save_checkpoint(saved)
+    module = Thawed(2, only=(2,))
+    seen = []
+    module.last.weight.register_hook(lambda gradient: seen.append(module.trainer.global_step))
+    callback = AutoBatchSize("off", on_oom="split")
+    trainer(tmp_path, callback, max_steps=4).fit(module, ckpt_path=saved)
+    assert callback.batches_split == 1
+    assert sorted(set(seen)) == [2, 3]
+
+
 class Growing(pl.LightningModule):
     """Sequences grow by the step; more than ``wall`` values at once run out of memory."""
 
