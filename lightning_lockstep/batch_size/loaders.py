@@ -132,12 +132,7 @@ class BatchLoaders:
         self.hold(size)
         if self.in_attribute:
             return self._source.dataloader()
-        given = self._source.instance
-        if isinstance(given, CombinedLoader):
-            combined = copy.copy(given)
-            combined.flattened = [with_batch_size(loader, size) for loader in self.loaders]
-            return combined
-        return apply_to_collection(given, DataLoader, with_batch_size, size)
+        return apply_to_collection(self._source.instance, DataLoader, with_batch_size, size)
 
     def made_with(self, size: int) -> list[DataLoader[Any]]:
         """Return the loaders that the run would have with that size, which the attributes then hold."""
@@ -177,9 +172,8 @@ class BatchLoaders:
         made = [_collated(loader, size) for loader in self.loaders]
         if not in_fit(self._trainer):  # evaluations take one loader after the other
             return made[0]
-        structure = self._given.iterables if isinstance(self._given, CombinedLoader) else self._given
         batches = iter(made)
-        return apply_to_collection(structure, DataLoader, lambda loader: next(batches))
+        return apply_to_collection(self._given, DataLoader, lambda loader: next(batches))
 
     def generators(self) -> list[torch.Generator]:
         """Return the random generators of loaders and samplers."""
