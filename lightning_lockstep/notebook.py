@@ -15,7 +15,7 @@ from lightning_lockstep._text import say
 from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.launchers.multiprocessing import RanksToStart, plainly_in_cell, run_in_ranks
-from lightning_lockstep.launchers.notebook import check_kernel
+from lightning_lockstep.launchers.notebook import check_kernel, prepare_fork
 from lightning_lockstep.launchers.rank_supervisor import apply_threads
 from lightning_lockstep.xla.runtime import become_xla_rank, check_xla_untouched, num_xla_ranks
 
@@ -92,6 +92,7 @@ def notebook_launcher(
         if number > 1:
             check_xla_untouched()
             check_kernel()
+            prepare_fork()
             returned: _Returned = run_in_ranks(_group(number, grace_period), _be_rank, number, function, args)
             return returned
     return function(*args)

@@ -205,8 +205,6 @@ def run_in_ranks(
     """Run ``function(local_rank, *args)`` in every rank, and return what rank 0 returned."""
     stay()  # an earlier launch may have failed or been interrupted, and the program goes on
     drop_what_nobody_reads()  # multiprocessing flushes both streams, and would raise for one that nobody reads
-    if group.start_method == "fork":
-        prepare_fork()
     memory = MemoryWatch()
     with tempfile.TemporaryDirectory(prefix="lockstep-") as name:
         folder = Path(name)
@@ -268,6 +266,8 @@ def _be_rank(local_rank: int, group: RanksToStart, folder: Path, function: Any, 
         if not isinstance(error, RankFailedError):  # that one was noted when it arrived
             _note_raised(folder, error, rank=group.first_rank + local_rank, world_size=group.world_size)
         drop_what_nobody_reads()
+        if group.in_cell:
+            end_now(1)  # the cell does not wait for threads that the function has left behind
         sys.exit(1)
     drop_what_nobody_reads()
 
@@ -308,6 +308,8 @@ class SpawnedLauncher(_MultiProcessingLauncher):
         """Run ``function`` in every rank and return what rank 0 returned."""
         in_cell = self._start_method == "fork" and in_kernel()
         self._check(trainer, in_cell=in_cell)
+        if self._start_method == "fork":
+            prepare_fork()  # before the port is chosen: an earlier Trainer of one rank may have left its own
         strategy, environment = self._strategy, self._strategy.cluster_environment
         if isinstance(environment, LockstepEnvironment) and "MASTER_PORT" not in os.environ:
             environment.adopt_port(free_port())

@@ -75,10 +75,12 @@ def _end_openmp_threads() -> None:
     # After a fork its record of them is there, the threads are not, and the first operation that wants to
     # work on several cores waits for them for ever. The libraries of Intel and LLVM look after this
     # themselves.
+    loaded: list[Any] = []
     with suppress(psutil.Error, OSError, AttributeError):  # psutil has maps of memory on Linux
-        for loaded in psutil.Process().memory_maps():
-            if Path(loaded.path).name.startswith("libgomp"):
-                ctypes.CDLL(loaded.path).omp_pause_resource_all(_PAUSE_HARD)
+        loaded = psutil.Process().memory_maps()
+    for path in {library.path for library in loaded if Path(library.path).name.startswith("libgomp")}:
+        with suppress(OSError, AttributeError):  # of several, an old one cannot
+            ctypes.CDLL(path).omp_pause_resource_all(_PAUSE_HARD)
 
 
 # -- Pictures, tables and widgets that a rank displays: sent by the kernel, since a copy of it may not send

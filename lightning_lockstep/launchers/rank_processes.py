@@ -186,13 +186,14 @@ def exit_code(process: Any) -> int | None:
     return code
 
 
-def end_with_parent(parent_lives: Callable[[], bool]) -> None:
-    """End this rank when the process that has started it has ended; that waits for its ranks otherwise."""
+def end_with_parent(parent_lives: Callable[[], bool], until: Callable[[], bool] = lambda: False) -> None:
+    """End this rank when the process that has started it has ended, ``until`` others watch that."""
 
     def watch() -> None:
-        while parent_lives():
+        while not until():
+            if not parent_lives():
+                text = "the process that started this rank has exited; this rank exits too."
+                end_now(1, f"\nlightning-lockstep: {text}\n")
             time.sleep(1.0)
-        text = "the process that started this rank has exited; this rank exits too."
-        end_now(1, f"\nlightning-lockstep: {text}\n")
 
     threading.Thread(target=watch, name="lockstep-parent", daemon=True).start()

@@ -155,10 +155,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._start_ranks()
-        elif launcher_pid() == os.getppid():  # else the variable is left over from another job
+        elif (parent := launcher_pid()) == os.getppid():  # else the variable is left over from another job
+            supervisor = self._supervisor
             # Once the ranks have met, the side channel watches the others.
             end_with_parent(
-                lambda: os.getppid() == launcher_pid() or self._supervisor.propagation is not None
+                lambda: os.getppid() == parent, until=lambda: supervisor.propagation is not None
             )
         self._supervisor.attach(trainer)
         return self._supervisor.run(function, *args, **kwargs)
