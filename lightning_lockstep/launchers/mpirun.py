@@ -19,7 +19,7 @@ import psutil
 from lightning_lockstep._doors.lightning import _SubprocessScriptLauncher
 from lightning_lockstep._settings import ENDED_FOLDER, RANK_CONFIG
 from lightning_lockstep.distributed.failure.process_exit import end_after_exit_functions, flush_everything
-from lightning_lockstep.distributed.failure.record import FailureRecord, first_failure, orderly_ends
+from lightning_lockstep.distributed.failure.record import FailureRecord, ended_with_error, first_failure, orderly_ends
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import LockstepEnvironment
@@ -86,8 +86,8 @@ class MPIRunWatch:
         # ranks: on this host; patience: for mpirun after the last of them, unless all exited normally [s]
         self.ranks, self.patience = ranks, patience
         self.overdue = False  # mpirun had to be killed
-        # Known at the end: whether ranks here have ended otherwise than by Ctrl-C or in good order, and which rank
-        # failed first, as these know it.
+        # Known at the end: whether ranks here have ended otherwise than by Ctrl-C, in good order or with an error that
+        # they have printed; and which rank failed first, as these know it.
         self.unexplained = False
         self.failure: FailureRecord | None = None
         self._here: list[psutil.Process] = []
@@ -133,7 +133,8 @@ class MPIRunWatch:
             with suppress(psutil.NoSuchProcess):
                 rank.kill()
         if not self._interrupts:
-            self.unexplained = self._seen is not None and orderly_ends(self.ended_folder) < self.ranks
+            explained = ended_with_error(self.ended_folder) or orderly_ends(self.ended_folder) >= self.ranks
+            self.unexplained = self._seen is not None and not explained
             self.failure = first_failure(self.ended_folder)
         self._folder.cleanup()
         if self._interrupts:

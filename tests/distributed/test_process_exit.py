@@ -13,6 +13,7 @@ import lightning_lockstep
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
     agreed_exit,
+    ended_with_error,
     first_failure,
     orderly_ends,
 )
@@ -277,6 +278,7 @@ def test_only_an_orderly_end_is_noted_as_one(tmp_path: Path, code: str, ended: i
     end(f"exit_note.note_orderly_end()\n{code}", LOCKSTEP_RANK_ENDED_FOLDER=str(tmp_path))
     assert orderly_ends(tmp_path) == ended
     assert first_failure(tmp_path) is None and agreed_exit(tmp_path) is None
+    assert ended_with_error(tmp_path) == (code == "raise ValueError")
 
 
 def test_a_failure_is_noted_for_our_launcher_and_for_torchrun(tmp_path: Path) -> None:

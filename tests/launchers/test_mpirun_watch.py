@@ -56,6 +56,16 @@ def test_an_mpirun_whose_ranks_here_ended_in_good_order_may_stay() -> None:
     assert code == 0 and not watch.overdue
 
 
+@pytest.mark.parametrize(
+    ("rank", "unexplained"), [("pass", True), (IN_ORDER, False), (IN_ORDER.replace(".ended", ".error"), False)]
+)
+def test_an_end_is_unexplained_where_no_rank_here_came_to_one(rank: str, unexplained: bool) -> None:
+    """Not so where each has printed an error that all of them raise."""
+    watch = MPIRunWatch(2, PATIENCE)
+    watch.wait(start(watch, rank, stays=0))
+    assert watch.unexplained == unexplained and watch.failure is None
+
+
 def test_ranks_that_live_are_never_late() -> None:
     watch = MPIRunWatch(2, patience=0.0)
     code = watch.wait(start(watch, "time.sleep(5); " + IN_ORDER, stays=0))

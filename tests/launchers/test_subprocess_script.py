@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from lightning_lockstep._settings import LAUNCHER_PID
 from lightning_lockstep.launchers import subprocess_script
 from lightning_lockstep.launchers.environments import LockstepEnvironment
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
@@ -71,3 +74,20 @@ def test_a_child_that_ends_is_reported_to_the_trainer_that_it_works_for(
     child.kill()
     first._watch(subprocess_script._started)  # type: ignore[arg-type]
     assert reported == [("second", 1, -9, 4711)]
+
+
+def test_a_rank_watches_its_parent_until_the_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of a Trainer starts a thread for that, which is not to stay."""
+    monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    supervisor = RankSupervisor(SupervisorSettings())
+    launcher = ScriptLauncher(supervisor, LockstepEnvironment(), num_processes=2, num_nodes=1)
+
+    def watches() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "lockstep-parent"]
+
+    assert len(launcher.launch(watches)) == 1
+    supervisor.propagation = cast(Any, object())
+    for thread in watches():
+        thread.join(10)
+    assert watches() == []

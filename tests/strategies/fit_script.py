@@ -141,6 +141,10 @@ def main() -> None:
         **options,
     )
     net = Net()
+    if FAULT == "alone-first":
+        alone = lightning_lockstep.LockstepDDPStrategy()
+        first = L.Trainer(accelerator="cpu", devices=1, strategy=alone, max_steps=1, **options)
+        first.fit(net, DataLoader(data, batch_size=16))
     if FAULT.startswith("predict"):
         trainer.predict(net, DataLoader(data, batch_size=2))
         print("predicted all", flush=True)

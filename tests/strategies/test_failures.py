@@ -220,8 +220,10 @@ def test_sigterm_to_all_forked_ranks_ends_the_program() -> None:
     assert outcome.stderr.rstrip().endswith("SIGTERMException")
 
 
-def test_forked_ranks_finish() -> None:
-    outcome = run("none", "fork")
+@pytest.mark.parametrize("fault", ["none", "alone-first"])
+def test_forked_ranks_finish(fault: str) -> None:
+    """Also where this process was the one rank of an earlier Trainer, which had a port of its own."""
+    outcome = run(fault, "fork")
     assert outcome.returncode == 0, outcome.output
     assert "rank 0 fitted" in outcome.stdout
 

@@ -334,6 +334,7 @@ def _says_broken(text: str) -> bool:
 # ``<pid>.failed``  a rank failed; the record of the first one, the same from every rank
 # ``<pid>.agreed``  all ranks left together on purpose, with an exit code of their own
 # ``<pid>.ended``   this rank came to its end in good order
+# ``<pid>.error``   this rank ends with an error that was no failure of one rank, such as one that all raise
 # ================ ============================================================================================
 #
 # ``torchrun`` has a file of its own for a failure, which is written beside.
@@ -399,11 +400,11 @@ def note_agreed_exit(preempted: Preempted) -> None:
 
 
 def note_orderly_end() -> None:
-    """Leave a note at this process's exit if that is in good order."""
+    """Leave a note at this process's exit if that is in good order, or with an error that was printed."""
 
     def note() -> None:
-        if not leaving() and not ends_with_error():
-            _write("ended", "")
+        if not leaving():
+            _write("error" if ends_with_error() else "ended", "")
 
     at_exit(note)
 
@@ -423,6 +424,11 @@ def agreed_exit(folder: Path) -> Preempted | None:
     for note in sorted(folder.glob("*.agreed")):
         return Preempted(*json.loads(note.read_text(encoding="utf-8")))
     return None
+
+
+def ended_with_error(folder: Path) -> bool:
+    """Return whether a rank of this host has printed the error that it ended with."""
+    return any(folder.glob("*.error"))
 
 
 def orderly_ends(folder: Path) -> int:

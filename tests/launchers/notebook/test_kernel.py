@@ -127,6 +127,18 @@ def test_a_rank_that_raises_ends_all_and_the_cell_shows_its_traceback_alone(kern
     assert ranks_of(kernel) == []
 
 
+def test_a_cell_does_not_wait_for_threads_of_ranks_that_have_raised(kernel: Kernel) -> None:
+    output = kernel.run("""
+        import threading
+        def work():
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+            raise KeyError("it")
+        notebook_launcher(work, (), 2)
+    """)
+    assert output.error_type == "KeyError"
+    assert ranks_of(kernel) == []
+
+
 def test_an_error_that_all_ranks_raise_alike_is_raised_as_it_is(kernel: Kernel) -> None:
     output = kernel.run("""
         class Unsendable(Exception):
