@@ -161,16 +161,17 @@ def _groups(loader: Loader, config: DictConfig, files: list[str], width: int) ->
 def _keys(config: DictConfig, notes: dict[str, str], groups: list[str], width: int) -> Iterator[str]:
     """The program's own keys, then those of each group behind an empty line."""
     own = {str(name): list[str]() for name in config if name != "hydra"}
+    lists: list[str] = []  # shown whole
     for key, where, name in entries(config):
+        if key.startswith(tuple(lists)) or name == "_target_":
+            continue
         node = node_at(where, name)
-        if (
-            isinstance(where, ListConfig)
-            or name == "_target_"
-            or (isinstance(node, DictConfig) and key not in notes)
-        ):
+        if isinstance(node, ListConfig):
+            lists.append(f"{key}.")
+        if isinstance(node, DictConfig) and key not in notes:
             continue
         left = key if isinstance(node, DictConfig) else f"{key}={_plain(node)}"
-        own[key.partition(".")[0]] += _entry(left, notes.get(key, ""), width)
+        own.setdefault(key.partition(".")[0], []).extend(_entry(left, notes.get(key, ""), width))
     for name in sorted(own, key=groups.__contains__):
         yield from ["", *own[name]] if own[name] and name in groups else own[name]
 

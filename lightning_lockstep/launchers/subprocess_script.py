@@ -158,9 +158,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         elif (parent := launcher_pid()) == os.getppid():  # else the variable is left over from another job
             supervisor = self._supervisor
             # Once the ranks have met, the side channel watches the others.
-            end_with_parent(
-                lambda: os.getppid() == parent, until=lambda: supervisor.propagation is not None
-            )
+            end_with_parent(lambda: os.getppid() == parent, until=lambda: supervisor.propagation is not None)
         self._supervisor.attach(trainer)
         return self._supervisor.run(function, *args, **kwargs)
 

@@ -69,6 +69,14 @@ def test_the_keys_of_a_users_own_folder_are_shown(tmp_path: Path) -> None:
     assert re.search(r"^  model\.in_features=3 +how wide$", text, re.MULTILINE)
 
 
+def test_a_list_is_shown_whole_and_nothing_in_it_again(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("stages:\n  - {name: first, sizes: [{width: 8}]}\n")
+    text = help_of("--config-dir", str(tmp_path), "model=mine")
+    assert "  model.stages=[{'name': 'first', 'sizes': [{'width': 8}]}]" in text.splitlines()
+    assert "model.stages." not in text
+
+
 def test_comments_are_those_behind_the_values() -> None:
     text = "# no\na: 1 # first\nb: '# no' # second\nc:\n  d: [1, 2] # third\n  e: x#no\nf: {} # fourth\n"
     assert comments(text, "p") == {"p.a": "first", "p.b": "second", "p.c.d": "third", "p.f": "fourth"}

@@ -57,7 +57,8 @@ def test_an_mpirun_whose_ranks_here_ended_in_good_order_may_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "unexplained"), [("pass", True), (IN_ORDER, False), (IN_ORDER.replace(".ended", ".error"), False)]
+    ("rank", "unexplained"),
+    [("pass", True), (IN_ORDER, False), (IN_ORDER.replace(".ended", ".error"), False)],
 )
 def test_an_end_is_unexplained_where_no_rank_here_came_to_one(rank: str, unexplained: bool) -> None:
     """Not so where each has printed an error that all of them raise."""

@@ -113,6 +113,14 @@ def after_the_fit(rank: int) -> None:
             os._exit(3)
 
 
+def fit_alone_first(net: Net, data: TensorDataset, options: dict[str, bool]) -> None:
+    """Where asked for: be the one rank of a Trainer before others are started."""
+    if FAULT == "alone-first":
+        strategy = lightning_lockstep.LockstepDDPStrategy()
+        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **options)
+        trainer.fit(net, DataLoader(data, batch_size=16))
+
+
 def main() -> None:
     if FAULT == "early" and os.environ.get("LOCAL_RANK") == "1":
         raise RuntimeError("boom before the ranks met")
@@ -141,10 +149,7 @@ def main() -> None:
         **options,
     )
     net = Net()
-    if FAULT == "alone-first":
-        alone = lightning_lockstep.LockstepDDPStrategy()
-        first = L.Trainer(accelerator="cpu", devices=1, strategy=alone, max_steps=1, **options)
-        first.fit(net, DataLoader(data, batch_size=16))
+    fit_alone_first(net, data, options)
     if FAULT.startswith("predict"):
         trainer.predict(net, DataLoader(data, batch_size=2))
         print("predicted all", flush=True)
