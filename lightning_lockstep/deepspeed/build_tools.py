@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import re
 import shlex
@@ -14,9 +15,11 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
+from packaging.version import Version
 
 from lightning_lockstep._doors.deepspeed_internals import finds_function, make_op_builder
 from lightning_lockstep._text import time_in_words
@@ -92,7 +95,7 @@ def _install(debian: str, red_hat: str) -> str:
 # -- The locks that builds of extensions leave behind --
 # Torch builds an extension under a file called ``lock`` in its folder, which the building process makes,
 # holds open and removes. If that process is killed the file stays, and whoever needs the op next waits for
-# it forever, without a message.
+# it forever, without a message. From 2.15 on the file always stays, and the kernel locks it for the process.
 
 _NAME = "lock"
 # Nothing is built for longer than this; counts where a process of another host may be at work [s].
@@ -121,15 +124,25 @@ def build_folder(op: str) -> Path:
     return Path(extension_folder(op))
 
 
+@functools.cache
+def locked_by_kernel() -> bool:
+    """Return whether a lock of the installed torch ends with the process that holds it."""
+    try:
+        return Version(version("torch")).release >= (2, 15)
+    except PackageNotFoundError:
+        return False
+
+
 def find_build_locks(root: Path, *, ops: Collection[str] | None = None) -> list[BuildLock]:
     """Return the locks of all builds, those at work and those that were left behind."""
     locks = []
     # One folder for each op; below torch's own root one more level for the versions of Python and CUDA.
     for path in sorted([*root.glob(f"*/{_NAME}"), *root.glob(f"*/*/{_NAME}")]):
-        if ops is None or path.parent.name in ops:
+        if (ops is None or path.parent.name in ops) and (not locked_by_kernel() or _is_locked(path)):
             with suppress(FileNotFoundError):  # that build has ended meanwhile
                 age = max(0.0, time.time() - path.stat().st_mtime)
-                locks.append(BuildLock(path, path.parent.name, age, _is_stale(path, age)))
+                is_stale = not locked_by_kernel() and _is_stale(path, age)
+                locks.append(BuildLock(path, path.parent.name, age, is_stale))
     return locks
 
 
@@ -150,6 +163,17 @@ def remove_stale_locks(consent: bool, root: Path, *, ops: Collection[str] | None
     for lock in stale:
         lock.path.unlink(missing_ok=True)
     return stale
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # the file of another user: torch says so
+        return False
+    return False
 
 
 def _is_stale(path: Path, age: float) -> bool:

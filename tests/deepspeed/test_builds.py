@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -40,6 +41,10 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 COMPILER = shutil.which("g++")
 NINJA = shutil.which("ninja")
 needs_compiler = pytest.mark.skipif(not (COMPILER and NINJA), reason="there is no g++ or no ninja here")
+
+left_behind = pytest.mark.skipif(
+    build_locks.locked_by_kernel(), reason="no build with torch 2.15 or newer leaves a lock behind"
+)
 
 OP = "cpu_adam"
 
@@ -126,13 +131,17 @@ def prepare_and_step(options: dict[str, Any]) -> dict[str, Any]:
 @needs_compiler
 def test_one_of_two_ranks_compiles_and_both_have_the_op(tmp_path: Path, objects: Path) -> None:
     env = compiler_that("true", tmp_path, objects)
-    stale = lock_at(tmp_path / "ops" / OP / "lock")
+    stale = None if build_locks.locked_by_kernel() else lock_at(tmp_path / "ops" / OP / "lock")
     outcomes = run_ranks_raw(2, prepare_and_step, {"remove_stale_locks": True}, env=env, timeout=300)
     assert [outcome.value for outcome in outcomes] == [{"told": [], "same": True}] * 2, describe(outcomes)
     # Each source once, and all by rank 0.
     assert compilations(tmp_path) == ["0 cpu_adam.cpp", "0 cpu_adam_impl.cpp"]
-    assert not stale.exists()
-    assert f"removed the lock of a build that was killed: {OP}: {stale}" in outcomes[0].stderr
+    if stale is not None:
+        assert not stale.exists()
+        assert f"removed the lock of a build that was killed: {OP}: {stale}" in outcomes[0].stderr
+    again = run_ranks(2, prepare_and_step, {}, env=env, timeout=300)
+    assert again == [{"told": [], "same": True}] * 2, "the build of before is in no run's way"
+    assert len(compilations(tmp_path)) == 2
     assert "removed the lock" not in outcomes[1].stderr
     # The next run compiles nothing.
     again = run_ranks(2, prepare_and_step, {}, env=env, timeout=300)
@@ -169,6 +178,7 @@ def fit_with_its_own_optimizer() -> list[str]:
 
 @needs_deepspeed
 @needs_compiler
+@left_behind
 def test_an_optimizer_that_configure_optimizers_makes_is_built_by_one_rank_behind_no_lock(
     tmp_path: Path, objects: Path
 ) -> None:
@@ -205,6 +215,9 @@ def test_the_building_rank_is_killed(tmp_path: Path) -> None:
 
     lock = tmp_path / "ops" / OP / "lock"
     assert lock.exists()  # torch's own
+    if build_locks.locked_by_kernel():
+        assert find_build_locks(tmp_path / "ops") == []
+        return
     texts = run_ranks(2, prepare, {}, env=env)
     assert texts[0] == texts[1]
     assert f"rm {lock}" in texts[0][0]
@@ -394,7 +407,8 @@ def holder(path: Path) -> Iterator[psutil.Popen]:
     """A process that holds a lock as torch does: it has made the file and keeps it open."""
     path.parent.mkdir(parents=True, exist_ok=True)
     source = (
-        "import os, sys; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print(flush=True); sys.stdin.read()"
+        "import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_CREAT | os.O_EXCL);"
+        " fcntl.flock(lock, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
     )
     process = psutil.Popen(
         [sys.executable, "-S", "-c", source, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -409,6 +423,27 @@ def holder(path: Path) -> Iterator[psutil.Popen]:
         process.stdout.close()
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_with_locks_of_the_kernel_the_file_alone_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    monkeypatch.setattr(build_locks, "locked_by_kernel", lambda: True)
+    path = lock_at(tmp_path / OP / "lock")
+    with path.open("rb+") as file:
+        if held:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        assert [(lock.op, lock.is_stale) for lock in find_build_locks(tmp_path)] == [(OP, False)] * held
+        assert remove_stale_locks(True, tmp_path) == []
+    assert path.exists() and find_build_locks(tmp_path) == []
+
+
+@pytest.fixture
+def lock_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks are those of torch before 2.15: they last as long as their files."""
+    monkeypatch.setattr(build_locks, "locked_by_kernel", lambda: False)
+
+
+@pytest.mark.usefixtures("lock_files")
 def test_a_lock_that_nobody_holds_is_stale(tmp_path: Path) -> None:
     path = lock_at(tmp_path / OP / "lock")
     os.utime(path, (time.time() - 600, time.time() - 600))
@@ -418,6 +453,7 @@ def test_a_lock_that_nobody_holds_is_stale(tmp_path: Path) -> None:
     assert "10 min ago, held by no process of this host" in str(lock)
 
 
+@pytest.mark.usefixtures("lock_files")
 def test_removal_needs_consent(tmp_path: Path) -> None:
     paths = [lock_at(tmp_path / op / "lock") for op in (OP, "utils")]
     with pytest.raises(LaunchError) as caught:
@@ -430,6 +466,7 @@ def test_removal_needs_consent(tmp_path: Path) -> None:
     assert remove_stale_locks(False, tmp_path) == []
 
 
+@pytest.mark.usefixtures("lock_files")
 def test_a_lock_that_a_process_holds_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / OP / "lock"
     with holder(path):
@@ -443,6 +480,7 @@ def test_a_lock_that_a_process_holds_is_left_alone(tmp_path: Path) -> None:
     assert lock.is_stale
 
 
+@pytest.mark.usefixtures("lock_files")
 def test_a_lock_that_is_closed_and_about_to_be_removed_is_not_left_behind(tmp_path: Path) -> None:
     path = lock_at(tmp_path / OP / "lock")
     timer = threading.Timer(0.05, path.unlink)
@@ -451,6 +489,7 @@ def test_a_lock_that_is_closed_and_about_to_be_removed_is_not_left_behind(tmp_pa
     timer.join()
 
 
+@pytest.mark.usefixtures("lock_files")
 def test_the_lock_of_torch_itself(tmp_path: Path) -> None:
     from torch.utils.file_baton import FileBaton
 
@@ -463,6 +502,7 @@ def test_the_lock_of_torch_itself(tmp_path: Path) -> None:
     assert find_build_locks(tmp_path) == []
 
 
+@pytest.mark.usefixtures("lock_files")
 def test_the_processes_of_other_hosts_are_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_locks, "_is_of_several_hosts", lambda path: True)
     path = lock_at(tmp_path / OP / "lock")
@@ -472,6 +512,7 @@ def test_the_processes_of_other_hosts_are_not_seen(tmp_path: Path, monkeypatch: 
     assert [lock.is_stale for lock in find_build_locks(tmp_path)] == [True]
 
 
+@pytest.mark.usefixtures("lock_files")
 def test_locks_below_torchs_own_root(tmp_path: Path) -> None:
     path = lock_at(tmp_path / "py311_cpu" / OP / "lock")
     assert [lock.path for lock in find_build_locks(tmp_path)] == [path]
@@ -479,6 +520,7 @@ def test_locks_below_torchs_own_root(tmp_path: Path) -> None:
     assert isinstance(find_build_locks(tmp_path, ops=[OP])[0], BuildLock)
 
 
+@pytest.mark.usefixtures("lock_files")
 def test_where_the_kernel_does_not_say_who_has_the_lock_only_its_age_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,6 +535,7 @@ def test_where_the_kernel_does_not_say_who_has_the_lock_only_its_age_counts(
     assert [lock.is_stale for lock in find_build_locks(tmp_path)] == [True]
 
 
+@pytest.mark.usefixtures("lock_files")
 def test_looking_at_a_lock_disturbs_nobody_who_looks_at_the_same_time(tmp_path: Path) -> None:
     """A signal goes to the holder of a lease when another process opens the file."""
     path = lock_at(tmp_path / OP / "lock")
