@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -124,8 +125,9 @@ NOT_FOUND, NOT_EXECUTABLE, OUT_OF_TIME = 127, 126, 124
 # More than this of an output is not read: no tool that is run here says so much [bytes].
 _MOST = 1_000_000
 
-# The groups of the programs that run now; sets change in one step, so that threads need no lock.
+# The groups of the programs that run now, and what is held until one that is being started is among them.
 _groups: set[int] = set()
+_starting = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -164,19 +166,20 @@ def run_program(
     # Files, not pipes: a pipe is only at its end when the last process that a program has left behind is.
     with memory_file() as output, memory_file() as errors:
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                env=None if environment is None else dict(environment),
-                start_new_session=True,
-            )
+            with _starting:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=errors,
+                    env=None if environment is None else dict(environment),
+                    start_new_session=True,
+                )
+                _groups.add(process.pid)
         except (FileNotFoundError, NotADirectoryError):
             return Completed(NOT_FOUND, "", f"{command[0]}: not found")
         except (OSError, ValueError) as error:  # not executable, another architecture, a null in an argument
             return Completed(NOT_EXECUTABLE, "", str(error))
-        _groups.add(process.pid)
         try:
             returncode = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -189,7 +192,8 @@ def run_program(
 
 
 def end_programs() -> None:
-    """End all programs that :func:`run_program` runs now: a group of its own each, which outlives this process."""
+    """End all programs of :func:`run_program`, each a group that outlives this process, which has to end next."""
+    _starting.acquire(timeout=1.0)  # and never released: nothing is started any more
     for pid in list(_groups):
         end_group(pid)
 
