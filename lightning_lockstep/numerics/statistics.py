@@ -184,18 +184,25 @@ def any_bad(tensors: Sequence[Tensor]) -> bool:
     try:
         return _any_bad_fused(tensors)
     except (RuntimeError, NotImplementedError, TypeError):
-        # A sparse tensor, a DTensor or another that the operation refuses is among them.
-        usual = {id(tensor): tensor for tensor in tensors if _is_usual(tensor)}
-        return _any_bad_fused([*usual.values()]) or any(
-            has_bad_values(tensor) for tensor in tensors if id(tensor) not in usual
-        )
+        # A sparse tensor, a DTensor, one of another device or another that the operation refuses is among them.
+        usual: dict[torch.device, list[Tensor]] = defaultdict(list)
+        others: list[Tensor] = []
+        for tensor in tensors:
+            (usual[tensor.device] if _is_usual(tensor) else others).append(tensor)
+        return any(map(_any_bad_fused, usual.values())) or any(map(has_bad_values, others))
 
 
 def _any_bad_fused(tensors: Sequence[Tensor]) -> bool:
+    if not tensors:
+        return False
     groups: dict[tuple[torch.device, torch.dtype | None], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        # The CPU kernel takes any mixture of dtypes.
-        groups[tensor.device, None if tensor.device.type == "cpu" else tensor.dtype].append(tensor)
+    if (
+        tensors[0].device.type == "cpu"
+    ):  # the kernel takes any mixture of dtypes; sorting them would cost more
+        groups[tensors[0].device, None] = list(tensors)
+    else:
+        for tensor in tensors:
+            groups[tensor.device, tensor.dtype].append(tensor)
     found = {device: torch.zeros(1, device=device) for device, _ in groups}
     for (device, _), group in groups.items():
         non_finite_check()(group, found[device], torch.ones((), device=device))
