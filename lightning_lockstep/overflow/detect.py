@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,7 @@ class Detection(StepDetection):
     def _check(self, optimizer: Optimizer, record: StepRecord) -> tuple[bool, StepRecord | None]:
         """Return whether all ranks know of something bad, and the step to replay if this one does."""
         # A mean over ranks carries a nan of any of them into the gradients of all, unless each holds but a part.
-        here = self._gradients_are_bad([p for group in optimizer.param_groups for p in group["params"]])
+        here = self._gradients_are_bad(p for group in optimizer.param_groups for p in group["params"])
         steps = [step for step in (self._suspect, record) if step is not None]
         origin = next((step for step in steps if self._loss_is_bad(step)), None)
         origin = self._read_activations(record) or origin
@@ -251,7 +252,7 @@ class Detection(StepDetection):
             return here
         return bool(self._communicator.all_reduce(torch.tensor(int(here), dtype=torch.int32), "max"))
 
-    def _gradients_are_bad(self, parameters: Sequence[Tensor]) -> bool:
+    def _gradients_are_bad(self, parameters: Iterable[Tensor]) -> bool:
         if not self._settings.gradients:
             return False
         if self._engine is None:
@@ -259,11 +260,14 @@ class Detection(StepDetection):
         return self._engine.known_bad() or any_bad([g for g in self._engine.gradients() if g.numel()])
 
     def _loss_is_bad(self, record: StepRecord) -> bool:
-        return not self._settings.allowed.match("loss") and has_bad_values(record.loss)
+        loss = record.loss
+        if loss is None or self._settings.allowed.match("loss"):
+            return False
+        return not math.isfinite(loss.item()) if loss.numel() == 1 else has_bad_values(loss)
 
     def _micro_batch_is_bad(self, record: StepRecord) -> bool:
         """Return whether gradients or loss are bad after a micro-batch that no optimizer step follows."""
-        bad = self._gradients_are_bad(list(self._module.parameters())) or self._loss_is_bad(record)
+        bad = self._gradients_are_bad(self._module.parameters()) or self._loss_is_bad(record)
         # With an engine a bad gradient may lie on another rank: all ranks ask.
         return bad if self._engine is None else self._on_any_rank(bad)
 

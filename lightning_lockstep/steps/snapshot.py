@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import random
 import tempfile
 import weakref
@@ -46,8 +47,7 @@ class RandomState:
     @classmethod
     def capture(cls, device: torch.device | None = None) -> RandomState:
         """Take the states, of CUDA that of ``device`` or all in use; nothing is read from a device."""
-        of_numpy = numpy.random.get_state(legacy=False)
-        return cls(torch.get_rng_state(), _cuda_states(device), random.getstate(), of_numpy)
+        return cls(torch.get_rng_state(), _cuda_states(device), random.getstate(), _numpy_state())
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch_cpu)
@@ -55,6 +55,31 @@ class RandomState:
             torch.cuda.set_rng_state(state, index)
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
+        _numpy_state.known = None
+
+
+class _NumpyState:
+    """State of numpy's global generator, asked for only when it has moved: that takes longer than all else here."""
+
+    # Of the Mersenne Twister, its numbers and the position in them, where numpy's ctypes interface says [bytes].
+    _SIZE = 624 * 4 + 4
+
+    def __init__(self) -> None:
+        self.known: Any = None
+        self._seen: tuple[Any, bytes] | None = None
+
+    def __call__(self) -> Any:
+        generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stub leaves it out
+        is_twister = isinstance(generator, numpy.random.MT19937)
+        memory = ctypes.string_at(generator.ctypes.state_address, self._SIZE) if is_twister else b""
+        # Normal numbers come in pairs, and one left over is not in that memory.
+        moved = not is_twister or self._seen != (generator, memory)
+        if moved or self.known is None or self.known["has_gauss"]:
+            self._seen, self.known = (generator, memory), numpy.random.get_state(legacy=False)
+        return self.known
+
+
+_numpy_state = _NumpyState()
 
 
 def _cuda_states(device: torch.device | None) -> dict[int, Tensor]:
