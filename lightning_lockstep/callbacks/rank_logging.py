@@ -13,7 +13,7 @@ from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.errors import ConfigurationError
 from lightning_lockstep.logs import logger
 from lightning_lockstep.logs.formats import ConsoleHandler, ConsoleTakeover, RankFile, WarningHandler
-from lightning_lockstep.logs.sender import LineSender, NodeMerger, sender_on
+from lightning_lockstep.logs.sender import LineSender, sender_on
 
 # How long rank 0 waits at the end of a run for lines of other ranks that are under way [s].
 _AT_THE_END = 1.0
@@ -41,8 +41,7 @@ class RankOrderedLogging(Callback):
         ConfigurationError: One message with every argument that cannot be used.
 
     Ranks: every rank has one. At start-up it opens the side channel and agrees on the folder; afterwards an
-    in-order line, and a warning, is one message to rank 0; an in-order line of another node goes by way of
-    that node's first rank. No collective.
+    in-order line, and a warning, is one message to rank 0. No collective.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class RankOrderedLogging(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the console over and open this rank's file.
 
-        Ranks: all, together; a gather and a broadcast.
+        Ranks: all, together; with files, a broadcast and a gather.
         """
         global _active
         if _active is not None:
@@ -84,7 +83,6 @@ class RankOrderedLogging(Callback):
             self._sender = sender_on(communicator.side_channel)
             if self._sender.collector is not None:
                 self._sender.collector.configure(timeout=self.order_timeout, merging=self.fold)
-            self._merge_on_node(communicator, self._sender)
         handlers: list[logging.Handler] = [self._console(communicator)]
         if self.warnings_once and self._sender is not None:
             handlers.append(WarningHandler(self._sender))
@@ -136,18 +134,6 @@ class RankOrderedLogging(Callback):
                 f"\n{refused}"
             )
         return file
-
-    def _merge_on_node(self, communicator: Communicator, sender: LineSender) -> None:
-        """Send lines by way of the node's first rank where that spares rank 0 messages."""
-        # The ranks of a node need not be consecutive, so they are gathered.
-        nodes = communicator.gather([communicator.node_rank, communicator.host])
-        here = [rank for rank, node in enumerate(nodes) if node == nodes[communicator.rank]]
-        if here[0] == 0 or len(here) == 1:
-            return
-        if communicator.rank != here[0]:
-            sender.node_leader = here[0]
-        elif sender.merger is None:
-            sender.merger = NodeMerger(sender.channel, here)
 
     def _end(self) -> None:
         if self._sender is not None:

@@ -290,13 +290,15 @@ class LineOrdering:
 # -- Lets several threads bring lines to one place without making any of them wait for a slow console --
 
 Work = Callable[[], list[Batch]]
+# Longest time between two looks at what has waited long enough [s].
+_LOOK_EVERY = 0.25
 
 
 class OrderingThread:
     """Owns orderings of lines and prints what comes out of them."""
 
-    # The receiving thread does its work at once and prints, without a detour over another thread. The main
-    # thread only queues its work; the next thread that has access to the ordering does it.
+    # The thread of the channel's handlers does its work at once and prints, without a detour over another
+    # thread. The main thread only queues its work; the next thread that has access to the ordering does it.
 
     def __init__(
         self,
@@ -304,24 +306,21 @@ class OrderingThread:
         print_batch: Callable[[Batch], None],
         ordering: LineOrdering,
         *others: LineOrdering,
-        name: str,  # of the thread that prints what has waited long enough
-        look_every: float,  # time between two of its looks [s]
     ) -> None:
         self.ordering, self._orderings = ordering, (ordering, *others)
-        self._print_batch, self._look_every = print_batch, look_every
+        self._print_batch = print_batch
         self._queued: deque[Work] = deque()
         self._ready: deque[Batch] = deque()
         self._access = threading.Lock()
         self._printing = threading.RLock()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended = False
-        self._name = name
         self._thread: threading.Thread | None = None
 
-    def receive(self, packed: Sequence[Sequence[Any]]) -> None:
-        """Take lines of other ranks, packed, and print what is ready, on this thread."""
+    def receive(self, packed: Sequence[Any]) -> None:
+        """Take a line of another rank, packed, and print what is ready, on this thread."""
         now = time.monotonic()
-        self._queue(lambda: [batch for p in packed for batch in self.ordering.add(Line.unpack(p), now)])
+        self._queue(lambda: self.ordering.add(Line.unpack(packed), now))
         self._run()
 
     def add(self, make: Callable[[], Line]) -> None:
@@ -364,7 +363,9 @@ class OrderingThread:
     def _queue(self, work: Work) -> None:
         self._queued.append(work)
         if self._thread is None and not self._ended:
-            self._thread = threading.Thread(target=self._print_when_due, name=self._name, daemon=True)
+            self._thread = threading.Thread(
+                target=self._print_when_due, name="lockstep-log-order", daemon=True
+            )
             self._thread.start()
 
     def _run(self) -> None:
@@ -388,4 +389,4 @@ class OrderingThread:
             if self._queued:
                 continue  # somebody came while this thread had access, and has left work here
             with suppress(queue.Empty):
-                self._wake.get(timeout=min(max(0.0, due - time.monotonic()), self._look_every))
+                self._wake.get(timeout=min(max(0.0, due - time.monotonic()), _LOOK_EVERY))

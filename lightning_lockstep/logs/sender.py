@@ -1,4 +1,4 @@
-"""Lines on their way: sent by each rank, merged on each node, collected on rank 0."""
+"""Lines on their way: sent by each rank, collected and printed by rank 0."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from lightning_lockstep._text import ranks_in_words, say
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.coordination.channel_opening import known_rank, side_channel_if_open
 from lightning_lockstep.distributed.failure.process_exit import at_exit, on_flush, printed_a_line
 from lightning_lockstep.distributed.process_group import current_group
+from lightning_lockstep.distributed.side_channel.opening import known_rank, side_channel_if_open
 from lightning_lockstep.logs.ordering import (
     Batch,
     Line,
@@ -27,14 +27,11 @@ from lightning_lockstep.logs.ordering import (
     record_of,
 )
 
-# -- The collector on rank 0, which prints the lines of all ranks in rank order, and a merger on other nodes
+# -- The collector on rank 0, which prints the lines of all ranks in rank order
 # A line is posted over the side channel and the call returns. On rank 0 it waits for those of other ranks.
-# The first rank of every other node merges the lines of that node, where the ranks have agreed to that.
 
-LINES, LEVEL, ONCE, NODE = "log/lines", "log/level", "log/once", "log/node"
+LINE, LEVEL, ONCE = "log/line", "log/level", "log/once"
 STDERR = "standard error"  # in the place of a logger's name: no level and no handler may drop the line
-# Longest time for which a node's first rank keeps lines back to merge them [s].
-_MERGE_FOR = 0.02
 # How long a line of which one is enough waits for the equal ones of other ranks [s].
 _ONCE_FOR = 0.3
 
@@ -54,11 +51,9 @@ class Collector:
         ranks = range(channel.world_size)
         ordering = LineOrdering(ranks, timeout=timeout, merging=merging)
         self._once = LineOrdering(ranks, timeout=_ONCE_FOR, once=True)
-        self.lines = OrderingThread(
-            self._print, ordering, self._once, name="lockstep-log-order", look_every=0.25
-        )
+        self.lines = OrderingThread(self._print, ordering, self._once)
         self._remove = [
-            channel.on(LINES, lambda message: self.lines.receive(message.body)),
+            channel.on(LINE, lambda message: self.lines.receive(message.body)),
             channel.on(LEVEL, lambda message: self.note_level(message.sender, *message.body)),
             channel.on(ONCE, lambda message: self.add_once(Line.unpack(message.body))),
             on_flush(self.flush),
@@ -124,25 +119,6 @@ class Collector:
                 traceback.print_exc(file=sys.stderr)
 
 
-class NodeMerger:
-    """Merges the lines of one node before they go to rank 0; lives on the node's first rank."""
-
-    def __init__(self, channel: SideChannel, ranks: Iterable[int], *, merge_for: float = _MERGE_FOR) -> None:
-        self._channel = channel
-        ordering = LineOrdering(ranks, timeout=merge_for)
-        self.lines = OrderingThread(self._pass_on, ordering, name="lockstep-log-node", look_every=merge_for)
-        channel.on(NODE, lambda message: self.lines.receive(message.body))
-        on_flush(self.flush)
-
-    def flush(self) -> None:
-        """Pass on all that is held back."""
-        self.lines.flush()
-        self._channel.flush(1.0)
-
-    def _pass_on(self, batch: Batch) -> None:
-        self._channel.post(LINES, batch.lines, to=0)
-
-
 def _late_prefix(line: Line) -> str:
     return f"[{ranks_in_words(line.ranks)}, late] "
 
@@ -166,15 +142,13 @@ class LineSender:
 
     def __init__(self, channel: SideChannel, collector: Collector | None) -> None:
         self.channel, self.collector = channel, collector
-        self.merger: NodeMerger | None = None
-        self.node_leader: int | None = None
         self.process = os.getpid()
         self._host = socket.gethostname()
         self._kept: deque[LogCall] = deque(maxlen=10_000)
         self._sent_levels: dict[str, int] = {}
         # Touched by one thread at a time: the one that makes lines, in the order of the calls.
         self._repeats: dict[tuple[str, int, str, int], int] = {}
-        self._post = channel.poster(LINES, to=0, make=self._lines)
+        self._post = channel.poster(LINE, to=0, make=self._line)
         if collector is None:
             on_flush(self.flush)
             channel.at_close(self.flush)
@@ -187,12 +161,7 @@ class LineSender:
             self.collector.lines.add(lambda: self._line(call))
             return
         self._kept.append(call)
-        if self.merger is not None:
-            self.merger.lines.add(lambda: self._line(call))
-        elif self.node_leader is not None:
-            self.channel.post(NODE, call, to=self.node_leader, make=self._lines)
-        else:
-            self._post(call)
+        self._post(call)
 
     def send_once(self, call: LogCall, *, repeat: int = 0, printed: bool = False) -> None:
         """Send a line of which one is enough for all ranks, ``printed`` by rank 0 or not; returns at once."""
@@ -231,9 +200,6 @@ class LineSender:
         self._repeats[call[0]] = repeat + 1
         return line_of(call, rank=self.channel.rank, host=self._host, repeat=repeat)
 
-    def _lines(self, call: LogCall) -> tuple[Line]:
-        return (self._line(call),)
-
 
 class _LocalPrinter:
     """Stands in for the sender of a run whose rank 0 never opened the channel."""
@@ -255,7 +221,7 @@ Work = Callable[["LineSender | _LocalPrinter"], None]
 
 def sender_on(channel: SideChannel) -> LineSender:
     """Return the sender of a side channel, made on the first call; on rank 0 the collector is made, too."""
-    return channel.own(_make_sender)
+    return channel.get_or_create(_make_sender)
 
 
 def _make_sender(channel: SideChannel) -> LineSender:

@@ -13,12 +13,12 @@ from types import FrameType
 from typing import Any
 
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.coordination.channel_opening import known_rank
 from lightning_lockstep.distributed.coordination.stop_agreement import (
     StepAgreement,
     StopDecision,
     stop_agreement,
 )
+from lightning_lockstep.distributed.side_channel.opening import known_rank
 
 # -- The two functions with which user code asks all ranks to leave, and finds out that they do --
 

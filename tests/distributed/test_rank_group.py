@@ -23,11 +23,11 @@ from lightning_lockstep.distributed import (
     shut_down,
     use_communicator,
 )
-from lightning_lockstep.distributed.coordination.channel_opening import (
+from lightning_lockstep.distributed.process_group import current_group, forget_rendezvous, host_rendezvous
+from lightning_lockstep.distributed.side_channel.opening import (
     open_side_channel,
     side_channel_if_open,
 )
-from lightning_lockstep.distributed.process_group import current_group, forget_rendezvous, host_rendezvous
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from tests.helpers import run_ranks, run_ranks_raw

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +32,7 @@ from lightning_lockstep.distributed import (
 )
 from lightning_lockstep.distributed.coordination.stop_agreement import stop_agreement
 from lightning_lockstep.distributed.rendezvous import channel_keys
-from lightning_lockstep.distributed.side_channel import connections
-from lightning_lockstep.distributed.side_channel.connections import sender_of
+from lightning_lockstep.distributed.side_channel.zeromq import sender_of
 from tests.helpers import run_ranks, run_ranks_raw
 
 
@@ -147,10 +148,8 @@ def watched_channel() -> tuple[SideChannel, list[str]]:
     channel = communicator.side_channel
     reasons: list[str] = []
     channel.watch_peers(on_lost=lambda rank, reason: reasons.append(f"{rank}: {reason}"))
-    communicator.barrier()
-    assert wait_until(lambda: len(channel._addresses.ranks) == channel.world_size - 1), (
-        "all addresses have come"
-    )
+    known = range(channel.world_size) if channel.rank == 0 else (0,)
+    assert wait_until(lambda: all(channel.process_of(r)[1] for r in known if r != channel.rank))
     communicator.barrier()
     return channel, reasons
 
@@ -160,9 +159,6 @@ def lose_rank_zero() -> list[str]:
     if channel.rank == 0:
         os._exit(7)
     assert wait_until(lambda: bool(reasons))
-    channel.on("hello", lambda message: reasons.append(message.body))
-    channel.post("hello", "the others still reach each other")
-    assert wait_until(lambda: len(reasons) == 2)
     assert channel.claim("key", "mine") == "mine", "without rank 0 everybody's own word stands"
     assert not channel.usable and channel.lost
     shut_down(0.0)
@@ -175,8 +171,8 @@ def test_the_end_of_rank_zero_is_noticed_at_once() -> None:
     assert outcomes[0].returncode == 7
     for outcome in outcomes[1:]:
         assert outcome.ok, outcome.traceback
-        assert outcome.value[0].startswith("0: nobody listens at 127.0.0.1"), outcome.value
-        assert outcome.value[1] == "the others still reach each other"
+        (reason,) = outcome.value
+        assert reason.startswith("0: nobody listens at 127.0.0.1"), reason
 
 
 def orderly_end() -> list[str]:
@@ -349,24 +345,6 @@ def test_one_process_hears_itself() -> None:
     channel.close()
 
 
-def test_a_peer_that_is_being_killed_and_still_answers_is_asked_again_soon(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, gone = 0.0, list[int]()
-    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now))
-    watch = connections.PeerWatch(
-        lambda: 60.0, on_gone=lambda rank, _: gone.append(rank), on_silent=lambda *_: None
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        watch.add(1, *listener.getsockname())
-        watch.disconnected(1)
-        watch.look()
-    for _ in range(3):
-        now += 0.11
-        watch.look()
-    assert gone == [1]
-
-
 def test_what_belongs_to_a_channel_is_made_once_and_goes_with_it() -> None:
     channel = LocalSideChannel()
     assert stop_agreement(channel) is stop_agreement(channel)
@@ -375,19 +353,6 @@ def test_what_belongs_to_a_channel_is_made_once_and_goes_with_it() -> None:
     del channel
     gc.collect()
     assert is_there() is None
-
-
-def test_a_peer_answers_heartbeats_as_long_as_its_connection_stands() -> None:
-    watch = connections.PeerWatch(lambda: 60.0, on_gone=lambda *_: None, on_silent=lambda *_: None)
-    watch.add(1, "127.0.0.1", 1)
-    assert not watch.answers(1)
-    watch.connected(1)
-    assert watch.answers(1)
-    watch.disconnected(1)
-    assert not watch.answers(1)
-    watch.connected(1)
-    watch.closed(1)
-    assert not watch.answers(1)
 
 
 def test_what_a_peer_has_sent_before_it_connected_again_is_read_as_its_own() -> None:
@@ -402,3 +367,225 @@ def test_what_a_peer_has_sent_before_it_connected_again_is_read_as_its_own() -> 
         assert sender_of(frame) == b"3"
         former: Any = SimpleNamespace(bytes=b"\0k\x8bEg", get=frame.get)
         assert sender_of(former) == b"3"
+
+
+# ------------------------------------------------------------------ ranks of one process
+
+KEYS = channel_keys("of this test")
+
+
+@contextlib.contextmanager
+def channels(number: int, *, absent: int = 0) -> Iterator[list[ZeroMQSideChannel]]:
+    """The ranks of a channel, in this process, but for some of the highest that do not come."""
+    main = ZeroMQSideChannel(0, number + absent, host="127.0.0.1", keys=KEYS)
+    others = [
+        ZeroMQSideChannel(rank, number + absent, host="127.0.0.1", keys=KEYS, main_address=main.address)
+        for rank in range(1, number)
+    ]
+    try:
+        assert all(one.wait_for_main(20) for one in others)
+        yield [main, *others]
+    finally:
+        for one in (*others, main):
+            one.close(0.2)
+
+
+def vanish(channel: ZeroMQSideChannel) -> None:
+    """Let a channel end as with its process, without a word."""
+    channel._closing = True
+    channel._put(channel._end)
+    channel._sockets.join(20)
+    channel._arrived.put(None)
+    channel._calls.join(20)
+    channel._context.term()
+
+
+@contextlib.contextmanager
+def stranger_as(identity: bytes, main: ZeroMQSideChannel) -> Iterator[Any]:
+    """A socket of somebody who knows the token."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.linger, peer.reconnect_ivl = 0, -1
+        if identity:
+            peer.identity = identity
+        peer.curve_publickey, peer.curve_secretkey = zmq.curve_keypair()
+        peer.curve_serverkey = KEYS.public
+        peer.connect(main.address)
+        yield peer
+
+
+def listen(channel: SideChannel, topic: str = "news") -> list[tuple[int, Any]]:
+    got: list[tuple[int, Any]] = []
+    channel.on(topic, lambda message: got.append((message.sender, message.body)))
+    return got
+
+
+def test_rank_0_routes_to_one_to_some_and_to_all_in_order() -> None:
+    with channels(4) as ranks:
+        got = [listen(one) for one in ranks]
+        ranks[1].post("news", "all")
+        ranks[1].post("news", "some", to=[0, 1, 3])
+        ranks[1].post("news", "one", to=2)
+        ranks[0].post("news", "from the middle")
+        wanted = [
+            {"all", "some"},
+            {"some", "from the middle"},
+            {"all", "one", "from the middle"},
+            {"all", "some", "from the middle"},
+        ]
+        assert wait_until(lambda: [{body for _, body in one} for one in got] == wanted)
+        assert [body for sender, body in got[3] if sender == 1] == ["all", "some"]
+        assert all(sender == (0 if body == "from the middle" else 1) for one in got for sender, body in one)
+
+
+def test_a_handler_that_blocks_on_rank_0_keeps_nothing_from_being_routed() -> None:
+    with channels(3) as ranks:
+        goes_on, blocks = threading.Event(), threading.Event()
+
+        def block(message: Message) -> None:
+            blocks.set()
+            goes_on.wait(20)
+
+        ranks[0].on("slow", block)
+        got = listen(ranks[2])
+        ranks[1].post("slow", to=0)
+        assert blocks.wait(20)
+        ranks[1].post("news", "meanwhile", to=2)
+        assert wait_until(lambda: got == [(1, "meanwhile")])
+        goes_on.set()
+
+
+def test_what_is_posted_before_a_rank_connects_is_kept_for_it() -> None:
+    main = ZeroMQSideChannel(0, 2, host="127.0.0.1", keys=KEYS)
+    for number in range(100):
+        main.post("news", number)
+    assert main.flush(20), "nobody is there to wait for"
+    other = ZeroMQSideChannel(1, 2, host="127.0.0.1", keys=KEYS, main_address=main.address)
+    got = listen(other)
+    assert wait_until(lambda: len(got) == 100)
+    assert [body for _, body in got] == list(range(100))
+    other.close()
+    main.close()
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_the_end_of_a_process_is_noticed_by_those_who_watch_it(gone: int) -> None:
+    with channels(3) as ranks:
+        lost: list[list[int]] = [[], [], []]
+        for rank, one in enumerate(ranks):
+            one.watch_peers(on_lost=lambda gone, _, rank=rank: lost[rank].append(gone))  # type: ignore[misc]
+        assert wait_until(lambda: all(ranks[0].answers(rank) for rank in (1, 2)))
+        vanish(ranks[gone])
+        expected = [[], [0], [0]] if gone == 0 else [[2], [], []]
+        assert wait_until(lambda: lost == expected)
+        assert not any(ranks[rank].answers(gone) for rank in watchers_of(gone))
+
+
+def test_a_peer_that_is_being_killed_and_still_answers_is_asked_again_soon() -> None:
+    with channels(2) as (main, other), socket.create_server(("127.0.0.1", 0)) as listener:
+        assert wait_until(lambda: main.answers(1))
+        lost: list[int] = []
+        main.watch_peers(on_lost=lambda rank, _: lost.append(rank))
+        main._probe_at[1] = listener.getsockname()
+        vanish(other)
+        assert wait_until(lambda: not main.answers(1))
+        time.sleep(0.2)
+        assert lost == []
+        listener.close()
+        assert wait_until(lambda: lost == [1], seconds=2.0)
+
+
+def test_a_rank_that_has_closed_its_channel_is_neither_lost_nor_there() -> None:
+    with channels(2) as (main, other):
+        lost: list[int] = []
+        main.watch_peers(on_lost=lambda rank, _: lost.append(rank))
+        assert wait_until(lambda: main.answers(1))
+        assert main.process_of(1) == other.process_of(0) == (socket.gethostname(), os.getpid())
+        other.close()
+        assert main.has_closed(1) and not main.answers(1)
+        time.sleep(0.5)
+        assert lost == []
+
+
+def test_a_rank_whose_connection_broke_comes_back_and_is_watched_again() -> None:
+    with channels(2) as (main, other):
+        lost: list[int] = []
+        main.watch_peers(on_lost=lambda rank, _: lost.append(rank))
+        got = listen(other)
+        assert wait_until(lambda: main.answers(1))
+        (descriptor,) = main._connections
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+        assert wait_until(lambda: not main.answers(1))
+        for number in range(10):
+            main.post("news", number)
+        assert wait_until(lambda: [body for _, body in got] == list(range(10)))
+        assert main.answers(1) and lost == []
+        vanish(other)
+        assert wait_until(lambda: lost == [1])
+
+
+def test_a_connection_that_was_replaced_does_not_hide_the_end_of_the_one_in_its_place() -> None:
+    with channels(1, absent=1) as (main,), contextlib.ExitStack() as peers:
+        lost: list[int] = []
+        main.watch_peers(on_lost=lambda rank, _: lost.append(rank))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            for number in (1, 2):
+                peer = peers.enter_context(stranger_as(b"1", main))
+                hello = json.dumps([f"host {number}", 1, *listener.getsockname()])
+                peer.send_multipart((b"hello", b"", hello.encode()))
+                assert wait_until(lambda number=number: main.process_of(1) == (f"host {number}", 1))  # type: ignore[misc]
+            assert wait_until(lambda: main.answers(1))
+        peer.close()
+        assert wait_until(lambda: lost == [1])
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (b"post", b"7", b'["news", 1]'),  # no such rank
+        (b"post", b"1,-1", b'["news", 1]'),
+        (b"post", b"x", b'["news", 1]'),
+        (b"post", b"0", b"not JSON"),
+        (b"post", b"0", b"[]"),
+        (b"hello", b"", b"[]"),
+        (b"hello", b"", b'["host", 1, "127.0.0.1"]'),
+        (b"flush",),
+        (b"arrived", b"", b"x"),
+        (b"unknown", b"", b""),
+        (b"",),
+        (b"post", b"", b"", b""),
+    ],
+)
+def test_a_message_that_makes_no_sense_is_ignored(
+    frames: tuple[bytes, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    with channels(1, absent=1) as (main,), stranger_as(b"1", main) as peer:
+        got = listen(main)
+        peer.send_multipart(frames)
+        peer.send_multipart((b"post", b"0", b'["news", "well-formed"]'))
+        assert wait_until(lambda: got == [(1, "well-formed")])
+        assert "ignored a malformed message" in caplog.text
+
+
+@pytest.mark.parametrize("identity", [b"0", b"2", b"-1", b"x", b""])
+def test_who_is_no_other_rank_is_not_listened_to(identity: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with channels(2) as (main, other), stranger_as(identity, main) as peer:
+        got = listen(main)
+        peer.send_multipart((b"post", b"0", b'["news", "forged"]'))
+        assert wait_until(lambda: "ignored a malformed message" in caplog.text)
+        other.post("news", "from rank 1", to=0)
+        assert wait_until(lambda: got == [(1, "from rank 1")])
+
+
+def test_nothing_is_read_from_a_connection_to_another_rank_than_0() -> None:
+    with channels(2) as (main, other):
+        host, _, port = other.address.removeprefix("tcp://").rpartition(":")
+        got = listen(other)
+        for _ in range(3):
+            with socket.create_connection((host, int(port)), timeout=20) as connection:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"x" * 1000)
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1) == b"", "it is closed at once"
+        main.post("news", "from rank 0")
+        assert wait_until(lambda: got == [(0, "from rank 0")])

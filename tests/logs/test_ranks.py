@@ -287,36 +287,6 @@ def test_in_rank_order():
         assert "rank 2 never entered it" in value["stall"]
 
 
-def merged() -> tuple[list[str], int]:
-    """Ranks 2 and 3 play a second node: their lines go by way of rank 2."""
-    from lightning_lockstep.distributed import current_communicator
-    from lightning_lockstep.logs.sender import LINES, NodeMerger, sender_on
-
-    rank = dist.get_rank()
-    log, kept = prepared("node", timeout=10.0)
-    channel = current_communicator().side_channel
-    sender, senders = sender_on(channel), []
-    if rank == 0:
-        channel.on(LINES, lambda message: senders.append(message.sender))
-    if rank == 2:
-        sender.merger = NodeMerger(channel, range(2, 4), merge_for=2.0)
-    if rank == 3:
-        sender.node_leader = 2
-    dist.barrier()
-    log.info("same", in_order=True)
-    if rank == 0:
-        until(kept, 1)
-    dist.barrier()
-    return kept.lines, len(senders)
-
-
-@pytest.mark.slow
-def test_lines_of_a_node_reach_rank_0_as_one_message():
-    lines, messages = run_ranks(4, merged)[0]
-    assert lines == ["[ranks 0-3] same"]
-    assert messages == 2, "one of rank 1, one of the node of ranks 2 and 3"
-
-
 @pytest.mark.parametrize("ranks", [2])
 def test_a_faulty_handler_does_not_silence_the_collector(ranks):
     lines = run_ranks(ranks, broken_handler)[0]

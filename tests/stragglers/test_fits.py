@@ -11,7 +11,7 @@ import pytest
 
 from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.guard.guard import FlightRecorder
-from lightning_lockstep.distributed.side_channel.gather import ClockOffset
+from lightning_lockstep.stragglers.exchange import ClockOffset
 from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_ranks, run_ranks_raw, run_script
 from tests.stragglers.fits import ALL, SLOW, fit

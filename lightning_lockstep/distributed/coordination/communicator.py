@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lockstep.distributed.coordination.channel_opening import close_side_channel, open_side_channel
 from lightning_lockstep.distributed.failure.process_exit import at_exit
 from lightning_lockstep.distributed.process_group import (
     RankGroup,
@@ -26,6 +25,7 @@ from lightning_lockstep.distributed.process_group import (
     use_group,
 )
 from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel, SideChannel
+from lightning_lockstep.distributed.side_channel.opening import close_side_channel, open_side_channel
 
 # -- Collectives that callbacks and strategies use to decide together --
 # Control messages travel on the CPU, whatever the device of the model, so that a decision never waits for a

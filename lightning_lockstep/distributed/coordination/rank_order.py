@@ -57,7 +57,7 @@ def in_rank_order(*, per_node: bool = False, timeout: float = 1800.0) -> Iterato
     if communicator.world_size == 1:
         yield communicator.rank
         return
-    sections = communicator.side_channel.own(RankOrderedSections)
+    sections = communicator.side_channel.get_or_create(RankOrderedSections)
     queue = f"node {communicator.node_rank} {communicator.host}" if per_node else _ALL_RANKS
     section = sections.enter(queue, timeout=timeout)
     try:

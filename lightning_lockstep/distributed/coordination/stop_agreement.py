@@ -233,4 +233,4 @@ class StepAgreement:
 
 def stop_agreement(channel: SideChannel) -> StepAgreement:
     """Return the agreement of a side channel on leaving together; the same one while the channel lives."""
-    return channel.own(StepAgreement)
+    return channel.get_or_create(StepAgreement)

@@ -4,7 +4,7 @@ Nothing else in a run calls ``os._exit`` or registers with :mod:`atexit` (proces
 of an exception that nobody catches is decided in :mod:`~lightning_lockstep.distributed.failure.uncaught`.
 
 ====================================== ======================================================================
-an orderly end                         functions given to :func:`at_exit` and :func:`at_process_end` run
+an orderly end                         functions given to :func:`at_exit` run
 :func:`leave_without_waiting`          as above once Python exits, but nothing that waits for a dead peer; where the
                                        program has caught the failure, with its own exit code
 :func:`end_after_exit_functions`       the same now, without going back to the program
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import multiprocessing
-import multiprocessing.util
 import os
 import sys
 import threading
@@ -36,17 +34,6 @@ _log = logging.getLogger(__name__)
 def at_exit(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """Have ``function(*args)`` called when Python exits, the newest first; returns it, so it may decorate."""
     return atexit.register(function, *args)
-
-
-def at_process_end(function: Callable[[], None]) -> None:
-    """Have ``function`` called when this process ends in an orderly way, a rank of multiprocessing included.
-
-    A process that :mod:`multiprocessing` started leaves without what :mod:`atexit` holds, up to Python 3.12,
-    but not without its own finalizers. So ``function`` may be called twice, and must then find nothing to do.
-    """
-    at_exit(function)
-    if multiprocessing.parent_process() is not None:
-        multiprocessing.util.Finalize(None, function, exitpriority=100)
 
 
 _flushers: list[Callable[[], None]] = []

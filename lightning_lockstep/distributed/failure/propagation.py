@@ -329,4 +329,4 @@ class FailurePropagation:
 
 def propagation_on(channel: SideChannel) -> FailurePropagation:
     """Return the failure propagation of a side channel; the same one for as long as the channel lives."""
-    return channel.own(FailurePropagation)
+    return channel.get_or_create(FailurePropagation)

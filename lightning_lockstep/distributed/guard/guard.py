@@ -388,7 +388,7 @@ def guard_on(
     channel: SideChannel, propagation: FailurePropagation, settings: GuardSettings
 ) -> CollectiveGuard | None:
     """Return the guard of a run, at work, or ``None``; for every rank, in the thread that trains."""
-    kept = channel.own(_GuardOfChannel)
+    kept = channel.get_or_create(_GuardOfChannel)
     kept.check_alike(settings)
     if kept.guard is not None and kept.guard.settings == settings:
         kept.guard.follow()

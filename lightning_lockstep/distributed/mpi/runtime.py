@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import psutil
 
 from lightning_lockstep._text import first_line, plain_table
-from lightning_lockstep.distributed.coordination.channel_opening import close_side_channel
 from lightning_lockstep.distributed.failure.process_exit import (
     at_exit,
     flush_everything,
@@ -32,6 +31,7 @@ from lightning_lockstep.distributed.failure.uncaught import on_uncaught
 from lightning_lockstep.distributed.mpi.progress import ProgressThread, set_listener, wait_for_futures
 from lightning_lockstep.distributed.process_group import host_rendezvous
 from lightning_lockstep.distributed.rendezvous import address_towards
+from lightning_lockstep.distributed.side_channel.opening import close_side_channel
 from lightning_lockstep.errors import LaunchError, MissingExtraError
 
 # -- MPI in this process: initialised once, driven by one progress thread, finalised in order --

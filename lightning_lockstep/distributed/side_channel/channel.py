@@ -17,9 +17,12 @@ _log = logging.getLogger(__name__)
 _KEPT_UNREAD = 10_000
 # How often a waiting rank looks whether the channel can still deliver [s].
 _LOOK_EVERY = 0.5
+# How long a rank waits for rank 0's answer to a claim [s].
+_CLAIM_FOR = 3.0
+_CLAIM = "lockstep/claim"
 
 Handler = Callable[["Message"], None]
-_Owned = TypeVar("_Owned")
+_Kept = TypeVar("_Kept")
 
 
 class Message(NamedTuple):
@@ -52,7 +55,7 @@ class SideChannel(ABC):
         rank: This rank.
         world_size: Number of ranks.
         silence_limit: How long a peer may be frozen or unreachable before ``on_silent`` is called [s].
-        port: Port at which this rank listens; 0 where it does not.
+        port: Port at which rank 0 listens, at one end of each connection of the channel; 0 where there is none.
     """
 
     rank: int
@@ -62,14 +65,22 @@ class SideChannel(ABC):
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
+        self._processes: dict[int, tuple[str, int]] = {}
+        self._closing = False
+        self._closed_ranks: set[int] = set()
+        self._lost_ranks: set[int] = set()
         self._handlers: dict[str, tuple[Handler, ...]] = {}
         self._unread: dict[str, deque[Message]] = defaultdict(lambda: deque(maxlen=_KEPT_UNREAD))
         self._lock = threading.RLock()
         self._before_close: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
-        self._owned: dict[object, Any] = {}
+        self._kept: dict[object, Any] = {}
+        # Held while what ranks have said or done is noted, and notified of it.
+        self._news = threading.Condition()
+        self._claims: dict[str, str] = {}
         self._on_lost: Callable[[int, str], None] | None = None
         self._on_silent: Callable[[int, float, str], None] | None = None
+        self.on(_CLAIM, self._take_claim)
 
     def watch_peers(
         self,
@@ -94,28 +105,28 @@ class SideChannel(ABC):
 
         Ranks: any rank, alone; nothing is sent. Rank 0 knows all that have connected, every rank knows rank 0.
         """
-        return "", 0
+        return self._processes.get(rank, ("", 0))
 
     def has_closed(self, rank: int) -> bool:
         """Return whether another rank has closed its channel, as it does when its program comes to its end.
 
-        Ranks: any rank, alone; nothing is sent.
+        Ranks: any rank, alone; nothing is sent. Rank 0 knows it of all ranks, every rank knows it of rank 0.
         """
-        return False
+        return rank in self._closed_ranks
 
-    def own(self, make: Callable[[SideChannel], _Owned]) -> _Owned:
-        """Return what ``make`` returns for this channel, the same object every time; it lives as long as the channel.
+    def get_or_create(self, factory: Callable[[SideChannel], _Kept]) -> _Kept:
+        """Return what ``factory`` returns for this channel, the same object every time; it lives as long as that.
 
         Args:
-            make: Such as a class whose objects take a channel.
+            factory: Such as a class whose objects take a channel.
 
-        Ranks: any rank, alone; nothing is sent but what ``make`` sends.
+        Ranks: any rank, alone; nothing is sent but what ``factory`` sends.
         """
         with self._lock:
-            if make not in self._owned:
-                self._owned[make] = make(self)
-            owned: _Owned = self._owned[make]
-            return owned
+            if factory not in self._kept:
+                self._kept[factory] = factory(self)
+            kept: _Kept = self._kept[factory]
+            return kept
 
     def answers(self, rank: int) -> bool:
         """Return whether a rank's process is known to run: the connection to it stands, and answers heartbeats.
@@ -126,13 +137,13 @@ class SideChannel(ABC):
 
     @property
     def usable(self) -> bool:
-        """Whether a message that is posted now can still arrive."""
-        return True
+        """Whether a message that is posted now can still arrive: all of them go by way of rank 0."""
+        return not (self._closing or 0 in self._closed_ranks or 0 in self._lost_ranks)
 
     @property
     def lost(self) -> bool:
-        """Whether the channel broke though no rank has closed it."""
-        return False
+        """Whether the channel broke, since rank 0 is gone, though no rank has closed it."""
+        return 0 in self._lost_ranks and not self._closing
 
     def before_close(self, function: Callable[[], None]) -> None:
         """Call ``function`` once when this rank begins to close the channel, while the others may still use theirs.
@@ -216,14 +227,28 @@ class SideChannel(ABC):
 
         Ranks: any rank, alone; nothing is sent yet.
         """
-        return lambda body: self.post(topic, body, to=to, make=make)
+        put = self._put
+        return lambda body: put(Post(topic, body, to, make))
 
-    @abstractmethod
     def claim(self, key: str, value: str) -> str:
         """Set ``key`` to ``value`` unless a rank has set it before, and return its value now.
 
-        Ranks: any rank, alone; one round trip. Every caller of a key gets the same answer.
+        Ranks: any rank, alone; one round trip. Every caller of a key gets the same answer; where rank 0 gives
+        none, its own value.
         """
+        if self.rank != 0:
+            self.post(_CLAIM, [key, value], to=0)
+        with self._news:
+            self.wait_for(self._news, lambda: self.rank == 0 or key in self._claims, _CLAIM_FOR)
+            return self._claims.setdefault(key, value)
+
+    def _take_claim(self, message: Message) -> None:
+        key, value = message.body
+        with self._news:
+            first = self._claims.setdefault(key, value)
+            self._news.notify_all()
+        if self.rank == 0:
+            self.post(_CLAIM, [key, first], to=message.sender)
 
     def wait_for(
         self,
@@ -258,13 +283,15 @@ class SideChannel(ABC):
 
     @abstractmethod
     def flush(self, timeout: float = 5.0) -> bool:
-        """Wait until everything posted so far has left this process.
+        """Wait until everything posted so far has arrived: at its receivers on rank 0, at rank 0 on the others.
+
+        Rank 0 has passed on by then what is for other ranks.
 
         Args:
             timeout: Longest wait [s].
 
         Returns:
-            Whether all of it went out in time.
+            Whether all of it arrived in time.
 
         Ranks: any rank, alone.
         """
@@ -304,16 +331,11 @@ class LocalSideChannel(SideChannel):
 
     def __init__(self) -> None:
         super().__init__(0, 1)
-        self._claims: dict[str, str] = {}
 
     def _put(self, post: Post) -> None:
         made = post.body if post.make is None else post.make(post.body)
         for _ in receivers_of(post.to, self.rank, self.world_size):
             self._deliver(Message(post.topic, 0, json.loads(json.dumps(made, default=str))))
-
-    def claim(self, key: str, value: str) -> str:
-        """See :meth:`SideChannel.claim`."""
-        return self._claims.setdefault(key, value)
 
     def flush(self, timeout: float = 5.0) -> bool:
         """See :meth:`SideChannel.flush`."""

@@ -1,172 +1,72 @@
-"""The side channel over ZeroMQ, and the thread that sends."""
+"""The side channel over ZeroMQ: a star. Rank 0 listens and routes, every other rank has one connection, to rank 0.
+
+=========== ====================== ===================================================================================
+frame 1     frame 3                what it says
+=========== ====================== ===================================================================================
+``hello``   host, process id       first message of a connection, in both directions; to rank 0 also the address at
+                                   which its sender can be probed
+``post``    topic and body         frame 2 names its receivers on the way to rank 0 (none: all others), and its sender
+                                   on the way from there
+``flush``   a number               asks for ``arrived`` with that number
+``arrived`` that number            the handlers have had all that came before the flush; rank 0 has also passed on what
+                                   was for others
+``closing``                        its sender has closed its channel
+=========== ====================== ===================================================================================
+
+Frame 3 is JSON. Rank 0 passes a post on without reading it. Who has sent a message to rank 0 is told by its
+connection, not by a frame. Messages from one rank to another keep their order.
+
+Two threads do everything. One owns the sockets: it turns what was posted into JSON, sends, receives and routes. The
+other one calls the handlers, so that one that blocks (rank 0 prints log lines in one) keeps nothing from being routed.
+Nobody polls, and a post returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's (ZMTP 3.1
+with CURVE), on a thread in C that needs no GIL.
+
+For more than a few thousand ranks a tree would do: the first rank of each node listens, too, and where `_route` finds a
+receiver on another node, it sends the post up.
+"""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
 import os
 import queue
+import socket
 import threading
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from lightning_lockstep.distributed.rendezvous import ChannelKeys
+from lightning_lockstep.distributed.rendezvous import ChannelKeys, host_of
 from lightning_lockstep.distributed.side_channel.channel import Message, Post, SideChannel, receivers_of
-from lightning_lockstep.distributed.side_channel.connections import (
-    ADDRESS,
-    ARRIVED,
-    CLOSING,
-    FLUSH,
-    HELLO,
-    POST,
-    WHERE,
-    Addresses,
-    Links,
-    PeerWatch,
-    Receiver,
-)
 
-# -- The thread that sends what a rank has posted --
-
-_encode = json.JSONEncoder(default=str).encode
-_log = logging.getLogger(__name__)
-
-
-class Frames(NamedTuple):
-    """A message of the channel itself, to be sent as it is."""
-
-    to: int
-    frames: tuple[bytes, ...]
-
-
-class Reached(NamedTuple):
-    """Where a peer listens."""
-
-    rank: int
-    address: str
-
-
-@dataclass
-class Flush:
-    """Asks every peer that was sent something to confirm it."""
-
-    number: int
-    missing: set[int] | None = None  # peers that have not confirmed yet; None until they are asked
-    done: threading.Event = field(default_factory=threading.Event)  # all have
-
-    def confirmed(self, rank: int) -> None:
-        """Note that a peer has confirmed, or never will."""
-        if self.missing is not None:
-            self.missing.discard(rank)
-            if not self.missing:
-                self.done.set()
-
-
-class Sender:
-    """Takes what was posted, turns it into JSON and hands it to ZeroMQ, all on a thread of its own."""
-
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        *,
-        links: Callable[[], Links],  # makes the connections, on that thread
-        gone: Callable[[], set[int]],  # peers that have closed their channel or are lost
-    ) -> None:
-        self._rank, self._world_size, self._links, self._gone = rank, world_size, links, gone
-        self._outbox: queue.SimpleQueue[Post | Frames | Reached | Flush | None] = queue.SimpleQueue()
-        self.put = self._outbox.put  # returns at once
-        self._thread = threading.Thread(target=self._run, name="lockstep-send", daemon=True)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def end(self, timeout: float) -> None:
-        """Send what is left, close the connections and end the receiving thread."""
-        self._outbox.put(None)
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
-        _yield_to_caller()
-        links = self._links()
-        try:
-            while (item := self._outbox.get()) is not None:
-                if isinstance(item, Post):
-                    self._push(item, links)
-                elif isinstance(item, Frames):
-                    links.send(*item)
-                elif isinstance(item, Reached):
-                    links.reached(*item)
-                else:
-                    self._ask_for_arrival(item, links)
-        except zmq.ZMQError:
-            _log.exception("the side channel cannot send any more")
-        finally:
-            links.close(self._gone())
-
-    def _push(self, post: Post, links: Links) -> None:
-        topic, body, to, make = post
-        try:
-            content = _encode([topic, body if make is None else make(body)]).encode()
-        except Exception:
-            # One message that cannot be sent must not silence the channel for all others.
-            _log.exception("a message of the side channel topic %r cannot be sent", topic)
-            return
-        for receiver in receivers_of(to, self._rank, self._world_size):
-            links.send(receiver, (POST, content))
-
-    def _ask_for_arrival(self, flush: Flush, links: Links) -> None:
-        asked = links.used - self._gone()
-        flush.missing = set(asked)
-        if not asked:
-            flush.done.set()
-        for rank in asked:
-            links.send(rank, (FLUSH, str(flush.number).encode()))
-
-
-def _yield_to_caller() -> None:
-    """Keep this thread from taking the core of the one that has woken it."""
-    # A scheduling class of Linux that changes nothing else: what is posted goes out as soon as a core is
-    # free.
-    with suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-# -- The side channel over ZeroMQ: every rank listens on a port of its own and connects to the peers it
-# sends to
-# The store of the group brings the address of rank 0 alone. A rank that connects to another one begins with its own
-# address, so rank 0 comes to know all of them and passes them on. From then on two ranks need neither rank 0 nor the
-# store to reach each other.
-#
-# Two threads do everything. The sending one takes what was posted, turns it into JSON and hands it to ZeroMQ; it
-# alone uses the sockets that lead out. The receiving one sleeps until a message comes, and calls the handlers.
-# Nobody polls, and a post returns at once. Heartbeats, reconnection, authentication and encryption are ZeroMQ's
-# (ZMTP 3.1 with CURVE), on a thread that needs no GIL.
-#
-# Frames of a message: what it is, then JSON.
-#
-# =========== ==================================================================
-# ``hello``   the sender's address, host name and process id; the first message of a connection
-# ``post``    topic and body
-# ``where``   asks rank 0 for the address of a rank
-# ``address`` ranks and their addresses; once rank 0 knows all, it sends them to all
-# ``flush``   asks for ``arrived`` with the same number
-# ``arrived`` everything up to that flush has arrived
-# ``closing`` the sender has closed its channel
-# =========== ==================================================================
-
-_CLAIM, _CLAIMED = "lockstep/claim", "lockstep/claimed"
-# How long a rank waits for rank 0's answer to a claim [s].
-_CLAIM_FOR = 3.0
+HELLO, POST, FLUSH, ARRIVED, CLOSING = b"hello", b"post", b"flush", b"arrived", b"closing"
+_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+# Messages for a rank that is not connected yet, or not at the moment; older ones are dropped beyond this number.
+_KEPT_UNSENT = 10_000
+# How many messages are received before those are sent that were posted here meanwhile.
+_RECEIVED_AT_ONCE = 100
+# How long what was sent last may still take to leave when the connection is closed [ms].
+_LINGER = 1000
+# How often a peer whose connection has ended is probed, and how long one probe takes at most [s]; a peer that is there,
+# or whose host is gone, is probed less often once that has lasted.
+_PROBE_EVERY, _PROBE_FOR, _PROBE_AGAIN = 0.1, 0.3, 1.0
+# So often in a row a connection is refused before that counts: a full queue of the listener refuses, too.
+_REFUSALS = 2
 # Contexts of channels whose end took too long: collected as garbage, one would wait for its sockets for ever.
 _unfinished: list[Any] = []
+
+_log = logging.getLogger(__name__)
+_encode = json.JSONEncoder(default=str).encode
+_Work = Callable[[], None]
 
 
 class ZeroMQSideChannel(SideChannel):
@@ -175,8 +75,8 @@ class ZeroMQSideChannel(SideChannel):
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        host: Address of this host at which it listens.
-        known_as: How the others find that address; by default by itself.
+        host: Address of this host at which it listens: rank 0 for all others, another rank for probes alone.
+        known_as: How the others find that address of rank 0; by default by itself.
         keys: Keys of this job.
         main_address: Address of rank 0's channel; ``None`` on rank 0.
         heartbeat_interval: Time between two heartbeats of a connection [s].
@@ -199,107 +99,96 @@ class ZeroMQSideChannel(SideChannel):
     ) -> None:
         super().__init__(rank, world_size)
         self.silence_limit = silence_limit
-        self._closing = False
         self._process = os.getpid()
-        self._processes: dict[int, tuple[str, int]] = {}
-        self._closed_ranks: set[int] = set()
-        self._lost_ranks: set[int] = set()
-        self._all_closed, self._main_reached = threading.Event(), threading.Event()
         self._numbers = itertools.count()
-        self._flushes: dict[int, Flush] = {}
-        self._claims: dict[str, str] = {}
-        self._claimed = threading.Condition()
-        self.on(_CLAIM, self._take_claim)
-        self.on(_CLAIMED, self._take_claimed)
-        self._watch = PeerWatch(lambda: self.silence_limit, on_gone=self._gone, on_silent=self._silent)
+        self._unconfirmed: dict[int, set[int]] = {}  # ranks that each flush waits for, once they are asked
+        self._outbox: deque[Post | _Work] = deque()  # for the thread that owns the sockets
+        self._arrived: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()  # for the one of the handlers
+        self._asleep = self._ended = False
+        # Of the thread that owns the sockets; others only look.
+        self._used: set[int] = set()  # ranks that were sent something
+        self._unsent: dict[int, deque[tuple[Any, ...]]] = defaultdict(lambda: deque(maxlen=_KEPT_UNSENT))
+        self._connections: dict[int, int | None] = {}  # on rank 0: descriptor -> rank that has said hello
+        self._standing: set[int] = set()  # ranks whose connection stands
+        self._leaving: set[int] = (
+            set()
+        )  # ranks that have closed their channel: what they do is their own affair
+        self._dropped: set[int] = set()  # whose connection has ended, with messages still to be read perhaps
+        self._suspects: dict[int, object] = {}  # ranks that are probed, each with a mark of that time
+        self._probe_at: dict[int, tuple[str, int]] = {}
+
+        self._wakes, self._woken = socket.socketpair()
+        self._wakes.setblocking(False)
         self._context = zmq.Context()
-        self._receiver = Receiver(
-            self._context,
-            rank,
-            world_size,
-            host=host,
-            known_as=known_as or host,
-            keys=keys,
-            take=self._take,
-            connected=self._connected,
-            watch=self._watch,
-        )
-        self.address = self._receiver.address
-        self.port = int(self.address.rpartition(":")[2])
-        self._sender = Sender(
-            rank,
-            world_size,
-            links=lambda: Links(
-                self._context,
-                rank,
-                self.address,
-                keys,
-                (heartbeat_interval, heartbeat_timeout),
-                self._receiver.monitors,
-            ),
-            gone=lambda: self._closed_ranks | self._lost_ranks,
-        )
-        self._addresses = Addresses(
-            rank,
-            world_size,
-            send=lambda to, frames: self._sender.put(Frames(to, frames)),
-            reached=lambda peer, address: self._sender.put(Reached(peer, address)),
-        )
-        if main_address is not None:
-            self._addresses.add(0, main_address)
-        self._receiver.start()
+        self._socket = self._context.socket(zmq.ROUTER if rank == 0 else zmq.DEALER)
+        self._socket.linger, self._socket.sndhwm, self._socket.rcvhwm, self._socket.ipv6 = 0, 0, 0, True
+        self._socket.heartbeat_ivl = int(1000 * heartbeat_interval)
+        self._socket.heartbeat_timeout = int(1000 * heartbeat_timeout)
+        self._monitor = self._context.socket(zmq.PAIR)
+        # Without a limit: at one, ZeroMQ's own thread would wait for the reader, and keep no heartbeat.
+        self._monitor.linger = self._monitor.rcvhwm = 0
+        self._socket.monitor("inproc://monitor", _WATCHED)
+        self._monitor.connect("inproc://monitor")
+        self._probed: socket.socket | None = None
+        if main_address is None:
+            self._listen(host, known_as or host, keys)
+        else:
+            self._connect(main_address, host, keys)
+        self._sockets = threading.Thread(target=self._run_sockets, name="lockstep-channel", daemon=True)
+        self._calls = threading.Thread(target=self._call_handlers, name="lockstep-handlers", daemon=True)
+        self._sockets.start()
+        self._calls.start()
 
-    @property
-    def usable(self) -> bool:
-        """See :attr:`SideChannel.usable`."""
-        return not (self._closing or 0 in self._closed_ranks or 0 in self._lost_ranks)
+    def _listen(self, host: str, known_as: str, keys: ChannelKeys) -> None:
+        # A rank that connects again takes the place of its former connection; to send to one that is not there fails.
+        self._socket.router_handover = self._socket.router_mandatory = True
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys
+        self._socket.backlog = max(100, self.world_size)  # they all come at once
+        self.port = self._socket.bind_to_random_port(_endpoint(host))
+        self.address = f"{_endpoint(known_as)}:{self.port}"
+        self._hello = _encode([socket.gethostname(), os.getpid()]).encode()
 
-    @property
-    def lost(self) -> bool:
-        """See :attr:`SideChannel.lost`."""
-        return 0 in self._lost_ranks and not self._closing
-
-    def process_of(self, rank: int) -> tuple[str, int]:
-        """See :meth:`SideChannel.process_of`."""
-        return self._processes.get(rank) or super().process_of(rank)
-
-    def has_closed(self, rank: int) -> bool:
-        """See :meth:`SideChannel.has_closed`."""
-        return rank in self._closed_ranks
+    def _connect(self, main_address: str, host: str, keys: ChannelKeys) -> None:
+        self._socket.identity = str(self.rank).encode()
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._socket.curve_serverkey = keys.public
+        self.port = int(main_address.rpartition(":")[2])
+        self._probe_at[0] = host_of(main_address), self.port
+        # Nothing is read from it. It tells whether this process is still there.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._probed = socket.create_server((host, 0), family=family)
+        self._probed.setblocking(False)
+        port = self._probed.getsockname()[1]
+        self.address = f"{_endpoint(host)}:{port}"
+        self._hello = _encode([socket.gethostname(), os.getpid(), host, port]).encode()
+        self._socket.connect(main_address)
 
     def answers(self, rank: int) -> bool:
-        """See :meth:`SideChannel.answers`."""
-        return self._watch.answers(rank)
+        """See :meth:`SideChannel.answers`; a rank that is stopped does until the timeout of its heartbeats."""
+        return rank in self._standing
 
-    def _put(self, post: Post) -> None:
-        self._sender.put(post)
-
-    def poster(self, topic: str, *, to: int, make: Callable[[Any], Any]) -> Callable[[Any], None]:
-        """See :meth:`SideChannel.poster`."""
-        put = self._sender.put
-        return lambda body: put(Post(topic, body, to, make))
-
-    def claim(self, key: str, value: str) -> str:
-        """See :meth:`SideChannel.claim`; when rank 0 does not answer, the caller's own value stands."""
-        if self.rank == 0:
-            with self._claimed:
-                return self._claims.setdefault(key, value)
-        self.post(_CLAIM, [key, value], to=0)
-        with self._claimed:
-            self.wait_for(self._claimed, lambda: key in self._claims, _CLAIM_FOR)
-            return self._claims.setdefault(key, value)
+    def _put(self, item: Post | _Work) -> None:
+        self._outbox.append(item)
+        # In this order: the other thread says that it falls asleep before it looks into the outbox.
+        if self._asleep:
+            self._asleep = False
+            with suppress(OSError):
+                self._wakes.send(b"\0")
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """See :meth:`SideChannel.flush`; a message has left when its receiver has it."""
-        if not self._sender.alive or self._process != os.getpid():
+        """See :meth:`SideChannel.flush`."""
+        if not self._sockets.is_alive() or self._process != os.getpid():
             return False
-        flush = Flush(next(self._numbers))
-        self._flushes[flush.number] = flush
-        self._sender.put(flush)
-        try:
-            return flush.done.wait(timeout)
-        finally:
-            self._flushes.pop(flush.number, None)
+        number = next(self._numbers)
+        self._put(partial(self._ask_for_arrival, number))
+        with self._news:
+            arrived = self._news.wait_for(lambda: self._has_arrived(number), timeout)
+            self._unconfirmed.pop(number, None)
+            return arrived
+
+    def _has_arrived(self, number: int) -> bool:
+        return number in self._unconfirmed and self._unconfirmed[number] <= self._ended_ranks
 
     def wait_for_main(self, timeout: float) -> bool:
         """Wait until the connection to rank 0 stands; return whether it does.
@@ -309,7 +198,8 @@ class ZeroMQSideChannel(SideChannel):
 
         Ranks: any rank but rank 0, for itself.
         """
-        return self._main_reached.wait(timeout)
+        with self._news:
+            return self._news.wait_for(lambda: self.answers(0), timeout)
 
     def close(self, timeout: float = 2.0) -> None:
         """See :meth:`SideChannel.close`."""
@@ -317,14 +207,16 @@ class ZeroMQSideChannel(SideChannel):
             return
         self._begins_to_close()
         if self.rank == 0 and timeout:
-            self._all_closed.wait(timeout)
+            with self._news:
+                self._news.wait_for(lambda: len(self._ended_ranks) >= self.world_size - 1, timeout)
         self._closing = True
-        for receiver in self._addresses.ranks - self._closed_ranks - self._lost_ranks:
-            self._sender.put(Frames(receiver, (CLOSING,)))
+        self._put(self._say_goodbye)
         self.flush(timeout)
-        self._sender.end(max(timeout, 0.5))
-        self._receiver.join(max(timeout, 0.5))
-        if not (self._sender.alive or self._receiver.alive):
+        self._put(self._end)
+        self._sockets.join(max(timeout, 0.5))
+        self._arrived.put(None)
+        self._calls.join(max(timeout, 0.5))
+        if not self._sockets.is_alive():
             # It waits for what was sent last to leave; a thread of its own keeps that wait bounded in any case.
             ending = threading.Thread(target=self._context.term, name="lockstep-term", daemon=True)
             ending.start()
@@ -333,62 +225,312 @@ class ZeroMQSideChannel(SideChannel):
             _unfinished.append(self._context)
         self._closed()
 
-    # ---------------------------------------------------------------- on the receiving thread
+    # ---------------------------------------------------------------- the thread that owns the sockets: sending
 
-    def _take(self, sender: int, kind: bytes, content: bytes) -> None:
-        if kind == POST:
-            topic, body = json.loads(content)
-            self._deliver(Message(topic, sender, body))
+    def _run_sockets(self) -> None:
+        _yield_to_poster()
+        poller = zmq.Poller()
+        for one in (self._socket, self._monitor, self._woken, self._probed):
+            if one is not None:
+                poller.register(one, zmq.POLLIN)
+        try:
+            while not self._ended:
+                self._asleep = True
+                ready = dict(poller.poll(0 if self._outbox else None))
+                self._asleep = False
+                if self._woken.fileno() in ready:
+                    self._woken.recv(4096)
+                if self._probed is not None and self._probed.fileno() in ready:
+                    with suppress(OSError):
+                        self._probed.accept()[0].close()
+                self._send_posted()
+                self._receive()
+        except zmq.ZMQError:
+            _log.exception("the side channel can neither send nor receive any more")
+        finally:
+            self._asleep = False
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close(_LINGER)
+            for one in (self._wakes, self._woken, self._probed):
+                if one is not None:
+                    one.close()
+
+    def _send_posted(self) -> None:
+        for _ in range(len(self._outbox)):
+            item = self._outbox.popleft()
+            if isinstance(item, Post):
+                self._send_post(*item)
+            else:
+                item()
+
+    def _send_post(
+        self, topic: str, body: Any, to: int | tuple[int, ...] | None, make: Callable[[Any], Any] | None
+    ) -> None:
+        try:
+            content = _encode([topic, body if make is None else make(body)]).encode()
+        except Exception:
+            # One message that cannot be sent must not silence the channel for all others.
+            _log.exception("a message of the side channel topic %r cannot be sent", topic)
+            return
+        if self.rank == 0:
+            self._route(0, to, zmq.Frame(content, copy=True))  # copied once, however many get it
+            return
+        named = () if to is None else receivers_of(to, self.rank, self.world_size)
+        others = ",".join(str(rank) for rank in named if rank != self.rank)
+        if self.rank in named:
+            self._read_soon(self.rank, content)
+        if to is None or others:
+            self._send(0, POST, others.encode(), content)
+
+    def _route(self, sender: int, to: int | tuple[int, ...] | None, content: zmq.Frame) -> None:
+        """On rank 0: bring a post to its receivers."""
+        for rank in receivers_of(to, sender, self.world_size):
+            if rank == 0:
+                self._read_soon(sender, content.bytes)
+            else:
+                self._send(rank, POST, str(sender).encode(), content)
+
+    def _send(self, to: int, kind: bytes, about: bytes = b"", content: Any = b"") -> None:
+        if self.rank != 0:
+            self._used.add(to)
+            self._socket.send_multipart((kind, about, content))
+        elif to in self._unsent:
+            self._unsent[to].append((kind, about, content))  # behind what waits already
+        else:
+            try:
+                self._socket.send_multipart((str(to).encode(), kind, about, content), copy=False)
+                self._used.add(to)
+            except zmq.ZMQError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise
+                if to not in self._ended_ranks:
+                    self._unsent[to].append((kind, about, content))
+
+    def _ask_for_arrival(self, number: int) -> None:
+        asked = self._used - self._ended_ranks
+        with self._news:
+            self._unconfirmed[number] = asked.copy()
+            self._news.notify_all()
+        for rank in asked:
+            self._send(rank, FLUSH, content=str(number).encode())
+
+    def _say_goodbye(self) -> None:
+        for rank in {0} if self.rank != 0 else self._standing - self._ended_ranks:
+            self._send(rank, CLOSING)
+
+    def _end(self) -> None:
+        self._ended = True
+
+    # ---------------------------------------------------------------- the thread that owns the sockets: receiving
+
+    def _receive(self) -> None:
+        self._read_monitor()
+        for _ in range(_RECEIVED_AT_ONCE):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                # Only now is all read that a rank has sent before its connection ended: a goodbye, perhaps.
+                self._suspect(self._dropped - self._leaving)
+                self._dropped.clear()
+                return
+            try:
+                self._take(*frames)
+            except (ValueError, TypeError) as error:
+                self._arrived.put(partial(_say_malformed, error))
+
+    def _take(self, *frames: Any) -> None:
+        """Take a message that has come; raise ValueError or TypeError if it makes no sense."""
+        *connection, kind_, about_, content = frames
+        kind, about = kind_.bytes, about_.bytes
+        sender = int(sender_of(*connection)) if self.rank == 0 else int(about or b"0")
+        if not 0 <= sender < self.world_size or sender == self.rank:
+            raise ValueError("no other rank is its sender")
+        if kind == POST and self.rank == 0:
+            self._route(sender, self._named(about), content)
+        elif kind == POST:
+            self._read_soon(sender, content.bytes)
         elif kind == HELLO:
-            address, host, pid = json.loads(content)
+            host, pid, *probe_at = json.loads(content.bytes)
             self._processes[sender] = str(host), int(pid)
-            self._addresses.add(sender, str(address))
-        elif kind == ADDRESS:
-            self._addresses.add_all(content)
-        elif kind == WHERE:
-            self._addresses.asked(sender, int(content))
+            if self.rank == 0 and not connection[0].bytes.startswith(b"\0"):  # that has been replaced already
+                self._welcome(sender, connection[0].get(zmq.SRCFD), *probe_at)
         elif kind == FLUSH:
-            self._sender.put(Frames(sender, (ARRIVED, content)))
+            # The answer comes after the handlers have had what came before.
+            answer = partial(self._send, sender, ARRIVED, content=content.bytes)
+            self._arrived.put(partial(self._put, answer))
         elif kind == ARRIVED:
-            if (flush := self._flushes.get(int(content))) is not None:
-                flush.confirmed(sender)
+            with self._news:
+                self._unconfirmed.get(int(content.bytes), set()).discard(sender)
+                self._news.notify_all()
         elif kind == CLOSING:
-            self._closed_ranks.add(sender)
-            self._watch.closed(sender)
-            self._forget(sender)
+            self._leaving.add(sender)
+            self._standing.discard(sender)
+            self._suspects.pop(sender, None)
+            self._arrived.put(partial(self._note_end, self._closed_ranks, sender))
         else:
             raise ValueError(f"its kind is {kind[:20]!r}")
 
-    def _connected(self, rank: int) -> None:
-        if rank == 0:
-            self._main_reached.set()
+    def _named(self, receivers: bytes) -> tuple[int, ...] | None:
+        if not receivers:
+            return None
+        ranks = tuple(int(rank) for rank in receivers.split(b","))
+        if not set(ranks) <= set(range(self.world_size)):
+            raise ValueError(f"it is for {receivers[:20]!r}")
+        return ranks
 
-    def _forget(self, rank: int) -> None:
-        """Wait for nothing more from a peer that is closed or gone."""
-        for flush in tuple(self._flushes.values()):
-            flush.confirmed(rank)
-        if len(self._closed_ranks | self._lost_ranks) >= self.world_size - 1:
-            self._all_closed.set()
+    # ---------------------------------------------------------------- connections that stand, and those that have ended
 
-    def _gone(self, rank: int, reason: str) -> None:
-        if not self._closing:
-            self._lost_ranks.add(rank)
-            self._forget(rank)
-            if self._on_lost is not None:
-                self._on_lost(rank, reason)
+    def _read_monitor(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                self._note_event(event["event"], event["value"])
 
-    def _silent(self, rank: int, seconds: float, reason: str) -> None:
-        if not self._closing and self._on_silent is not None:
-            self._on_silent(rank, seconds, reason)
+    def _note_event(self, event: int, descriptor: int) -> None:
+        if self.rank == 0:
+            if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED):
+                self._drop(self._connections.pop(descriptor, None))
+            if event == zmq.EVENT_ACCEPTED:
+                self._connections[descriptor] = None
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._send(0, HELLO, content=self._hello)
+            self._stands(0)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._drop(0)
 
-    def _take_claim(self, message: Message) -> None:
-        key, value = message.body
-        with self._claimed:
-            winner = self._claims.setdefault(key, value)
-        self.post(_CLAIMED, [key, winner], to=message.sender)
+    def _welcome(self, rank: int, descriptor: int, host: str, port: int) -> None:
+        """On rank 0: a rank has said hello on the connection with that descriptor."""
+        self._probe_at[rank] = str(host), int(port)
+        # The descriptor may have been that of another connection, whose end can be read by now; and this one's, too.
+        self._read_monitor()
+        if descriptor not in self._connections:
+            self._drop(rank)
+            return
+        for other, owner in self._connections.items():
+            if owner == rank:
+                self._connections[other] = (
+                    None  # replaced: its end does not matter, and is not reported either
+                )
+        self._drop(self._connections[descriptor])
+        self._connections[descriptor] = rank
+        self._stands(rank)
+        unsent = self._unsent.pop(rank, ())
+        self._send(rank, HELLO, content=self._hello)
+        for message in unsent:
+            self._send(rank, *message)
 
-    def _take_claimed(self, message: Message) -> None:
-        key, value = message.body
-        with self._claimed:
-            self._claims.setdefault(key, value)
-            self._claimed.notify_all()
+    def _stands(self, rank: int) -> None:
+        self._dropped.discard(rank)
+        self._suspects.pop(rank, None)
+        with self._news:
+            self._standing.add(rank)
+            self._news.notify_all()
+
+    def _drop(self, rank: int | None) -> None:
+        if rank is not None:
+            self._dropped.add(rank)
+
+    def _suspect(self, ranks: set[int]) -> None:
+        for rank in ranks:
+            self._standing.discard(rank)
+            if rank not in self._suspects:
+                mark = self._suspects[rank] = object()
+                probing = threading.Thread(target=self._probe, args=(rank, mark), daemon=True)
+                probing.name = "lockstep-probe"
+                with suppress(RuntimeError):  # Python is exiting
+                    probing.start()
+
+    # ---------------------------------------------------------------- a thread for each rank that does not answer
+
+    # ZeroMQ's own thread exchanges heartbeats, whatever Python does: a rank that holds the GIL for minutes, or stands
+    # in ``pdb``, keeps answering. When a connection ends nevertheless, a probe tells three things apart:
+    #
+    # =============== ===========================================================================================
+    # refused         nobody listens there any more: the process has ended
+    # accepted        the process is there and does not run: stopped (SIGSTOP, a debugger) or swapped out
+    # no answer       its host, or the network between, is gone
+    # =============== ===========================================================================================
+    #
+    # The first is a loss at once. The others may pass, and count only after ``silence_limit``.
+
+    def _probe(self, rank: int, mark: object) -> None:
+        """Find out what has become of a rank, until its connection stands again."""
+        host, port = self._probe_at[rank]
+        since, refused, is_told = time.monotonic(), 0, False
+        while self._suspects.get(rank) is mark and not self._closing:
+            state = probe(host, port)
+            seconds = time.monotonic() - since
+            refused = refused + 1 if state is None else 0
+            if refused >= _REFUSALS and self._suspects.pop(rank, None) is mark:
+                self._note_end(self._lost_ranks, rank)
+                if self._on_lost is not None and not self._closing:
+                    self._on_lost(rank, f"nobody listens at {host} port {port} any more")
+            elif state is not None and seconds > self.silence_limit and not is_told:
+                is_told = True
+                if self._on_silent is not None and not self._closing:
+                    self._on_silent(rank, seconds, state)
+            # A process that is being killed still answers for a moment.
+            time.sleep(_PROBE_EVERY if seconds < _PROBE_AGAIN or refused else _PROBE_AGAIN)
+
+    @property
+    def _ended_ranks(self) -> set[int]:
+        return self._closed_ranks | self._lost_ranks
+
+    def _note_end(self, ranks: set[int], rank: int) -> None:
+        with self._news:
+            ranks.add(rank)
+            self._news.notify_all()
+
+    # ---------------------------------------------------------------- the thread of the handlers
+
+    def _call_handlers(self) -> None:
+        while (work := self._arrived.get()) is not None:
+            work()
+
+    def _read_soon(self, sender: int, content: bytes) -> None:
+        self._arrived.put(partial(self._read, sender, content))
+
+    def _read(self, sender: int, content: bytes) -> None:
+        try:
+            topic, body = json.loads(content)
+        except (ValueError, TypeError) as error:
+            _say_malformed(error)
+        else:
+            self._deliver(Message(topic, sender, body))
+
+
+def probe(host: str, port: int) -> str | None:
+    """Return what a process that does not answer does, or ``None`` where nobody listens at its port any more."""
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_FOR).close()
+    except ConnectionRefusedError:
+        return None
+    except OSError as error:
+        return f"its host does not answer ({error.strerror or error})"
+    return "its process is there and does not run: it was stopped, or its host has no memory left"
+
+
+def sender_of(identity: Any) -> bytes:
+    """Return the identity under which a peer has connected, of the first frame of a message."""
+    # Once it has connected again, ZeroMQ names its former connection by a number of its own that begins with
+    # a zero byte; what has come by that connection is read all the same.
+    name: bytes = identity.bytes
+    return str(identity.get("Identity")).encode() if name.startswith(b"\0") else name
+
+
+def _say_malformed(error: Exception) -> None:
+    _log.warning("ignored a malformed message on the side channel: %s", error)
+
+
+def _endpoint(host: str) -> str:
+    """Return a host name or address as ZeroMQ takes it."""
+    return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+
+
+def _yield_to_poster() -> None:
+    """Keep this thread from taking the core of the one that has woken it."""
+    # A scheduling class of Linux that changes nothing else: what is posted goes out as soon as a core is
+    # free.
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import socket
 import threading
@@ -20,7 +21,6 @@ from torch.distributed import DistError
 
 from lightning_lockstep._settings import JOB_TOKEN
 from lightning_lockstep._text import first_line
-from lightning_lockstep.distributed.failure.process_exit import at_process_end
 from lightning_lockstep.distributed.process_group import RankGroup, current_group
 from lightning_lockstep.distributed.rendezvous import (
     ANY,
@@ -87,7 +87,8 @@ def open_side_channel(
         channel = _open_on(group, timeout, broadcast)
         _open = (group, channel)
         if multiprocessing.parent_process() is not None:
-            at_process_end(close_side_channel)
+            # Such a process leaves without what atexit holds, up to Python 3.12, but not without its finalizers.
+            multiprocessing.util.Finalize(None, close_side_channel, exitpriority=100)
         return channel
 
 
