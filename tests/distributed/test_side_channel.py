@@ -215,7 +215,8 @@ def frozen_rank(frozen: int, for_good: bool, folder: Path) -> list[Any]:
         watchers = watchers_of(frozen)
         if communicator.rank in watchers:
             assert wait_until(lambda: bool(noticed))
-            (folder / str(communicator.rank)).touch()  # rank 0, by way of which they would say it, may be stopped
+            # Not over the channel: rank 0, by way of which it would go, may be the one that is stopped.
+            (folder / str(communicator.rank)).touch()
         assert wait_until(lambda: all((folder / str(watcher)).exists() for watcher in watchers))
         with contextlib.suppress(ProcessLookupError):  # another rank was faster
             os.kill(pids[frozen], signal.SIGKILL)  # nothing else would end it
