@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.engine import Comparison, Report, Samples, Table, interleave
-from lightning_lockstep.distributed.guard.guard import size_flight_recorder
+from lightning_lockstep.distributed.guard.records import size_flight_recorder
 from lightning_lockstep.errors import LockstepError
 from lightning_lockstep.launchers.rank_supervisor import RankSupervisor, SupervisorSettings
 from tests.helpers import run_ranks, run_ranks_raw, run_script

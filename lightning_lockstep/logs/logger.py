@@ -15,7 +15,7 @@ from typing import Any
 from lightning_lockstep import _settings
 from lightning_lockstep._doors.lightning import rank_zero_only
 from lightning_lockstep._settings import Faults, is_whole
-from lightning_lockstep.distributed.guard.records import is_torch_or_lightning
+from lightning_lockstep.distributed.guard.collective_call import is_torch_or_lightning
 from lightning_lockstep.distributed.side_channel.opening import known_rank
 from lightning_lockstep.logs.ordering import LogCall, call_of, format_message
 from lightning_lockstep.logs.sender import STDERR, connected_sender, send_level, with_sender

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning_lockstep.distributed import Communicator
-from lightning_lockstep.distributed.guard.guard import ArrivalReader
+from lightning_lockstep.distributed.guard.records import ArrivalReader
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.stragglers.report import StragglerTracker, Window, missing_line
 from lightning_lockstep.stragglers.verdict import Clock, OwnStep, RankStep, StepComparer, described

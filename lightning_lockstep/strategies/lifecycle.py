@@ -57,7 +57,7 @@ from lightning_lockstep._registry import public
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
-from lightning_lockstep.distributed.guard.guard import size_flight_recorder
+from lightning_lockstep.distributed.guard.records import size_flight_recorder
 from lightning_lockstep.distributed.process_group import (
     default_backend,
     process_group_exists,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_lockstep.distributed import current_communicator
-from lightning_lockstep.distributed.guard.guard import FlightRecorder
+from lightning_lockstep.distributed.guard.records import FlightRecorder
 from lightning_lockstep.stragglers.exchange import ClockOffset
 from tests.distributed.mpi.launch import mpi_command, mpi_environ, why_no
 from tests.helpers import run_ranks, run_ranks_raw, run_script

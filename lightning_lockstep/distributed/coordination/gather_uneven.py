@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_lockstep._doors.torch_internals import tree_flatten_with_names, tree_unflatten
 from lightning_lockstep.distributed.coordination.communicator import Communicator, ReduceOperation
-from lightning_lockstep.distributed.guard.records import CollectiveCall, call_site, mismatch_report
+from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, call_site, mismatch_report
 from lightning_lockstep.distributed.process_group import current_group, process_group_exists
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
 

@@ -1,10 +1,11 @@
-"""A collective at torch's dispatcher: seen before it runs, and described for the comparison."""
+"""A collective at torch's dispatcher: seen before it runs, and described for the comparison of ranks."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
+from itertools import chain, repeat
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,7 +27,7 @@ from lightning_lockstep.distributed.c10d_operators import (
     operator_named,
     reduction_kind,
 )
-from lightning_lockstep.distributed.guard.records import CollectiveCall
+from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
 
 # -- Sees each operation of torch.distributed before it runs --
 # Torch calls its process groups through operators of its dispatcher: from Python, from DDP's reducer, from
@@ -198,10 +199,14 @@ class Description(NamedTuple):
 
 def signature(call: DispatchedCall) -> Hashable:
     """Return what the description of a call depends on, cheaper than the description."""
-    kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.layout) for tensor in call.flat_tensors()]
-    lists = [[len(part) for part in given] for given in call.tensors if _is_nested(given)]
-    splits = tuple(map(tuple, call.splits))
-    return call.operator.name, call.reduce_op, call.group_root, splits, str(lists), *kinds
+    splits = map(tuple, call.splits)
+    return call.operator.name, call.reduce_op, call.group_root, *splits, *map(_kinds, call.tensors)
+
+
+def _kinds(given: Any) -> Hashable:
+    if isinstance(given, Tensor):
+        return _kind(given)
+    return None if given is None else tuple(map(_kinds, given))
 
 
 def description(call: DispatchedCall, group: GroupIdentity) -> Description:
@@ -212,7 +217,7 @@ def description(call: DispatchedCall, group: GroupIdentity) -> Description:
     if name.startswith("alltoall"):
         outputs, inputs = _exchanged(call, size)
         sent, expected = tuple(inputs), tuple(outputs)
-    shown = _SHOWN.get(name, _own)(call.tensors, group)
+    shown = _compared_tensors(name, call.tensors, group)
     dtypes = [_dtype(tensor) for tensor in shown]
     root = call.group_root
     described = CollectiveCall(
@@ -241,89 +246,56 @@ def uncompared(call: DispatchedCall, group: GroupIdentity) -> CollectiveCall:
 
 # -- which tensors of each operator are compared ---------------------------------------------------------
 
-_Given = Sequence[Any]
+
+def _compared_tensors(name: str, given: Sequence[Any], group: GroupIdentity) -> list[Tensor]:
+    if name in _RULES:
+        rule, of_rank, of_all = _RULES[name]
+        pairs = zip(_as_list(given[of_rank]), chain(_as_list(given[of_all]), repeat(())), strict=False)
+        return [tensor for one, every in pairs for tensor in rule(one, every, group)]
+    if name == "barrier":
+        return []
+    if name.startswith("alltoall"):  # dtypes alone are compared, and sizes in pairs
+        return [tensor for tensors in given for tensor in _as_list(tensors)]
+    return list(given[1 if name == "allgather_coalesced_" else 0])
 
 
-def _own(given: _Given, group: GroupIdentity) -> list[Tensor]:
-    """What is reduced or broadcast in place."""
-    return list(given[0])
-
-
-def _listed_outputs(given: _Given, group: GroupIdentity) -> list[Tensor]:
-    return [t for parts, one in zip(*given, strict=False) for t in _list_and_one(parts, one, group)]
-
-
-def _listed_inputs(given: _Given, group: GroupIdentity) -> list[Tensor]:
-    ones, lists = given
-    return [t for one, parts in zip(ones, lists, strict=False) for t in _list_and_one(parts, one, group)]
-
-
-def _list_and_one(parts: Sequence[Tensor], one: Tensor, group: GroupIdentity) -> list[Tensor]:
+def _list(one: Tensor, parts: Sequence[Tensor], group: GroupIdentity) -> list[Tensor]:
     """A list with a part per rank, and the part of this one; parts may differ if all ranks give the same list."""
-    own = _kind(one)
-    kinds = [_kind(part) for part in parts]
+    own, kinds = _kind(one), [_kind(part) for part in parts]
     if len(kinds) != len(group.ranks) or kinds[group.rank] != own:
         return [one, *parts]
     return [one] if all(kind == own for kind in kinds) else list(parts)
 
 
-def _gathered(given: _Given, group: GroupIdentity) -> list[Tensor]:
+def _list_of_root(one: Tensor, parts: Sequence[Tensor], group: GroupIdentity) -> list[Tensor]:
     """The list is there on the root alone, and its parts must be equal."""
-    return _with_list_of_root(given[1], given[0])
+    return [one, *(part for part in parts if _kind(part) != _kind(one))]
 
 
-def _scattered(given: _Given, group: GroupIdentity) -> list[Tensor]:
-    return _with_list_of_root(given[0], given[1])
+def _gathered_whole(part: Tensor, whole: Tensor, group: GroupIdentity) -> list[Tensor]:
+    return [part] if _are_parts(part, whole, group) else [whole, part]
 
 
-def _with_list_of_root(ones: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    wrong = [
-        part for one, parts in zip(ones, lists, strict=False) for part in parts if _kind(part) != _kind(one)
-    ]
-    return [*ones, *wrong]
+def _scattered_whole(part: Tensor, whole: Tensor, group: GroupIdentity) -> list[Tensor]:
+    return [whole] if _are_parts(part, whole, group) else [whole, part]
 
 
-def _whole_output(given: _Given, group: GroupIdentity) -> list[Tensor]:
-    return _whole_and_part(given[0], given[1], group, shown=1)
+def _are_parts(part: Tensor, whole: Tensor, group: GroupIdentity) -> bool:
+    """Return whether a tensor holds such parts of all ranks, one after another."""
+    together = (len(group.ranks) * (part.shape[0] if part.dim() else 1), *part.shape[1:])
+    return whole.shape == together and _kind(whole)[1:] == _kind(part)[1:]
 
 
-def _whole_input(given: _Given, group: GroupIdentity) -> list[Tensor]:
-    return _whole_and_part(given[1], given[0], group, shown=0)
-
-
-def _whole_and_part(wholes: Any, parts: Any, group: GroupIdentity, *, shown: int) -> list[Tensor]:
-    """Tensors that hold the parts of all ranks, one after another."""
-    tensors: list[Tensor] = []
-    for whole, part in zip(_as_list(wholes), _as_list(parts), strict=False):
-        together = (len(group.ranks) * (part.shape[0] if part.dim() else 1), *part.shape[1:])
-        fits = whole.shape == together and _kind(whole)[1:] == _kind(part)[1:]
-        pair = whole, part
-        tensors += [pair[shown]] if fits else pair
-    return tensors
-
-
-def _first_of_each(given: _Given, group: GroupIdentity) -> list[Tensor]:
-    """Dtypes alone are compared, and sizes in pairs."""
-    return [tensor for tensors in given for tensor in _as_list(tensors)]
-
-
-def _nothing(given: _Given, group: GroupIdentity) -> list[Tensor]:
-    return []
-
-
-_SHOWN: dict[str, Callable[[_Given, GroupIdentity], list[Tensor]]] = {
-    "allgather_": _listed_outputs,
-    "allgather_coalesced_": lambda given, group: list(given[1]),
-    ALL_GATHER_BASE: _whole_output,
-    "allgather_into_tensor_coalesced_": _whole_output,
-    "gather_": _gathered,
-    "scatter_": _scattered,
-    "reduce_scatter_": _listed_inputs,
-    REDUCE_SCATTER_BASE: _whole_input,
-    "reduce_scatter_tensor_coalesced_": _whole_input,
-    "alltoall_": _first_of_each,
-    "alltoall_base_": _first_of_each,
-    "barrier": _nothing,
+# Of each operator the rule, which argument has the tensor of one rank, and which that of all.
+_RULES: dict[str, tuple[Callable[..., list[Tensor]], int, int]] = {
+    "allgather_": (_list, 1, 0),
+    "reduce_scatter_": (_list, 0, 1),
+    "gather_": (_list_of_root, 1, 0),
+    "scatter_": (_list_of_root, 0, 1),
+    ALL_GATHER_BASE: (_gathered_whole, 1, 0),
+    "allgather_into_tensor_coalesced_": (_gathered_whole, 1, 0),
+    REDUCE_SCATTER_BASE: (_scattered_whole, 0, 1),
+    "reduce_scatter_tensor_coalesced_": (_scattered_whole, 0, 1),
 }
 
 
@@ -356,7 +328,3 @@ def _dtype(tensor: Tensor) -> str:
 
 def _as_list(tensors: Any) -> Sequence[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else tensors
-
-
-def _is_nested(given: Any) -> bool:
-    return not isinstance(given, Tensor) and len(given) > 0 and not isinstance(given[0], Tensor)

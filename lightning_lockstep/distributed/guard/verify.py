@@ -1,18 +1,23 @@
-"""`guard="verify"`: every collective compared between the ranks before it runs."""
+"""`guard="verify"`: every collective compared between the ranks of its group before it runs."""
 
 from __future__ import annotations
 
+import array
 import json
 import threading
+import time
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_lockstep._doors.torch_internals import stores_of_groups, timeout_of
 from lightning_lockstep._text import say
+from lightning_lockstep.distributed.c10d_operators import OPERATIONS
 from lightning_lockstep.distributed.guard.call_description import (
     POINT_TO_POINT,
     Description,
@@ -24,16 +29,16 @@ from lightning_lockstep.distributed.guard.call_description import (
     signature,
     uncompared,
 )
-from lightning_lockstep.distributed.guard.companion import CallHistory, Companion, Entry, GroupHistory
-from lightning_lockstep.distributed.guard.records import (
-    Arrival,
+from lightning_lockstep.distributed.guard.collective_call import (
     CollectiveCall,
-    Outstanding,
-    RecordedCall,
-    compares_calls,
     fingerprint,
-    group_titles,
     mismatch_report,
+)
+from lightning_lockstep.distributed.guard.records import (
+    CallHistory,
+    GroupHistory,
+    compares_calls,
+    group_titles,
 )
 from lightning_lockstep.distributed.process_group import process_group_exists
 from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationError
@@ -41,41 +46,140 @@ from lightning_lockstep.errors import CollectiveMismatchError, ConfigurationErro
 # -- The sends and receives of this rank, which torch's flight recorder does not have over gloo --
 
 
-class MessageRecorder:
+class MessageRecorder(CallHistory):
     """Notes sends and receives with their handles, until they have been waited for."""
 
-    def __init__(self) -> None:
-        self._history = CallHistory(1)
-        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[GroupIdentity, GroupHistory]] = (
+    operators: Sequence[str] = POINT_TO_POINT
+
+    def __init__(self, history: int = 1) -> None:
+        super().__init__(history)
+        self._known: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupMessages | None] = (
             weakref.WeakKeyDictionary()
         )
+        self._making = threading.Lock()
         self._hook: Hook | None = None
 
     def start(self) -> None:
         """Note them from now on; a second call is harmless."""
         if self._hook is None:
-            self._hook = Hook(self._before, operators=POINT_TO_POINT)
+            self._hook = Hook(self._before, operators=self.operators)
 
     def stop(self) -> None:
         """Note nothing more; a second call is harmless."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-            self._groups.clear()
+            self._known.clear()
 
-    def messages(self) -> Sequence[RecordedCall]:
-        """See :meth:`CallHistory.messages`."""
-        return self._history.messages()
+    def _before(self, call: DispatchedCall) -> Finish | None:
+        try:
+            group = self._known[call.group]
+        except KeyError:
+            with self._making:
+                if call.group not in self._known:
+                    self._known[call.group] = self._made(call.group)
+                group = self._known[call.group]
+        return None if group is None else group.called(call)
 
-    def _before(self, call: DispatchedCall) -> Finish:
-        known = self._groups.get(call.group)
-        if known is None:
-            name = call.group.group_name
-            title, ranks = group_titles().get(name, (name, tuple(range(call.group.size()))))
-            known = GroupIdentity(title, ranks, call.group.rank()), self._history.of_group()
-            self._groups[call.group] = known
-        identity, history = known
-        return history.uncounted(uncompared(call, identity)).started
+    def _made(self, group: dist.ProcessGroup) -> GroupMessages | None:
+        return GroupMessages(self, _identity(group))
+
+
+class GroupMessages(GroupHistory):
+    """The sends and receives of one group."""
+
+    def __init__(self, history: CallHistory, identity: GroupIdentity) -> None:
+        super().__init__(history)
+        self._identity = identity
+
+    def called(self, call: DispatchedCall) -> Finish:
+        """Note a call; return what to call once the backend has it."""
+        return self.uncounted(uncompared(call, self._identity)).started
+
+
+def _identity(group: dist.ProcessGroup) -> GroupIdentity:
+    name = group.group_name
+    title, ranks = group_titles().get(name, (name, tuple(range(group.size()))))
+    return GroupIdentity(title, ranks, group.rank())
+
+
+# -- A gloo group beside a process group, over which its ranks compare what they are about to call --
+# It is built by the ranks of the group alone, and torch.distributed does not know of it: what is sent over
+# it goes past torch's dispatcher, and is not seen by whoever watches that. Its connections are TCP
+# connections of this process like those of the backend, and are ended with them when the guard has found
+# out why a rank does not come.
+
+_PREFIX = "lightning_lockstep/verify"
+_ARRIVED = "arrived"
+
+
+class ComparisonGroup:
+    """Compares numbers and exchanges texts between the ranks of a group; used by one thread at a time."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float) -> None:
+        # A connection of its own, so that nobody else has to wait for the store meanwhile.
+        own = dist.PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
+        number = _wait_for_all(own, size, timeout)  # DistStoreError: not all came in time
+        self._rank, self._size = rank, size
+        # Torch states no types for its methods.
+        self._gloo: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore(str(number), own), rank, size, timedelta(seconds=timeout)
+        )
+        self._memory = array.array("q", [0, 0])  # faster to read and fill than a tensor
+        self._tensors = [torch.frombuffer(self._memory, dtype=torch.int64)]
+        self._greatest = dist.AllreduceOptions()
+        self._greatest.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+
+    def all_equal(self, number: int, timeout: float) -> bool:
+        """Return whether all ranks, which all ask, have the same number, of 63 bits at most."""
+        # Gloo's send and recv on the calling thread look cheaper, but often take 2 to 4 ms where there are no more cores
+        # than ranks; its all-gather takes longer from 4 ranks on.
+        memory = self._memory
+        memory[0], memory[1] = number, -number
+        self._greatest.timeout = timedelta(seconds=timeout)
+        self._gloo.allreduce(self._tensors, self._greatest).wait()
+        return memory[0] == -memory[1]
+
+    def fits(self, sent: Sequence[int], expected: Sequence[int], timeout: float) -> bool:
+        """Return whether each rank sends every other one as many elements as that expects from it."""
+        own, coming = (torch.zeros(self._size, dtype=torch.int64, device="cpu") for _ in range(2))
+        own[: len(sent)] = torch.tensor(sent[: self._size], device="cpu")
+        self._gloo.alltoall_base(coming, own, [], []).wait()
+        is_wrong = len(sent) != self._size or coming.tolist() != list(expected)
+        return self.all_equal(self._rank + 1 if is_wrong else 0, timeout)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return the data of every rank, in the order of the group."""
+        lengths = [int.from_bytes(row, "little") for row in self._gathered(len(data).to_bytes(8, "little"))]
+        rows = self._gathered(data.ljust(max(*lengths, 1), b"\0"))
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _gathered(self, row: bytes) -> list[bytes]:  # as long on every rank
+        rows = [bytearray(len(row)) for _ in range(self._size)]
+        own, *places = (torch.frombuffer(one, dtype=torch.uint8) for one in (bytearray(row), *rows))
+        self._gloo.allgather([places], [own]).wait()
+        return list(map(bytes, rows))
+
+
+def _wait_for_all(store: dist.Store, size: int, timeout: float) -> int:
+    """Wait until all ranks are here, and return how many such groups were made over this store before."""
+    # The ranks are counted rather than named: a group may be made anew with the name of an earlier one, and
+    # have the same store. Nobody can arrive for the next one before all have arrived for this one. It is
+    # Python that waits, so that a signal is noticed.
+    arrived = store.add(_ARRIVED, 1)
+    number = (arrived - 1) // size
+    deadline, pause = time.monotonic() + timeout, 0.001
+    while arrived < (number + 1) * size:
+        if time.monotonic() > deadline:
+            missing = (number + 1) * size - arrived
+            raise dist.DistStoreError(
+                f"Timed out after {timeout:g} s: {missing} of {size} ranks have not called the first collective of"
+                " their process group."
+            )
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+        arrived = store.add(_ARRIVED, 0)
+    return number
 
 
 # -- Compares what the ranks of a group call, before each collective runs --
@@ -84,98 +188,50 @@ class MessageRecorder:
 _RECORDED_ONLY = {*POINT_TO_POINT, "monitored_barrier_"}
 _CACHED = 10_000
 _SHOWN = 8  # tensors of one call
-_HASH_BITS = 40  # so that the sum over all pairs of thousands of ranks stays below 2^63
 
 
-class CallVerifier:
+class CallVerifier(MessageRecorder):
     """Raises on every rank of a group where its ranks are about to call different collectives."""
 
     # Compared are operation, reduction, root, dtypes, shapes, and for an all-to-all what each rank sends with
     # what the receiver expects. After an error the group can be used as before. Sends, receives and monitored
-    # barriers are recorded only. It also is a
-    # :class:`~lightning_lockstep.distributed.guard.records.CallRecorder`.
+    # barriers are recorded only. It also is a :class:`~lightning_lockstep.distributed.guard.records.CallRecorder`.
     #
     # Each collective waits until all ranks of its group have called it, asynchronous ones too. So ranks that
     # call asynchronous collectives of several groups in different orders, or that are to send or receive
     # between two collectives that others have called already, wait for each other until the group's timeout.
 
+    operators = tuple(OPERATIONS)
+
     def __init__(self, *, history: int = 64) -> None:
         if history < 1:
             raise ConfigurationError(f"history={history}: expected the number of calls to keep, at least 1.")
-        self._history = CallHistory(history)
-        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupVerifier | None] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._lock = threading.Lock()
-        self._hook: Hook | None = None
+        super().__init__(history)
         self._said: set[str] = set()
 
     def start(self) -> None:
-        """Compare from now on; a second call is harmless."""
-        # On all ranks between the same two collectives: one that compares waits for one that does not.
-        if self._hook is None:
-            self._hook = Hook(self._before)
-            self._look_for_unseen_groups()
-
-    def stop(self) -> None:
-        """Compare no more, and close the connections that were made for it; a second call is harmless."""
-        # On all ranks between the same two collectives, once none is outstanding.
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-            self._groups.clear()
+        """Compare from now on; on all ranks between the same two collectives, as :meth:`stop`."""
+        # One that compares waits for one that does not.
+        super().start()
+        self._look_for_unseen_groups()
 
     @property
     def is_recording(self) -> bool:
-        """Whether it is at work."""
         return self._hook is not None
 
-    def outstanding(self) -> Sequence[Outstanding]:
-        """See :meth:`CallRecorder.outstanding`; a collective that waits in the comparison is outstanding."""
-        return self._history.outstanding()
-
-    def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
-        """See :meth:`CallRecorder.calls`; sends and receives have the number 0."""
-        return self._history.calls()
-
-    def messages(self) -> Sequence[RecordedCall]:
-        """See :meth:`CallHistory.messages`."""
-        return self._history.messages()
-
-    def arrivals(self, since: float) -> Sequence[Arrival]:
-        """See :meth:`CallRecorder.arrivals`."""
-        calls = [one for one in self._history.calls() if one.call.number and one.started >= since]
-        return [Arrival(one.call.group, one.call.number, one.started) for one in calls]
-
-    def _before(self, call: DispatchedCall) -> Finish | None:
-        try:
-            group = self._groups[call.group]
-        except KeyError:
-            group = self._made(call.group)
-        return None if group is None else group.called(call)
-
-    def _made(self, group: dist.ProcessGroup) -> _GroupVerifier | None:
-        with self._lock:
-            if group not in self._groups:
-                self._groups[group] = self._verifier(group)
-            verifier = self._groups[group]
+    def _made(self, group: dist.ProcessGroup) -> GroupMessages | None:
         self._look_for_unseen_groups()
-        return verifier
-
-    def _verifier(self, group: dist.ProcessGroup) -> _GroupVerifier | None:
         if group.size() < 2 or compares_calls(group):
             return None
-        known = group_titles().get(group.group_name)
         store = stores_of_groups().get(group)
-        if known is None or store is None:
+        if store is None:
             self._cannot_see(group, "torch.distributed has no store for this group")
             return None
         if dist.get_backend(group) == "fake":
             self._cannot_see(group, "the backend 'fake' has no other ranks")
             return None
-        title, ranks = known
-        identity = GroupIdentity(title, ranks, group.rank())
-        return _GroupVerifier(identity, store, _timeout(group), self._history)
+        timeout = timeout_of(group) or dist.default_pg_timeout
+        return _GroupVerifier(self, _identity(group), store, timeout.total_seconds())
 
     def _look_for_unseen_groups(self) -> None:
         if not process_group_exists():
@@ -186,8 +242,7 @@ class CallVerifier:
                 self._cannot_see(group, f"its class {type(group).__name__} is written in Python")
 
     def _cannot_see(self, group: dist.ProcessGroup, why: str) -> None:
-        name = group.group_name
-        title = group_titles().get(name, (name, ()))[0]
+        title = _identity(group).title
         if title not in self._said:
             self._said.add(title)
             if group.rank() == 0:
@@ -197,87 +252,76 @@ class CallVerifier:
                 )
 
 
-class _Known(NamedTuple):
-    """What was worked out for a call, for the next one like it."""
+class _GroupVerifier(GroupMessages):
+    """Compares the calls of one group."""
 
-    description: Description
-    fingerprint: int
-    pairs: int | None  # adds up to 0 over all ranks where what is sent is what is expected
-
-
-class _GroupVerifier:
     def __init__(
-        self, identity: GroupIdentity, store: dist.Store, timeout: float, history: CallHistory
+        self,
+        history: CallHistory,
+        identity: GroupIdentity,
+        store: dist.Store,
+        timeout: float,  # how long operations of the group wait for other ranks [s]
     ) -> None:
-        self._identity, self._store, self._timeout = identity, store, timeout
-        self._calls = history.of_group()
-        self._known: dict[Hashable, _Known] = {}
-        self._companion: Companion | None = None
+        super().__init__(history, identity)
+        self._store, self._timeout = store, timeout
+        # What was worked out for a call, for the next one like it: its description, and a number for it.
+        self._known: dict[Hashable, tuple[Description, int]] = {}
+        self._comparison: ComparisonGroup | None = None
         # Held until the backend has the operation: threads must give it those of one group as they were compared.
         self._lock = threading.RLock()
 
     def called(self, call: DispatchedCall) -> Finish:
         """Compare a call; return what to call once the backend has it."""
         if call.operator.name in _RECORDED_ONLY:
-            return self._calls.uncounted(uncompared(call, self._identity)).started
+            return super().called(call)
         self._lock.acquire()
-        entry = None
+        noted = None
         try:
-            known = self._looked_up(call)
-            entry = self._calls.collective(known.description.call)
-            self._compare(known, entry, call.timeout)
+            described, number = self._looked_up(call)
+            noted = self.collective(described.call)
+            why = self._difference(described, number, call.timeout or self._timeout)
+            if why is not None:
+                raise self._mismatch(replace(noted.recorded().call, note=why))
         except BaseException:
-            if entry is not None:
-                entry.done = True
+            if noted is not None:
+                noted.done = True
             self._lock.release()
             raise
 
         def finish(work: dist.Work | None) -> None:
-            entry.started(work)
+            noted.started(work)
             self._lock.release()
 
         return finish
 
-    def _looked_up(self, call: DispatchedCall) -> _Known:
+    def _looked_up(self, call: DispatchedCall) -> tuple[Description, int]:
         key = signature(call)
         known = self._known.get(key)
         if known is None:
             if len(self._known) > _CACHED:
                 self._known.clear()
             described = description(call, self._identity)
-            pairs = _pairs(described, self._identity.rank) if described.sent else None
-            known = _Known(described, fingerprint(described.call.compared()), pairs)
-            self._known[key] = known
+            known = self._known[key] = described, fingerprint(described.call.compared())
         return known
 
-    def _compare(self, known: _Known, entry: Entry, timeout: float | None) -> None:
-        companion = self._companion
-        if companion is None:
+    def _difference(self, described: Description, number: int, timeout: float) -> str | None:
+        """Return what is wrong beside the call itself where the ranks disagree, ``None`` where they agree."""
+        if self._comparison is None:
             size = len(self._identity.ranks)
-            companion = Companion(
-                self._store, self._identity.rank, size, timeout=min(timeout or self._timeout, self._timeout)
-            )
-            self._companion = companion
-        if not companion.all_equal(known.fingerprint, timeout=timeout):
-            raise self._mismatch(companion, entry.described)
-        if known.pairs is not None and not companion.sum_is_zero(known.pairs, timeout=timeout):
-            sent, expected = list(known.description.sent), list(known.description.expected)
-            note = f"sends {sent}, expects {expected} elements"
-            raise self._mismatch(companion, replace(entry.described, note=note))
+            self._comparison = ComparisonGroup(self._store, self._identity.rank, size, timeout=timeout)
+        if not self._comparison.all_equal(number, timeout):
+            return ""
+        sent, expected = described.sent, described.expected
+        if sent and not self._comparison.fits(sent, expected, timeout):
+            return f"sends {list(sent)}, expects {list(expected)} elements"
+        return None
 
-    def _mismatch(self, companion: Companion, call: CollectiveCall) -> CollectiveMismatchError:
-        texts = companion.exchange(json.dumps(call.to_data()).encode())
+    def _mismatch(self, call: CollectiveCall) -> CollectiveMismatchError:
+        assert self._comparison is not None
+        texts = self._comparison.exchange(json.dumps(call.to_data()).encode())
         calls = [CollectiveCall.from_data(json.loads(text)) for text in texts]
         by_rank = dict(zip(self._identity.ranks, calls, strict=True))
         return CollectiveMismatchError(mismatch_report(_in_short(by_rank)))
-
-
-def _pairs(described: Description, rank: int) -> int:
-    def one(sender: int, receiver: int, elements: int) -> int:
-        return fingerprint((sender, receiver, elements)) & ((1 << _HASH_BITS) - 1)
-
-    sent = sum(one(rank, other, elements) for other, elements in enumerate(described.sent))
-    return sent - sum(one(other, rank, elements) for other, elements in enumerate(described.expected))
 
 
 def _in_short(calls: Mapping[int, CollectiveCall]) -> Mapping[int, CollectiveCall]:
@@ -288,8 +332,8 @@ def _in_short(calls: Mapping[int, CollectiveCall]) -> Mapping[int, CollectiveCal
     count = counts.pop()
     kinds = {
         rank: list(
-            zip(call.dtypes * count if len(call.dtypes) == 1 else call.dtypes, call.shapes, strict=True)
-        )
+            zip(call.dtypes * (count // len(call.dtypes)), call.shapes, strict=True)
+        )  # one dtype, or all
         for rank, call in calls.items()
     }
     wrong = [i for i in range(count) if len({of_rank[i] for of_rank in kinds.values()}) > 1]
@@ -305,9 +349,3 @@ def _in_short(calls: Mapping[int, CollectiveCall]) -> Mapping[int, CollectiveCal
         )
         for rank, call in calls.items()
     }
-
-
-def _timeout(group: dist.ProcessGroup) -> float:
-    """Return how long the operations of a group wait for other ranks [s]."""
-    timeout = timeout_of(group)
-    return float((dist.default_pg_timeout if timeout is None else timeout).total_seconds())

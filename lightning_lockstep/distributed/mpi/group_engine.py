@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from lightning_lockstep.distributed.guard.records import CollectiveCall, call_site, call_title
+from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, call_site, call_title
 from lightning_lockstep.distributed.mpi.operations import LIMITS, Collective
 from lightning_lockstep.distributed.mpi.progress import AllWork, Body, FinishedWork, MPIWork, Task, run_here
 from lightning_lockstep.distributed.mpi.rank_check import CallRecords, Peers, RankCheck, may_all_block

@@ -17,14 +17,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from lightning_lockstep._text import ranks_in_words
-from lightning_lockstep.distributed.guard.records import (
-    Arrival,
-    CollectiveCall,
-    Outstanding,
-    RecordedCall,
-    fingerprint,
-    mismatch_report,
-)
+from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, fingerprint, mismatch_report
+from lightning_lockstep.distributed.guard.records import Arrival, Outstanding, RecordedCall
 from lightning_lockstep.distributed.mpi.progress import Body
 from lightning_lockstep.distributed.mpi.runtime import MPIRuntime
 from lightning_lockstep.errors import CollectiveMismatchError, CollectiveStallError

@@ -13,15 +13,15 @@ import lightning
 import pytest
 import torch
 
-from lightning_lockstep.distributed.guard import records
-from lightning_lockstep.distributed.guard.records import (
+from lightning_lockstep.distributed.guard import collective_call
+from lightning_lockstep.distributed.guard.collective_call import (
     CollectiveCall,
     call_site,
-    compares_calls,
     fingerprint,
     mismatch_report,
     nearest_site,
 )
+from lightning_lockstep.distributed.guard.records import compares_calls
 
 
 def call(rank: int, **changes: Any) -> CollectiveCall:
@@ -165,7 +165,7 @@ def test_the_site_is_the_nearest_place_in_the_users_program() -> None:
 def test_a_library_that_is_loaded_later_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [("/site/deepspeed/comm.py", 4, "reduce"), ("/home/me/train.py", 9, "main")]
     # Another test may have loaded the real one.
-    monkeypatch.setattr(records, "_folders", records._folders.__wrapped__)
+    monkeypatch.setattr(collective_call, "_folders", collective_call._folders.__wrapped__)
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
     assert nearest_site(places, "unknown") == "comm.py:4 in reduce"
     module = types.ModuleType("deepspeed")

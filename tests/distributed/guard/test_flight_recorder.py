@@ -7,8 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lightning_lockstep.distributed.guard.guard import FlightRecorder
-from lightning_lockstep.distributed.guard.records import Outstanding
+from lightning_lockstep.distributed.guard.records import FlightRecorder, Outstanding
 from tests.helpers import run_ranks
 
 

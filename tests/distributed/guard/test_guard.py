@@ -22,7 +22,7 @@ from lightning_lockstep.distributed import current_communicator
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.guard import watch as watch_module
 from lightning_lockstep.distributed.guard.activity import Activity
-from lightning_lockstep.distributed.guard.companion import CallHistory
+from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
 from lightning_lockstep.distributed.guard.guard import guard_on
 from lightning_lockstep.distributed.guard.rank_state import (
     MainThreadErrors,
@@ -30,7 +30,7 @@ from lightning_lockstep.distributed.guard.rank_state import (
     position,
     waits_for_import,
 )
-from lightning_lockstep.distributed.guard.records import CollectiveCall
+from lightning_lockstep.distributed.guard.records import CallHistory
 from lightning_lockstep.distributed.guard.verify import CallVerifier, MessageRecorder
 from lightning_lockstep.distributed.guard.watch import CollectiveWatch, GuardSettings
 from lightning_lockstep.distributed.side_channel.channel import LocalSideChannel

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
 from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries, Silence
 from lightning_lockstep.distributed.guard.rank_state import Question, RankState
-from lightning_lockstep.distributed.guard.records import CollectiveCall, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.records import Outstanding, RecordedCall
 from lightning_lockstep.distributed.guard.verdict import Verdict
 from lightning_lockstep.distributed.side_channel.channel import Message
 

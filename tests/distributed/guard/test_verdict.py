@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
 from lightning_lockstep.distributed.guard.rank_state import Position, Question, RankState
-from lightning_lockstep.distributed.guard.records import CollectiveCall, Outstanding, RecordedCall
+from lightning_lockstep.distributed.guard.records import Outstanding, RecordedCall
 from lightning_lockstep.distributed.guard.verdict import Verdict, judge
 from lightning_lockstep.errors import CollectiveMismatchError, CollectiveStallError
 

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_lockstep import gather_uneven
 from lightning_lockstep.distributed.c10d_operators import OPERATIONS
 from lightning_lockstep.distributed.guard.call_description import POINT_TO_POINT, DispatchedCall, Hook
-from lightning_lockstep.distributed.guard.companion import Companion
 from lightning_lockstep.distributed.guard.verify import CallVerifier
 from lightning_lockstep.distributed.local_collectives import local_collectives
 from tests.helpers import run_ranks, run_ranks_raw
@@ -322,8 +321,3 @@ def test_hooks_see_what_they_are_for() -> None:
             [("recv", 0, [[2]]) if rank else ("send", 1, [[2]])],
             [],
         )
-
-
-def test_a_companion_does_not_wait_forever() -> None:
-    with pytest.raises(dist.DistStoreError, match=r"Timed out after 0\.2 s: 1 of 2 ranks have not called"):
-        Companion(dist.HashStore(), 0, 2, timeout=0.2)

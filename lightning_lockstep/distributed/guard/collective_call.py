@@ -1,0 +1,300 @@
+"""One collective as a rank called it: from where, what must be equal on all ranks, the report where it is not."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import prod
+from types import FrameType
+from typing import Any
+
+from lightning_lockstep._text import plain_table, ranks_in_words
+
+# -- What one rank called --
+# Nothing in this file depends on a backend: whoever compares the ranks describes each call as a
+# :class:`CollectiveCall`, brings the descriptions together, and raises with :func:`mismatch_report`.
+
+#: What backends call an exchange of parts whose sizes the ranks may choose.
+ALL_TO_ALL = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCall:
+    """One collective as one rank called it."""
+
+    operation: str  # in torch.distributed, such as ``all_reduce``
+    group: str
+    number: int = 0  # which collective of the group on this rank, from 1; 0: nobody counts
+    dtypes: tuple[str, ...] = ()  # such as ``("float32",)``
+    shapes: tuple[tuple[int, ...], ...] = ()
+    reduce_op: str | None = None  # such as ``sum``; None: it does not reduce
+    root: int | None = None  # sends to all or receives from all, or the peer of a send or receive
+    site: str = ""  # where it was called from, such as ``train.py:88 in training_step``
+    note: str = ""  # shown instead of the shapes, such as what is wrong with the arguments
+    uneven: bool = False  # shapes may differ between ranks, but for their numbers of dimensions
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the call as plain data, as JSON can hold it."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> CollectiveCall:
+        """Return the call that :meth:`to_data` has described, also after a way through JSON."""
+        known = {field.name: data[field.name] for field in fields(cls) if field.name in data}
+        shapes = tuple(tuple(shape) for shape in known.get("shapes", ()))
+        return cls(**{**known, "dtypes": tuple(known.get("dtypes", ())), "shapes": shapes})
+
+    @property
+    def title(self) -> str:
+        """The operation with its reduction and root, such as ``reduce(sum) to 0``."""
+        return call_title(self.operation, self.reduce_op, self.root)
+
+    def compared(self) -> tuple[str, ...]:
+        """Return what must be equal on all ranks: operation, dtype and shape, as text, nothing left out."""
+        shapes = [len(shape) if self.uneven else tuple(shape) for shape in self.shapes]
+        return self.title, str(self.dtypes), self.note or str(shapes)
+
+    def columns(self) -> tuple[str, ...]:
+        """Return what the report shows: operation, dtype and shape."""
+        shapes = [str(tuple(shape)) for shape in self.shapes]
+        return self.title, _in_short(self.dtypes), self.note or _in_short(shapes)
+
+
+def call_title(operation: str, reduce_op: str | None, root: int | None) -> str:
+    """Return how messages name a call, such as ``broadcast from 1``."""
+    way = "to" if operation in ("reduce", "gather", "send") else "from"
+    return (
+        operation + (f"({reduce_op})" if reduce_op else "") + (f" {way} {root}" if root is not None else "")
+    )
+
+
+def fingerprint(signature: Hashable) -> int:
+    """Return a whole number below 2^63 that stands for what must be equal on all ranks."""
+    digest = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()  # the same in every process
+    return int.from_bytes(digest, "big") >> 1
+
+
+# -- The report where ranks called different things: a table of them, and what to do --
+
+
+def mismatch_report(calls: Mapping[int, CollectiveCall]) -> str:
+    """Return the text of a :class:`CollectiveMismatchError`; rows that are not as most are marked."""
+    odd, rows = odd_ones(calls), []
+    for rank in sorted(calls):
+        call = calls[rank]
+        operation, dtype, shape = call.columns()
+        # Others may be in another group, or at another call of theirs.
+        if call.number and len({one.number for one in calls.values()}) > 1:
+            operation = f"#{call.number} {operation}"
+        if call.group and len({one.group for one in calls.values()}) > 1:
+            operation = f"{operation} in {call.group!r}"
+        rows.append((rank, operation, dtype, shape, call.site, "<- differs" if rank in odd else ""))
+    table = plain_table(("rank", "operation", "dtype", "shape", "called from", ""), rows)
+    return f"ranks disagree on {_which(calls.values())}\n\n{table}\n\n{_remedy(calls)}"
+
+
+def odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
+    """Return the ranks that did not call what most of them did."""
+    keys = {rank: (*call.compared(), call.group, call.number) for rank, call in calls.items()}
+    compared = list(keys.values())
+    usual = max(compared, key=compared.count)
+    return tuple(rank for rank, key in keys.items() if key != usual)
+
+
+def _which(calls: Collection[CollectiveCall]) -> str:
+    groups, number = {call.group for call in calls}, min(call.number for call in calls)
+    if not any(groups):
+        return "what they send and receive"
+    if len(groups) > 1:
+        return "which operation comes next"
+    which = f"collective #{number}" if number else "a collective"
+    return f"{which} of group {groups.pop()!r}"
+
+
+def _remedy(calls: Mapping[int, CollectiveCall]) -> str:
+    if any(call.note for call in calls.values()):
+        return "Make the arguments of the ranks fit together before the call."
+    first = next(iter(calls.values()))
+    sites = {call.site for call in calls.values()}
+    is_same = len({(call.group, call.number) for call in calls.values()}) == 1
+    titles, dtypes, shapes = (
+        set(column) for column in zip(*(c.compared() for c in calls.values()), strict=True)
+    )
+    is_other = not is_same or len(titles) > 1
+    is_elsewhere = is_same and len(sites) > 1 and all(sites) and not first.uneven
+    if is_elsewhere and (is_other or BACKWARD in sites):
+        return f"{_skipped(calls)} {_SAME}"
+    if is_other:
+        return "Call the same collectives with the same arguments in the same order on every rank."
+    if sites == {BACKWARD}:
+        return (
+            "In backward, DistributedDataParallel reduces the gradients: run as many backward passes on every rank,"
+            " through the same parameters."
+        )
+    dtype, shape = len(dtypes) > 1, len(shapes) > 1
+    if shape and not dtype and first.operation in ALL_TO_ALL:
+        return (
+            "Let what each rank sends to another be as much as that expects from it (input_split_sizes here,"
+            " output_split_sizes there); guard='verify' shows both."
+        )
+    kinds = (("dtypes", dtype), ("numbers of dimensions" if first.uneven else "shapes", shape))
+    what = " and ".join(name for name, differs in kinds if differs)
+    instead = ""
+    if shape and not dtype and first.operation.startswith("all_gather"):
+        instead = ", or use lightning_lockstep.gather_uneven()"
+    if is_elsewhere:  # as likely two branches with a call each
+        instead += ", or look for a call that only some ranks make"
+    return f"Make the {what or 'arguments'} equal on all ranks before the call{instead}."
+
+
+_SAME = "Every rank must call the same collectives in the same order: look for a branch or loop that only some take."
+
+
+def _skipped(calls: Mapping[int, CollectiveCall]) -> str:
+    """Return which ranks have most likely skipped which call, where the ranks called from different places."""
+    at: dict[str, list[int]] = {}
+    for rank in sorted(calls):
+        at.setdefault(calls[rank].site, []).append(rank)
+
+    def what(site: str) -> str:
+        return f"{calls[at[site][0]].title} {'in' if site == BACKWARD else 'at'} {site}"
+
+    # DDP's reductions in backward come after what a step calls itself.
+    sites = sorted(at, key=lambda site: (site == BACKWARD, _order(site)))
+    first, then = sites[0], sites[-1]
+    if len(sites) > 2 or (then != BACKWARD and _order(first)[0] != _order(then)[0]):
+        called = "; ".join(f"{ranks_in_words(at[site])} called {what(site)}" for site in at)
+        return f"{called[0].upper()}{called[1:]}: a rank has skipped a call that another one made."
+    called, skipped = (ranks_in_words(at[site]) for site in (first, then))
+    other = ", or comes to it later"
+    if then == BACKWARD:
+        other = f", or {called} reduced nothing in backward: none was run there, or through other parameters"
+    return f"{called.capitalize()} called {what(first)}; {skipped} skipped it and went on to {what(then)}{other}."
+
+
+def _order(site: str) -> tuple[str, int]:
+    """Return file and function of a site, and its line: of two in one function, the first comes before the other."""
+    file, _, rest = site.partition(":")
+    line, _, function = rest.partition(" in ")
+    return f"{file} {function}", int(line) if line.isdecimal() else 0
+
+
+def _in_short(texts: Sequence[str]) -> str:
+    if len(set(texts)) == 1:
+        return texts[0] if len(texts) == 1 else f"{len(texts)} x {texts[0]}"
+    return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+
+
+# -- Where a call came from: the nearest place in the user's own program --
+
+_LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+_OF_LIBRARIES = (
+    *("torch", *_LIGHTNING, "lightning_utilities", "torchmetrics", "hydra", "deepspeed"),
+    __name__.partition(".")[0],
+)
+_STANDARD = os.__file__.rpartition(os.sep)[0] + os.sep
+# Where autograd is entered from Python; a `Function.apply` in the forward is no backward.
+_ENGINE = tuple(f"{os.sep}torch{os.sep}autograd{os.sep}{name}.py" for name in ("graph", "__init__"))
+_TRAINER = f"{os.sep}pytorch{os.sep}trainer{os.sep}trainer.py"
+#: The site of what autograd calls.
+BACKWARD = "backward"
+
+
+def call_site() -> str:
+    """Return :func:`nearest_site` of the caller."""
+    return nearest_site(_places(sys._getframe(1)), BACKWARD)
+
+
+def _places(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def nearest_site(places: Iterable[tuple[str, int, str]], otherwise: str) -> str:
+    """Return the nearest place in the user's program, given files, lines and functions, the innermost first."""
+    # What the trainer does by itself has the innermost place in Lightning, not the user's `trainer.fit()`: that
+    # would be the same for whatever the ranks call.
+    inside = ""
+    for file, line, function in places:
+        if file.endswith(_ENGINE):
+            return BACKWARD
+        if file.endswith(_TRAINER) and inside:
+            break
+        if not is_library_file(file):
+            return site_text(file, line, function)
+        if not inside and file.startswith(_library_folders(_LIGHTNING)):
+            inside = site_text(file, line, function)
+    return inside or otherwise
+
+
+def site_text(file: str, line: int, function: str) -> str:
+    """Return how messages name a place in a program, such as ``train.py:88 in training_step``."""
+    return f"{file.rpartition(os.sep)[2]}:{line} in {function}"
+
+
+def is_library_file(path: str) -> bool:
+    """Return whether a file is Python's, torch's, Lightning's or this package's, rather than the user's."""
+    is_standard = path.startswith(_STANDARD) and "-packages" not in path
+    # Decorators of `typing_extensions` stand between a user's call and torch.
+    is_wrapper = path.endswith(f"{os.sep}typing_extensions.py")
+    return is_standard or is_wrapper or path.startswith((*_library_folders(_OF_LIBRARIES), "<frozen"))
+
+
+def is_torch_or_lightning(path: str) -> bool:
+    """Return whether a file is torch's or Lightning's own."""
+    return path.startswith(_library_folders(("torch", *_LIGHTNING)))
+
+
+def _library_folders(packages: Collection[str]) -> tuple[str, ...]:
+    """Return the folders of those packages that are loaded."""
+    return _folders(tuple(name for name in packages if name in sys.modules))  # more may be loaded later
+
+
+@functools.cache
+def _folders(loaded: tuple[str, ...]) -> tuple[str, ...]:
+    files = [getattr(sys.modules[name], "__file__", None) for name in loaded]
+    return tuple(file.rpartition(os.sep)[0] + os.sep for file in files if file)
+
+
+# -- What calls of ranks must have in common, as far as their records tell --
+
+# Operations whose shapes may differ between ranks, by the names that backends give them.
+_OWN_SHAPES = {*ALL_TO_ALL, "scatter", "send", "recv"}
+
+
+def as_far_as_known(calls: Mapping[int, CollectiveCall]) -> dict[int, CollectiveCall]:
+    """Return the calls without what peers in the same operation have not told."""
+    peers: dict[str, list[CollectiveCall]] = {}
+    for call in calls.values():
+        peers.setdefault(call.operation, []).append(call)
+    untold = {operation: _untold(those) for operation, those in peers.items()}
+    return {rank: replace(call, **untold[call.operation]) for rank, call in calls.items()}
+
+
+def _untold(peers: Sequence[CollectiveCall]) -> dict[str, Any]:
+    # The main thread of a rank that has gone on tells no reduction and no root any more; and in a scatter
+    # none but the root records tensors. Roots that differ between those who tell them stay.
+    found: dict[str, Any] = {}
+    roots = {call.root for call in peers}
+    if any(call.reduce_op is None for call in peers):
+        found["reduce_op"] = None
+    if None in roots and len(roots) <= 2:
+        found["root"] = None
+    if peers[0].operation == "scatter" and not all(call.shapes for call in peers):
+        found |= {"dtypes": (), "shapes": ()}
+    return found
+
+
+def comparison_key(call: CollectiveCall, *, exactly: bool) -> tuple[str, ...]:
+    """Return what must be equal on all ranks of a call; less, where it is complete (not ``exactly``)."""
+    own_shapes = call.operation in _OWN_SHAPES
+    if exactly:
+        columns = call.compared()
+        return columns[:2] if own_shapes else columns
+    sizes = "" if own_shapes else str([prod(shape) for shape in call.shapes])
+    return call.operation, ",".join(call.dtypes), sizes
