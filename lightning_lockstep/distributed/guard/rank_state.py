@@ -15,15 +15,8 @@ from typing import Any, NamedTuple
 
 from lightning_lockstep.distributed.failure.record import folded_stack
 from lightning_lockstep.distributed.guard.activity import Connection
-from lightning_lockstep.distributed.guard.records import (
-    WORLD,
-    CollectiveCall,
-    Outstanding,
-    RecordedCall,
-    group_titles,
-    nearest_site,
-    site_text,
-)
+from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, nearest_site, site_text
+from lightning_lockstep.distributed.guard.records import WORLD, Outstanding, RecordedCall, group_titles
 
 # -- What a rank asks whose collective does not complete --
 

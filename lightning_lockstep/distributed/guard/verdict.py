@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_lockstep._text import first_line, plain_table, ranks_in_words
-from lightning_lockstep.distributed.guard.rank_state import Question, RankState, WaitingRanks, members
-from lightning_lockstep.distributed.guard.records import (
+from lightning_lockstep.distributed.guard.collective_call import (
     CollectiveCall,
-    Outstanding,
     as_far_as_known,
     comparison_key,
     mismatch_report,
     odd_ones,
 )
+from lightning_lockstep.distributed.guard.rank_state import Question, RankState, WaitingRanks, members
+from lightning_lockstep.distributed.guard.records import Outstanding
 from lightning_lockstep.errors import CollectiveError, CollectiveMismatchError, CollectiveStallError
 
 # -- What is said of a collective that does not complete though nobody has called another one --

@@ -23,7 +23,6 @@ from lightning_lockstep.distributed.guard.activity import (
     connections,
     end_connections,
 )
-from lightning_lockstep.distributed.guard.companion import end_host_sockets
 from lightning_lockstep.distributed.guard.inquiry import Answer, Inquiries, Silence, SilentRanks
 from lightning_lockstep.distributed.guard.rank_state import (
     MESSAGES,
@@ -376,7 +375,6 @@ class CollectiveWatch:
                 self._concluded = True
                 self._conclude(self.error)
             end_connections(answer.ends, hosts=answer.hosts, kept_ports=answer.kept_ports)
-            end_host_sockets()
             abort_devices()
         with self._answered:
             self._answers += 1
