@@ -132,8 +132,8 @@ class ComparisonGroup:
 
     def all_equal(self, number: int, timeout: float) -> bool:
         """Return whether all ranks, which all ask, have the same number, of 63 bits at most."""
-        # Gloo's send and recv on the calling thread look cheaper, but often take 2 to 4 ms where there are no more cores
-        # than ranks; its all-gather takes longer from 4 ranks on.
+        # Gloo's send and recv, on the calling thread, look cheaper, but often take 2 to 4 ms where there are no more
+        # cores than ranks; its all-gather takes longer from 4 ranks on.
         memory = self._memory
         memory[0], memory[1] = number, -number
         self._greatest.timeout = timedelta(seconds=timeout)
