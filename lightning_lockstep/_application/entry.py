@@ -44,8 +44,7 @@ from lightning_lockstep._doors.hydra_internals import (
     plain_value,
     search_path_of,
 )
-from lightning_lockstep.distributed.failure.process_exit import expect_exit, leaving, return_failure
-from lightning_lockstep.distributed.failure.uncaught import error_from_bytes, error_to_bytes, fold_tracebacks
+from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, outcome
 from lightning_lockstep.errors import ConfigurationError, LaunchError
 from lightning_lockstep.launchers.hydra import (
     current_hydra_config,
@@ -84,7 +83,7 @@ def _stop(sent: bytes, running: bool) -> Stop:
 
 def ranks_run() -> bool:
     """Return whether ranks of this program run, or have run and failed."""
-    return leaving() or _process_group_exists()
+    return outcome.forced_exit_pending or _process_group_exists()
 
 
 def _process_group_exists() -> bool:
@@ -245,7 +244,7 @@ def hydra_main(
         def decorated(passed: DictConfig | None = None) -> Any:
             if passed is not None:
                 return program(passed)
-            fold_tracebacks()
+            outcome.install_excepthook()
             if "--version" in sys.argv[1:]:  # Hydra's says its own only
                 version = lightning_lockstep.__version__
                 sys.stdout.write(f"lightning-lockstep {version}, Hydra {hydra.__version__}\n")
@@ -332,7 +331,7 @@ class _Application:
             except SystemExit:
                 raise  # whoever asked this process to end (a preempted job begins again) waits for no result
             except BaseException as error:
-                return_failure()
+                outcome.failure_returned = True
                 raise StopElsewhere(error) from None
 
         return job
@@ -346,13 +345,13 @@ class _Application:
             return self.program(without_hydra(config))
         except Exception as error:
             # A sweep of one process goes on after a job that failed; ranks that failed cannot.
-            if last or leaving() or isinstance(error, ConfigurationError):
+            if last or outcome.forced_exit_pending or isinstance(error, ConfigurationError):
                 raise Stop(error, running=ranks_run()) from None
             raise
 
     def _run_job_elsewhere(self) -> Any:
         """Run one job in the process that a launcher of sweeps has made for it (joblib, submitit)."""
-        if leaving():
+        if outcome.forced_exit_pending:
             raise LaunchError("Job skipped: ranks of an earlier job of this sweep failed in this process.")
         ranks = external_ranks()
         channel = ConfigChannel(ranks)
@@ -412,7 +411,8 @@ def _closing(channel: ConfigChannel) -> Iterator[None]:
         unusable = exit_code == UNUSABLE and not _process_group_exists()
         # After a failure within a job a rank may be dead, and waiting for it could take forever. One that has caught
         # the failure, as rank 0's program may have done, asks for the next job all the same.
-        channel.close(exit_code, unusable=unusable and not leaving(), wait=not leaving())
+        failed = outcome.forced_exit_pending
+        channel.close(exit_code, unusable=unusable and not failed, wait=not failed)
 
 
 def _follow(channel: ConfigChannel, program: Program) -> None:
@@ -431,7 +431,7 @@ def _follow(channel: ConfigChannel, program: Program) -> None:
 
 def _end_beside_rank_0(error: ConfigurationError, channel: ConfigChannel | None) -> NoReturn:
     """End because of settings that cannot be used; print them only if rank 0 does not."""
-    if leaving():
+    if outcome.forced_exit_pending:
         raise error  # this rank failed alone, and rank 0 reports it
     if not _process_group_exists():  # else every rank raises it
         with suppress(LaunchError):
@@ -474,9 +474,9 @@ def _end_if_about_settings(error: BaseException, *, running: bool) -> None:
     """End this process with a message if `error` is about settings; else return."""
     if isinstance(error, ConfigurationError):
         if running:
-            expect_exit(UNUSABLE)  # every rank raises it, and ends so
-        outcome = "all ranks were stopped" if running else "nothing was started"
-        _refuse([Fault(text, error) for text in error.faults], outcome)
+            outcome.expected_exit_code = UNUSABLE  # every rank raises it, and ends so
+        started = "all ranks were stopped" if running else "nothing was started"
+        _refuse([Fault(text, error) for text in error.faults], started)
 
 
 def _refuse(faults: list[Fault], outcome: str = "nothing was started") -> NoReturn:

@@ -14,7 +14,7 @@ from lightning_lockstep._doors.lightning_internals import cluster_environment_of
 from lightning_lockstep._settings import Faults
 from lightning_lockstep.distributed import Communicator, current_communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement, StopDecision
-from lightning_lockstep.distributed.failure.process_exit import expect_exit
+from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.errors import Preempted
 from lightning_lockstep.launchers.environments import requeue_signal
 from lightning_lockstep.stopping.loader_position import LoaderPosition
@@ -187,7 +187,7 @@ class StopTogether(Callback):
             self._warn(trainer, f"All ranks leave after this batch{goes_on} {path}. {reason}")
             return
         self._warn(trainer, f"All ranks end here with exit code {self.exit_code}{goes_on} {path}. {reason}")
-        expect_exit(self.exit_code)
+        outcome.expected_exit_code = self.exit_code
         raise Preempted(reason, self.exit_code, path)
 
     def _save(self, trainer: Any, requeues: signal.Signals | None) -> str:

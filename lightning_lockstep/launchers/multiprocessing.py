@@ -38,21 +38,22 @@ from lightning_lockstep._text import say
 from lightning_lockstep.distributed.failure.process_exit import (
     drop_what_nobody_reads,
     end_now,
-    leave_without_waiting,
-    stay,
+    error_from_bytes,
+    error_to_bytes,
+    outcome,
+    show_plainly,
 )
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
-    agreed_exit,
     describe_error,
     describe_exit,
     first_failure,
     format_error,
     is_broken_collective,
     keep_notes_in,
-    note_agreed_exit,
+    note_preempted_exit,
+    preempted_exit,
 )
-from lightning_lockstep.distributed.failure.uncaught import error_from_bytes, error_to_bytes, show_plainly
 from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.errors import LaunchError, LockstepError, Preempted, RankFailedError
@@ -203,7 +204,7 @@ def run_in_ranks(
     *args: Any,  # not copied by a fork: shared with this process until a rank writes into them
 ) -> Any:
     """Run ``function(local_rank, *args)`` in every rank, and return what rank 0 returned."""
-    stay()  # an earlier launch may have failed or been interrupted, and the program goes on
+    outcome.cancel_forced_exit()  # an earlier launch may have failed or been interrupted, and the program goes on
     drop_what_nobody_reads()  # multiprocessing flushes both streams, and would raise for one that nobody reads
     memory = MemoryWatch()
     with tempfile.TemporaryDirectory(prefix="lockstep-") as name:
@@ -228,14 +229,14 @@ def run_in_ranks(
                 raise _error_of_ranks(folder, bad, group, memory)
         except KeyboardInterrupt:
             if not group.in_cell:
-                leave_without_waiting(_INTERRUPTED)
+                outcome.force_exit_at_shutdown(_INTERRUPTED)
             ranks.interrupt(group.grace_period)
             raise
         finally:
             ranks.kill()
             if output is not None:
                 output.close()
-        preempted = agreed_exit(folder)
+        preempted = preempted_exit(folder)
         if preempted is not None:
             raise preempted
         result = folder / _RESULT
@@ -259,7 +260,7 @@ def _be_rank(local_rank: int, group: RanksToStart, folder: Path, function: Any, 
         end_now(_INTERRUPTED)
     except Preempted as preempted:
         # No failure: the parent, which is no rank, ends with the exit code on which the ranks agreed.
-        note_agreed_exit(preempted)
+        note_preempted_exit(preempted)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0) and first_failure(folder) is None:
             return  # the program's own wish; in the midst of a fit it is a failure, and noted

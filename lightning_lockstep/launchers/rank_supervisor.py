@@ -151,7 +151,7 @@ class RankSupervisor:
         if communicator.world_size > 1:
             communicator.side_channel.silence_limit = self.settings.silence_limit
             self.propagation = propagation_on(communicator.side_channel)
-            self.propagation.arm()
+            self.propagation.begin_fit()
             self.propagation.grace_period = self.settings.grace_period
             self.propagation.prints_report = prints_report  # of another rank's failure
             self.propagation.parent_prints = parent_reads_notes()

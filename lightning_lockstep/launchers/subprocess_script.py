@@ -22,11 +22,7 @@ from lightning_lockstep.distributed import shut_down
 from lightning_lockstep.distributed.failure.process_exit import (
     at_exit,
     end_now,
-    ends_with_error,
-    expected_exit,
-    leaving,
-    printed_a_line,
-    repeat_headline,
+    outcome,
 )
 from lightning_lockstep.distributed.failure.record import describe_exit
 from lightning_lockstep.distributed.process_group import forget_rendezvous, host_rendezvous
@@ -67,7 +63,7 @@ def watch_interrupts(on_stuck: Callable[[], None], *, patience: float) -> Callab
         with suppress(OSError), reader, writer:
             while not ended.is_set() and (numbers := reader.recv(16)):
                 if signal.SIGINT in numbers and not ended.wait(patience):
-                    if leaving() or not handled.is_set():
+                    if outcome.forced_exit_pending or not handled.is_set():
                         on_stuck()
                         return
                     handled.clear()
@@ -102,7 +98,7 @@ _SAY_AFTER = 30.0
 
 
 def _is_orderly(code: int) -> bool:
-    return code in (0, _NOT_FLUSHED, expected_exit())
+    return code in (0, _NOT_FLUSHED, outcome.expected_exit_code)
 
 
 class _StartedRanks(RankProcesses):
@@ -216,8 +212,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         rank = self.cluster_environment.node_rank() * self.num_processes + end.rank
         propagation = ranks.supervisor.propagation
         if propagation is not None:
-            if not propagation.failed:
-                propagation.report_child_exit(rank, end.returncode, end.pid)
+            propagation.report_child_exit(rank, end.returncode, end.pid)
             return
         # The ranks have not met yet, so the main thread waits for a rank that will not come.
         _, summary, code = describe_exit(end.returncode)
@@ -263,15 +258,15 @@ def _end_children() -> None:
     ranks = _started
     if ranks is None:
         return
-    if leaving() or ends_with_error():  # after an error the others may wait for this rank for ever
+    if outcome.forced_exit_pending or outcome.ends_with_error:  # the others may wait for this rank for ever
         patience = ranks.supervisor.settings.grace_period
         if killed := ranks.end(patience):
             say(
                 f"lightning-lockstep: killed {ranks_in_words(killed)} of this host, which did not end within"
                 f" {patience:g} s."
             )
-            printed_a_line()
-            repeat_headline()
+            outcome.printed_a_line()
+            outcome.repeat_headline()
         return
     ranks.wait(_SAY_AFTER)
     if busy := ranks.running():

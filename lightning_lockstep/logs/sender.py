@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from lightning_lockstep._text import ranks_in_words, say
 from lightning_lockstep.distributed import SideChannel
-from lightning_lockstep.distributed.failure.process_exit import at_exit, on_flush, printed_a_line
+from lightning_lockstep.distributed.failure.process_exit import at_exit, on_flush, outcome
 from lightning_lockstep.distributed.process_group import current_group
 from lightning_lockstep.distributed.side_channel.opening import known_rank, side_channel_if_open
 from lightning_lockstep.logs.ordering import (
@@ -110,7 +110,7 @@ class Collector:
             self._print_record(_missing_note(batch))
 
     def _print_record(self, record: logging.LogRecord) -> None:
-        printed_a_line()
+        outcome.printed_a_line()
         try:
             self._emit(record)
         except Exception:

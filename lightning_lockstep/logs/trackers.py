@@ -18,7 +18,7 @@ from lightning_lockstep._doors.lightning import MLFlowLogger as _MLFlowLogger
 from lightning_lockstep._doors.lightning import WandbLogger as _WandbLogger
 from lightning_lockstep._doors.lightning import rank_zero_experiment
 from lightning_lockstep._settings import Faults
-from lightning_lockstep.distributed.failure.uncaught import keep_hook
+from lightning_lockstep.distributed.failure.process_exit import keep_hook
 
 _SQLITE = "sqlite:///"
 # A client of a server connects when it is first asked for something, one of a local store makes that store at once.

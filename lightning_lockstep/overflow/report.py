@@ -16,7 +16,7 @@ import torch
 from lightning_lockstep._system import write_report
 from lightning_lockstep._text import say
 from lightning_lockstep.distributed import Communicator, Gather, Gathered, Message
-from lightning_lockstep.distributed.failure.process_exit import writing_report
+from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.errors import MissingExtraError
 from lightning_lockstep.numerics.statistics import json_number
 from lightning_lockstep.overflow.activations import ActivationWatch
@@ -280,7 +280,7 @@ class ReportPublisher:
                 return False
         return True
 
-    @writing_report()
+    @outcome.writing_report()
     def publish(self, report: RankReport, why: str, watch: ActivationWatch | None) -> str:
         """Print and write the reports of a hit that all know of; return the error's text, the same on all."""
         gathered = self.collect(

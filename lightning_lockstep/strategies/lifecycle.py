@@ -56,7 +56,7 @@ from lightning_lockstep._doors.lightning_internals import given_to_trainer
 from lightning_lockstep._registry import public
 from lightning_lockstep._settings import launcher_pid
 from lightning_lockstep.distributed import Communicator, current_communicator
-from lightning_lockstep.distributed.failure.uncaught import fold_tracebacks
+from lightning_lockstep.distributed.failure.process_exit import outcome
 from lightning_lockstep.distributed.guard.records import size_flight_recorder
 from lightning_lockstep.distributed.process_group import (
     default_backend,
@@ -201,7 +201,7 @@ class RankLifecycle:
                 has devices.
         """
         strategy = self._strategy
-        fold_tracebacks()
+        outcome.install_excepthook()
         hide_srun_hint()
         if isinstance(strategy.cluster_environment, LockstepEnvironment):
             check_srun_is_used(strategy.num_nodes)
@@ -226,7 +226,7 @@ class RankLifecycle:
         self.supervisor.apply_threads(local_rank=place, local_world_size=sharing)
         size_flight_recorder()
         is_new = self.startup.connect(self._strategy, self.settings.duration)
-        fold_tracebacks()  # in front again: a process group of torch puts its own hook there
+        outcome.install_excepthook()  # in front again: a process group of torch puts its own hook there
         communicator = self.supervisor.ranks_have_met(prints_report=self._prints_report())
         if communicator.world_size > 1:
             fold_library_warnings()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lockstep.distributed import FailurePropagation, FailureRecord, current_communicator
-from lightning_lockstep.distributed.failure.process_exit import leaving, writing_report
+from lightning_lockstep.distributed.failure import process_exit
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.failure.record import describe_exit, is_broken_collective
 from lightning_lockstep.errors import BatchSizeError, ConfigurationError, RankFailedError
@@ -217,7 +217,7 @@ def prune_and_go_on(slow: int) -> str:
     """Every rank raises the same error and catches it, one of them late; then all go on."""
     crash = propagation(2.0)
     for attempt in range(3):
-        crash.arm()
+        crash.begin_fit()
         dist.barrier()
         try:
             if dist.get_rank() == slow:
@@ -225,11 +225,11 @@ def prune_and_go_on(slow: int) -> str:
             raise ValueError(f"pruned {attempt} on rank {dist.get_rank()}")
         except ValueError as error:
             assert crash.error_to_raise(error) is error
-    crash.arm()
+    crash.begin_fit()
     dist.barrier()
     time.sleep(2.5)  # longer than the grace period
     crash.check()
-    assert not leaving()
+    assert not process_exit.outcome.forced_exit_pending
     return "goes on"
 
 
@@ -243,7 +243,7 @@ def test_an_error_that_all_ranks_raise_and_catch_is_survived(slow: int) -> None:
 def prune_and_end(grace: float) -> str:
     """Every rank raises the same error and catches it; the program works on, and ends without another fit."""
     crash = propagation(grace)
-    crash.arm()
+    crash.begin_fit()
     dist.barrier()
     error = ValueError(f"pruned on rank {dist.get_rank()}")
     assert crash.error_to_raise(error) is error
@@ -279,7 +279,7 @@ def not_noticed_yet() -> str:
     if dist.get_rank() == 1:
         raise crash.error_to_raise(ValueError("boom"))
     time.sleep(1.0)
-    crash.arm()  # the next fit begins
+    crash.begin_fit()  # the next fit begins
     return "never"
 
 
@@ -299,7 +299,7 @@ def raise_beside_a_frozen_rank(frozen: int) -> tuple[str, float, bool]:
     raised = crash.error_to_raise(ValueError("boom beside a frozen rank"))
     seconds = time.monotonic() - began
     os.kill(pids[frozen], signal.SIGKILL)  # nothing waits for the limit of the test
-    return str(raised), seconds, hasattr(raised, "__lockstep_text__")
+    return str(raised), seconds, process_exit.outcome_of(raised).instead is not None
 
 
 @pytest.mark.slow
@@ -336,7 +336,7 @@ def slow_report() -> str:
     dist.barrier()
     if dist.get_rank() == 1:
         raise crash.error_to_raise(ValueError("boom"))
-    with writing_report():
+    with process_exit.outcome.writing_report():
         time.sleep(3.0)
         print("report written", flush=True)
     time.sleep(60)

@@ -98,11 +98,11 @@ def test_an_error_of_this_package_is_its_message(monkeypatch: pytest.MonkeyPatch
 
 
 CHAINED = """
-from lightning_lockstep.distributed.failure.uncaught import print_last
+from lightning_lockstep.distributed.failure.process_exit import outcome_of
 
 try:
     error = ValueError("boom")
-    print_last(error, "rank 1 of 2 failed: ValueError: boom")
+    outcome_of(error).headline = "rank 1 of 2 failed: ValueError: boom"
     raise error
 except ValueError:
     raise OSError("no space left")

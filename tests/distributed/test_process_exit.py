@@ -12,18 +12,17 @@ import pytest
 import lightning_lockstep
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
-    agreed_exit,
     ended_with_error,
     first_failure,
     orderly_ends,
+    preempted_exit,
 )
 from tests.helpers import run_script
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
 # The end of a process, and what is printed of an exception that ends it.
 THE_ONES = {
-    "distributed/failure/process_exit.py": {"os._exit", "atexit.register"},
-    "distributed/failure/uncaught.py": {"sys.excepthook ="},
+    "distributed/failure/process_exit.py": {"os._exit", "atexit.register", "sys.excepthook ="},
     # A program of the doctor, which is no rank of a run.
     "doctor/probes/network_backend.py": {"os._exit"},
 }
@@ -45,7 +44,7 @@ def ways_to_end(source: str) -> list[str]:
     return found
 
 
-def test_two_modules_decide_how_a_process_ends() -> None:
+def test_one_module_decides_how_a_process_ends() -> None:
     elsewhere = {
         str(path.relative_to(PACKAGE)): found
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -72,7 +71,7 @@ def test_every_way_is_seen(source: str, found: list[str]) -> None:
 
 
 def end(code: str, *, fresh: bool = False, **env: str) -> tuple[int | None, str, str]:
-    header = "from lightning_lockstep.distributed.failure import record as exit_note, process_exit, record, uncaught\n"
+    header = "from lightning_lockstep.distributed.failure import record as exit_note, process_exit, record\n"
     outcome = run_script(
         [sys.executable, "-c", header + textwrap.dedent(code)],
         env=env,
@@ -128,7 +127,7 @@ def test_a_failed_process_whose_traceback_cannot_be_written_ends_in_time() -> No
         os.close(reader)
         os.dup2(writer, 2)
         error = ValueError("lost")
-        uncaught.end_within(error, 0.3, 7)
+        process_exit.outcome.end_within(error, 0.3, 7)
         threading.Thread(target=threading.Event().wait).start()  # no daemon: it would hold the process
         raise error
     """
@@ -138,8 +137,8 @@ def test_a_failed_process_whose_traceback_cannot_be_written_ends_in_time() -> No
 def test_a_failed_process_runs_its_exit_functions_and_keeps_its_code() -> None:
     code = """
         process_exit.at_exit(print, "tracker closed")
-        process_exit.leave_without_waiting(5)
-        assert process_exit.leaving()
+        process_exit.outcome.force_exit_at_shutdown(5)
+        assert process_exit.outcome.forced_exit_pending
         raise SystemExit(1)
     """
     assert end(code)[:2] == (5, "tracker closed\n")
@@ -149,8 +148,8 @@ def test_a_failed_process_runs_its_exit_functions_and_keeps_its_code() -> None:
 def test_a_program_that_has_caught_a_failure_has_its_own_exit_code(ends: str, code: int) -> None:
     body = f"""
         import sys
-        process_exit.at_exit(lambda: print("leaving", process_exit.leaving()))
-        process_exit.leave_without_waiting(5, unless_caught=True)
+        process_exit.at_exit(lambda: print("leaving", process_exit.outcome.forced_exit_pending))
+        process_exit.outcome.force_exit_at_shutdown(5, unless_caught=True)
         {ends}
     """
     assert end(body)[:2] == (code, f"leaving {code == 5}\n")
@@ -159,7 +158,7 @@ def test_a_program_that_has_caught_a_failure_has_its_own_exit_code(ends: str, co
 def test_a_process_says_why_it_ends_where_python_would_print_nothing() -> None:
     code = """
         process_exit.at_exit(print, "tracker closed")
-        process_exit.leave_without_waiting(5, "the report\\n")
+        process_exit.outcome.force_exit_at_shutdown(5, "the report\\n")
         raise SystemExit(1)
     """
     assert end(code) == (5, "tracker closed\n", "the report\n")
@@ -167,8 +166,8 @@ def test_a_process_says_why_it_ends_where_python_would_print_nothing() -> None:
 
 def test_a_report_is_printed_once_however_the_process_ends() -> None:
     code = """
-        process_exit.say_last("the report\\nof a failure\\n")
-        process_exit.printed_a_line()
+        process_exit.outcome.say_last("the report\\nof a failure\\n")
+        process_exit.outcome.printed_a_line()
         process_exit.end_now(5, "the report\\nof a failure\\n")
     """
     assert end(code) == (5, "", "the report\nof a failure\n\nthe report\n")
@@ -195,14 +194,14 @@ def test_a_stream_that_nobody_reads_is_no_failure(dropped: bool, code: int) -> N
 def test_nothing_at_its_exit_holds_a_failed_process(quiet: bool) -> None:
     code = f"""
         import sys, threading, time
-        uncaught.on_uncaught(lambda: None)
+        process_exit.outcome.on_uncaught(lambda: None)
         usual = sys.excepthook
         sys.excepthook = lambda *args: usual(*args)  # another library's: ours stands in front of it and behind it
         threading.Thread(target=time.sleep, args=(600,)).start()
         error = ValueError("boom")
         if {quiet}:
-            uncaught.keep_quiet(error)
-        uncaught.end_within(error, 0.5, 5, on_force=lambda: print("children ended"))
+            process_exit.keep_quiet(error)
+        process_exit.outcome.end_within(error, 0.5, 5, on_force=lambda: print("children ended"))
         raise error
     """
     returncode, out, err = end(code)
@@ -215,7 +214,7 @@ def test_an_error_that_the_program_has_caught_ends_nothing() -> None:
     code = """
         import time
         error = ValueError("boom")
-        uncaught.end_within(error, 0.1, 5)
+        process_exit.outcome.end_within(error, 0.1, 5)
         try:
             raise error
         except ValueError:
@@ -229,14 +228,14 @@ def test_an_error_that_the_program_has_caught_ends_nothing() -> None:
     ("before", "printed"),
     [
         ("", "ValueError: boom"),
-        ("uncaught.keep_quiet(error)", ""),
-        ("uncaught.show_plainly(error)", "lightning-lockstep: boom"),
+        ("process_exit.keep_quiet(error)", ""),
+        ("process_exit.show_plainly(error)", "lightning-lockstep: boom"),
     ],
 )
 def test_what_is_printed_of_an_exception(before: str, printed: str) -> None:
     code = f"""
         import sys
-        uncaught.on_uncaught(lambda: print("uncaught"))
+        process_exit.outcome.on_uncaught(lambda: print("uncaught"))
         error = ValueError("boom")
         usual = sys.excepthook
         sys.excepthook = lambda *args: usual(*args)  # another library's, in front of ours
@@ -253,7 +252,7 @@ def test_what_is_printed_of_an_exception(before: str, printed: str) -> None:
 def test_a_failure_that_nobody_catches_brings_its_exit_code(catch: bool, code: int) -> None:
     body = """
         error = ValueError("boom")
-        uncaught.show_plainly(error, 137)
+        process_exit.show_plainly(error, 137)
         try:
             raise error
         except KeyError if not {catch} else ValueError:
@@ -270,14 +269,14 @@ RECORD = """record.FailureRecord(1, 2, "node7", 12, "exception", "ValueError: bo
     [
         ("", 1),
         ("raise ValueError", 0),
-        ("process_exit.leave_without_waiting(1)", 0),
+        ("process_exit.outcome.force_exit_at_shutdown(1)", 0),
         ("process_exit.end_now(0)", 0),
     ],
 )
 def test_only_an_orderly_end_is_noted_as_one(tmp_path: Path, code: str, ended: int) -> None:
     end(f"exit_note.note_orderly_end()\n{code}", LOCKSTEP_RANK_ENDED_FOLDER=str(tmp_path))
     assert orderly_ends(tmp_path) == ended
-    assert first_failure(tmp_path) is None and agreed_exit(tmp_path) is None
+    assert first_failure(tmp_path) is None and preempted_exit(tmp_path) is None
     assert ended_with_error(tmp_path) == (code == "raise ValueError")
 
 
@@ -326,13 +325,13 @@ def test_the_hint_that_a_collective_broke_is_of_errors_that_say_so() -> None:
     assert not hint("RuntimeError: cannot restore the checkpoint")
 
 
-def test_an_agreed_exit_keeps_its_reason_code_and_checkpoint(tmp_path: Path) -> None:
+def test_a_preempted_exit_keeps_its_reason_code_and_checkpoint(tmp_path: Path) -> None:
     code = """
         from lightning_lockstep.errors import Preempted
-        exit_note.note_agreed_exit(Preempted("rank 1: SIGTERM", 75, "last.ckpt"))
+        exit_note.note_preempted_exit(Preempted("rank 1: SIGTERM", 75, "last.ckpt"))
     """
     end(code, LOCKSTEP_RANK_ENDED_FOLDER=str(tmp_path))
-    left = agreed_exit(tmp_path)
+    left = preempted_exit(tmp_path)
     assert left is not None and (left.reason, left.code, left.checkpoint) == (
         "rank 1: SIGTERM",
         75,

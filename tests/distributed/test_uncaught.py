@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lockstep.distributed.failure.uncaught import error_from_bytes, error_to_bytes, print_last
+from lightning_lockstep.distributed.failure.process_exit import error_from_bytes, error_to_bytes, outcome_of
 from tests.helpers import run_script
 
 
@@ -24,7 +24,7 @@ def test_an_error_of_another_process_is_printed_as_there(
     try:
         raise error
     except Exception:
-        print_last(error, "rank 0 of 2 failed")
+        outcome_of(error).headline = "rank 0 of 2 failed"
         arrived = error_from_bytes(error_to_bytes(error))
     assert type(arrived) is (ValueError if type(error) is ValueError else RuntimeError)
     sys.excepthook(type(arrived), arrived, None)
@@ -36,13 +36,13 @@ def test_an_error_of_another_process_is_printed_as_there(
 
 NO_THREADS = """
 import threading, time
-from lightning_lockstep.distributed.failure.uncaught import end_within
+from lightning_lockstep.distributed.failure.process_exit import outcome
 
 def refuse(thread):
     raise RuntimeError("can't start new thread")
 
 error = ValueError("boom")
-end_within(error, 30.0, 7)
+outcome.end_within(error, 30.0, 7)
 threading.Thread(target=time.sleep, args=(60.0,)).start()
 threading.Thread.start = refuse
 raise error

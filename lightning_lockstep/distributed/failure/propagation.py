@@ -1,16 +1,40 @@
-"""What happens to the other ranks when one rank fails.
+"""What happens to the other ranks when one rank fails: one state machine, the same on every rank.
 
-The rank that fails first claims that over the side channel, sends every rank its record, and waits a moment
-for rank 0 to confirm that it will print the report. The others stop where they are: at the next boundary of a
-training step, or when the collective they sit in breaks, or, at the end of the grace period, by force. Nobody
-enters a barrier or destroys a process group on the way out: both can wait for a dead peer.
+Rank 0 decides which failure of a fit was the first. A rank that fails reports to it. The first report of a fit wins,
+and rank 0 sends its record to all, which at once confirms that rank 0 prints it. A rank that gets no answer within a
+third of the grace period stands on its own. The others stop where they are: at the next boundary of a training step,
+or when the collective they sit in breaks, or, at the end of the grace period, by force. Nobody enters a barrier or
+destroys a process group on the way out: both can wait for a dead peer.
 
-    failing rank                            every other rank
-    ------------                            ----------------
-    error_to_raise(error) -- record  ---->  receiving thread: remember it, start the countdown
-                          <-- confirmation  (rank 0)
-    raise error                             check() / error_to_raise(error) raise RankFailedError
-    exit                                    countdown over: print the report (rank 0), end by force
+=================== ============================ ====================================================================
+message             from, to                     body
+=================== ============================ ====================================================================
+``failure/report``  any rank, rank 0             fit, record, whether all ranks should raise it
+``failure/first``   rank 0, all                  the same: the first failure of that fit
+``failure/caught``  the rank that failed, rank   fit: the program has caught its failure and begins another
+                    0; from there all
+=================== ============================ ====================================================================
+
+=================== =========================================== ======================================================
+state of a rank     what it means                               what ends it
+=================== =========================================== ======================================================
+running             nothing has failed in this fit              ``first`` (failed; in doubt where all ranks should
+                                                                raise it), an own error (raised)
+in doubt            another rank has raised an error that all   an own error (raised), half the grace period or the
+                    ranks should raise                          end of a process (failed), ``caught`` (over)
+failed              `check` raises, the countdown runs          an own error (raised), ``caught`` (over), the end of
+                                                                the grace period (ended by force)
+raised              this rank has raised, its own error or a    `begin_fit` (running, in the next fit)
+                    `RankFailedError`
+over                the rank that had failed goes on, and this  an own error of that type (raised; no failure),
+                    one may yet raise the same                  another one (a failure of the next fit), `begin_fit`
+=================== =========================================== ======================================================
+
+Fits are numbered: a rank that begins one adds one, and after a failure all go on with the number that follows the one
+which rank 0 has named, however many each had begun. So no message has to be waited for when a fit begins, and one
+about a fit that is over for its receiver (late), or that its receiver will begin after one that has failed (early), is
+known by its number. Only the latest record of rank 0 is kept. A process that has ended begins no other fit: a record of
+that stops every fit from then on.
 """
 
 from __future__ import annotations
@@ -18,23 +42,15 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_lockstep.distributed.failure.first_failure import (
-    BETTER_REPORT,
-    REPORT_LIMIT,
-    FirstFailure,
-    LostPeers,
-)
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
-    expected_exit,
-    failure_returned,
-    leave_without_waiting,
-    stay,
-    wait_for_reports,
+    keep_quiet,
+    outcome,
+    outcome_of,
+    print_instead,
 )
 from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
@@ -46,19 +62,32 @@ from lightning_lockstep.distributed.failure.record import (
     note_failure,
     note_for_torchrun,
 )
-from lightning_lockstep.distributed.failure.uncaught import (
-    end_within,
-    fold_tracebacks,
-    keep_quiet,
-    print_also,
-    print_instead,
-    print_last,
-)
-from lightning_lockstep.distributed.side_channel.channel import SideChannel
+from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError
 
+_REPORT, _FIRST, _CAUGHT = "failure/report", "failure/first", "failure/caught"
 # How much longer than the grace period, in which it waits for the ranks it has started, a rank may take to exit [s].
 _CHILDREN_END = 2.0
+# How long the process that started a rank may take to say how it ended [s].
+_BETTER_REPORT = 2.0
+# How long a report that is being written holds a forced end [s].
+_REPORT_LIMIT = 60.0
+
+
+class Failure(NamedTuple):
+    """The first failure of a fit, as far as is known, or one that may be it."""
+
+    fit: int
+    record: FailureRecord
+    of_all: bool = False  # whether all ranks should raise it: only if one does not, it is a failure
+
+    def body(self) -> list[Any]:
+        return [self.fit, self.record.to_json(), self.of_all]
+
+    @classmethod
+    def from_body(cls, body: Any) -> Failure:
+        fit, record, of_all = body
+        return cls(int(fit), FailureRecord.from_json(record), bool(of_all))
 
 
 class FailurePropagation:
@@ -72,6 +101,7 @@ class FailurePropagation:
         on_force: Called before this process ends itself by force, to end its child ranks first.
 
     Attributes:
+        record: The record of the rank that failed first, or ``None``.
         parent_prints: Whether the process that started this rank, and is no rank, prints the report.
         explain: Returns the error that all ranks raise in place of one that was raised here, or ``None``.
 
@@ -92,39 +122,64 @@ class FailurePropagation:
         self.parent_prints = False
         self.explain: Callable[[BaseException], BaseException | None] | None = None
         self.on_force = on_force
-        self._interrupted_here = self._raised_alike_here = False
-        self._first = FirstFailure(channel, grace_period=lambda: self.grace_period, found=self._found)
-        self._lost = LostPeers(channel, patience=lambda: self.grace_period / 4, then=self._take_lost)
-
-    @property
-    def record(self) -> FailureRecord | None:
-        """The record of the rank that failed first, or ``None``."""
-        return self._first.record
+        self.record: FailureRecord | None = None
+        self._fit = 0
+        self._over = -1  # failures of fits up to this one are over here
+        self._raised_in: int | None = None  # the failed fit for which this rank has raised
+        self._told: Failure | None = None  # the latest that rank 0 has decided on
+        self._dead: FailureRecord | None = None  # of the first process that has ended
+        self._peer_lost = False
+        self._alone = False  # rank 0 does not answer
+        self._keeps: type[BaseException] | None = (
+            None  # of an own error, which ends this rank if nobody catches it
+        )
+        self._news = threading.Condition()
+        channel.watch_peers(on_lost=self._lost, on_silent=self._silent)
+        self._remove = [channel.on(_FIRST, self._take_first), channel.on(_CAUGHT, self._take_caught)]
+        if channel.rank == 0:
+            self._remove.append(
+                channel.on(_REPORT, lambda message: self._decide(Failure.from_body(message.body)))
+            )
 
     @property
     def failed(self) -> bool:
         """Whether any rank is known to have failed; costs two attribute reads."""
-        return self._first.record is not None
+        return self.record is not None
 
     def has_raised(self, rank: int) -> bool:
-        """Return whether a rank has said that it raises an error of this package, which all ranks may raise alike."""
-        return self._first.common.of(rank) is not None
+        """Return whether an error of this package is known that another rank may raise, or have raised, alike."""
+        told = self._told
+        return rank != self.channel.rank and told is not None and told.of_all and told.fit > self._over
 
-    def arm(self) -> None:
-        """Begin anew: what this rank raised before was caught by the program.
+    def begin_fit(self) -> None:
+        """Begin a fit: what this rank raised before was caught by the program.
 
-        A rank that goes on lets the others know, so that they forget its failure, too.
+        A rank that goes on after its failure lets the others know, so that they forget it, too.
 
         Raises:
             RankFailedError: Another rank has failed, and this one had not noticed yet; or it has failed since, in the
-                attempt that begins here.
+                fit that begins here.
 
-        Ranks: every rank, at the start of a fit; sends a message only if this rank had raised.
+        Ranks: every rank, at the start of a fit; waits for nobody. Only a rank that had failed sends a message.
         """
-        if self._first.begin():
-            self._interrupted_here = self._raised_alike_here = False
-            stay()
+        with self._news:
+            caught, told = self._raised_in, self._told
+            if caught is not None or self.record is None:
+                if caught is not None:
+                    self._over = max(self._over, caught)
+                is_next = caught is not None or self._over >= self._fit
+                self._fit = 1 + (self._over if is_next else self._fit)
+                self._raised_in = self.record = self._keeps = None
+                self._alone = False
+                self._apply()
+                if self._dead is not None and self.record is None:
+                    self._decide(Failure(self._fit, self._dead))
+        if caught is not None:
+            outcome.cancel_forced_exit()
             forget_failure()
+            if told is not None and (told.fit, told.record.rank) == (caught, self.channel.rank):
+                self.channel.post(_CAUGHT, caught, to=None if self.channel.rank == 0 else 0)
+                self.channel.flush(2.0)  # before this rank meets the others in a collective
         self.check()
 
     def check(self) -> None:
@@ -135,7 +190,7 @@ class FailurePropagation:
 
         Ranks: any rank, alone; two attribute reads while nothing is wrong.
         """
-        record = self._first.record
+        record = self.record
         if record is not None and record.rank != self.channel.rank:
             raise self._stopped(record)
 
@@ -153,74 +208,32 @@ class FailurePropagation:
             The error to raise.
 
         Ranks: the rank whose work was ended; waits up to a third of the grace period for the message of an
-            earlier failure when the error looks like the consequence of one, and as long for the confirmation
-            that another rank prints the report.
+            earlier failure when the error looks like the consequence of one, and as long for the answer of rank 0.
         """
-        agreed = isinstance(error, SystemExit) and error.code == (expected_exit() or object())
-        self._first.raised_here = not agreed
-        if isinstance(error, RankFailedError) or agreed:
+        if isinstance(error, SystemExit) and error.code == (outcome.expected_exit_code or object()):
+            return error
+        if isinstance(error, RankFailedError):
+            self._raises()
             return error
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted(error)
         if self.explain is not None and not isinstance(error, SystemExit):
             error = self.explain(error) or error
-        if isinstance(error, LockstepError):
-            return self._raised_in_common(error)
-        if is_broken_collective(error):
+        if not isinstance(error, LockstepError) and is_broken_collective(error):
             self._wait_for_cause()
-        record = self._first.record or self._announce(self._describe(error))
-        if record.rank != self.channel.rank:
-            if is_alike(error, record):
-                return self._raised_alike(error, record)
-            if not isinstance(error, SystemExit):
-                return self._stopped(record)
-            note_failure(record)
-            return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
-        return self._raised_first(error, record)
-
-    def _raised_first(self, error: BaseException, record: FailureRecord) -> BaseException:
-        """Raise the own error; rank 0 prints it, or this rank does where rank 0 has not confirmed that."""
-        if self._first.confirmed or self.prints_report:
-            # Python itself prints nothing of a SystemExit.
-            says = isinstance(error, SystemExit) and self.prints_report and not self.parent_prints
-            report = record.printed() if says else ""
-            # Of a SystemExit nobody can see later whether the program has caught it.
-            leave_without_waiting(record.exit_code, report, unless_caught=not isinstance(error, SystemExit))
-        if not self.prints_report and self._first.confirmed:
-            keep_quiet(error)
-        elif self.prints_report and record.shown_by_torchrun:
-            print_instead(error, record.printed())
-        print_last(error, record.headline())
-        return self._ends(error, record)
-
-    def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
-        """Keep an own error, which ends this process in time unless the program catches it."""
-        self._raised_alike_here = True
-        note_failure(record)
-        if not self.prints_report:
-            keep_quiet(error)
-        elif self._describe(error).summary != record.summary:
-            print_also(error, record.printed())
-        elif record.shown_by_torchrun:
-            print_instead(error, record.printed())
-        return self._ends(error, record)
-
-    def _ends(self, error: BaseException, record: FailureRecord) -> BaseException:
-        """Let an own error, if nobody catches it, end this process within the time that its children get."""
-        end_within(error, self.grace_period + _CHILDREN_END, record.exit_code, on_force=self.on_force)
-        return error
-
-    def _wait_for_cause(self) -> None:
-        """Wait for the message of the failure that broke a collective here."""
-        self._first.wait(self.grace_period / 3)
-        if self._lost.any:
-            self._first.wait(BETTER_REPORT)
-        if self._first.record is not None:
-            return
-        if (early := self._first.early()) is not None:
-            self._first.take(early)
-        elif (alone := self._first.common.any()) is not None:
-            self._announce(alone)
+        first = self._first_failure(error)
+        if isinstance(error, LockstepError):
+            return self._raised_on_all(error, is_known=first is not None)
+        if first is None:
+            return error
+        if first.rank == self.channel.rank:
+            return self._raised_first(error, first)
+        if is_alike(error, first):
+            return self._raised_alike(error, first)
+        if not isinstance(error, SystemExit):
+            return self._stopped(first)
+        note_failure(first)
+        return error  # ranks that leave by sys.exit() on purpose, all of them, keep their own exit codes
 
     def report_child_exit(self, rank: int, returncode: int, pid: int) -> None:
         """Inform all ranks that a rank started by this one has failed.
@@ -232,94 +245,268 @@ class FailurePropagation:
 
         Ranks: the rank that started it, from its watching thread.
         """
-        said = self._first.common.of(rank)
-        if said is not None:
-            if not self._first.common.raised_here:
-                self._announce(said)
-            return
         kind, summary, code = describe_exit(returncode)
         host = socket.gethostname()
-        self._announce(FailureRecord(rank, self.channel.world_size, host, pid, kind, summary, exit_code=code))
+        record = FailureRecord(rank, self.channel.world_size, host, pid, kind, summary, exit_code=code)
+        self._report(Failure(self._fit, record))
 
     def close(self) -> None:
         """Stop listening."""
-        self._first.close()
+        for remove in self._remove:
+            remove()
 
-    def _raised_in_common(self, error: BaseException) -> BaseException:
-        """Errors of this package are raised on every rank alike: each keeps its own, rank 0 prints it."""
-        # Should this one be raised on one rank alone after all, the others take it for a failure after half
-        # the grace period, or when this rank exits. Rank 0 confirms either way that it prints what is to be
-        # printed.
+    # -- which failure is the first ---------------------------------------------------------------------
+
+    def _first_failure(self, error: BaseException) -> FailureRecord | None:
+        """Return the record of the first failure in the fit in which this rank raises ``error``, perhaps its own."""
+        # None: that fit is over, the rank that had failed goes on, and this one has raised the same.
         record = self._describe(error)
-        self._first.common.post(record)
-        note_for_torchrun(record.headline(), of=error)
-        fold_tracebacks()  # so that the note is taken back if another error ends this process
-        if not self.prints_report:
-            if self._first.wait_for_confirmation():
-                keep_quiet(error)
-        else:
+        with self._news:
+            told = self._told
+            if told is not None and not self._applies(told):
+                is_early, is_over = told.fit > self._over, self._over >= self._fit
+                if is_early or (is_over and is_alike(error, told.record)):
+                    self._raises()
+                    return None
+                if is_over:
+                    self._fit = self._over + 1
+                told = None
+            self._raises()
+            fit = self._fit
+        if told is None:
+            self._report(Failure(fit, record, isinstance(error, LockstepError)))
+        with self._news:
+            told = self._told
+            assert told is not None
+            self._fit, self._raised_in = max(self._fit, told.fit), told.fit
+            if self.record is None and not isinstance(error, LockstepError):
+                self._stop_for(told)
+            return told.record
+
+    def _raises(self) -> None:
+        """Note that this rank raises: its own error or a RankFailedError."""
+        with self._news:
+            if self._raised_in is None:
+                told = self._told
+                self._raised_in = told.fit if told is not None and self._applies(told) else self._fit
+
+    def _report(self, failure: Failure) -> None:
+        """Have rank 0 decide about a failure, and wait for its answer; without one this rank stands on its own."""
+        if self.channel.rank == 0:
+            self._decide(failure)
             self.channel.flush(1.0)
+            return
+        self.channel.post(_REPORT, failure.body(), to=0)
+        waits = failure.record.kind != "interrupt"
+        if not waits:
+            self.channel.flush(1.0)
+
+        def is_answered() -> bool:
+            return self._told is not None and self._told.fit >= failure.fit
+
+        with self._news:
+            if not (waits and self.channel.wait_for(self._news, is_answered, self.grace_period / 3)):
+                self._decide(failure)
+
+    def _decide(self, failure: Failure) -> None:
+        """Settle on the first failure of a fit: on rank 0 for all ranks, on one that it does not answer for itself."""
+        with self._news:
+            told = self._told
+            if failure.record.ended:
+                self._dead = self._dead or failure.record
+                if self.record is not None or self._raised_in is not None:
+                    return  # it may be a consequence; if the program goes on, `begin_fit` comes back to it
+                if told is not None and told.fit > self._over:  # what a rank has said explains more
+                    failure = told._replace(of_all=False)
+                    self._fit = max(self._fit, told.fit)
+                else:
+                    failure = failure._replace(fit=max(self._fit, self._over + 1))
+            elif told is not None and failure.fit <= told.fit:
+                return  # its sender has been told which was the first
+            if self.channel.rank == 0:
+                self.channel.post(_FIRST, failure.body())
+            else:
+                self._alone = True
+            self._take(failure)
+
+    def _take_first(self, message: Message) -> None:
+        failure = Failure.from_body(message.body)
+        with self._news:
+            if self._told is None or failure.fit >= self._told.fit:
+                self._take(failure)
+
+    def _take(self, failure: Failure) -> None:
+        self._told = failure
+        self._apply()
+        self._news.notify_all()
+
+    def _applies(self, failure: Failure) -> bool:
+        """Return whether a failure is of this rank's fit, or of one before or after it that this rank takes part in."""
+        if failure.record.ended:
+            return True
+        is_own_over = self._raised_in is not None or self._over >= self._fit
+        return failure.fit > self._over and not (failure.fit > self._fit and is_own_over)
+
+    def _apply(self) -> None:
+        """Let the latest record of rank 0 stop this rank, in time."""
+        told = self._told
+        if told is None or not self._applies(told):
+            return
+        if not told.of_all:
+            self._stop_for(told)
+        elif self._raised_in is None:
+            self._later(self.grace_period / 2, self._doubt_ends, told)
+
+    def _stop_for(self, failure: Failure) -> None:
+        """Take a failure for the one that stops this rank, and start the countdown if it is another rank's."""
+        self.record = failure.record
+        if failure.record.rank != self.channel.rank:
+            self._later(self.grace_period * 0.9, self._grace_ends, failure.record)
+
+    def _take_caught(self, message: Message) -> None:
+        """The rank that failed has caught it and goes on."""
+        fit = int(message.body)
+        with self._news:
+            told = self._told
+            if self.channel.rank == 0:
+                if told is None or (told.fit, told.record.rank) != (fit, message.sender):
+                    return
+                self.channel.post(_CAUGHT, fit)
+            self._over = max(self._over, fit)
+            if self._raised_in is None and told is not None and not self._applies(told):
+                self.record = None
+
+    def _wait_for_cause(self) -> None:
+        """Wait for the message of the failure that broke a collective here."""
+        with self._news:
+            for seconds in (self.grace_period / 3, _BETTER_REPORT if self._peer_lost else 0.0):
+                self.channel.wait_for(self._news, lambda: self.record is not None, seconds, needs_main=False)
+            told = self._told
+            if self.record is None and told is not None and told.fit > self._over:
+                # An error that all should raise, or the failure of a fit that this rank has not begun.
+                self._fit = max(self._fit, told.fit)
+                self._stop_for(told)
+
+    # -- processes that have ended, ranks that are silent -----------------------------------------------
+
+    def _lost(self, rank: int, reason: str) -> None:
+        self._peer_lost = True
+        # Whoever started it knows its signal or exit code, and gets a moment to send it.
+        patience = min(_BETTER_REPORT, self.grace_period / 4)
+        self._vanished(rank, f"its process has ended without reporting an error ({reason})", patience)
+
+    def _silent(self, rank: int, seconds: float, reason: str) -> None:
+        self._vanished(rank, f"no heartbeat for {seconds:.0f} s: {reason}", 0.0)
+
+    def _vanished(self, rank: int, summary: str, patience: float) -> None:
+        host, pid = self.channel.process_of(rank)
+        record = FailureRecord(rank, self.channel.world_size, host, pid, "vanished", summary)
+        failure = Failure(self._fit, record)
+        if rank != 0:
+            self._later(patience, self._report, failure)  # not here: the receiving thread must not wait
+            return
+        with (
+            self._news
+        ):  # every rank notices by itself, and decides alone: with rank 0 the one that prints is gone
+            if self.record is None and (self._told is None or self._told.fit <= self._over):
+                speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+                self.prints_report = self.prints_report or speaks
+            self._decide(failure)
+
+    # -- the error that this rank raises ----------------------------------------------------------------
+
+    def _raised_first(self, error: BaseException, record: FailureRecord) -> BaseException:
+        """Raise the own error; rank 0 prints it, or this rank does where rank 0 has not answered."""
+        note_failure(record)
+        if self.prints_report or not self._alone:
+            # Python itself prints nothing of a SystemExit.
+            says = isinstance(error, SystemExit) and self.prints_report and not self.parent_prints
+            report = record.printed() if says else ""
+            # Of a SystemExit nobody can see later whether the program has caught it.
+            outcome.force_exit_at_shutdown(
+                record.exit_code, report, unless_caught=not isinstance(error, SystemExit)
+            )
+        if not self.prints_report and not self._alone:
+            keep_quiet(error)
+        elif self.prints_report and record.shown_by_torchrun:
+            print_instead(error, record.printed())
+        outcome_of(error).headline = record.headline()
+        return self._ends(error, record)
+
+    def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
+        """Keep an own error, which ends this process in time unless the program catches it."""
+        self._keeps = type(error)
+        note_failure(record)
+        if not self.prints_report:
+            keep_quiet(error)
+        elif self._describe(error).summary != record.summary:
+            outcome_of(error).after = record.printed()
+        elif record.shown_by_torchrun:
+            print_instead(error, record.printed())
+        return self._ends(error, record)
+
+    def _ends(self, error: BaseException, record: FailureRecord) -> BaseException:
+        """Let an own error, if nobody catches it, end this process within the time that its children get."""
+        outcome.end_within(error, self.grace_period + _CHILDREN_END, record.exit_code, on_force=self.on_force)
+        return error
+
+    def _raised_on_all(self, error: BaseException, *, is_known: bool) -> BaseException:
+        """Errors of this package are raised on every rank alike: each keeps its own, rank 0 prints it."""
+        note_for_torchrun(self._describe(error).headline(), of=error)
+        if is_known and not self.prints_report and not self._alone:
+            keep_quiet(error)
         return error
 
     def _interrupted(self, error: BaseException) -> BaseException:
         """Ctrl-C reaches every rank of a terminal by itself: report it once, wait for nobody."""
-        self._interrupted_here = True
-        note_failure(self._first.record or self._announce(self._describe(error)))
-        leave_without_waiting(130)
-        return error
-
-    def _describe(self, error: BaseException) -> FailureRecord:
-        return describe_error(error, self.channel.rank, self.channel.world_size, self.where)
-
-    def _announce(self, record: FailureRecord) -> FailureRecord:
-        """Announce a failure; return the record of the first one, which may be another."""
-        first = self._first.announce(record)
-        if first.rank == self.channel.rank:
+        self._keeps = type(error)
+        first = self._first_failure(error)
+        if first is not None:
             note_failure(first)
-            if self.channel.rank != 0 and first.kind != "interrupt":
-                self._first.wait_for_confirmation()
-        return self._first.record or first
-
-    def _found(self, record: FailureRecord) -> None:
-        """Start the countdown: another rank has failed."""
-        threading.Thread(target=self._count_down, args=(record,), name="lockstep-grace", daemon=True).start()
-
-    def _take_lost(self, record: FailureRecord) -> None:
-        """A rank is gone or silent; nobody who has started it has said why."""
-        first = self._first
-        said = first.common.of(record.rank)
-        if first.record is not None or (said is not None and first.common.raised_here):
-            return
-        said = said or first.early(record.rank)
-        if record.rank != 0:
-            self._announce(said or record)
-            return
-        if said is None:  # with rank 0 the one that prints is gone
-            speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
-            self.prints_report = self.prints_report or speaks
-        first.take(said or record)
+        outcome.force_exit_at_shutdown(130)
+        return error
 
     def _stopped(self, record: FailureRecord) -> BaseException:
         if record.kind == "interrupt":
             return self._interrupted(KeyboardInterrupt())
+        self._raises()
         error = RankFailedError(record.report(), record)
         note_failure(record)
-        leave_without_waiting(record.exit_code)
+        outcome.force_exit_at_shutdown(record.exit_code)
         if self.prints_report:
             print_instead(error, record.printed())
         else:
             keep_quiet(error)
         return error
 
-    def _count_down(self, record: FailureRecord) -> None:
-        time.sleep(self.grace_period * 0.9)
-        wait_for_reports(REPORT_LIMIT)
-        if self._first.record is not record or failure_returned():
+    def _describe(self, error: BaseException) -> FailureRecord:
+        return describe_error(error, self.channel.rank, self.channel.world_size, self.where)
+
+    # -- after a while, each on a thread of its own -----------------------------------------------------
+
+    def _later(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
+        timer = threading.Timer(seconds, function, args)
+        timer.name, timer.daemon = "lockstep-failure", True
+        timer.start()
+
+    def _doubt_ends(self, failure: Failure) -> None:
+        """An error that all ranks should raise: this one has had its time to do so."""
+        outcome.wait_for_reports(_REPORT_LIMIT)
+        with self._news:
+            if self._told is failure and self._raised_in is None and self._applies(failure):
+                self._stop_for(failure)
+                self._news.notify_all()
+
+    def _grace_ends(self, record: FailureRecord) -> None:
+        """End this process by force, unless it deals with the failure."""
+        outcome.wait_for_reports(_REPORT_LIMIT)
+        if self.record is not record or outcome.failure_returned:
             return  # the program has caught it and goes on
-        if self._raised_alike_here and not self.parent_prints:
+        if self._keeps is KeyboardInterrupt:
+            if record.kind == "interrupt":
+                return  # Ctrl-C came here too, and the program has handled it
+        elif self._keeps is not None and not self.parent_prints:
             return  # this rank has an error of its own, and ends by it unless the program has caught it
-        if record.kind == "interrupt" and self._interrupted_here:
-            return  # Ctrl-C came here too, and the program has handled it
         note_failure(record)
         if self.on_force is not None:
             self.on_force()

@@ -22,7 +22,7 @@ from lightning_lockstep._doors.lightning import SIGTERMException
 from lightning_lockstep._settings import ended_folder, full_traceback
 from lightning_lockstep._system import write_whole
 from lightning_lockstep._text import exit_in_words
-from lightning_lockstep.distributed.failure.process_exit import at_exit, ends_with_error, leaving
+from lightning_lockstep.distributed.failure.process_exit import ErrorOutcome, at_exit, outcome, outcome_of
 from lightning_lockstep.errors import FailedRank, FailureKind, LockstepError, Preempted, RankFailedError
 
 # -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
@@ -45,13 +45,6 @@ _CAUSE = "\nThe above exception was the direct cause of the following exception:
 _CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
 
 
-def has_plain_message(error: BaseException) -> bool:
-    """Return whether the message of ``error`` says all that a reader needs: it is one of this package's own."""
-    return (
-        isinstance(error, LockstepError) and not isinstance(error, RankFailedError) and not full_traceback()
-    )
-
-
 def format_error(error: BaseException) -> str:
     """Return the traceback of ``error`` as text that ends with a newline."""
     # Frames of torch, Lightning, Hydra and this package that follow each other are one line, but for the
@@ -59,7 +52,7 @@ def format_error(error: BaseException) -> str:
     # all there is.
     if full_traceback():
         return "".join(traceback.format_exception(error))
-    if has_plain_message(error):
+    if isinstance(error, LockstepError) and not isinstance(error, RankFailedError):
         return "".join(traceback.format_exception_only(type(error), error))
     return "".join(_lines(traceback.TracebackException.from_exception(error)))
 
@@ -330,16 +323,19 @@ def _says_broken(text: str) -> bool:
 # -- How a rank tells the process that started it how it ended, beyond its exit code --
 # A launcher of ours that is no rank itself gives its ranks a folder, and each rank leaves a note there:
 #
-# ================ ============================================================================================
-# ``<pid>.failed``  a rank failed; the record of the first one, the same from every rank
-# ``<pid>.agreed``  all ranks left together on purpose, with an exit code of their own
-# ``<pid>.ended``   this rank came to its end in good order
-# ``<pid>.error``   this rank ends with an error that was no failure of one rank, such as one that all raise
-# ================ ============================================================================================
+# ================== ==========================================================================================
+# ``<pid>.failed``    a rank failed; the record of the first one, the same from every rank
+# ``<pid>.preempted`` all ranks left together on purpose, with an exit code of their own
+# ``<pid>.ended``     this rank came to its end in good order
+# ``<pid>.error``     this rank ends with an error that was no failure of one rank, such as one that all raise
+# ================== ==========================================================================================
 #
 # ``torchrun`` has a file of its own for a failure, which is written beside.
 
 _folder: Path | None = None
+_noted_of: ErrorOutcome | None = (
+    None  # of the error that the note for torchrun stands for, if it may yet be caught
+)
 
 
 def keep_notes_in(folder: Path) -> None:
@@ -364,10 +360,8 @@ def note_failure(record: FailureRecord) -> None:
 
 def note_for_torchrun(text: str, *, is_cause: bool = True, of: BaseException | None = None) -> None:
     """Leave what the closing summary of ``torchrun`` says of this rank, as long as ``of`` is what ends it."""
-    global _noted
-    _noted = None if of is None else time.monotonic()
-    if of is not None:
-        of.__lockstep_noted__ = _noted  # type: ignore[attr-defined]
+    global _noted_of
+    _noted_of = None if of is None else outcome_of(of)
     # It takes the earliest for the root cause, which it shows last.
     path, seconds = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time() + (0 if is_cause else 1)
     if path:
@@ -375,68 +369,37 @@ def note_for_torchrun(text: str, *, is_cause: bool = True, of: BaseException | N
         write_whole(Path(path), json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
-def forget_note_of_another(mark: float | None) -> None:
-    """Take the note for ``torchrun`` back if it is of an error that the program has caught."""
-    if _noted not in (None, mark):
+def keep_note_only_of(uncaught: ErrorOutcome | None) -> None:
+    """Take the note for ``torchrun`` back if the program has caught its error, and another one ends this process."""
+    if _noted_of is not None and _noted_of is not uncaught:
         forget_failure()
-
-
-_noted: float | None = None  # the mark of the error that the note stands for, if it may yet be caught
 
 
 def forget_failure() -> None:
     """Take the note of a failure back: the program has caught it."""
     folder, of_torchrun = _notes_folder(), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    paths = [Path(of_torchrun)] if of_torchrun else []
-    paths += [folder / f"{os.getpid()}.failed"] if folder else []
-    for path in paths:
-        with suppress(OSError):
-            path.unlink()
+    for path in (of_torchrun, folder and folder / f"{os.getpid()}.failed"):
+        if path:
+            with suppress(OSError):
+                Path(path).unlink()
 
 
-def note_agreed_exit(preempted: Preempted) -> None:
+def note_preempted_exit(preempted: Preempted) -> None:
     """Note that all ranks have left together on purpose."""
-    _write("agreed", json.dumps([preempted.reason, preempted.code, preempted.checkpoint]))
+    _write("preempted", json.dumps([preempted.reason, preempted.code, preempted.checkpoint]))
 
 
 def note_orderly_end() -> None:
     """Leave a note at this process's exit if that is in good order, or with an error that was printed."""
 
     def note() -> None:
-        if not leaving():
-            _write("error" if ends_with_error() else "ended", "")
+        if not outcome.forced_exit_pending:
+            _write("error" if outcome.ends_with_error else "ended")
 
     at_exit(note)
 
 
-# -- for the process that has started the ranks -----------------------------------------------------
-
-
-def first_failure(folder: Path) -> FailureRecord | None:
-    """Return what the ranks noted of the one that failed first, or ``None``."""
-    for note in sorted(folder.glob("*.failed")):
-        return FailureRecord.from_json(note.read_text(encoding="utf-8"))
-    return None
-
-
-def agreed_exit(folder: Path) -> Preempted | None:
-    """Return the exit on which all ranks agreed, or ``None``."""
-    for note in sorted(folder.glob("*.agreed")):
-        return Preempted(*json.loads(note.read_text(encoding="utf-8")))
-    return None
-
-
-def ended_with_error(folder: Path) -> bool:
-    """Return whether a rank of this host has printed the error that it ended with."""
-    return any(folder.glob("*.error"))
-
-
-def orderly_ends(folder: Path) -> int:
-    """Return how many ranks of this host have ended in good order."""
-    return len(list(folder.glob("*.ended")))
-
-
-def _write(kind: str, content: str) -> None:
+def _write(kind: str, content: str = "") -> None:
     folder = _notes_folder()
     if folder is not None and folder.is_dir():  # a rank on another host has no such folder
         write_whole(folder / f"{os.getpid()}.{kind}", content)
@@ -445,3 +408,32 @@ def _write(kind: str, content: str) -> None:
 def _notes_folder() -> Path | None:
     given = ended_folder()
     return _folder or (Path(given) if given else None)
+
+
+# -- for the process that has started the ranks
+
+
+def first_failure(folder: Path) -> FailureRecord | None:
+    """Return what the ranks noted of the one that failed first, or ``None``."""
+    notes = _notes(folder, "failed")
+    return FailureRecord.from_json(notes[0]) if notes else None
+
+
+def preempted_exit(folder: Path) -> Preempted | None:
+    """Return the exit on which all ranks agreed, or ``None``."""
+    notes = _notes(folder, "preempted")
+    return Preempted(*json.loads(notes[0])) if notes else None
+
+
+def ended_with_error(folder: Path) -> bool:
+    """Return whether a rank of this host has printed the error that it ended with."""
+    return bool(_notes(folder, "error"))
+
+
+def orderly_ends(folder: Path) -> int:
+    """Return how many ranks of this host have ended in good order."""
+    return len(_notes(folder, "ended"))
+
+
+def _notes(folder: Path, kind: str) -> list[str]:
+    return [note.read_text(encoding="utf-8") for note in sorted(folder.glob(f"*.{kind}"))]

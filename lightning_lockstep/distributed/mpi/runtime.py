@@ -24,10 +24,8 @@ from lightning_lockstep._text import first_line, plain_table
 from lightning_lockstep.distributed.failure.process_exit import (
     at_exit,
     flush_everything,
-    leaving_code,
-    say_last,
+    outcome,
 )
-from lightning_lockstep.distributed.failure.uncaught import on_uncaught
 from lightning_lockstep.distributed.mpi.progress import ProgressThread, set_listener, wait_for_futures
 from lightning_lockstep.distributed.process_group import host_rendezvous
 from lightning_lockstep.distributed.rendezvous import address_towards
@@ -102,7 +100,7 @@ class MPIRuntime:
             faulthandler.dump_traceback_later(_ABORTED, exit=True, file=self._nowhere)
             self.MPI.COMM_WORLD.Abort(self.failed)
         if not wait_for_futures(_CALLBACKS):  # C++ ends a process whose callbacks Python stops at its own end
-            say_last(
+            outcome.say_last(
                 f"Callbacks of futures of the backend 'mpi4py' have not returned {_CALLBACKS:g} s after the end of"
                 " the program, and are cut off: wait for what `then` returns."
             )
@@ -163,7 +161,7 @@ def start_runtime() -> MPIRuntime:
         if _runtime is None:
             _runtime = MPIRuntime()
             at_exit(_at_exit)
-            on_uncaught(_abort_at_exit)
+            outcome.on_uncaught(_abort_at_exit)
         return _runtime
 
 
@@ -181,7 +179,7 @@ def _at_exit() -> None:
     if _runtime is None:
         return
     if _runtime.failed is None:
-        _runtime.failed = leaving_code()
+        _runtime.failed = outcome.forced_exit_code
     if _runtime.failed is not None:
         flush_everything()
         close_side_channel(_OTHERS_RAISE)

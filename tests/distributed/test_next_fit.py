@@ -1,4 +1,4 @@
-"""A program that catches a failure and goes on: messages of an earlier attempt, and of a later one."""
+"""A program that catches a failure and goes on: messages of an earlier fit, and of a later one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_lockstep.distributed import FailurePropagation, current_communicator
-from lightning_lockstep.distributed.failure.first_failure import Attempts
+from lightning_lockstep.distributed.failure.process_exit import outcome_of
 from lightning_lockstep.distributed.failure.propagation import propagation_on
 from lightning_lockstep.distributed.side_channel.channel import Post
 from lightning_lockstep.errors import ConfigurationError, RankFailedError
@@ -17,41 +17,6 @@ from tests.helpers import run_ranks, run_ranks_raw
 
 GRACE = 4.0
 LATE = 1.5
-
-
-def test_ranks_that_raise_and_go_on_count_alike() -> None:
-    ranks = [Attempts(), Attempts()]
-    for attempt in range(3):
-        for rank in ranks:
-            rank.begin(after_failure=attempt > 0)
-            assert rank.number == attempt
-            assert rank.is_over(attempt - 1) and not rank.is_over(attempt)
-
-
-def test_a_rank_that_had_not_raised_counts_on_in_the_fit_in_which_the_others_do() -> None:
-    failed, spared = Attempts(), Attempts()
-    failed.begin(after_failure=False)
-    spared.begin(after_failure=False)
-    failed.begin(after_failure=True)
-    spared.other_began(failed.number, failed.begun)
-    assert spared.number == 0, "it may yet raise what the other one has raised"
-    spared.begin(after_failure=False)
-    assert spared.number == failed.number == 1
-    assert not spared.is_over(0), "it has got over nothing"
-
-
-@pytest.mark.parametrize("spared_first", [True, False])
-def test_all_count_alike_whoever_begins_first(spared_first: bool) -> None:
-    failed, spared = Attempts(), Attempts()
-    if spared_first:
-        spared.begin(after_failure=False)
-    failed.begin(after_failure=True)
-    spared.other_began(failed.number, failed.begun)
-    if not spared_first:
-        spared.begin(after_failure=False)
-    spared.begin(after_failure=True)
-    failed.begin(after_failure=True)
-    assert spared.number == failed.number == 2
 
 
 def propagation() -> FailurePropagation:
@@ -80,22 +45,22 @@ def catch(crash: FailurePropagation, error: Exception) -> None:
     assert crash.error_to_raise(error) is error
 
 
-def raise_and_go_on(topic: str) -> str:
-    """Both ranks raise alike, rank 1 first; its message reaches rank 0 in the next attempt."""
+def raise_and_go_on(ours: bool) -> str:
+    """Both ranks raise alike, rank 1 first; its message reaches rank 0 in the next fit."""
     crash = propagation()
-    crash.arm()
-    error = ConfigurationError("no") if topic == "failure/common" else ValueError("no")
+    crash.begin_fit()
+    error = ConfigurationError("no") if ours else ValueError("no")
     if dist.get_rank() == 1:
-        delay(topic, LATE)
+        delay("failure/report", LATE)
         raising = threading.Thread(target=crash.error_to_raise, args=(error,))  # waits for rank 0
         raising.start()
-        time.sleep(0.3)  # its claim to be the first is there, its message is not
+        time.sleep(0.3)  # its message is under way
         dist.barrier()
         raising.join()
     else:
         dist.barrier()
         catch(crash, error)
-    crash.arm()
+    crash.begin_fit()
     dist.barrier()
     time.sleep(LATE + GRACE)  # it has arrived, and what it would start is over
     try:
@@ -106,20 +71,20 @@ def raise_and_go_on(topic: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topic", ["failure", "failure/common"])
-def test_a_failure_that_arrives_after_the_program_has_caught_it_stops_nobody(topic: str) -> None:
-    assert run_ranks(2, raise_and_go_on, topic, timeout=60) == ["goes on", "goes on"]
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_failure_that_arrives_after_the_program_has_caught_it_stops_nobody(ours: bool) -> None:
+    assert run_ranks(2, raise_and_go_on, ours, timeout=60) == ["goes on", "goes on"]
 
 
-def confirmed_too_late() -> list[bool]:
-    """Rank 0 confirms the first failure in the next attempt, and the second one not at all."""
+def answered_too_late() -> list[bool]:
+    """Rank 0 answers the first failure in the next fit, and the second one not at all."""
     crash, quiet = propagation(), []
     crash.grace_period = 2.0
     for attempt in range(2):
-        crash.arm()
+        crash.begin_fit()
         dist.barrier()
         if dist.get_rank() == 0:
-            delay("failure/confirmed", LATE if attempt == 0 else 60.0)
+            delay("failure/first", LATE if attempt == 0 else 60.0)
             dist.barrier()
             time.sleep(1.0)  # rank 1 is the first to raise
             catch(crash, ValueError("no"))
@@ -127,36 +92,36 @@ def confirmed_too_late() -> list[bool]:
             dist.barrier()
             error = ValueError("no")
             catch(crash, error)
-            quiet.append(hasattr(error, "__lockstep_text__"))
-        crash.arm()
+            quiet.append(outcome_of(error).instead is not None)
+        crash.begin_fit()
         dist.barrier()
         time.sleep(LATE)
     return quiet
 
 
 @pytest.mark.slow
-def test_a_confirmation_that_arrives_too_late_is_not_taken_for_that_of_the_next_failure() -> None:
-    assert run_ranks(2, confirmed_too_late, timeout=60)[1] == [False, False]
+def test_an_answer_that_arrives_too_late_is_not_taken_for_that_to_the_next_failure() -> None:
+    assert run_ranks(2, answered_too_late, timeout=60)[1] == [False, False]
 
 
 def failing_early() -> str:
     """Rank 0 raises, goes on and fails for good, before rank 1 has raised the first error."""
     crash = propagation()
-    crash.arm()
+    crash.begin_fit()
     dist.barrier()
     if dist.get_rank() == 0:
         catch(crash, ValueError("caught"))
-        crash.arm()
+        crash.begin_fit()
         raise crash.error_to_raise(TypeError("not caught"))
     time.sleep(1.0)
-    crash.check()  # rank 0 has got over its first failure, and its second is of a later attempt
+    crash.check()  # rank 0 has got over its first failure, and its second is of a later fit
     catch(crash, ValueError("caught"))
     print("caught the first one too", flush=True)
-    crash.arm()
+    crash.begin_fit()
     return "goes on"
 
 
-def test_a_failure_in_an_attempt_that_a_rank_has_not_begun_stops_it_when_it_does() -> None:
+def test_a_failure_in_a_fit_that_a_rank_has_not_begun_stops_it_when_it_does() -> None:
     outcomes = run_ranks_raw(2, failing_early, timeout=60)
     assert outcomes[0].exception == "TypeError: not caught"
     assert "caught the first one too" in outcomes[1].stdout
