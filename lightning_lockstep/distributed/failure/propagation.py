@@ -130,9 +130,7 @@ class FailurePropagation:
         self._dead: FailureRecord | None = None  # of the first process that has ended
         self._peer_lost = False
         self._alone = False  # rank 0 does not answer
-        self._keeps: type[BaseException] | None = (
-            None  # of an own error, which ends this rank if nobody catches it
-        )
+        self._keeps: type[BaseException] | None = None  # of an own error, by which this rank ends in time
         self._news = threading.Condition()
         channel.watch_peers(on_lost=self._lost, on_silent=self._silent)
         self._remove = [channel.on(_FIRST, self._take_first), channel.on(_CAUGHT, self._take_caught)]
@@ -225,7 +223,7 @@ class FailurePropagation:
         if isinstance(error, LockstepError):
             return self._raised_on_all(error, is_known=first is not None)
         if first is None:
-            return error
+            return self._ends(error, 1)
         if first.rank == self.channel.rank:
             return self._raised_first(error, first)
         if is_alike(error, first):
@@ -431,7 +429,7 @@ class FailurePropagation:
         elif self.prints_report and record.shown_by_torchrun:
             print_instead(error, record.printed())
         outcome_of(error).headline = record.headline()
-        return self._ends(error, record)
+        return self._ends(error, record.exit_code)
 
     def _raised_alike(self, error: BaseException, record: FailureRecord) -> BaseException:
         """Keep an own error, which ends this process in time unless the program catches it."""
@@ -443,11 +441,11 @@ class FailurePropagation:
             outcome_of(error).after = record.printed()
         elif record.shown_by_torchrun:
             print_instead(error, record.printed())
-        return self._ends(error, record)
+        return self._ends(error, record.exit_code)
 
-    def _ends(self, error: BaseException, record: FailureRecord) -> BaseException:
+    def _ends(self, error: BaseException, exit_code: int) -> BaseException:
         """Let an own error, if nobody catches it, end this process within the time that its children get."""
-        outcome.end_within(error, self.grace_period + _CHILDREN_END, record.exit_code, on_force=self.on_force)
+        outcome.end_within(error, self.grace_period + _CHILDREN_END, exit_code, on_force=self.on_force)
         return error
 
     def _raised_on_all(self, error: BaseException, *, is_known: bool) -> BaseException:
