@@ -110,19 +110,16 @@ def _drop_if_unread(stream: TextIO) -> None:
 
 
 class Outcome:
-    """How this process ends, as far as that is settled.
-
-    Attributes:
-        expected_exit_code: With which all ranks have agreed to end, so that it is no failure; ``None``: with none.
-        failure_returned: Whether the failure was returned to the process that this one works for, so that nothing
-            ends this one by force.
-        forced_exit_code: Of an exit that waits for nobody, once Python begins to exit; ``None``: none is pending.
-    """
+    """How this process ends, as far as that is settled."""
 
     def __init__(self) -> None:
-        self.expected_exit_code: int | None = None
-        self.failure_returned = False
-        self.forced_exit_code: int | None = None
+        self.expected_exit_code: int | None = None  # on which all ranks have agreed, so that it is no failure
+        self.failure_returned = (
+            False  # to the process that this one works for: nothing ends this one by force
+        )
+        self.forced_exit_code: int | None = (
+            None  # of an exit that waits for nobody, once Python begins to exit
+        )
         self._forced_exit: Callable[[], None] | None = None
         self._reports_in_progress: list[object] = []
         # The report that is to be the last of the run's output, and whether anything was printed since.

@@ -424,10 +424,7 @@ class FailurePropagation:
             outcome.force_exit_at_shutdown(
                 record.exit_code, report, unless_caught=not isinstance(error, SystemExit)
             )
-        if not self.prints_report and not self._alone:
-            keep_quiet(error)
-        elif self.prints_report and record.shown_by_torchrun:
-            print_instead(error, record.printed())
+        self._leave_printing(error, record)
         outcome_of(error).headline = record.headline()
         return self._ends(error, record.exit_code)
 
@@ -435,13 +432,18 @@ class FailurePropagation:
         """Keep an own error, which ends this process in time unless the program catches it."""
         self._keeps = type(error)
         note_failure(record)
-        if not self.prints_report:
-            keep_quiet(error)
-        elif self._describe(error).summary != record.summary:
+        if self.prints_report and self._describe(error).summary != record.summary:
             outcome_of(error).after = record.printed()
-        elif record.shown_by_torchrun:
-            print_instead(error, record.printed())
+        else:
+            self._leave_printing(error, record)
         return self._ends(error, record.exit_code)
+
+    def _leave_printing(self, error: BaseException, record: FailureRecord) -> None:
+        """Leave it to rank 0, where that has answered, or to torchrun to print an error that is in the record."""
+        if not self.prints_report and not self._alone:
+            keep_quiet(error)
+        elif self.prints_report and record.shown_by_torchrun:
+            print_instead(error, record.printed())
 
     def _ends(self, error: BaseException, exit_code: int) -> BaseException:
         """Let an own error, if nobody catches it, end this process within the time that its children get."""

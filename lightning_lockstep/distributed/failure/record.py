@@ -215,17 +215,7 @@ class FailureRecord(FailedRank):
         return cls(**{**given, **texts, "where": where})
 
 
-_FIELDS: dict[str, type] = {
-    "rank": int,
-    "world_size": int,
-    "host": str,
-    "pid": int,
-    "kind": str,
-    "summary": str,
-    "traceback": str,
-    "where": dict,
-    "exit_code": int,
-}
+_FIELDS = {name: type(value) for name, value in asdict(FailureRecord(0, 1, "", 0, "exit", "")).items()}
 
 
 def _printable(text: str) -> str:
