@@ -124,7 +124,6 @@ class Outcome:
         self._reports_in_progress: list[object] = []
         # The report that is to be the last of the run's output, and whether anything was printed since.
         self._last_said, self._printed_since = "", False
-        self._on_uncaught: list[Callable[[], None]] = []
         self._on_force: Callable[[], None] | None = None
 
     @property
@@ -213,12 +212,6 @@ class Outcome:
 
     # -- an exception that nobody catches
 
-    def on_uncaught(self, function: Callable[[], None]) -> None:
-        """Have ``function`` called after Python has printed an exception that nobody caught, perhaps twice."""
-        # Not for one in place of which something else is printed.
-        self._on_uncaught.append(function)
-        self.install_excepthook()
-
     def install_excepthook(self) -> None:
         """Have Python print exceptions as they are to be printed, again where a library has set its own hook."""
         # A hook that the program or another library has set, but for torch's, stays in charge of what has no outcome.
@@ -248,18 +241,14 @@ class Outcome:
             self.say_last(own.instead)
             return
         headline = _headline(value)
-        try:
-            if _is_standard(usual) and not issubclass(kind, KeyboardInterrupt):
-                say(_formatted(value).rstrip("\n") + (f"\n\n{headline}" if headline else ""))
-            else:
-                usual(kind, value, trace)
-                if headline:
-                    say(headline)
-            self._was_last(headline or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}")
-            self.say_last(own.after)
-        finally:
-            for function in self._on_uncaught:
-                function()
+        if _is_standard(usual) and not issubclass(kind, KeyboardInterrupt):
+            say(_formatted(value).rstrip("\n") + (f"\n\n{headline}" if headline else ""))
+        else:
+            usual(kind, value, trace)
+            if headline:
+                say(headline)
+        self._was_last(headline or f"lightning-lockstep: this rank failed: {kind.__name__}: {value}")
+        self.say_last(own.after)
 
     def end_within(
         self,

@@ -161,7 +161,7 @@ def start_runtime() -> MPIRuntime:
         if _runtime is None:
             _runtime = MPIRuntime()
             at_exit(_at_exit)
-            outcome.on_uncaught(_abort_at_exit)
+            outcome.install_excepthook()
         return _runtime
 
 
@@ -179,18 +179,13 @@ def _at_exit() -> None:
     if _runtime is None:
         return
     if _runtime.failed is None:
-        _runtime.failed = outcome.forced_exit_code
+        # An exception that nobody catches on one rank must not leave the others waiting in MPI.
+        _runtime.failed = outcome.forced_exit_code or (1 if outcome.ends_with_error else None)
     if _runtime.failed is not None:
         flush_everything()
         close_side_channel(_OTHERS_RAISE)
         time.sleep(_delay)  # mpirun ends this process meanwhile, once the rank that reports has exited
     _runtime.end()
-
-
-def _abort_at_exit() -> None:
-    """An exception that nobody catches on one rank must not leave the others waiting in MPI."""
-    if _runtime is not None:
-        _runtime.failed = _runtime.failed or 1
 
 
 def _import_mpi() -> Any:
