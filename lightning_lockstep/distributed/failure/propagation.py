@@ -95,33 +95,25 @@ class FailurePropagation:
 
     Args:
         channel: The side channel of the run.
+
+    Attributes:
         grace_period: Time from the message of a failure until this process is ended by force [s].
         where: Returns what this rank is doing, for the record; called on failure only.
         prints_report: Whether this rank prints the report of another rank's failure; by default rank 0 does.
-        on_force: Called before this process ends itself by force, to end its child ranks first.
-
-    Attributes:
-        record: The record of the rank that failed first, or ``None``.
         parent_prints: Whether the process that started this rank, and is no rank, prints the report.
+        on_force: Called before this process ends itself by force, to end its child ranks first.
         explain: Returns the error that all ranks raise in place of one that was raised here, or ``None``.
+        record: The record of the rank that failed first, or ``None``.
 
     Ranks: one object on every rank. Nothing is sent until a rank fails.
     """
 
-    def __init__(
-        self,
-        channel: SideChannel,
-        *,
-        grace_period: float = 10.0,
-        where: Callable[[], Mapping[str, Any]] = dict,
-        prints_report: bool | None = None,
-        on_force: Callable[[], None] | None = None,
-    ) -> None:
-        self.channel, self.grace_period, self.where = channel, grace_period, where
-        self.prints_report = channel.rank == 0 if prints_report is None else prints_report
-        self.parent_prints = False
+    def __init__(self, channel: SideChannel) -> None:
+        self.channel, self.grace_period = channel, 10.0
+        self.where: Callable[[], Mapping[str, Any]] = dict
+        self.prints_report, self.parent_prints = channel.rank == 0, False
+        self.on_force: Callable[[], None] | None = None
         self.explain: Callable[[BaseException], BaseException | None] | None = None
-        self.on_force = on_force
         self.record: FailureRecord | None = None
         self._fit = 0
         self._over = -1  # failures of fits up to this one are over here
@@ -133,11 +125,10 @@ class FailurePropagation:
         self._keeps: type[BaseException] | None = None  # of an own error, by which this rank ends in time
         self._news = threading.Condition()
         channel.watch_peers(on_lost=self._lost, on_silent=self._silent)
-        self._remove = [channel.on(_FIRST, self._take_first), channel.on(_CAUGHT, self._take_caught)]
+        channel.on(_FIRST, self._take_first)
+        channel.on(_CAUGHT, self._take_caught)
         if channel.rank == 0:
-            self._remove.append(
-                channel.on(_REPORT, lambda message: self._decide(Failure.from_body(message.body)))
-            )
+            channel.on(_REPORT, lambda message: self._decide(Failure.from_body(message.body)))
 
     @property
     def failed(self) -> bool:
@@ -247,11 +238,6 @@ class FailurePropagation:
         host = socket.gethostname()
         record = FailureRecord(rank, self.channel.world_size, host, pid, kind, summary, exit_code=code)
         self._report(Failure(self._fit, record))
-
-    def close(self) -> None:
-        """Stop listening."""
-        for remove in self._remove:
-            remove()
 
     # -- which failure is the first ---------------------------------------------------------------------
 
