@@ -227,6 +227,25 @@ def test_a_process_that_ends_after_an_error_of_all_is_known_by_that_error(ranks:
     assert ranks[0].stopped() == ranks[1].stopped() == "ConfigurationError: alone"
 
 
+def test_a_lost_rank_0_is_noticed_by_every_rank_alone_and_one_of_them_prints(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for rank in ranks[1:]:
+        rank.crash.channel._on_lost(0, "nobody listens")  # type: ignore[misc]
+        assert rank.stopped() == "its process has ended without reporting an error (nobody listens)"
+        assert rank.begins() is not None, "it will never come"
+    assert [rank.crash.prints_report for rank in ranks[1:]] == [True, False]
+
+
+def test_a_lost_rank_0_that_has_said_what_it_raises_is_known_by_that(ranks: list[Rank]) -> None:
+    ranks[0].raises(ConfigurationError("on rank 0"))
+    wires_of(ranks).deliver()
+    ranks[1].crash.channel._on_lost(0, "nobody listens")  # type: ignore[misc]
+    assert ranks[1].stopped() == "ConfigurationError: on rank 0"
+    assert not ranks[1].crash.prints_report, "rank 0 has printed it"
+
+
 def test_a_rank_whose_program_has_caught_the_failure_is_not_ended_by_force(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:

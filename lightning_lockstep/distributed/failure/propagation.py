@@ -389,10 +389,11 @@ class FailurePropagation:
         if rank != 0:
             self._later(patience, self._report, failure)  # not here: the receiving thread must not wait
             return
-        with (
-            self._news
-        ):  # every rank notices by itself, and decides alone: with rank 0 the one that prints is gone
-            if self.record is None and (self._told is None or self._told.fit <= self._over):
+        with self._news:
+            # Every rank notices by itself and decides alone; with rank 0 the one that prints is gone.
+            told = self._told
+            has_printed = told is not None and told.fit > self._over and told.record.rank == 0
+            if self.record is None and not has_printed:
                 speaks = self.channel.rank == 1 or os.environ.get("LOCAL_RANK") == "0"
                 self.prints_report = self.prints_report or speaks
             self._decide(failure)
