@@ -18,13 +18,9 @@ import psutil
 
 from lightning_lockstep._doors.lightning import _SubprocessScriptLauncher
 from lightning_lockstep._settings import ENDED_FOLDER, RANK_CONFIG
+from lightning_lockstep.distributed.failure.exit_notes import ended_with_error, first_failure, orderly_ends
 from lightning_lockstep.distributed.failure.process_exit import end_after_exit_functions, flush_everything
-from lightning_lockstep.distributed.failure.record import (
-    FailureRecord,
-    ended_with_error,
-    first_failure,
-    orderly_ends,
-)
+from lightning_lockstep.distributed.failure.record import FailureRecord
 from lightning_lockstep.distributed.rendezvous import token_for_children
 from lightning_lockstep.errors import LaunchError
 from lightning_lockstep.launchers.environments import LockstepEnvironment

@@ -35,6 +35,12 @@ from lightning_lockstep._doors.lightning import (
 )
 from lightning_lockstep._system import write_whole
 from lightning_lockstep._text import say
+from lightning_lockstep.distributed.failure.exit_notes import (
+    first_failure,
+    keep_notes_in,
+    note_preempted_exit,
+    preempted_exit,
+)
 from lightning_lockstep.distributed.failure.process_exit import (
     drop_what_nobody_reads,
     end_now,
@@ -47,12 +53,8 @@ from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
     describe_error,
     describe_exit,
-    first_failure,
     format_error,
     is_broken_collective,
-    keep_notes_in,
-    note_preempted_exit,
-    preempted_exit,
 )
 from lightning_lockstep.distributed.process_group import free_port
 from lightning_lockstep.distributed.rendezvous import token_for_children

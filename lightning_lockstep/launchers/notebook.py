@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from lightning_lockstep.distributed import shut_down
-from lightning_lockstep.distributed.failure.record import parent_reads_notes
+from lightning_lockstep.distributed.failure.exit_notes import parent_reads_notes
 from lightning_lockstep.distributed.process_group import (
     current_group,
     forget_rendezvous,

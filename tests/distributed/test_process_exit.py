@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import lightning_lockstep
-from lightning_lockstep.distributed.failure.record import (
-    FailureRecord,
+from lightning_lockstep.distributed.failure.exit_notes import (
     ended_with_error,
     first_failure,
     orderly_ends,
     preempted_exit,
 )
+from lightning_lockstep.distributed.failure.record import FailureRecord
 from tests.helpers import run_script
 
 PACKAGE = Path(lightning_lockstep.__file__).parent
@@ -71,7 +71,9 @@ def test_every_way_is_seen(source: str, found: list[str]) -> None:
 
 
 def end(code: str, *, fresh: bool = False, **env: str) -> tuple[int | None, str, str]:
-    header = "from lightning_lockstep.distributed.failure import record as exit_note, process_exit, record\n"
+    header = (
+        "from lightning_lockstep.distributed.failure import exit_notes as exit_note, process_exit, record\n"
+    )
     outcome = run_script(
         [sys.executable, "-c", header + textwrap.dedent(code)],
         env=env,

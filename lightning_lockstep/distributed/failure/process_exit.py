@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from lightning_lockstep._text import say
@@ -120,6 +121,8 @@ class Outcome:
         self.forced_exit_code: int | None = (
             None  # of an exit that waits for nobody, once Python begins to exit
         )
+        # A note on how this process ends that stands for one error: another one that ends it takes the note away.
+        self.note_of_error: tuple[ErrorOutcome, Path] | None = None
         self._forced_exit: Callable[[], None] | None = None
         self._reports_in_progress: list[object] = []
         # The report that is to be the last of the run's output, and whether anything was printed since.
@@ -226,9 +229,9 @@ class Outcome:
             finally:
                 if of_error is not None and of_error.deadline is not None:
                     self._start_countdown(*of_error.deadline)
-                from lightning_lockstep.distributed.failure.record import keep_note_only_of
-
-                keep_note_only_of(of_error)
+                if self.note_of_error is not None and self.note_of_error[0] is not of_error:
+                    with suppress(OSError):
+                        self.note_of_error[1].unlink()
 
         hook.__lockstep__ = True  # type: ignore[attr-defined]
         sys.excepthook = hook

@@ -45,6 +45,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from lightning_lockstep.distributed.failure.exit_notes import forget_failure, note_failure, note_for_torchrun
 from lightning_lockstep.distributed.failure.process_exit import (
     end_now,
     keep_quiet,
@@ -56,11 +57,8 @@ from lightning_lockstep.distributed.failure.record import (
     FailureRecord,
     describe_error,
     describe_exit,
-    forget_failure,
     is_alike,
     is_broken_collective,
-    note_failure,
-    note_for_torchrun,
 )
 from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
 from lightning_lockstep.errors import LockstepError, RankFailedError

@@ -1,4 +1,4 @@
-"""The record of a failure: what is known of it, printed, sent, and left for the process that started the rank."""
+"""The record of a failure: what is known of it, printed and sent; tracebacks without the frames of libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -19,11 +18,9 @@ from typing import Any, get_args
 from torch.distributed import DistError
 
 from lightning_lockstep._doors.lightning import SIGTERMException
-from lightning_lockstep._settings import ended_folder, full_traceback
-from lightning_lockstep._system import write_whole
+from lightning_lockstep._settings import full_traceback
 from lightning_lockstep._text import exit_in_words
-from lightning_lockstep.distributed.failure.process_exit import ErrorOutcome, at_exit, outcome, outcome_of
-from lightning_lockstep.errors import FailedRank, FailureKind, LockstepError, Preempted, RankFailedError
+from lightning_lockstep.errors import FailedRank, FailureKind, LockstepError, RankFailedError
 
 # -- Tracebacks that show the user's own frames, and of torch, Lightning, Hydra and this package how many
 # there were
@@ -308,122 +305,3 @@ def is_broken_collective(error: BaseException) -> bool:
 def _says_broken(text: str) -> bool:
     text = text.lower()
     return any(word in text for word in _BROKEN) or bool(re.search(_STORE, text))
-
-
-# -- How a rank tells the process that started it how it ended, beyond its exit code --
-# A launcher of ours that is no rank itself gives its ranks a folder, and each rank leaves a note there:
-#
-# ================== ==========================================================================================
-# ``<pid>.failed``    a rank failed; the record of the first one, the same from every rank
-# ``<pid>.preempted`` all ranks left together on purpose, with an exit code of their own
-# ``<pid>.ended``     this rank came to its end in good order
-# ``<pid>.error``     this rank ends with an error that was no failure of one rank, such as one that all raise
-# ================== ==========================================================================================
-#
-# ``torchrun`` has a file of its own for a failure, which is written beside.
-
-_folder: Path | None = None
-_noted_of: ErrorOutcome | None = (
-    None  # of the error that the note for torchrun stands for, if it may yet be caught
-)
-
-
-def keep_notes_in(folder: Path) -> None:
-    """Leave the notes of this process in ``folder``; by default that of the environment variable, if any."""
-    global _folder
-    _folder = folder
-
-
-def parent_reads_notes() -> bool:
-    """Return whether the process that started this rank reads its notes, and prints the report of a failure."""
-    return _folder is not None
-
-
-def note_failure(record: FailureRecord) -> None:
-    """Note which rank failed first; also for ``torchrun``, so that its closing summary has the traceback."""
-    _write("failed", record.to_json())
-    if (record.host, record.pid) == (socket.gethostname(), os.getpid()):
-        note_for_torchrun(record.traceback)
-    else:
-        note_for_torchrun(f"another rank failed first: {record.headline()}", is_cause=False)
-
-
-def note_for_torchrun(text: str, *, is_cause: bool = True, of: BaseException | None = None) -> None:
-    """Leave what the closing summary of ``torchrun`` says of this rank, as long as ``of`` is what ends it."""
-    global _noted_of
-    _noted_of = None if of is None else outcome_of(of)
-    # It takes the earliest for the root cause, which it shows last.
-    path, seconds = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time() + (0 if is_cause else 1)
-    if path:
-        extra = {"py_callstack": text, "timestamp": str(int(seconds))}
-        write_whole(Path(path), json.dumps({"message": {"message": text, "extraInfo": extra}}))
-
-
-def keep_note_only_of(uncaught: ErrorOutcome | None) -> None:
-    """Take the note for ``torchrun`` back if the program has caught its error, and another one ends this process."""
-    if _noted_of is not None and _noted_of is not uncaught:
-        forget_failure()
-
-
-def forget_failure() -> None:
-    """Take the note of a failure back: the program has caught it."""
-    folder, of_torchrun = _notes_folder(), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    for path in (of_torchrun, folder and folder / f"{os.getpid()}.failed"):
-        if path:
-            with suppress(OSError):
-                Path(path).unlink()
-
-
-def note_preempted_exit(preempted: Preempted) -> None:
-    """Note that all ranks have left together on purpose."""
-    _write("preempted", json.dumps([preempted.reason, preempted.code, preempted.checkpoint]))
-
-
-def note_orderly_end() -> None:
-    """Leave a note at this process's exit if that is in good order, or with an error that was printed."""
-
-    def note() -> None:
-        if not outcome.forced_exit_pending:
-            _write("error" if outcome.ends_with_error else "ended")
-
-    at_exit(note)
-
-
-def _write(kind: str, content: str = "") -> None:
-    folder = _notes_folder()
-    if folder is not None and folder.is_dir():  # a rank on another host has no such folder
-        write_whole(folder / f"{os.getpid()}.{kind}", content)
-
-
-def _notes_folder() -> Path | None:
-    given = ended_folder()
-    return _folder or (Path(given) if given else None)
-
-
-# -- for the process that has started the ranks
-
-
-def first_failure(folder: Path) -> FailureRecord | None:
-    """Return what the ranks noted of the one that failed first, or ``None``."""
-    notes = _notes(folder, "failed")
-    return FailureRecord.from_json(notes[0]) if notes else None
-
-
-def preempted_exit(folder: Path) -> Preempted | None:
-    """Return the exit on which all ranks agreed, or ``None``."""
-    notes = _notes(folder, "preempted")
-    return Preempted(*json.loads(notes[0])) if notes else None
-
-
-def ended_with_error(folder: Path) -> bool:
-    """Return whether a rank of this host has printed the error that it ended with."""
-    return bool(_notes(folder, "error"))
-
-
-def orderly_ends(folder: Path) -> int:
-    """Return how many ranks of this host have ended in good order."""
-    return len(_notes(folder, "ended"))
-
-
-def _notes(folder: Path, kind: str) -> list[str]:
-    return [note.read_text(encoding="utf-8") for note in sorted(folder.glob(f"*.{kind}"))]
