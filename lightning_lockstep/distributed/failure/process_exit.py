@@ -115,12 +115,10 @@ class Outcome:
 
     def __init__(self) -> None:
         self.expected_exit_code: int | None = None  # on which all ranks have agreed, so that it is no failure
-        self.failure_returned = (
-            False  # to the process that this one works for: nothing ends this one by force
-        )
-        self.forced_exit_code: int | None = (
-            None  # of an exit that waits for nobody, once Python begins to exit
-        )
+        # To the process that this one works for: nothing ends this one by force.
+        self.failure_returned = False
+        # Of an exit that waits for nobody, once Python begins to exit.
+        self.forced_exit_code: int | None = None
         # A note on how this process ends that stands for one error: another one that ends it takes the note away.
         self.note_of_error: tuple[ErrorOutcome, Path] | None = None
         self._forced_exit: Callable[[], None] | None = None
@@ -272,9 +270,8 @@ class Outcome:
         timer.name, timer.daemon = "lockstep-end", True
         try:
             timer.start()
-        except (
-            RuntimeError
-        ):  # no memory is left for a thread, and so nothing that could end this process later
+        except RuntimeError:
+            # No memory is left for a thread, and so nothing that could end this process later.
             self._end_by_force(exit_code, "")
 
     def _end_by_force(self, exit_code: int, message: str) -> None:
