@@ -1,17 +1,14 @@
-"""Whether a process still moves: its threads, its connections, what it waits for."""
+"""Whether a process moves, as psutil tells; what is known of a rank that does not answer; how waits are ended."""
 
 from __future__ import annotations
 
 import os
-import platform
 import socket
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import psutil
@@ -20,14 +17,197 @@ import torch.distributed as dist
 
 from lightning_lockstep._doors.torch_internals import backend_of, stores_of_groups
 from lightning_lockstep.distributed.process_group import process_group_exists
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
+
+# -- Whether a process moves --
+# A rank that moves is waited for. What it waits for may be done by another of its threads, by child processes or by
+# the system; a thread that sleeps, or polls something now and then, does not move.
+
+# Threads that work for this package, by their names; they do not count.
+_OURS = "lockstep-"
+# What counts as moving: so much of one core, or so much read and written [bytes/s].
+_BUSY_SHARE, _IO_RATE = 0.05, 100_000.0
+_COUNTERS = ("read_chars", "write_chars", "read_bytes", "write_bytes")
+
+
+class _Reads:
+    """What this process has read for this package, of /proc most of all, which is no movement of the program."""
+
+    def __init__(self) -> None:
+        self.total = 0.0  # [bytes]
+
+    @contextmanager
+    def of_this_package(self) -> Iterator[None]:
+        """Take what is read and written meanwhile for that."""
+        before = _bytes(psutil.Process())
+        try:
+            yield
+        finally:
+            self.total += _bytes(psutil.Process()) - before
+
+
+_reads = _Reads()
+
+
+class _Sample(NamedTuple):
+    time: float
+    seconds: Mapping[int, float]  # CPU time, by thread or child process [s]
+    bytes: Mapping[int, float]  # read and written, by process
+    waits: bool  # for a disk
+
+
+class Activity:
+    """Tells whether a process and its children compute, read, write or wait for a disk, on whatever thread."""
+
+    def __init__(
+        self,
+        window: float,  # how far back it looks [s]
+        is_rank: Callable[[int], bool],  # a child process that is a rank of the run moves for itself
+        pid: int | None = None,  # by default this process
+    ) -> None:
+        self._window, self._is_rank = window, is_rank
+        self._process = psutil.Process(pid)
+        self._is_own = self._process.pid == os.getpid()
+        self._samples: deque[_Sample] = deque()
+
+    def look(self, *, loads: bool = False) -> None:
+        """Take a sample, which takes milliseconds; what happens between two of them counts.
+
+        ``loads``: one of our threads has read files since the last one; what was read and written then does not count.
+        """
+        now, pid = time.monotonic(), self._process.pid
+        if loads and self._samples:
+            _reads.total = _bytes(self._process) - self._samples[-1].bytes[pid]
+        while self._samples and self._samples[0].time < now - self._window:
+            self._samples.popleft()
+        with suppress(psutil.Error), _reads.of_this_package():
+            counted = {pid: _bytes(self._process) - (_reads.total if self._is_own else 0.0)}
+            spent = self._spent_by_threads()
+            waits = any(map(_waits_for_disk, spent))
+            for child in self._children():
+                with suppress(psutil.Error):
+                    times = child.cpu_times()
+                    spent[child.pid] = times.user + times.system
+                    counted[child.pid] = _bytes(child)
+            self._samples.append(_Sample(now, spent, counted, waits))
+
+    def forget(self) -> None:
+        """Forget the samples, so that the time before now does not count."""
+        self._samples.clear()
+
+    @property
+    def moves(self) -> bool:
+        """Whether the process has moved in the window, or it is not known whether it has."""
+        if len(self._samples) < 2:
+            return True
+        first, last = self._samples[0], self._samples[-1]
+        passed = max(last.time - first.time, 1e-3)
+        is_busy = _growth(first.seconds, last.seconds) > _BUSY_SHARE * passed
+        return last.waits or is_busy or _growth(first.bytes, last.bytes) > _IO_RATE * passed
+
+    def _spent_by_threads(self) -> dict[int, float]:
+        """Return the CPU time of each thread that is not ours [s]."""
+        if not psutil.LINUX:  # there the numbers of threads mean nothing
+            times = self._process.cpu_times()
+            return {self._process.pid: times.user + times.system}
+        ours = {one.native_id for one in threading.enumerate() if one.name.startswith(_OURS)}
+        return {
+            one.id: one.user_time + one.system_time for one in self._process.threads() if one.id not in ours
+        }
+
+    def _children(self) -> Iterator[psutil.Process]:
+        ranks: set[int] = set()  # and what they have started
+        for child in self._process.children(recursive=True):
+            if self._is_rank(child.pid) or child.ppid() in ranks:
+                ranks.add(child.pid)
+            else:
+                yield child
+
+
+def _growth(before: Mapping[int, float], after: Mapping[int, float]) -> float:
+    return sum(max(value - before.get(key, 0.0), 0.0) for key, value in after.items())
+
+
+def _waits_for_disk(thread: int) -> bool:
+    with suppress(psutil.Error):
+        return bool(psutil.Process(thread).status() == psutil.STATUS_DISK_SLEEP)
+    return False
+
+
+def _bytes(process: psutil.Process) -> float:
+    with suppress(psutil.Error, AttributeError):  # macOS does not say
+        counters = process.io_counters()
+        return float(sum(getattr(counters, name, 0) for name in _COUNTERS))
+    return 0.0
+
+
+# -- What is known of a rank that does not answer --
+
+# How far back it counts that its process computes [s].
+_WINDOW = 10.0
+
+
+class UnresponsiveRank(NamedTuple):
+    """What is known of a rank that does not answer."""
+
+    reason: str
+    host: str = ""  # empty: not known
+    has_ended: bool = False  # its process
+    has_left: bool = False  # its program has come to its end, without an error
+    is_stopped: bool = False  # its process
+    # Its process runs, though no thread of Python's can answer: as while C computes and keeps Python's lock.
+    is_moving: bool = False
+    connections: tuple[Connection, ...] = ()  # as far as this rank can see them
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its process is there, as far as is known, and does not move."""
+        return not (self.has_ended or self.has_left or self.is_moving)
+
+
+def probe_unresponsive(
+    channel: SideChannel,
+    rank: int,
+    activities: dict[int, Activity],  # what earlier calls for the same wait have seen
+    *,
+    has_failed: bool,  # if it has left, it or another rank is known to have failed
+) -> UnresponsiveRank:
+    """Return what is known of a rank that does not answer; to be called now and then while it does not."""
+    host, pid = channel.process_of(rank)
+    if channel.has_closed(rank):
+        said = "it has come to the end of its program"
+        return UnresponsiveRank(said, host, has_ended=has_failed, has_left=not has_failed)
+    if host != socket.gethostname() or not pid:
+        place = f" (process {pid} on host {host})" if pid else ""
+        if channel.answers(rank):
+            return UnresponsiveRank(f"it runs, and does not answer{place}", host, is_moving=True)
+        return UnresponsiveRank(f"it is stopped, has ended or cannot be reached{place}", host)
+    try:
+        status = psutil.Process(pid).status()
+        if rank not in activities:
+            activities[rank] = Activity(_WINDOW, is_rank_of(channel), pid)
+        activities[rank].look()
+    except psutil.NoSuchProcess:
+        status = psutil.STATUS_DEAD
+    if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
+        return UnresponsiveRank(f"its process {pid} has ended", host, has_ended=True)
+    there = tuple(connections(pid))
+    if status == psutil.STATUS_STOPPED:
+        what = f"its process {pid} is stopped, by a signal or a debugger"
+        return UnresponsiveRank(what, host, is_stopped=True, connections=there)
+    if activities[rank].moves:
+        return UnresponsiveRank(f"its process {pid} computes", host, is_moving=True, connections=there)
+    return UnresponsiveRank(f"its process {pid} does not answer", host, connections=there)
+
+
+def is_rank_of(channel: SideChannel) -> Callable[[int], bool]:
+    """Return a function that tells whether a process of this host is a rank, as far as this one knows."""
+    return lambda pid: pid in {channel.process_of(rank)[1] for rank in range(channel.world_size)}
+
 
 # -- Connections between ranks, and how to end a wait on them --
-# gloo cannot be told to give up: a rank waits in C++ until its peer answers, or the connection breaks. So
-# the connections between two ranks are shut down, as they are when a process ends; then every wait for that
-# peer raises.
-
-# Where Linux's ``struct tcp_info`` says how many bytes the other end has acknowledged, and how many have come.
-_BYTES_IN_TCP_INFO, _TCP_INFO_LENGTH = struct.Struct("@120xQQ"), 136
+# gloo cannot be told to give up: a rank waits in C++ until its peer answers, or the connection breaks. So the
+# connections between two ranks are shut down, as they are when a process ends; then every wait for that peer raises.
 
 #: This end's address and port, and the other end's, as texts such as ``10.0.0.1:4000``.
 Connection = tuple[str, str]
@@ -35,7 +215,7 @@ Connection = tuple[str, str]
 
 def connections(pid: int | None = None) -> dict[Connection, int]:
     """Return the TCP connections of a process of this host, by default this one, with their descriptors."""
-    with suppress(psutil.Error):
+    with suppress(psutil.Error), _reads.of_this_package():
         return {
             (_text(one.laddr), _text(one.raddr)): one.fd
             for one in psutil.Process(pid).net_connections("tcp")
@@ -44,50 +224,39 @@ def connections(pid: int | None = None) -> dict[Connection, int]:
     return {}
 
 
-def transferred(
-    without_ports: Collection[int] = (),  # connections with one of them at either end are left out
-) -> dict[str, int]:
-    """Return how many bytes each TCP connection here has sent and received, where Linux says so."""
-    found = {}
-    with suppress(OSError):
-        for link in Path("/proc/self/fd").iterdir():
-            with suppress(OSError, ValueError, struct.error):
-                name = str(link.readlink())
-                if name.startswith("socket:"):
-                    with socket.socket(fileno=os.dup(int(link.name))) as one:
-                        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_LENGTH)
-                        ports = {one.getsockname()[1], one.getpeername()[1]}
-                    if not ports & set(without_ports):
-                        found[name] = sum(_BYTES_IN_TCP_INFO.unpack(info))
-    return found
-
-
-def end_connections(
-    ends: Collection[Connection],
-    *,
-    hosts: Iterable[str] = (),  # connections with these are shut down too
-    kept_ports: Collection[int] = (),  # but for those with one of them at either end
-) -> int:
+def end_connections(ends: Collection[Connection]) -> int:
     """Shut down connections of this process, which its peers see end; return how many."""
-    addresses, count = set(_addresses(hosts)), 0
+    count = 0
     for end, number in connections().items():
-        of_such_a_host = end[1].rpartition(":")[0] in addresses and not ports_of(end) & set(kept_ports)
-        if end in ends or of_such_a_host:
+        if end in ends:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
 
 
+def connections_between_ranks(
+    ends: Mapping[int, Collection[Connection]],  # of each rank whose connections are known
+    hosts: Collection[str],  # of other ranks
+    kept_ports: Collection[int],  # connections with one of them at either end are not the backend's
+) -> dict[int, list[Connection]]:
+    """Return which connections of each rank are to be ended, so that no rank waits for another one."""
+    owner = {end: rank for rank, theirs in ends.items() for end in theirs}
+    addresses = set[str]()
+    for host in hosts:
+        with suppress(OSError):
+            addresses.add(socket.gethostbyname(host))
+
+    def is_meant(rank: int, here: str, there: str) -> bool:
+        other = owner.get((there, here), rank)
+        return (other != rank or _host(there) in addresses) and not ports_of((here, there)) & set(kept_ports)
+
+    return {rank: sorted(end for end in theirs if is_meant(rank, *end)) for rank, theirs in ends.items()}
+
+
 def ports_of(end: Connection) -> set[int]:
     """Return the ports of both ends of a connection."""
     return {int(address.rpartition(":")[2]) for address in end}
-
-
-def _addresses(hosts: Iterable[str]) -> Iterator[str]:
-    for host in hosts:
-        with suppress(OSError):
-            yield socket.gethostbyname(host)
 
 
 def abort_devices() -> None:
@@ -104,244 +273,5 @@ def _text(address: Any) -> str:
     return f"{address.ip.removeprefix('::ffff:')}:{address.port}"
 
 
-# -- What the threads of this process do, as Linux knows it; nothing is known elsewhere --
-
-# Threads that work for this package, or for ZeroMQ under it: by their names in Python, and in C.
-_OURS, _OURS_IN_C = "lockstep-", "ZMQbg"
-_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-# Calls of Linux that read from or write to the file that their first argument names, and those of them that write.
-_CALLS = {
-    "x86_64": (
-        {0, 17, 19, 295, 74, 75, 326},  # read, pread64, readv, preadv, fsync, fdatasync, copy_file_range
-        {1, 18, 20, 296, 40},  # write, pwrite64, writev, pwritev, sendfile
-    ),
-    "aarch64": ({63, 67, 65, 69, 82, 83, 285}, {64, 68, 66, 70, 71}),
-}
-_READS, _WRITES = _CALLS.get(platform.machine(), (set[int](), set[int]()))
-
-
-class ThreadLook(NamedTuple):
-    """What a thread has done so far, and what it is in the middle of."""
-
-    seconds: float  # CPU time [s]
-    bytes: float  # read and written by calls that have returned
-    waits_for: str = ""  # ``file``: in a call on one, or for a disk; ``pipe``: it writes into one
-    wakes: int = 0  # how often it has been woken; known where it writes into a pipe
-
-    def goes_on_from(self, earlier: ThreadLook) -> bool:
-        """Return whether the call that it waits in goes on: a reader of a pipe wakes the writer each time."""
-        if self.waits_for != earlier.waits_for:
-            return False
-        return self.waits_for == "file" or (self.waits_for == "pipe" and self.wakes > earlier.wakes)
-
-
-def look_at(thread: int) -> ThreadLook | None:
-    """Return what a thread does; ``None``: it has ended, is this package's, or the system does not say."""
-    try:
-        name, _, rest = _read(thread, "stat").partition("(")[2].rpartition(")")
-        state, *numbers = rest.split()
-        seconds = (int(numbers[10]) + int(numbers[11])) / _TICKS
-    except (OSError, ValueError, IndexError):
-        return None
-    if name.startswith(_OURS_IN_C):
-        return None
-    return ThreadLook(seconds, _bytes(thread), *_waits_for(thread, state))
-
-
-def other_threads(than: int | None) -> Iterator[tuple[int, ThreadLook]]:
-    """Return the threads of this process but one and those that work for this package, with their numbers."""
-    ours = {one.native_id for one in threading.enumerate() if one.name.startswith(_OURS)}
-    with suppress(OSError):
-        for folder in Path("/proc/self/task").iterdir():
-            thread = int(folder.name)
-            if thread != than and thread not in ours and (look := look_at(thread)) is not None:
-                yield thread, look
-
-
-def _bytes(thread: int) -> float:
-    with suppress(OSError, ValueError, KeyError):
-        fields = dict(line.split(": ") for line in _read(thread, "io").splitlines())
-        return float(fields["rchar"]) + float(fields["wchar"])
-    return 0.0
-
-
-def _waits_for(thread: int, state: str) -> tuple[str, int]:
-    if state == "D":
-        return "file", 0
-    if state != "S":
-        return "", 0
-    with suppress(OSError, ValueError):
-        number, first, *_ = _read(thread, "syscall").split()
-        if int(number) not in _READS | _WRITES:
-            return "", 0
-        # What the link says comes from the kernel alone: a file that hangs is not asked.
-        target = str(Path(f"/proc/self/fd/{int(first, 16)}").readlink())
-        if target.startswith("/") and not target.startswith(("/dev/", "/proc/")):
-            return "file", 0
-        if target.startswith("pipe:") and int(number) in _WRITES:
-            return "pipe", _wakes(thread)
-    return "", 0
-
-
-def _wakes(thread: int) -> int:
-    (line,) = (one for one in _read(thread, "status").splitlines() if one.startswith("voluntary_ctxt"))
-    return int(line.rpartition(":")[2])
-
-
-def _read(thread: int, name: str) -> str:
-    return Path(f"/proc/self/task/{thread}/{name}").read_text(encoding="utf-8", errors="replace")
-
-
-# -- Whether the program of this process moves, seen from another thread --
-
-# What counts as moving: so much of one core, by the thread that trains, by the other threads, or by child processes ...
-_BUSY_SHARE = 0.05
-# ... or so much read, written, sent or received [bytes/s].
-_IO_RATE = 100_000.0
-
-
-class _Growth:
-    """Adds up by how much counters have grown, some of which come and go."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-        self._last: Mapping[Hashable, float] | None = None
-
-    def take(self, values: Mapping[Hashable, float]) -> None:
-        """Take the counters as they are now; what they had counted at the first look is left out."""
-        if self._last is not None:
-            last = self._last
-            self.total += sum(max(value - last.get(key, 0.0), 0.0) for key, value in values.items())
-        self._last = values
-
-
-class _Sample(NamedTuple):
-    """Sums of what moves, each as a multiple of the rate that counts; they only grow."""
-
-    time: float
-    program: tuple[float, ...]
-    transferred: float
-
-
-class Activity:
-    """Tells whether the program moves: whether it computes, reads, writes, sends or receives, on whatever thread.
-
-    What it waits for may be done by another of its threads, by child processes, or by the system in one long call. A
-    thread that sleeps, or polls something now and then, does not move; neither do the threads of this package count.
-    """
-
-    def __init__(
-        self,
-        window: float,  # how far back it looks [s]
-        is_rank: Callable[[int], bool],  # a child process that is a rank of the run moves for itself
-        *,
-        ports: Collection[int] = (),  # of this process: bytes of such connections do not count
-    ) -> None:
-        self._window, self._is_rank, self._ports = window, is_rank, frozenset(ports)
-        self._samples: deque[_Sample] = deque()
-        self._thread = threading.current_thread()
-        self._own, self._others = _Threads(), _Threads()
-        self._children, self._transferred = _Growth(), _Growth()
-        self._cpu, self._held_up = 0.0, 0.0
-
-    def follow(self, thread: threading.Thread) -> None:
-        """Say which thread trains; by default it is the one that has made this object."""
-        if thread is not self._thread:
-            self._thread, self._own = thread, _Threads()
-            self.forget()
-
-    def look(
-        self,
-        *,
-        closely: bool,  # also at other threads, child processes and connections: takes milliseconds
-        held_up: bool = False,  # the thread that trains waits for one of ours: counts as if it had moved
-    ) -> None:
-        """Take a sample; to be called a few times in each window, from one thread."""
-        now = time.monotonic()
-        if held_up and self._samples:
-            self._held_up += now - self._samples[-1].time
-        while len(self._samples) > 1 and self._samples[1].time < now - self._window:
-            self._samples.popleft()
-        number = self._thread.native_id
-        look = look_at(number) if number is not None and self._thread.is_alive() else None
-        self._own.take([] if look is None else [(number or 0, look)], now)
-        if closely:
-            self._others.take(other_threads(number), now)
-            self._children.take(self._children_seconds())
-            self._transferred.take({key: float(count) for key, count in transferred(self._ports).items()})
-        seconds = (
-            self._cpu_seconds() + self._own.waited + self._held_up,
-            self._others.seconds.total + self._others.waited,
-            self._children.total,
-        )
-        counted = (self._own.bytes.total, self._others.bytes.total)
-        self._samples.append(
-            _Sample(
-                now,
-                (*(one / _BUSY_SHARE for one in seconds), *(one / _IO_RATE for one in counted)),
-                self._transferred.total / _IO_RATE,
-            )
-        )
-
-    def forget(self) -> None:
-        """Forget the samples, so that the time before now does not count."""
-        self._samples.clear()
-
-    @property
-    def moves(self) -> bool:
-        """Whether the program has moved in the window."""
-        if len(self._samples) < 2:
-            return False
-        first, last = self._samples[0], self._samples[-1]
-        seconds = max(last.time - first.time, 1e-3)
-        grown = (after - before for before, after in zip(first.program, last.program, strict=True))
-        return self.transfers or any(one / seconds > 1.0 for one in grown)
-
-    @property
-    def transfers(self) -> bool:
-        """Whether bytes have moved on the TCP connections of this process in the window."""
-        if len(self._samples) < 2:
-            return False
-        first, last = self._samples[0], self._samples[-1]
-        return (last.transferred - first.transferred) / max(last.time - first.time, 1e-3) > 1.0
-
-    def _cpu_seconds(self) -> float:
-        if self._thread.is_alive():
-            try:
-                clock = time.pthread_getcpuclockid(self._thread.ident or 0)
-            except (OSError, AttributeError):
-                return time.process_time()
-            self._cpu = time.clock_gettime(clock)
-        return self._cpu
-
-    def _children_seconds(self) -> dict[Hashable, float]:
-        found: dict[Hashable, float] = {}
-        with suppress(psutil.Error):
-            waiting = psutil.Process().children()
-            while waiting:
-                child = waiting.pop()
-                with suppress(psutil.Error):
-                    if not self._is_rank(child.pid):
-                        spent = child.cpu_times()
-                        found[child.pid] = spent.user + spent.system
-                        waiting += child.children()
-        return found
-
-
-class _Threads:
-    """What threads have done since the first look at them."""
-
-    def __init__(self) -> None:
-        # CPU time [s]; read and written [bytes]; waited in calls that go on [s].
-        self.seconds, self.bytes, self.waited = _Growth(), _Growth(), 0.0
-        self._looks: dict[int, ThreadLook] = {}
-        self._looked = 0.0
-
-    def take(self, threads: Iterable[tuple[int, ThreadLook]], now: float) -> None:
-        looks = dict(threads)
-        self.seconds.take({key: look.seconds for key, look in looks.items()})
-        self.bytes.take({key: look.bytes for key, look in looks.items()})
-        former = self._looks
-        if any(key in former and look.goes_on_from(former[key]) for key, look in looks.items()):
-            self.waited += now - self._looked
-        self._looks, self._looked = looks, now
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]

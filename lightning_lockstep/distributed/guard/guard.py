@@ -5,20 +5,22 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from lightning_lockstep._system import write_report
 from lightning_lockstep.distributed.failure.process_exit import end_now
 from lightning_lockstep.distributed.failure.propagation import FailurePropagation
 from lightning_lockstep.distributed.failure.record import is_broken_collective
-from lightning_lockstep.distributed.guard.rank_state import MainThreadErrors, RankState, position_of_error
+from lightning_lockstep.distributed.guard.rank_state import position_of_error
 from lightning_lockstep.distributed.guard.records import FlightRecorder, GroupRecorders
-from lightning_lockstep.distributed.guard.verdict import Verdict
 from lightning_lockstep.distributed.guard.verify import CallVerifier, MessageRecorder
 from lightning_lockstep.distributed.guard.watch import CollectiveWatch, GuardSettings
 from lightning_lockstep.distributed.side_channel.channel import SideChannel
@@ -64,12 +66,89 @@ def _install() -> bool:
     return True
 
 
+# -- Raises an error in the thread that trains from another thread, also while that sleeps or waits for a lock --
+
+# Ignored by default, so that it does no harm where no handler is installed.
+_SIGNAL = signal.SIGURG
+
+
+class MainThreadErrors:
+    """Raises an error in the thread that trains."""
+
+    # In a call of C it gets the error when that call returns. So it does in all that waits, if it is not the main
+    # thread: Python runs handlers of signals in that one alone.
+
+    def __init__(self) -> None:
+        self._pending: BaseException | None = None
+        self._thread = threading.current_thread()
+        self._by_signal = False
+        self._before: Any = None
+        self._process = os.getpid()
+
+    def install(self) -> None:
+        """Take the calling thread for the one that trains; begin to handle the signal that wakes it."""
+        self._thread = threading.current_thread()
+        if self._thread is threading.main_thread() and not self._by_signal:
+            self._before = signal.signal(_SIGNAL, self._woken)
+            self._by_signal = True
+
+    def remove(self) -> None:
+        """Give the signal back; in the main thread."""
+        if self._by_signal and threading.current_thread() is threading.main_thread():
+            signal.signal(_SIGNAL, self._before)
+            self._by_signal = False
+
+    def raise_soon(self, error: BaseException) -> None:
+        """Raise ``error`` in the thread that trains; called in another one, returns at once."""
+        self._pending = error
+        ident = ctypes.c_ulong(self._thread.ident or 0)
+        if self._by_signal and self._thread is threading.main_thread():
+            signal.pthread_kill(ident.value, _SIGNAL)
+        elif not _deals_with_errors(sys._current_frames().get(ident.value)):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(self._class_that_makes(error)))
+
+    def take(self) -> BaseException | None:
+        """Return the error that was to be raised and has not been, once."""
+        error, self._pending = self._pending, None
+        return error
+
+    def _class_that_makes(self, error: BaseException) -> type[BaseException]:
+        """Return a class of which Python, which is given no more than a class, makes ``error`` itself."""
+
+        def make(cls: type[BaseException]) -> BaseException:
+            self.take()
+            return error
+
+        kind = type(error)
+        return type(kind.__name__, (kind,), {"__new__": make, "__module__": kind.__module__})
+
+    def _woken(self, number: int, frame: FrameType | None) -> None:
+        if callable(self._before):
+            self._before(number, frame)
+        if self._pending is None or os.getpid() != self._process or _deals_with_errors(frame):
+            return
+        error = self.take()
+        if error is not None:
+            raise error
+
+
+def _deals_with_errors(frame: FrameType | None) -> bool:
+    """Return whether a frame, or what has called it, is of the failure protocol, which asks for the error itself."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("lightning_lockstep.distributed.failure"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 # -- The guard of a run: which of its parts are at work, and how an error of theirs reaches the main thread
 
 #: Name of the file with what each rank has said of itself.
 REPORT = "guard-report.json"
 # How long the other ranks may take to say where they are when a collective has failed here [s].
 _EXPLAIN_FOR = 15.0
+# How long the thread may take to end [s].
+_ENDS_WITHIN = 2.0
 
 
 class CollectiveGuard:
@@ -82,29 +161,27 @@ class CollectiveGuard:
         self.folder: Callable[[], Path | None] = lambda: None  # for the report; None: none is written
         self._verifier = CallVerifier() if settings.guard == "verify" else None
         self._messages = self._verifier or MessageRecorder()
-        self._errors = MainThreadErrors(_deals_with_errors)
+        self._errors = MainThreadErrors()
         self.watch = CollectiveWatch(
             channel,
             [self._verifier or FlightRecorder(), GroupRecorders()],
             settings,
+            propagation,
             messages=self._messages.messages,
-            conclude=self._conclude,
-            report=self._report,
-            has_failed=lambda: propagation.failed,
-            has_raised=propagation.has_raised,
             store_port=int(os.environ.get("MASTER_PORT") or 0),
         )
+        self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
 
     @property
     def error(self) -> CollectiveError | None:
         """The error that all ranks raise, once there is one; its process groups cannot be used any more."""
-        return self.watch.error
+        return self.watch.stall.error
 
     def start(self) -> None:
         """Begin to watch, and to verify if that is wanted; on all ranks between the same two collectives."""
         self._messages.start()
         self.follow()
-        self.watch.start()
+        self._thread.start()
         self._propagation.explain = self.explain
         before_terminate(self._before_terminate)
 
@@ -117,6 +194,10 @@ class CollectiveGuard:
         """Stop watching and verifying; on all ranks between the same two collectives."""
         self._messages.stop()
         self.watch.stop()
+        self.watch.rank.stop(_ENDS_WITHIN)
+        # One that is inside of torch when Python ends is ended there, which C++ answers with an abort.
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_ENDS_WITHIN)
         self._errors.remove()
         before_terminate(None)
         if self._propagation.explain == self.explain:
@@ -126,20 +207,24 @@ class CollectiveGuard:
         """Return the error that all ranks raise in place of one raised here, if there is a reason."""
         # In the main thread; where a collective has failed, the others are asked, for some seconds at most.
         self._errors.take()
-        if self.error is None and is_broken_collective(error) and not isinstance(error, LockstepError):
-            self.watch.explain(
-                str(error),
-                _EXPLAIN_FOR,
-                at=position_of_error(error),
-                unless=lambda: self._propagation.failed,
-            )
-        return None if isinstance(error, LockstepError) else self.error
+        if isinstance(error, LockstepError):
+            return None
+        if self.error is None and is_broken_collective(error):
+            self._ask(str(error), at=position_of_error(error), unless=lambda: self._propagation.failed)
+        return self.error
 
-    def _conclude(self, error: CollectiveError) -> None:
-        self._errors.raise_soon(error)
-        threading.Thread(
-            target=self._end_if_stuck, args=(error,), name="lockstep-guard-end", daemon=True
-        ).start()
+    def _ask(self, raised: str, **options: Any) -> None:
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self.watch.explain(raised, _EXPLAIN_FOR, **options)
+
+    def _run(self) -> None:
+        for error in self.watch.errors():  # one at most
+            with suppress(OSError):
+                self._write_report()
+            self._errors.raise_soon(error)
+            threading.Thread(
+                target=self._end_if_stuck, args=(error,), name="lockstep-guard-end", daemon=True
+            ).start()
 
     def _end_if_stuck(self, error: CollectiveError) -> None:
         """End this process if the main thread never gets the error, as in a call of C that does not return."""
@@ -149,9 +234,9 @@ class CollectiveGuard:
 
     def _before_terminate(self) -> None:
         """C++ is about to abort this process: let all ranks know why, if the records say so."""
-        error = self.watch.explain("a thread of the backend ended the process", _EXPLAIN_FOR)
-        if error is not None:
-            self._end(error)
+        self._ask("a thread of the backend ended the process")
+        if self.error is not None:
+            self._end(self.error)
 
     def _end(self, error: CollectiveError) -> None:
         prints = self._propagation.prints_report and not self._propagation.parent_prints
@@ -162,21 +247,16 @@ class CollectiveGuard:
             self._propagation.on_force()
         end_now(1, text if prints else "")
 
-    def _report(self, verdict: Verdict, states: Mapping[int, RankState]) -> None:
-        folder = self.folder()
-        if folder is None:
-            return
-        content = {
-            "error": type(verdict.error()).__name__,
-            "text": verdict.text,
-            "ranks": [state.to_data() for state in states.values()],
-        }
-        write_report(folder / REPORT, json.dumps(content, indent=1))
-
-
-def _deals_with_errors(frame: FrameType) -> bool:
-    name = frame.f_globals.get("__name__", "")
-    return bool(name.startswith("lightning_lockstep.distributed.failure"))
+    def _write_report(self) -> None:
+        """Write what each rank has said, on the one that has asked them."""
+        folder, states = self.folder(), self.watch.stall.states
+        if folder is not None and states:
+            content = {
+                "error": type(self.error).__name__,
+                "text": str(self.error),
+                "ranks": [state.to_data() for state in states.values()],
+            }
+            write_report(folder / REPORT, json.dumps(content, indent=1))
 
 
 class _GuardOfChannel:
@@ -213,6 +293,6 @@ def guard_on(
         return None
     kept.guard = CollectiveGuard(channel, propagation, settings)
     kept.guard.start()
-    # A rank that has come to its end answers no questions: the next one collects, and names it.
+    # A rank that has come to its end answers nothing any more, and is named by what the channel knows of it.
     channel.before_close(kept.guard.stop)
     return kept.guard

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
-import ctypes
-import dis
+import functools
+import linecache
 import os
-import signal
+import re
+import socket
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from itertools import repeat
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from lightning_lockstep.distributed.failure.record import folded_stack
-from lightning_lockstep.distributed.guard.activity import Connection
+from lightning_lockstep.distributed.guard.activity import (
+    Activity,
+    Connection,
+    UnresponsiveRank,
+    connections,
+    is_rank_of,
+)
 from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, nearest_site, site_text
-from lightning_lockstep.distributed.guard.records import WORLD, Outstanding, RecordedCall, group_titles
+from lightning_lockstep.distributed.guard.records import (
+    WORLD,
+    CallRecorder,
+    Outstanding,
+    RecordedCall,
+    group_titles,
+)
+from lightning_lockstep.distributed.side_channel.channel import SideChannel
 
-# -- What a rank asks whose collective does not complete --
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """Why a rank asks where the others are."""
-
-    rank: int  # that asks
-    outstanding: Outstanding | None  # what it waits in; None: a send or receive
-    seconds: float  # how long it has waited
-    raised: str = ""  # by the backend, if it has
-
-
-# -- What the thread that trains is doing, asked from another thread, and a way to raise an error in it --
+# -- What the thread that trains is doing, asked from another thread --
 # That is the main thread of the process, unless the fit was started in another one, as Ray Train does.
 
-# Ignored by default, so that it does no harm where no handler is installed.
-_SIGNAL = signal.SIGURG
 #: Stands for the function of a main thread that waits by a handle.
 WAIT = "wait"
+_WAITS = re.compile(r"\bwait\(")
+# Modules of Python inside of which nobody says from outside whether it moves: data may, and an import may wait for the
+# one by which torch finds call sites for us.
+_UNKNOWN = ("socket", "ssl", "importlib._bootstrap")
 _C10D = "torch.distributed.distributed_c10d"
 
 
@@ -54,7 +59,7 @@ class Position(NamedTuple):
 
 def position(thread: threading.Thread) -> Position:
     """Return where a thread is now."""
-    return _position([(one, one.f_lineno) for one in _frames(_frame_of(thread))])
+    return _position([(one, one.f_lineno or 0) for one in _frames(_frame_of(thread))])
 
 
 def position_of_error(error: BaseException) -> Position:
@@ -76,18 +81,9 @@ def _position(places: Sequence[tuple[FrameType, int]]) -> Position:
         # Functions that send and receive objects do so by others, which tell more.
         frame = next((one for one in inside if one.f_code.co_name in ("send", "recv")), inside[-1])
         return Position(site, stack, frame.f_code.co_name, _arguments(frame), _group(frame))
-    return Position(site, stack, WAIT if places and _calls_wait(places[0][0]) else "")
-
-
-def _calls_wait(frame: FrameType) -> bool:
-    """Return whether the innermost function is in a call of C by the name ``wait``, as that of a work handle."""
-    name = ""
-    for instruction in dis.get_instructions(frame.f_code):
-        if instruction.offset > frame.f_lasti:
-            break
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            name = instruction.argval
-    return name == WAIT
+    # The line alone tells that it is in a call of C by that name, such as that of a work handle.
+    waits = bool(named) and _WAITS.search(linecache.getline(*named[0][:2]))
+    return Position(site, stack, WAIT if waits else "")
 
 
 def _frame_of(thread: threading.Thread) -> FrameType | None:
@@ -113,84 +109,32 @@ def _group(frame: FrameType) -> str:
     return title
 
 
-def waits_for_import(thread: threading.Thread) -> bool:
-    """Return whether a thread is in Python's import system, perhaps since another one imports the same."""
+def _module_of(thread: threading.Thread) -> str:
     frame = _frame_of(thread)
-    return frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap"
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
-class MainThreadErrors:
-    """Raises an error in the thread that trains from another thread, also while that sleeps or waits for a lock.
-
-    In a call of C it gets the error when that call returns. So it does in all that waits, if it is not the main thread:
-    Python runs handlers of signals in that one alone.
-    """
-
-    def __init__(self, is_critical: Callable[[FrameType], bool]) -> None:
-        self._is_critical = is_critical  # at such a frame nothing is raised: that deals with errors itself
-        self._pending: BaseException | None = None
-        self._thread = threading.current_thread()
-        self._by_signal = False
-        self._before: Any = None
-        self._process = os.getpid()
-
-    def install(self) -> None:
-        """Take the calling thread for the one that trains; begin to handle the signal that wakes it."""
-        self._thread = threading.current_thread()
-        if self._thread is threading.main_thread() and not self._by_signal:
-            self._before = signal.signal(_SIGNAL, self._woken)
-            self._by_signal = True
-
-    def remove(self) -> None:
-        """Give the signal back; in the main thread."""
-        if self._by_signal and threading.current_thread() is threading.main_thread():
-            signal.signal(_SIGNAL, self._before)
-            self._by_signal = False
-
-    def raise_soon(self, error: BaseException) -> None:
-        """Raise ``error`` in the thread that trains; called in another one, returns at once."""
-        self._pending = error
-        ident = ctypes.c_ulong(self._thread.ident or 0)
-        if self._by_signal and self._thread is threading.main_thread():
-            signal.pthread_kill(ident.value, _SIGNAL)
-        elif not self._is_left_to(_frame_of(self._thread)):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(self._class_that_makes(error)))
-
-    def take(self) -> BaseException | None:
-        """Return the error that was to be raised and has not been, once."""
-        error, self._pending = self._pending, None
-        return error
-
-    def _class_that_makes(self, error: BaseException) -> type[BaseException]:
-        """Return a class of which Python, which is given no more than a class, makes ``error`` itself."""
-
-        def make(cls: type[BaseException]) -> BaseException:
-            self.take()
-            return error
-
-        kind = type(error)
-        return type(kind.__name__, (kind,), {"__new__": make, "__module__": kind.__module__})
-
-    def _is_left_to(self, frame: FrameType | None) -> bool:
-        """Return whether the code at a frame, or what has called it, asks for the error itself."""
-        return any(self._is_critical(one) for one in _frames(frame))
-
-    def _woken(self, number: int, frame: FrameType | None) -> None:
-        if callable(self._before):
-            self._before(number, frame)
-        if self._pending is None or os.getpid() != self._process or self._is_left_to(frame):
-            return
-        error = self.take()
-        if error is not None:
-            raise error
-
-
-# -- What one rank says when it is asked where it is --
+# -- What a rank asks whose collective does not complete, and what each rank says of itself then --
 
 #: Functions of torch.distributed by which one rank waits for one other.
 MESSAGES = ("send", "recv")
-# What is sent of a state as it is.
-_PLAIN = ("rank", "host", "pid", "seconds_since_call", "moves", "transfers", "raised")
+# Calls of each rank that are compared.
+_COMPARED = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnosisRequest:
+    """Why a rank asks where the others are."""
+
+    rank: int  # that asks
+    outstanding: Outstanding | None  # what it waits in; None: a send or receive
+    seconds: float  # how long it has waited
+    raised: str = ""  # by the backend, if it has
+
+    @property
+    def wait(self) -> Outstanding | int:
+        """What is waited for, the same on all ranks; of sends and receives the rank that waits."""
+        return self.outstanding or self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,39 +151,20 @@ class RankState:
     position: Position = field(default_factory=lambda: Position("", ()))  # of its main thread
     # Sends and receives of which its main thread waits for one, by a handle; their roots are the peers.
     awaited: tuple[CollectiveCall, ...] = ()
-    moves: bool = False  # its program computes, reads or writes, rather than waits or sleeps
-    transfers: bool = False  # bytes move on its TCP connections
+    moves: bool = False  # its process computes, reads or writes, rather than waits or sleeps
     raised: bool = False  # its last collective has raised an error, at ``position``
     connections: tuple[Connection, ...] = ()
     ports: tuple[int, ...] = ()  # at one end of connections that are not the backend's
 
     def to_data(self) -> dict[str, Any]:
         """Return the state as plain data, as JSON can hold it."""
-        return {
-            **{name: getattr(self, name) for name in _PLAIN},
-            "groups": {name: list(ranks) for name, ranks in self.groups.items()},
-            "outstanding": [list(one) for one in self.outstanding],
-            "calls": [call.to_data() for call in self.calls],
-            "position": list(self.position),
-            "awaited": [call.to_data() for call in self.awaited],
-            "connections": [list(one) for one in self.connections],
-            "ports": list(self.ports),
-        }
+        return asdict(self)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RankState:
         """Return the state that :meth:`to_data` has described, also after a way through JSON."""
-        site, stack, function, arguments, group = data["position"]
-        return cls(
-            **{name: data[name] for name in _PLAIN},
-            groups={name: tuple(ranks) for name, ranks in data["groups"].items()},
-            outstanding=tuple(Outstanding(*one) for one in data["outstanding"]),
-            calls=tuple(RecordedCall.from_data(call) for call in data["calls"]),
-            position=Position(site, tuple(stack), function, dict(arguments), group),
-            awaited=tuple(CollectiveCall.from_data(call) for call in data["awaited"]),
-            connections=tuple((here, there) for here, there in data["connections"]),
-            ports=tuple(data["ports"]),
-        )
+        state: RankState = from_plain(cls, data)
+        return state
 
     def calls_of(self, group: str) -> dict[int, CollectiveCall]:
         """Return the last collectives of a group by their numbers; sends and receives have none."""
@@ -324,16 +249,119 @@ def members(states: Mapping[int, RankState], group: str) -> Sequence[int]:
     return next((state.groups[group] for state in states.values() if group in state.groups), ())
 
 
+def from_plain(kind: Any, data: Any) -> Any:
+    """Return a ``kind`` of what `asdict` has made of one, also after a way through JSON."""
+    # Dataclasses, named tuples, tuples and mappings in one another, as their type hints say.
+    origin, inner = get_origin(kind), get_args(kind)
+    if data is None:
+        return None
+    if type(None) in inner:  # optional
+        return from_plain(inner[0], data)
+    if origin is tuple:
+        return tuple(map(from_plain, repeat(inner[0]) if inner[-1] is ... else inner, data))
+    if origin is Mapping:
+        return {key: from_plain(inner[1], value) for key, value in data.items()}
+    if isinstance(kind, type) and is_dataclass(kind):
+        return kind(**{name: from_plain(_hints(kind)[name], value) for name, value in data.items()})
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return kind(*map(from_plain, _hints(kind).values(), data))
+    return data
+
+
+_hints = functools.cache(get_type_hints)
+
+
+# -- Looks at this rank --
+
+
+class RankObserver:
+    """Sees what this rank does; all its methods belong to the guard's thread."""
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        recorders: Sequence[CallRecorder],
+        *,
+        messages: Callable[[], Sequence[RecordedCall]],  # open sends and receives, not known to be complete
+        window: float,  # how far back it counts that the process moves [s]
+        store_port: int,  # of the store at which the ranks have met
+    ) -> None:
+        self._channel, self._recorders, self.messages = channel, tuple(recorders), messages
+        self.activity = Activity(window, is_rank_of(channel))
+        self._ports = (channel.port, store_port)  # of connections that are not the backend's
+        self.trains = threading.current_thread()
+        self.raised_at: Position | None = None  # where its last collective has raised an error
+        self._sites = threading.Thread(target=self._load_sites, name="lockstep-guard-sites", daemon=True)
+        self._knows_sites = self._loads = False
+
+    @property
+    def is_recording(self) -> bool:
+        return any(recorder.is_recording for recorder in self._recorders)
+
+    @property
+    def position(self) -> Position:
+        return position(self.trains)
+
+    def outstanding(self) -> list[Outstanding]:
+        return [one for recorder in self._recorders for one in recorder.outstanding()]
+
+    def ages(self, longest: float) -> dict[Outstanding | None, float]:
+        """Return how long ago each incomplete collective was called [s], at most ``longest`` whatever the clock did."""
+        now = time.time()
+        return {
+            Outstanding(one.call.group, one.call.number): min(max(now - one.started, 0.0), longest)
+            for one in self._calls(sites=False)
+            if not one.done
+        }
+
+    def _calls(self, *, sites: bool) -> list[RecordedCall]:
+        return [call for recorder in self._recorders for call in recorder.calls(sites=sites)]
+
+    def load_sites(self) -> None:
+        """Let torch begin to load what it needs to say where calls came from, which takes seconds; once."""
+        if self._sites.ident is None:
+            self._sites.start()
+
+    def _load_sites(self) -> None:
+        self._calls(sites=True)
+        self._knows_sites = True
+
+    def stop(self, timeout: float) -> None:
+        """Wait until nothing of this is inside of torch any more."""
+        if self._sites.is_alive():
+            self._sites.join(timeout)
+
+    def state(self, sites: bool = False) -> RankState:
+        """Return where this rank is; ``sites``: with all call sites, even if they must be loaded first."""
+        loaded, self._loads = self._loads, self._sites.is_alive()
+        self.activity.look(loads=loaded or self._loads)
+        place, module = self.raised_at or self.position, _module_of(self.trains)
+        calls = self._calls(sites=sites or self._knows_sites)
+        return RankState(
+            rank=self._channel.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            groups=dict(group_titles().values()),
+            outstanding=tuple(self.outstanding()),
+            calls=tuple(calls[-_COMPARED:]),
+            seconds_since_call=time.time() - max(call.started for call in calls) if calls else None,
+            position=place,
+            awaited=tuple(one.call for one in self.messages()) if place.function == WAIT else (),
+            raised=self.raised_at is not None,
+            moves=self.activity.moves or module in _UNKNOWN,
+            connections=tuple(connections()),
+            ports=self._ports,
+        )
+
+
 # -- Which rank waits for which, by what each has said of itself --
 
 
 class WaitingRanks:
     """Who waits for whom."""
 
-    def __init__(
-        self, states: Mapping[int, RankState], silent: Mapping[int, str], running: Collection[int] = ()
-    ) -> None:
-        self._states, self._silent, self._running = states, silent, running
+    def __init__(self, states: Mapping[int, RankState], silent: Mapping[int, UnresponsiveRank]) -> None:
+        self._states, self._silent = states, silent
 
     def is_waiting(self, rank: int) -> bool:
         """Return whether a rank is in a collective that is not complete, or in a send or receive."""
@@ -371,7 +399,7 @@ class WaitingRanks:
     def stuck(self) -> set[int]:
         """Return the ranks that will not go on by themselves: all but those that move, or wait for such alone."""
         going_on = {rank for rank, state in self._states.items() if state.moves and not self.is_waiting(rank)}
-        going_on |= set(self._running)
+        going_on |= {rank for rank, one in self._silent.items() if one.is_moving}
         while True:
             more = {rank for rank in self.waiting() if rank not in going_on and self._follows(rank, going_on)}
             if not more:

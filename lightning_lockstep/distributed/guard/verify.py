@@ -29,11 +29,7 @@ from lightning_lockstep.distributed.guard.call_description import (
     signature,
     uncompared,
 )
-from lightning_lockstep.distributed.guard.collective_call import (
-    CollectiveCall,
-    fingerprint,
-    mismatch_report,
-)
+from lightning_lockstep.distributed.guard.collective_call import CollectiveCall, fingerprint, mismatch_report
 from lightning_lockstep.distributed.guard.records import (
     CallHistory,
     GroupHistory,

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import socket
 
-from lightning_lockstep.distributed.guard.activity import end_connections, ports_of
+from lightning_lockstep.distributed.guard.activity import (
+    connections,
+    connections_between_ranks,
+    end_connections,
+    ports_of,
+)
 
 
 def test_of_a_silent_host_all_connections_are_ended_but_those_of_the_side_channel() -> None:
@@ -19,10 +24,18 @@ def test_of_a_silent_host_all_connections_are_ended_but_those_of_the_side_channe
             for one in (waits, speaks):
                 one.settimeout(20)
             kept = (channel.getsockname()[1], other.getpeername()[1])
-            assert end_connections((), hosts=["localhost"], kept_ports=kept) >= 1
+            ends = connections_between_ranks({0: connections()}, ["localhost"], kept)[0]
+            assert end_connections(ends) >= 1
             assert waits.recv(1) == b"", "its wait has ended"
             other.sendall(b"x")
             assert speaks.recv(1) == b"x"
+
+
+def test_only_connections_between_two_ranks_are_ended() -> None:
+    here, there, elsewhere = "10.0.0.1:4000", "10.0.0.2:5000", "10.0.0.9:443"
+    ends = {0: [(here, there), (here, elsewhere)], 1: [(there, here)]}
+    assert connections_between_ranks(ends, (), ()) == {0: [(here, there)], 1: [(there, here)]}
+    assert connections_between_ranks(ends, (), (5000,)) == {0: [], 1: []}
 
 
 def test_ports_of_both_ends() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from lightning_lockstep.distributed.guard.activity import UnresponsiveRank
 from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
-from lightning_lockstep.distributed.guard.rank_state import Position, Question, RankState
+from lightning_lockstep.distributed.guard.rank_state import DiagnosisRequest, Position, RankState
 from lightning_lockstep.distributed.guard.records import Outstanding, RecordedCall
-from lightning_lockstep.distributed.guard.verdict import Verdict, judge
+from lightning_lockstep.distributed.guard.report import Diagnosis, diagnose
 from lightning_lockstep.errors import CollectiveMismatchError, CollectiveStallError
 
 PAIR = "1 (ranks 0, 1)"
@@ -53,14 +54,18 @@ def verdict(
     raised: str = "",
     stall_timeout: float = 0.0,
     history: int = 0,
-) -> Verdict | None:
+) -> Diagnosis | None:
     wanted = None if of is None else Outstanding(*of)
-    question = Question(rank=asker, outstanding=wanted, seconds=61.0, raised=raised)
+    request = DiagnosisRequest(rank=asker, outstanding=wanted, seconds=61.0, raised=raised)
     said = {state.rank: state for state in states}
-    return judge(question, said, silent or {}, running=running, stall_timeout=stall_timeout, history=history)
+    unresponsive = {
+        number: UnresponsiveRank(reason, is_moving=number in running)
+        for number, reason in (silent or {}).items()
+    }
+    return diagnose(request, said, unresponsive, stall_timeout=stall_timeout, history=history)
 
 
-def lines(found: Verdict | None) -> list[str]:
+def lines(found: Diagnosis | None) -> list[str]:
     assert found is not None
     return found.text.splitlines()
 
@@ -83,9 +88,10 @@ def test_an_error_of_the_backend_that_the_records_do_not_explain_stays_as_it_is(
 
 
 def test_an_error_of_the_backend_because_a_rank_has_left() -> None:
-    question = Question(rank=0, outstanding=None, seconds=0.0, raised="Connection closed by peer")
+    request = DiagnosisRequest(rank=0, outstanding=None, seconds=0.0, raised="Connection closed by peer")
     states = {0: rank(0, call(3, done=True), of=3), 1: rank(1, of=3)}
-    found = judge(question, states, {2: "it has come to the end of its program"}, left=[2])
+    gone = UnresponsiveRank("it has come to the end of its program", has_left=True)
+    found = diagnose(request, states, {2: gone})
     assert lines(found)[0] == (
         "rank 2 never came to collective #3 of group 'world' (all_reduce): the program there has ended while"
         " rank 0 waited"
@@ -332,7 +338,7 @@ def test_a_rank_that_does_not_answer() -> None:
 
 def test_a_rank_that_moves_is_slow() -> None:
     found = verdict(rank(0, call()), rank(1, moves=True))
-    assert found == Verdict(
+    assert found == Diagnosis(
         kind="slow",
         text=(
             "rank 0 has waited 61 s in collective #1 of group 'world' (all_reduce) at train.py:99 in step for rank 1."
@@ -475,11 +481,11 @@ def test_the_history_lists_the_last_calls_of_each_rank_but_not_of_a_remark() -> 
 
 
 def test_the_error_that_every_rank_raises() -> None:
-    assert type(Verdict(kind="mismatch", text="m").error()) is CollectiveMismatchError
-    error = Verdict(kind="stall", text="s").error()
+    assert type(Diagnosis(kind="mismatch", text="m").error()) is CollectiveMismatchError
+    error = Diagnosis(kind="stall", text="s").error()
     assert type(error) is CollectiveStallError and str(error) == "s"
     with pytest.raises(ValueError, match="a slow rank is no error"):
-        Verdict(kind="slow", text="").error()
+        Diagnosis(kind="slow", text="").error()
 
 
 def test_a_silent_rank_whose_process_computes_is_a_remark() -> None:
@@ -491,9 +497,9 @@ def test_a_silent_rank_whose_process_computes_is_a_remark() -> None:
 
 
 def test_a_collective_whose_data_is_still_on_its_way_is_a_remark() -> None:
-    found = verdict(rank(0, call()), rank(1, call(), transfers=True))
+    found = verdict(rank(0, call()), rank(1, call(), moves=True))
     assert found is not None and (found.kind, found.ranks) == ("slow", ())
     assert "All its ranks have called it alike, and data moves between them." in found.text
     # What differs does so whatever moves.
-    found = verdict(rank(0, call()), rank(1, call(operation="barrier"), transfers=True))
+    found = verdict(rank(0, call()), rank(1, call(operation="barrier"), moves=True))
     assert found is not None and found.kind == "mismatch"

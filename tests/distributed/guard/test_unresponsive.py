@@ -9,11 +9,13 @@ import time
 
 import pytest
 
-from lightning_lockstep.distributed.guard.inquiry import Silence, SilentRanks
+from lightning_lockstep.distributed.guard.activity import Activity, UnresponsiveRank, probe_unresponsive
 
 
 class Channel:
     """What a rank's channel knows of rank 1."""
+
+    world_size = 2
 
     def __init__(self, host: str, pid: int, *, answers: bool = False) -> None:
         self._process, self._answers = (host, pid), answers
@@ -28,13 +30,12 @@ class Channel:
         return self._answers
 
 
-def found(channel: Channel, seconds: float = 0.6) -> Silence:
-    ranks = SilentRanks(channel)  # type: ignore[arg-type]
-    end = time.monotonic() + seconds
+def found(channel: Channel, seconds: float = 0.6) -> UnresponsiveRank:
+    activities, end = dict[int, Activity](), time.monotonic() + seconds
     while time.monotonic() < end:
-        ranks.look(1, has_failed=False)
+        probe_unresponsive(channel, 1, activities, has_failed=False)  # type: ignore[arg-type]
         time.sleep(0.05)
-    return ranks.look(1, has_failed=False)
+    return probe_unresponsive(channel, 1, activities, has_failed=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,353 @@
+"""Why a collective does not complete: rank 0 asks all ranks where they are, decides, and tells them."""
+
+# The messages, each a topic of the side channel:
+#
+#   rank that waits                       rank 0                              every other rank
+#   ---------------                       ------                              ----------------
+#   request  -------------------------->  where [number, ...]  ------------>
+#                                         <-------------------------------    state [number, RankState]
+#                                         diagnose() for each request
+#            <-- diagnosis (none, or a remark was made)
+#            or, where it is an error:    diagnosis [Diagnosis, connections to end]  --------->  all raise it
+#
+# A look is what rank 0 begins with `where`; its number tells late answers from those to it. A request about a wait is
+# posted `window` seconds before that is too long, and ends after its second look, when it is: by then each rank knows
+# whether it has moved since the first. What may have passed already is looked at once more, and so is an error of the
+# backend that is not explained. All requests that are due share a look; one about the same collective as another
+# one is answered at once. A rank that does not answer is left out once that is known to be in vain, or after
+# `ANSWERS_WITHIN`.
+#
+# Where rank 0 itself does not answer (stopped, ended, frozen, its host gone), the rank that waits decides alone, from
+# its own state: it raises that of rank 0 if it waits for that. A rank 0 whose process moves is waited for.
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+from lightning_lockstep.distributed.failure.propagation import FailurePropagation
+from lightning_lockstep.distributed.guard.activity import (
+    Activity,
+    Connection,
+    UnresponsiveRank,
+    abort_devices,
+    connections_between_ranks,
+    end_connections,
+    ports_of,
+    probe_unresponsive,
+)
+from lightning_lockstep.distributed.guard.rank_state import (
+    DiagnosisRequest,
+    RankObserver,
+    RankState,
+    from_plain,
+)
+from lightning_lockstep.distributed.guard.records import Outstanding
+from lightning_lockstep.distributed.guard.report import Diagnosis, diagnose
+from lightning_lockstep.distributed.side_channel.channel import Message, SideChannel
+from lightning_lockstep.errors import CollectiveError
+
+_log = logging.getLogger(__name__)
+
+_REQUEST, _WHERE, _STATE, _DIAGNOSIS = (
+    f"guard/{name}" for name in ("request", "where", "state", "diagnosis")
+)
+# How long a rank may take to say where it is, or rank 0 to answer [s]: where it is known to be stopped ...
+_STOPPED_WITHIN = 2.0
+#: ... and where its host may be busy, or it loads what tells where each collective was called.
+ANSWERS_WITHIN = 10.0
+# After which time all are asked once more where an error of the backend is not explained [s]: the connections of a rank
+# that comes to its end are closed a moment before it says so.
+_LEAVES_WITHIN = 0.5
+# After which time they are asked once more where what they have said may have passed already [s].
+_PASSES_WITHIN = 0.2
+
+
+@dataclass
+class _Open:
+    """A request that rank 0 has taken, and not answered yet."""
+
+    request: DiagnosisRequest
+    came: float
+    due: float  # when there is to be a look for it
+    looks: int = 0
+    sites: bool = False  # the next look must tell where calls were made
+
+
+@dataclass
+class _Look:
+    number: int
+    began: float
+    states: dict[int, RankState] = field(default_factory=dict)
+
+
+class StallDiagnosis:
+    """Asks why a collective does not complete, and answers for this rank; all of it on the guard's thread."""
+
+    def __init__(
+        self,
+        channel: SideChannel,
+        own: RankObserver,
+        propagation: FailurePropagation,
+        to_do: queue.SimpleQueue[Callable[[], None] | None],  # of the guard's thread
+        *,
+        stall_timeout: float,  # how long a collective may take that all ranks have called [s]
+        window: float,  # how long before that a request about it comes [s]
+        history: int,  # how many of the last calls of each rank a report lists
+    ) -> None:
+        self._channel, self._own, self._propagation = channel, own, propagation
+        self._stall_timeout, self._window, self._history = stall_timeout, window, history
+        self.error: CollectiveError | None = None  # that all ranks raise, once there is one
+        self.diagnosis: Diagnosis | None = None  # that says so
+        self.states: Mapping[int, RankState] = {}  # where the ranks were, on the one that has decided
+        self.answered = threading.Condition()
+        self.answers = 0  # how many diagnoses have come, of whatever kind
+        self._ends: set[Connection] = set()  # to be ended so that no wait is left
+        self._count = 0
+        self._look: _Look | None = None
+        self._open: list[_Open] = []
+        self._unanswered: DiagnosisRequest | None = None  # of this rank
+        self._heard = 0.0  # when rank 0 has said something since
+        self._activities: dict[int, Activity] = {}  # of ranks that do not answer
+        # When a remark was made about a wait, and how long that was [s].
+        self._remarks: dict[Outstanding | int, tuple[float, float]] = {}
+
+        def on(topic: str, handler: Callable[[Message], None]) -> Callable[[], None]:
+            return channel.on(topic, lambda message: to_do.put(lambda: handler(message)))
+
+        self._remove = [
+            on(_REQUEST, lambda message: self._take_request(from_plain(DiagnosisRequest, message.body))),
+            on(_WHERE, self._send_state),
+            on(_STATE, self._take_state),
+            on(_DIAGNOSIS, self._take_diagnosis),
+        ]
+
+    def close(self) -> None:
+        """Stop listening."""
+        for remove in self._remove:
+            remove()
+
+    def request(self, request: DiagnosisRequest) -> None:
+        """Ask why a collective does not complete."""
+        if self._channel.rank == 0:
+            self._take_request(request)
+            return
+        if self._unanswered is None or request.raised:
+            self._activities.clear()
+            self._unanswered, self._heard = request, time.monotonic()
+        self._channel.post(_REQUEST, asdict(request), to=0)
+
+    def forget(self) -> None:
+        """Let go of all requests: this process was stopped for a while, perhaps all of them."""
+        self._look, self._unanswered = None, None
+        dropped, self._open = self._open, []
+        for one in dropped:
+            self._answer(one.request)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether :meth:`work` has to be called soon."""
+        return bool(self._open) or self._unanswered is not None
+
+    def work(self) -> None:
+        """Go on with what has waited long enough; to be called now and then."""
+        now = time.monotonic()
+        if self._look is None and any(one.due <= now for one in self._open):
+            self._begin_look(now)
+        elif self._look is not None and self._is_in_vain(self._look, now - self._look.began):
+            self._end_look(self._look)
+        if self._unanswered is not None:
+            self._wait_for_main(self._unanswered, now - self._heard)
+
+    def end_waits(self) -> None:
+        """End what this rank waits in with the others; it raises the error."""
+        end_connections(self._ends)
+        abort_devices()
+
+    def _probe(self, rank: int) -> UnresponsiveRank:
+        # A rank that fails says so before it closes its channel.
+        failed = self._propagation.failed or self._propagation.has_raised(rank)
+        return probe_unresponsive(self._channel, rank, self._activities, has_failed=failed)
+
+    # -- rank 0 ----------------------------------------------------------------------------------------
+
+    def _take_request(self, request: DiagnosisRequest) -> None:
+        now = time.monotonic()
+        waits = [one.request.wait for one in self._open if not one.request.raised]
+        if self.error is not None or (request.wait in waits and not request.raised):
+            self._answer(request)
+        else:
+            self._open.append(_Open(request, now, now))
+
+    def _begin_look(self, now: float) -> None:
+        self._count += 1
+        self._look = look = _Look(self._count, now)
+        self._activities.clear()
+        due = [one for one in self._open if one.due <= now]
+        loads, sites = any(not one.request.raised for one in due), any(one.sites for one in due)
+        self._channel.post(_WHERE, [look.number, loads, sites])
+        look.states[0] = self._state(loads, sites)
+        self._end_if_complete(look)
+
+    def _take_state(self, message: Message) -> None:
+        number, data = message.body
+        if self._look is not None and number == self._look.number:
+            self._look.states[message.sender] = RankState.from_data(data)
+            self._end_if_complete(self._look)
+
+    def _end_if_complete(self, look: _Look) -> None:
+        if len(look.states) == self._channel.world_size:
+            self._end_look(look)
+
+    def _is_in_vain(self, look: _Look, seconds: float) -> bool:
+        """Return whether no more answers are to be expected, so many seconds after all were asked."""
+        stopped = seconds > _STOPPED_WITHIN
+        return seconds > ANSWERS_WITHIN or all(
+            one.has_ended or one.has_left or (stopped and one.is_stopped)
+            for one in self._silent(look).values()
+        )
+
+    def _silent(self, look: _Look) -> dict[int, UnresponsiveRank]:
+        return {
+            rank: self._probe(rank) for rank in range(self._channel.world_size) if rank not in look.states
+        }
+
+    def _end_look(self, look: _Look) -> None:
+        self._look = None
+        now, states, silent = time.monotonic(), dict(sorted(look.states.items())), self._silent(look)
+        for one in [one for one in self._open if one.due <= look.began]:
+            one.looks += 1
+            request = replace(one.request, seconds=one.request.seconds + now - one.came)
+            found = diagnose(
+                request, states, silent, stall_timeout=self._stall_timeout, history=self._history
+            )
+            again = self._looked_at_again(one, found, silent)
+            if again is None:
+                self._open.remove(one)
+                self._conclude(request, found, states, silent)
+            else:
+                one.due, one.sites = now + again, found is not None and found.lacks_sites
+            if self.error is not None:  # all have been told
+                self._open.clear()
+                return
+
+    def _looked_at_again(
+        self, one: _Open, found: Diagnosis | None, silent: Mapping[int, UnresponsiveRank]
+    ) -> float | None:
+        """Return after which time the ranks are to be asked once more [s], if they are."""
+        if one.request.raised:
+            if one.looks > 1 or (found is None and silent):
+                return None
+            return _LEAVES_WITHIN if found is None else 0.0 if found.lacks_sites else None
+        if found is None:
+            return None  # the wait is over
+        if one.looks == 1:
+            return max(one.came + self._window - time.monotonic(), 0.0)
+        if one.looks == 2 and found.may_pass:
+            return _PASSES_WITHIN
+        return 0.0 if found.lacks_sites and not one.sites else None
+
+    def _conclude(
+        self,
+        request: DiagnosisRequest,
+        found: Diagnosis | None,
+        states: Mapping[int, RankState],
+        silent: Mapping[int, UnresponsiveRank],
+    ) -> None:
+        if found is None or found.kind == "slow":
+            if found is not None and self._is_news(request):
+                _log.warning(found.text)
+            self._answer(request)
+            return
+        self.states = states
+        # Before the others hear of it: theirs is no failure that explains that of this rank.
+        self._take(found)
+        to_end = self._connections_to_end(states, silent)
+        for rank in to_end:
+            if rank != self._channel.rank and rank in states:
+                self._channel.post(_DIAGNOSIS, [asdict(found), to_end[rank]], to=rank)
+        self._channel.flush(0.5)  # before this rank ends the connections by which others would notice
+        self._take(found, to_end[self._channel.rank])
+        self._note_answer()
+
+    def _connections_to_end(
+        self, states: Mapping[int, RankState], silent: Mapping[int, UnresponsiveRank]
+    ) -> dict[int, list[Connection]]:
+        kept = {port for state in states.values() for port in state.ports}
+        if 0 in silent:  # this rank has decided alone, and does not know which connections lead to ranks
+            own = states[self._channel.rank]
+            return {own.rank: [end for end in own.connections if not ports_of(end) & kept]}
+        ends = {rank: state.connections for rank, state in states.items()}
+        ends |= {rank: one.connections for rank, one in silent.items()}
+        hosts = {one.host for one in silent.values() if one.host and not one.connections}
+        return connections_between_ranks(ends, hosts, kept)
+
+    def _is_news(self, request: DiagnosisRequest) -> bool:
+        """Return whether a remark about a wait is to be made: again once that is about twice as long as at the last."""
+        at, seconds = self._remarks.get(request.wait, (0.0, 0.0))
+        now = time.monotonic()
+        if now - request.seconds < at and request.seconds < 1.9 * seconds:
+            return False
+        self._remarks[request.wait] = now, request.seconds
+        return True
+
+    def _answer(self, request: DiagnosisRequest) -> None:
+        if request.rank == self._channel.rank:
+            self._unanswered = None
+            self._note_answer()
+        else:
+            known = None if self.diagnosis is None else asdict(self.diagnosis)
+            self._channel.post(_DIAGNOSIS, [known, ()], to=request.rank)
+
+    # -- every rank ------------------------------------------------------------------------------------
+
+    def _send_state(self, message: Message) -> None:
+        number, loads, sites = message.body
+        self._heard = time.monotonic()
+        self._channel.post(_STATE, [number, self._state(loads, sites).to_data()], to=0)
+
+    def _state(self, loads: bool, sites: bool) -> RankState:
+        if loads:
+            self._own.load_sites()
+        return self._own.state(sites)
+
+    def _take_diagnosis(self, message: Message) -> None:
+        found, ends = message.body
+        self._unanswered = None
+        if found is not None:
+            self._take(from_plain(Diagnosis, found), [(here, there) for here, there in ends])
+        self._note_answer()
+
+    def _take(self, found: Diagnosis, ends: Collection[Connection] = ()) -> None:
+        """Take an error for that of this rank, unless a rank that has failed explains everything."""
+        self._ends |= set(ends)
+        if self.error is None and not self._propagation.failed:
+            self.error, self.diagnosis = found.error(), found
+
+    def _note_answer(self) -> None:
+        with self.answered:
+            self.answers += 1
+            self.answered.notify_all()
+
+    def _wait_for_main(self, request: DiagnosisRequest, seconds: float) -> None:
+        """Decide alone once rank 0 has said nothing for too long, and it is clear that it will not for a while."""
+        least = 0.0 if request.raised else self._window  # until the wait is too long
+        if seconds < least:
+            return
+        main = self._probe(0)
+        stopped = main.is_stopped and seconds > _STOPPED_WITHIN
+        late = seconds > max(ANSWERS_WITHIN, least) + _STOPPED_WITHIN
+        if not (main.has_ended or main.has_left or stopped or late):
+            return
+        self._unanswered = None
+        others = UnresponsiveRank("rank 0, which passes on what ranks say, does not answer", is_moving=True)
+        silent = dict.fromkeys(range(self._channel.world_size), others) | {0: main}
+        own = self._own.state(sites=True)
+        del silent[own.rank]
+        request = replace(request, seconds=request.seconds + seconds)
+        found = diagnose(request, {own.rank: own}, silent, history=self._history)
+        self._conclude(request, found, {own.rank: own}, silent)

@@ -1,0 +1,184 @@
+"""What rank 0 does with what the others say, when it asks once more, and what a rank does that rank 0 leaves alone."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
+from lightning_lockstep.distributed.guard.diagnosis import StallDiagnosis
+from lightning_lockstep.distributed.guard.rank_state import DiagnosisRequest, RankState
+from lightning_lockstep.distributed.guard.records import Outstanding, RecordedCall
+from lightning_lockstep.distributed.side_channel.channel import Message
+
+WANTED = Outstanding("world", 1)
+
+
+def state(rank: int, *, called: bool, done: bool = False) -> RankState:
+    call = CollectiveCall(
+        operation="all_reduce", group="world", number=1, dtypes=("float32",), shapes=((4,),)
+    )
+    return RankState(
+        rank=rank,
+        groups={"world": (0, 1)},
+        calls=(RecordedCall(call=call, started=0.0, done=done),) if called else (),
+        outstanding=(WANTED,) if called and not done else (),
+        seconds_since_call=60.0,
+    )
+
+
+WAITS, DONE, NOT_YET = state(0, called=True), state(0, called=True, done=True), state(1, called=False)
+
+
+class OtherRank:
+    """A rank's side channel to the other one of two; a rank 1 answers from a list."""
+
+    world_size = 2
+
+    def __init__(self, answers: Iterator[RankState], *, rank: int = 0, process: int = 0) -> None:
+        self.rank, self._process = rank, process
+        self._answers, self._handlers = answers, dict[str, Callable[[Message], None]]()
+        self.asked = 0
+
+    def on(self, topic: str, handler: Callable[[Message], None]) -> Callable[[], None]:
+        self._handlers[topic] = handler
+        return lambda: None
+
+    def post(self, topic: str, body: Any = None, *, to: int | None = None) -> None:
+        if topic == "guard/where":
+            self.asked += 1
+            self._handlers["guard/state"](Message("guard/state", 1, [body[0], next(self._answers).to_data()]))
+
+    def flush(self, timeout: float) -> None:
+        del timeout
+
+    def process_of(self, rank: int) -> tuple[str, int]:
+        return socket.gethostname(), self._process
+
+    def has_closed(self, rank: int) -> bool:
+        return False
+
+
+def diagnosis_of(channel: OtherRank, own: Callable[[], RankState]) -> StallDiagnosis:
+    return StallDiagnosis(
+        channel,  # type: ignore[arg-type]
+        SimpleNamespace(state=lambda sites: own(), load_sites=lambda: None),  # type: ignore[arg-type]
+        SimpleNamespace(failed=False, has_raised=lambda rank: False),  # type: ignore[arg-type]
+        TO_DO,
+        stall_timeout=30.0,
+        window=0.1,
+        history=0,
+    )
+
+
+TO_DO: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+
+def work(stall: StallDiagnosis) -> None:
+    """Do what the guard's thread does until there is no open request any more."""
+    end = time.monotonic() + 30.0
+    while stall.is_busy and stall.error is None and time.monotonic() < end:
+        while not TO_DO.empty():
+            TO_DO.get()()
+        stall.work()
+        time.sleep(0.01)
+
+
+def asked(mine: list[RankState], theirs: list[RankState]) -> tuple[StallDiagnosis, int]:
+    """Return what rank 0 concludes from what it finds of itself and of rank 1, and how often it has asked."""
+    channel, own = OtherRank(iter(theirs)), iter(mine)
+    stall = diagnosis_of(channel, lambda: next(own))
+    stall.request(DiagnosisRequest(rank=0, outstanding=WANTED, seconds=60.0))
+    work(stall)
+    return stall, channel.asked
+
+
+def test_a_rank_that_comes_before_the_wait_is_too_long_is_no_stall() -> None:
+    stall, times = asked([WAITS, DONE], [NOT_YET, state(1, called=True, done=True)])
+    assert stall.error is None and times == 2
+
+
+def test_a_rank_that_comes_while_it_is_asked_is_no_stall() -> None:
+    stall, times = asked([WAITS, WAITS, DONE], [NOT_YET, NOT_YET, state(1, called=True, done=True)])
+    assert stall.error is None and times == 3
+
+
+def test_a_rank_that_is_still_not_there_when_it_is_asked_again_is_one() -> None:
+    stall, times = asked([WAITS] * 3, [NOT_YET] * 3)
+    assert "rank 1 never came" in str(stall.error) and times == 3
+
+
+@pytest.mark.parametrize("theirs", [state(1, called=True, done=True), state(1, called=True)])
+def test_what_all_have_called_long_ago_is_a_stall_once_it_is_found_again(theirs: RankState) -> None:
+    stall, times = asked([WAITS] * 3, [theirs] * 3)
+    assert "does not complete though ranks 0-1" in str(stall.error) and times == 3
+
+
+def test_a_remark_is_made_again_once_the_wait_is_twice_as_long(caplog: pytest.LogCaptureFixture) -> None:
+    at_work = replace(NOT_YET, moves=True)
+    channel = OtherRank(iter([at_work] * 10))
+    stall = diagnosis_of(channel, lambda: WAITS)
+    for seconds in (60, 120, 180, 240, 300):
+        stall.request(DiagnosisRequest(rank=0, outstanding=WANTED, seconds=seconds))
+        work(stall)
+    assert channel.asked == 10
+    remarks = [record.getMessage().partition(" in ")[0] for record in caplog.records]
+    assert remarks == [f"rank 0 has waited {seconds} s" for seconds in (60, 120, 240)]
+
+
+@pytest.mark.parametrize("raised", ["", "Connection closed by peer"])
+def test_a_rank_whose_rank_0_is_stopped_raises_that_by_itself(raised: str) -> None:
+    with subprocess.Popen(["sh", "-c", "read line"], stdin=subprocess.PIPE) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        channel = OtherRank(iter(()), rank=1, process=process.pid)
+        stall = diagnosis_of(channel, lambda: state(1, called=True))
+        stall.request(DiagnosisRequest(rank=1, outstanding=WANTED, seconds=60.0, raised=raised))
+        work(stall)
+        process.kill()
+    first, _, _, rank_0, rank_1, *_ = str(stall.error).splitlines()
+    assert first.startswith("rank 0 never came to collective #1 of group 'world' (all_reduce): ")
+    assert rank_0.startswith(
+        f"  0     -                           no answer: its process {process.pid} is stopped"
+    )
+    assert rank_0.endswith("<- never came") and rank_1.startswith("  1     all_reduce  float32  (4,)")
+
+
+def test_a_rank_whose_rank_0_computes_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as process:
+        stall = diagnosis_of(OtherRank(iter(()), rank=1, process=process.pid), lambda: state(1, called=True))
+        stall.request(DiagnosisRequest(rank=1, outstanding=WANTED, seconds=60.0))
+        work(stall)
+        process.kill()
+    assert stall.error is None
+    (remark,) = (record.getMessage() for record in caplog.records)
+    assert f"for rank 0. rank 0 cannot say where it is: its process {process.pid} computes." in remark
+
+
+def test_a_wait_for_others_than_a_frozen_rank_0_is_no_error_until_it_breaks() -> None:
+    pair = Outstanding("1 (ranks 1, 2)", 1)
+    own = replace(state(1, called=True), outstanding=(pair,), groups={"world": (0, 1, 2), pair.group: (1, 2)})
+    with subprocess.Popen(["sh", "-c", "read line"], stdin=subprocess.PIPE) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        channel = OtherRank(iter(()), rank=1, process=process.pid)
+        channel.world_size = 3
+        stall = diagnosis_of(channel, lambda: own)
+        stall.request(DiagnosisRequest(rank=1, outstanding=pair, seconds=60.0))
+        work(stall)
+        assert stall.error is None
+        stall.request(DiagnosisRequest(rank=1, outstanding=pair, seconds=0.0, raised="Connection closed"))
+        work(stall)
+        process.kill()
+    assert str(stall.error).startswith(
+        "rank 0 does not answer, and nobody else can say what is wrong with collective #1 of group"
+        " '1 (ranks 1, 2)' ((not recorded)): the wait of rank 1 was ended by Connection closed"
+    )
