@@ -496,7 +496,7 @@ def test_a_rank_that_has_closed_its_channel_is_neither_lost_nor_there() -> None:
     with channels(2) as (main, other):
         lost: list[int] = []
         main.watch_peers(on_lost=lambda rank, _: lost.append(rank))
-        assert wait_until(lambda: main.answers(1))
+        assert wait_until(lambda: main.answers(1) and other.process_of(0)[1])
         assert main.process_of(1) == other.process_of(0) == (socket.gethostname(), os.getpid())
         other.close()
         assert main.has_closed(1) and not main.answers(1)
