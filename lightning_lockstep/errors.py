@@ -7,6 +7,7 @@
     │   ├── CollectiveMismatchError          ranks called different operations, shapes or dtypes
     │   └── CollectiveStallError             a rank did not arrive in time
     ├── RankFailedError(RuntimeError)        another rank failed: which, host, step, its traceback
+    ├── ReplicaMismatchError(RuntimeError)   ranks hold different weights, or work on the same data
     ├── OverflowDetectedError(ArithmeticError)
     ├── BatchSizeError(RuntimeError)         no batch size fits, or the search is not possible here
     ├── MetricMissingError(RuntimeError)     a monitored metric that no rank, or not every rank, has logged
@@ -37,6 +38,7 @@ __all__ = [
     "OverflowDetectedError",
     "Preempted",
     "RankFailedError",
+    "ReplicaMismatchError",
 ]
 
 
@@ -161,6 +163,13 @@ class RankFailedError(LockstepError, RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self), self.record)
+
+
+class ReplicaMismatchError(LockstepError, RuntimeError):
+    """Ranks that should hold the same weights, state and settings do not, or several work on the same data.
+
+    Ranks: raised alike on every rank, after the same batch.
+    """
 
 
 class OverflowDetectedError(LockstepError, ArithmeticError):

@@ -19,7 +19,7 @@ PACKAGE = Path(lightning_lockstep.__file__).parent
 GROUND = {"errors", "_doors", "_registry", "_settings", "_system", "_text"}
 TALK = GROUND | {"distributed"}
 MIDDLE = TALK | {"launchers", "numerics", "steps", "logs", "stopping"}
-FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers", "deepspeed", "xla", "shapes"}
+FEATURES = MIDDLE | {"overflow", "batch_size", "stragglers", "replicas", "deepspeed", "xla", "shapes"}
 PARTS = FEATURES | {"strategies", "callbacks", "demo", "components", "conf"}
 
 # room (folder or module at the top of the package) -> the rooms it may import; itself always
@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "overflow": TALK | {"numerics", "steps"},
     "batch_size": TALK | {"numerics", "steps"},
     "stragglers": TALK,
+    "replicas": TALK | {"steps"},
     "deepspeed": TALK | {"numerics", "steps"},
     "xla": TALK | {"numerics", "steps"},
     "shapes": TALK | {"batch_size", "xla"},

@@ -155,6 +155,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "colour": True,
     },
     "RecompileMonitor": {"expected_batches": 3},
+    "ReplicaCheck": {
+        "every_n_steps": 5,
+        "action": "warn",
+        "optimizer_state": False,
+        "buffers": "all",
+        "data": False,
+    },
     "StaticShapes": {
         "last_batch": "pad",
         "evaluation_last_batch": "pad",

@@ -30,6 +30,7 @@ CALLBACKS = [
     "OverflowDetector",
     "RankOrderedLogging",
     "RecompileMonitor",
+    "ReplicaCheck",
     "StaticShapes",
     "StopTogether",
     "StragglerMonitor",
@@ -62,6 +63,7 @@ SURFACE = [
     "MissingExtraError",
     "OverflowDetectedError",
     "RankFailedError",
+    "ReplicaMismatchError",
 ]
 
 

@@ -115,6 +115,7 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "OverflowDetector, trace": lambda: ours.OverflowDetector(trace_batch_nums=[1]),
     "RankOrderedLogging": lambda: ours.RankOrderedLogging(),
     "RecompileMonitor": lambda: ours.RecompileMonitor(),
+    "ReplicaCheck": lambda: ours.ReplicaCheck(every_n_steps=1),
     "StaticShapes": lambda: ours.StaticShapes(),
     "StopTogether": lambda: ours.StopTogether(),
     "StragglerMonitor": lambda: ours.StragglerMonitor(),

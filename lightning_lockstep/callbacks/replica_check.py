@@ -1,0 +1,260 @@
+"""ReplicaCheck: whether all ranks hold the same weights and work on different data, and why not."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from lightning_lockstep._doors.lightning import Callback, LightningModule, Trainer
+from lightning_lockstep._settings import Faults
+from lightning_lockstep._text import say
+from lightning_lockstep.distributed import Communicator, current_communicator
+from lightning_lockstep.distributed.c10d_operators import ddp_of
+from lightning_lockstep.errors import ReplicaMismatchError
+from lightning_lockstep.replicas.checksums import Checksums
+from lightning_lockstep.replicas.contents import Buffers, Contents, facts, hyperparameters
+from lightning_lockstep.replicas.data import PROBED, BatchRecorder, equal_by_nature, same_batches_text
+from lightning_lockstep.replicas.exchange import (
+    Check,
+    RankChecks,
+    differing_facts,
+    finding_of,
+    largest_differences,
+)
+from lightning_lockstep.replicas.report import Finding, report, start_table
+
+_log = logging.getLogger(__name__)
+
+# How long rank 0 waits at the end of a fit for the last checks of the others [s].
+_AT_THE_END = 30.0
+
+
+class ReplicaCheck(Callback):
+    """Checks that all ranks hold the same weights, optimizer state and settings, and work on different data.
+
+    Before the first step the ranks compare how the run was made. Then, after the first batch, the fourth, every
+    ``every_n_steps`` and the last one, each computes an exact checksum of every tensor and sends a few numbers to
+    rank 0; where those differ, the ranks meet after the same batch, and a report names the tensors, the ranks in the
+    minority, since when, and the likely reasons.
+
+    Args:
+        every_n_steps: Batches between two checks.
+        action: ``"raise"`` ends the run on all ranks alike; ``"warn"`` reports each difference once and goes on.
+        optimizer_state: Whether the state of optimizers is compared too, where each rank has all of it.
+        buffers: ``"auto"`` compares those that the ranks share: not the statistics of BatchNorm without
+            synchronization, nor others that each rank computes from its own batches; ``"all"``; ``"none"``.
+        data: Whether the batches of the ranks are compared.
+
+    Raises:
+        ConfigurationError: One message with every argument that cannot be used.
+        ReplicaMismatchError: With ``action="raise"``, on all ranks after the same batch.
+
+    Ranks: every rank has one. A small gather before the first step and a broadcast after the last; between them, for
+        each check, a message of each rank to rank 0 over the side channel, and no collective until there is a
+        difference.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 100,
+        action: Literal["raise", "warn"] = "raise",
+        optimizer_state: bool = True,
+        buffers: Buffers = "auto",
+        data: bool = True,
+    ) -> None:
+        super().__init__()
+        faults = Faults()
+        faults.whole("every_n_steps", every_n_steps, what="a whole number of batches", such_as=100)
+        faults.choice("action", action, ("raise", "warn"))
+        faults.flag("optimizer_state", optimizer_state)
+        faults.choice("buffers", buffers, ("auto", "all", "none"))
+        faults.flag("data", data)
+        faults.raise_all()
+        self.every_n_steps, self.action = every_n_steps, action
+        self.optimizer_state, self.buffers, self.data = optimizer_state, buffers, data
+        self._run: _Run | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Open the side channel while all ranks are here. Ranks: all, together."""
+        if stage == "fit":
+            self._stop()
+            if current_communicator().world_size == 1:
+                say(
+                    "ReplicaCheck: there is one process, which has all there is (under SPMD it is one program for all"
+                    " devices); nothing is compared."
+                )
+            else:
+                _ = current_communicator().side_channel
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare how the run was made on each rank. Ranks: all, together; a gather of a number each."""
+        self._stop()
+        if current_communicator().world_size > 1:
+            self._run = _Run(self, trainer, pl_module)
+            self._run.begin()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the batch, if it is time to."""
+        if self._run is not None:
+            self._run.take_batch(batch, batch_idx)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Look at the gradients of the last step before a check."""
+        if self._run is not None:
+            self._run.take_gradients(optimizer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Check, if it is time to, and act on what rank 0 has found. Ranks: every rank, after every batch."""
+        if self._run is not None:
+            self._run.batch_done()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check once more. Ranks: all, together; they wait until rank 0 has compared, and for a broadcast."""
+        if self._run is not None:
+            self._run.end()
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take everything away. Ranks: any, alone."""
+        self._stop()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take everything away. Ranks: any, alone."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+
+
+class _Run:
+    """One fit."""
+
+    def __init__(self, settings: ReplicaCheck, trainer: Any, module: LightningModule) -> None:
+        self._settings, self._trainer, self._module = settings, trainer, module
+        self._communicator: Communicator = current_communicator()
+        self._contents = Contents(
+            trainer, module, optimizer_state=settings.optimizer_state, buffers=settings.buffers
+        )
+        self._checks = RankChecks(self._communicator)
+        self._batches = BatchRecorder(trainer, settings.every_n_steps) if settings.data else None
+        self._trained = self._contents.trained()
+        self._count = self._checked = 0
+        self._gradients: list[tuple[list[str], Checksums]] = []
+        self._steps = [0] * len(trainer.optimizers)
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_, number=number: self._stepped(number))
+            for number, optimizer in enumerate(trainer.optimizers)
+            if isinstance(optimizer, Optimizer)
+        ]
+
+    def begin(self) -> None:
+        if self._checks.comparison is not None:
+            self._checks.comparison.same_batches = self._same_batches
+        if self._contents.left_out and self._communicator.is_main:
+            say(f"ReplicaCheck: {self._contents.left_out}; weights are not compared.")
+        differing = differing_facts(self._communicator, facts(self._trainer, self._module))
+        if differing:
+            table, is_fault = start_table(differing)
+            self._act(
+                f"the ranks were not made alike, found before the first step\n\n{table}", is_fault=is_fault
+            )
+        self._check()
+
+    def take_batch(self, batch: Any, index: int) -> None:
+        warning = self._batches.take(batch, self._count, index) if self._batches is not None else None
+        if warning is not None and self._communicator.is_main:
+            _log.warning("%s", warning)
+
+    def take_gradients(self, optimizer: Any) -> None:
+        # A step that ends after the check is none of its; one that is not the last before it is replaced.
+        if self._contents.whole_steps and self._until_check() <= self._trainer.accumulate_grad_batches:
+            named = self._contents.gradients(optimizer)
+            self._gradients = [other for other in self._gradients if other[0] != named.names]
+            self._gradients.append((named.names, named.checksums()))
+
+    def batch_done(self) -> None:
+        due = self._until_check() == 1
+        self._count += 1
+        if due:
+            self._check()
+        finding = self._checks.step_done()
+        if finding is not None:
+            self._tell(finding)
+
+    def end(self) -> None:
+        if self._count != self._checked:
+            self._check()
+        text = self._communicator.broadcast(self._checks.finish(_AT_THE_END))
+        if text:
+            self._tell(finding_of(text))
+
+    def close(self) -> None:
+        self._checks.close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _until_check(self) -> int:
+        """Return how many batches there are until the next check, 1 for the one in hand."""
+        if self._count in (0, PROBED - 1):
+            return 1
+        left = self._settings.every_n_steps - self._count % self._settings.every_n_steps
+        return min(left, PROBED - self._count) if self._count < PROBED else left
+
+    def _check(self) -> None:
+        self._checked = self._count
+        row = self._batches.row() if self._batches is not None and self._count >= PROBED else []
+        check = Check(
+            self._count,
+            self._contents.sections(),
+            hyperparameters(self._trainer.optimizers),
+            self._evidence(),
+            self._gradients,
+            row,
+        )
+        self._gradients = []
+        self._checks.add(check)
+
+    def _evidence(self) -> dict[str, Any]:
+        ddp = ddp_of(self._trainer.strategy.model)
+        ignored = set(ddp.parameters_to_ignore) if ddp is not None else set()
+        return {
+            "steps": list(self._steps),
+            "statistics": self._contents.may_be_statistics(),
+            "automatic": self._module.automatic_optimization,
+            "wrapped": ddp is not None,
+            "synchronizes": ddp is None or ddp.require_backward_grad_sync,
+            "outside": sorted(self._contents.trained() - self._trained | ignored),
+            "host": self._communicator.host,
+            "device": str(self._trainer.strategy.root_device),
+        }
+
+    def _stepped(self, number: int) -> None:
+        self._steps[number] += 1
+
+    def _same_batches(self, loader: int, ranks: Any) -> str:
+        if equal_by_nature(self._trainer, loader):
+            return ""
+        return same_batches_text(self._trainer, loader, ranks)
+
+    def _tell(self, finding: Finding) -> None:
+        """Report what rank 0 has found; all ranks are here, after the same batch."""
+        self._checks.told()
+        differences = largest_differences(self._communicator, finding, self._contents.sections())
+        self._act(report(finding, differences), is_fault=True)
+
+    def _act(self, text: str, *, is_fault: bool) -> None:
+        if is_fault and self._settings.action == "raise":
+            raise ReplicaMismatchError(text)
+        if self._communicator.is_main:
+            _log.warning("ReplicaCheck: %s", text)

@@ -1,0 +1,210 @@
+"""What a rank holds that the other ranks should hold too: tensors by name, settings, and how the run was made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.optim import Optimizer
+
+from lightning_lockstep._doors.lightning import PYTORCH, LightningModule, Trainer
+from lightning_lockstep._doors.lightning_internals import averages_models
+from lightning_lockstep.replicas.checksums import Checksums
+from lightning_lockstep.steps.capabilities import capabilities_of
+
+Buffers = Literal["auto", "all", "none"]
+#: Kinds of tensors, in the order in which differences are told.
+SECTIONS = ("parameters", "buffers", "optimizer state")
+
+# Running statistics of these are each rank's own; those of SyncBatchNorm, which is none of them, are shared.
+_OWN_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
+
+class Named(NamedTuple):
+    """Tensors and what they are called; ``checksums`` starts to compute theirs."""
+
+    names: list[str]
+    tensors: list[Tensor]
+
+    def checksums(self) -> Checksums:
+        return Checksums(self.tensors)
+
+
+class Contents:
+    """The tensors of a run on this rank that are whole on each rank, looked up anew each time they are asked for."""
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, *, optimizer_state: bool, buffers: Buffers
+    ) -> None:
+        self._trainer, self._module, self._buffers = trainer, module, buffers
+        # An engine that keeps gradients divides the optimizer's state too.
+        self.whole_steps = capabilities_of(trainer.strategy).whole_gradients
+        self._optimizer_state = optimizer_state and self.whole_steps
+        self._compares_weights = not averages_models(trainer.strategy)
+
+    @property
+    def left_out(self) -> str:
+        """Why weights and the state of optimizers are not compared, or nothing."""
+        return (
+            ""
+            if self._compares_weights
+            else "the strategy averages the models of the ranks only now and then"
+        )
+
+    def sections(self) -> dict[str, Named]:
+        """Return the tensors of each kind."""
+        found = {section: Named([], []) for section in SECTIONS}
+        for name, buffer in self._chosen_buffers():
+            _add(found["buffers"], name, buffer)
+        if not self._compares_weights:
+            return found
+        names = {}
+        for name, parameter in self._module.named_parameters():
+            names[parameter] = name
+            _add(found["parameters"], name, parameter)
+        if self._optimizer_state:
+            for label, parameter, key, value in self._states():
+                _add(found["optimizer state"], f"{label}{key} of {names.get(parameter, 'another')}", value)
+        return found
+
+    def gradients(self, optimizer: Optimizer) -> Named:
+        """Return the gradients with which an optimizer is about to step."""
+        found = Named([], [])
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                _add(found, names.get(parameter, "a parameter of no module"), parameter.grad)
+        return found
+
+    def may_be_statistics(self) -> list[str]:
+        """Return the buffers that may be what each rank has found in its own batches."""
+        if self._buffers == "all":
+            return []
+        return [
+            name
+            for name, buffer in self._chosen_buffers()
+            if buffer.is_floating_point()
+            and not isinstance(self._module.get_submodule(name.rpartition(".")[0]), nn.SyncBatchNorm)
+        ]
+
+    def trained(self) -> set[str]:
+        """Return the names of the parameters that gradients are computed for."""
+        return {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+
+    def _chosen_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        if self._buffers == "none":
+            return
+        own = set()
+        if self._buffers == "auto":
+            for path, module in self._module.named_modules():
+                if isinstance(module, _OWN_STATISTICS):
+                    own |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)}
+        yield from ((name, buffer) for name, buffer in self._module.named_buffers() if name not in own)
+
+    def _states(self) -> Iterator[tuple[str, Tensor, str, Any]]:
+        optimizers: Sequence[Any] = self._trainer.optimizers
+        for number, optimizer in enumerate(optimizers):
+            if hasattr(optimizer, "consolidate_state_dict"):
+                continue  # ZeroRedundancyOptimizer: each rank has a part
+            label = f"optimizer {number}: " if len(optimizers) > 1 else ""
+            for parameter in _parameters(optimizer):
+                for key, value in sorted(
+                    optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])
+                ):
+                    yield label, parameter, key, value
+
+
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _add(named: Named, name: str, value: Any) -> None:
+    """Add a value if it is a tensor that each rank has whole."""
+    if (
+        not isinstance(value, Tensor)
+        or isinstance(value, UninitializedTensorMixin)
+        or value.layout is not torch.strided
+        or value.is_meta
+        or hasattr(value, "to_local")  # DTensor
+        or hasattr(value, "ds_tensor")  # ZeRO stage 3
+    ):
+        return
+    named.names.append(name)
+    named.tensors.append(value)
+
+
+# -- Settings and structure, as text by what they are about --
+
+
+def hyperparameters(optimizers: Sequence[Any]) -> dict[str, str]:
+    """Return what the optimizers step with now, such as ``optimizer 0, group 0, lr``."""
+    return {
+        f"optimizer {number}, group {index}, {key}": text
+        for number, optimizer in enumerate(optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names") and (text := _plain(value)) is not None
+    }
+
+
+#: What may differ between ranks that train rightly; it is said, and ends no run.
+REMARKS = ("hparams", "version")
+
+
+def facts(trainer: Any, module: LightningModule) -> dict[str, str]:
+    """Return all that must be alike on the ranks before the first step."""
+    found = {}
+    for number, (name, parameter) in enumerate(module.named_parameters()):
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        kind = "trained" if parameter.requires_grad else "frozen"
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        found[f"parameter {number}"] = f"{name} {shape} {dtype} {kind}"
+    for number, optimizer in enumerate(trainer.optimizers):
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        found[f"optimizer {number}"] = f"{type(optimizer).__name__}, parameters in its groups: {sizes}"
+    found |= hyperparameters(trainer.optimizers)
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        kind = type(config.scheduler).__name__
+        found[f"scheduler {number}"] = f"{kind}, each {config.frequency} {config.interval}"
+    found["precision"] = str(trainer.precision)
+    found["batches an epoch"] = str(trainer.num_training_batches)
+    found["batches a step"] = str(trainer.accumulate_grad_batches)
+    for package in ("torch", PYTORCH.partition(".")[0], "lightning-lockstep"):
+        found[f"version of {package}"] = _version(package)
+    for owner in (module, trainer.datamodule):
+        values: Mapping[str, Any] = getattr(owner, "hparams", {})
+        for name, value in values.items():
+            if (text := _plain(value)) is not None:
+                found[f"hparams of {type(owner).__name__}: {name}"] = text
+    return found
+
+
+def is_remark(what: str) -> bool:
+    return what.startswith(REMARKS)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except ImportError:
+        return "unknown"
+
+
+def _plain(value: Any) -> str | None:
+    """Return a value of plain data as text; of anything else the text may differ though the value does not."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,192 @@
+"""Which batches a rank works on: their checksums, and what the loaders are that they come from."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+
+from lightning_lockstep._doors.lightning_internals import divides_data, joins_batches, loaders_in_use
+from lightning_lockstep._text import ranks_in_words
+from lightning_lockstep.replicas.checksums import Checksums, folded
+
+#: Batches in a row that are looked at: the first of a fit and of its second epoch, the last before a check.
+PROBED = 4
+# Two ranks must have had the same batches in so many of these rows, but for the first one.
+_ROWS = 2
+
+#: Checksums of batches in a row, a list for each loader.
+Row = list[list[int]]
+
+
+def batch_sums(batch: Any, loaders: int) -> list[int]:
+    """Return a checksum of the batch of each loader; on a GPU it waits for them."""
+    parts = [batch]
+    if loaders > 1:
+        parts = list(batch.values() if isinstance(batch, Mapping) else batch)
+    return [_sum_of(part) for part in parts]
+
+
+def _sum_of(batch: Any) -> int:
+    leaves = list(_leaves(batch))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    texts = [zlib.crc32(repr(leaf).encode()) for leaf in leaves if isinstance(leaf, (str, bytes, int, float))]
+    return folded([*Checksums(tensors).numbers(), *texts])
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    if isinstance(value, (list, tuple)):
+        for member in value:
+            yield from _leaves(member)
+    else:
+        yield value
+
+
+class BatchRecorder:
+    """Checksums of the batches of this rank, and whether a second epoch repeats the first."""
+
+    def __init__(self, trainer: Any, every_n_steps: int) -> None:
+        self._trainer, self._every = trainer, every_n_steps
+        loaders = loaders_in_use(trainer.fit_loop)
+        self._parts = len(loaders) if joins_batches(trainer.fit_loop) else 1
+        self._row: Row = [[] for _ in range(self._parts)]
+        self._epochs: dict[int, Row] = {}
+        self.active = bool(self._parts == len(loaders) and not trainer.overfit_batches)
+
+    def take(self, batch: Any, number: int, index: int) -> str | None:  # in the fit, and in its epoch
+        """Look at a batch, before its step, if it is time to; returns a warning, or nothing."""
+        if not self.active:
+            return None
+        epoch = self._trainer.current_epoch
+        early = index < PROBED and (epoch in self._epochs or len(self._epochs) < 2)
+        before_check = number < PROBED or -(number + 1) % self._every < PROBED
+        if not early and not before_check:
+            return None
+        sums = batch_sums(batch, self._parts)
+        if before_check:
+            for row, one in zip(self._row, sums, strict=True):
+                row.append(one)
+                del row[:-PROBED]
+        if not early:
+            return None
+        rows = self._epochs.setdefault(epoch, [[] for _ in range(self._parts)])
+        for row, one in zip(rows, sums, strict=True):
+            row.append(one)
+        last = min(PROBED, self._trainer.num_training_batches) - 1
+        return self._repeated(epoch) if index == last else None
+
+    def row(self) -> Row:
+        """Return the last batches, and begin another row if it will be as long."""
+        row = [list(sums) for sums in self._row]
+        if self._every >= PROBED:
+            self._row = [[] for _ in range(self._parts)]
+        return row
+
+    def _repeated(self, epoch: int) -> str | None:
+        before = self._epochs.get(epoch - 1)
+        for number, row in enumerate(self._epochs[epoch]):
+            if before is None or before[number] != row or len(set(row)) < 2:
+                continue
+            if _shuffles(loader := loaders_in_use(self._trainer.fit_loop)[number]):
+                return (
+                    f"ReplicaCheck: epoch {epoch} began with the same batches in the same order as epoch {epoch - 1},"
+                    f" though {_named(number, self._parts)} shuffles. {_described(loader)}. Call"
+                    " sampler.set_epoch(epoch) at the start of each epoch, as Lightning does for a sampler that it"
+                    " finds as loader.sampler or loader.batch_sampler.sampler."
+                )
+        return None
+
+
+class BatchComparison:
+    """On rank 0: which ranks have worked on the same batches."""
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._is_first = True
+
+    def compare(self, rows: Mapping[int, Row]) -> tuple[int, tuple[int, ...]] | None:
+        """Return the number of a loader and the ranks to which it gives the same batches, if it does."""
+        if min((len(sums) for row in rows.values() for sums in row), default=0) < 2:
+            return None
+        first, self._is_first = self._is_first, False
+        same: dict[tuple[int, tuple[int, ...]], int] = {}
+        for loader in range(min(map(len, rows.values()), default=0)):
+            ranks_of: dict[tuple[int, ...], list[int]] = {}
+            for rank, row in rows.items():
+                ranks_of.setdefault(tuple(row[loader]), []).append(rank)
+            for sums, ranks in ranks_of.items():
+                # All batches alike on a rank too: constant data, or a single batch.
+                if len(ranks) > 1 and len(set(sums)) > 1:
+                    key = loader, tuple(ranks)
+                    same[key] = self._in_a_row.get(key, 0) + 1
+        self._in_a_row = same
+        return next((key for key, count in same.items() if first or count >= _ROWS), None)
+
+
+def equal_by_nature(trainer: Any, loader: int) -> bool:
+    """Return whether a data set has fewer samples than there are ranks, so that samplers repeat some."""
+    dataset = getattr(loaders_in_use(trainer.fit_loop)[loader], "dataset", None)
+    try:
+        return not isinstance(dataset, IterableDataset) and len(dataset) < trainer.world_size  # type: ignore[arg-type]
+    except TypeError:
+        return False
+
+
+def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
+    """Return what is wrong with a loader that gives several ranks the same batches, and what to write."""
+    loaders = loaders_in_use(trainer.fit_loop)
+    loader = loaders[number]
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        advice = (
+            "Lightning puts no sampler into a loader of an iterable data set. Let its __iter__ yield each rank's"
+            " share, such as itertools.islice(samples, rank, None, world_size) with rank and world_size from"
+            " torch.distributed, and within that each worker's (torch.utils.data.get_worker_info), or use"
+            " datasets.distributed.split_dataset_by_node"
+        )
+    elif not divides_data(trainer):
+        advice = (
+            "use_distributed_sampler=False was given to the Trainer: leave it out, or make the loader with"
+            " sampler=DistributedSampler(dataset)"
+        )
+    elif _sampler(loader) is None:
+        advice = (
+            "Lightning puts a sampler into a DataLoader of torch alone: give each rank its share by its rank"
+        )
+    else:
+        advice = "Give each rank its share of the samples: a sampler of its own must go by the rank"
+    return (
+        f"{ranks_in_words(ranks)} work on the same batches: {_named(number, len(loaders))} gives them to each."
+        f" {_described(loader)}. {advice}."
+    )
+
+
+def _named(number: int, count: int) -> str:
+    return "the training loader" if count == 1 else f"training loader {number} of {count}"
+
+
+def _described(loader: Any) -> str:
+    dataset, sampler = getattr(loader, "dataset", None), _sampler(loader)
+    kind = "iterable" if isinstance(dataset, IterableDataset) else "not iterable"
+    if isinstance(sampler, DistributedSampler):
+        given = f"with a {type(sampler).__name__} for rank {sampler.rank} of {sampler.num_replicas}"
+    else:
+        given = f"without a DistributedSampler (sampler: {type(sampler).__name__})"
+    return f"Its data set {type(dataset).__name__} is {kind}, {given}"
+
+
+def _sampler(loader: Any) -> Any:
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
+
+
+def _shuffles(loader: Any) -> bool:
+    sampler = _sampler(loader)
+    return isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False))

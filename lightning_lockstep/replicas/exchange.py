@@ -1,0 +1,296 @@
+"""Checksums on their way to rank 0, compared as soon as all have come; finer ones are asked for where they differ.
+
+    every rank, after its n-th batch            rank 0, receiving thread
+    --------------------------------            ------------------------
+    check   a number for each kind   -------->  all have come: equal, or
+            of tensors                <-------  ask     the first rank of each group that agrees
+    answer  a number for each tensor  ------->  judge; a difference: request a stop (`stop_agreement`)
+            (receiving thread)
+    after the same batch on all ranks: they measure the largest differences together, and act
+
+Nobody waits before there is a difference. A rank that is late delays the comparison of that check, and nothing else;
+one that is gone ends the run by other means. Where rank 0 is frozen nothing is compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lockstep.distributed import Communicator
+from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
+from lightning_lockstep.distributed.side_channel.channel import Message
+from lightning_lockstep.replicas.checksums import Checksums, folded
+from lightning_lockstep.replicas.contents import SECTIONS, Named
+from lightning_lockstep.replicas.data import BatchComparison, Row
+from lightning_lockstep.replicas.report import NAMED, Differences, Finding, Parts, judge
+
+_CHECK, _ASK, _ANSWER = "replica/check", "replica/ask", "replica/answer"
+
+# Checks whose numbers for each tensor a rank keeps, for the case that rank 0 asks.
+_KEPT = 8
+# Groups of ranks that agree of which rank 0 asks one.
+_ASKED = 16
+
+_fits = itertools.count()
+
+
+class Check:
+    """What one rank sends of one check, once its numbers are there."""
+
+    def __init__(
+        self,
+        count: int,  # batches of the fit before it
+        sections: Mapping[str, Named],
+        settings: Mapping[str, str],
+        evidence: Mapping[str, Any],  # see `judge`
+        gradients: Sequence[tuple[list[str], Checksums]],  # of each optimizer
+        row: Row,
+    ) -> None:
+        self.count, self.settings, self.evidence, self.row = count, settings, evidence, row
+        self._sums = {section: (named.names, named.checksums()) for section, named in sections.items()}
+        self._gradients = gradients
+
+    def ready(self) -> bool:
+        return all(sums.ready() for _, sums in self._sums.values())
+
+    def read(self) -> None:
+        """Take the numbers from the device."""
+        self.numbers = {
+            section: dict(zip(names, sums.numbers(), strict=True))
+            for section, (names, sums) in self._sums.items()
+        }
+        self.gradients = {
+            name: number
+            for names, sums in self._gradients
+            for name, number in zip(names, sums.numbers(), strict=True)
+        }
+
+    def coarse(self) -> dict[str, Any]:
+        folds = [folded(self.numbers[section].values()) for section in SECTIONS]
+        return {"count": self.count, "folds": [*folds, folded(self.settings.items())], "row": self.row}
+
+    def fine(self, before: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+        own = {"sums": self.numbers, "before": before, "settings": self.settings, "gradients": self.gradients}
+        return {**own, **self.evidence}
+
+
+class RankChecks:
+    """Sends the checks of this rank, and answers what rank 0 asks; one object on every rank for each fit."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._channel, self._fit = communicator.side_channel, next(_fits)
+        self._pending: deque[Check] = deque()
+        self._done: deque[tuple[Check, Mapping[str, Mapping[str, int]]]] = deque(maxlen=_KEPT)
+        self._before: Mapping[str, Mapping[str, int]] = {section: {} for section in SECTIONS}
+        self._agreement = StepAgreement(self._channel, name=f"replica/{self._fit}")
+        self.comparison: Comparison | None = None  # of rank 0
+        self._removes = [self._channel.on(_ASK, self._take_question)]
+        if communicator.is_main:
+            self.comparison = Comparison(communicator.world_size, ask=self._ask, found=self._found)
+            self._removes += [
+                self._channel.on(_CHECK, self._take(self.comparison.take_check)),
+                self._channel.on(_ANSWER, self._take(self.comparison.take_answer)),
+            ]
+
+    def add(self, check: Check) -> None:
+        """Send a check as soon as its numbers are there."""
+        self._pending.append(check)
+
+    def step_done(self) -> Finding | None:
+        """Send what is ready; return the difference for which all ranks meet after this batch, if they do."""
+        while self._pending and self._pending[0].ready():
+            self._send(self._pending.popleft())
+        decision = self._agreement.passed()
+        if decision is None:
+            return None
+        self._agreement.start_over()  # all ranks are here
+        return finding_of(decision.requests[0].reason)
+
+    def finish(self, timeout: float) -> str:  # of rank 0 [s]
+        """Send all; on rank 0 wait until they are compared and return as JSON what was found and not told yet."""
+        while self._pending:
+            self._send(self._pending.popleft())
+        if self.comparison is None:
+            return ""
+        with self.comparison.news:
+            self._channel.wait_for(self.comparison.news, self.comparison.idle, timeout)
+            return self.comparison.untold
+
+    def told(self) -> None:
+        """Note on rank 0 that all ranks know what was found."""
+        if self.comparison is not None:
+            self.comparison.untold = ""
+
+    def close(self) -> None:
+        self._agreement.close()
+        for remove in self._removes:
+            remove()
+
+    def _send(self, check: Check) -> None:
+        check.read()
+        self._done.append((check, self._before))
+        self._before = check.numbers
+        self._channel.post(_CHECK, [self._fit, check.coarse()], to=0)
+
+    def _ask(self, count: int, ranks: Sequence[int]) -> None:
+        self._channel.post(_ASK, [self._fit, count, list(ranks)])
+        if 0 in ranks:
+            self._answer(count)
+
+    def _take_question(self, message: Message) -> None:
+        fit, count, ranks = message.body
+        if fit == self._fit and self._channel.rank in ranks:
+            self._answer(count)
+
+    def _answer(self, count: int) -> None:
+        fine = next((check.fine(before) for check, before in list(self._done) if check.count == count), None)
+        self._channel.post(_ANSWER, [self._fit, {"count": count, "fine": fine}], to=0)
+
+    def _found(self, finding: Finding) -> None:
+        self._agreement.request(_text(finding), kind="replica")
+
+    def _take(self, take: Callable[[int, Any], None]) -> Callable[[Message], None]:
+        def taken(message: Message) -> None:
+            fit, body = message.body
+            if fit == self._fit:
+                take(message.sender, body)
+
+        return taken
+
+
+class Comparison:
+    """On rank 0: takes the checks of all ranks, in whatever order they come, and compares each once."""
+
+    def __init__(
+        self, world_size: int, *, ask: Callable[[int, Sequence[int]], None], found: Callable[[Finding], None]
+    ) -> None:
+        self.news = threading.Condition(threading.RLock())  # notified of each message
+        self.untold = ""  # what was found, as JSON, until all ranks know it
+        self.same_batches: Callable[[int, Sequence[int]], str] = lambda loader, ranks: (
+            ""
+        )  # what to say of them
+        self._ask, self._tell, self._world_size = ask, found, world_size
+        self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
+        self._asked: dict[int, tuple[Parts, dict[int, Any]]] = {}  # by count: groups, and who has answered
+        self._good: int | None = None
+        self._known: set[str] = set()  # tensors and settings that were told
+        self._data = BatchComparison()
+
+    def idle(self) -> bool:
+        """Return whether all that was sent is compared."""
+        return not self._checks and not self._asked
+
+    def take_check(self, rank: int, body: Any) -> None:
+        with self.news:
+            count = body["count"]
+            of_count = self._checks.setdefault(count, {})
+            of_count[rank] = body
+            if len(of_count) == self._world_size:
+                del self._checks[count]
+                self._compare(count, of_count)
+            self.news.notify_all()
+
+    def take_answer(self, rank: int, body: Any) -> None:
+        with self.news:
+            groups, answers = self._asked.get(body["count"], ([], {}))
+            answers[rank] = body["fine"]
+            if groups and len(answers) == len(groups):
+                del self._asked[body["count"]]
+                # One that is so late that a rank has forgotten the numbers: the next check will find it too.
+                if all(answers.values()):
+                    self._judge(body["count"], groups, answers)
+            self.news.notify_all()
+
+    def _compare(self, count: int, checks: Mapping[int, Any]) -> None:
+        same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
+        if same is not None and (text := self.same_batches(*same)):
+            self._report(Finding(count=count, data=text), {"data"})
+        ranks_of: dict[tuple[int, ...], list[int]] = {}
+        for rank in sorted(checks):
+            ranks_of.setdefault(tuple(checks[rank]["folds"]), []).append(rank)
+        if len(ranks_of) == 1:
+            self._good = count
+            return
+        groups = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))[:_ASKED]
+        self._asked[count] = groups, {}
+        self._ask(count, [group[0] for group in groups])
+
+    def _judge(self, count: int, groups: Parts, answers: Mapping[int, Any]) -> None:
+        finding = judge(count, self._good, groups, answers)
+        if finding is None:
+            self._good = count
+        else:
+            names = {*finding.settings, *(name for of_kind in finding.tensors.values() for name in of_kind)}
+            self._report(finding, names)
+
+    def _report(self, finding: Finding, names: set[str]) -> None:
+        if (
+            not self.untold and not names <= self._known
+        ):  # one at a time: later checks find what else there is
+            self._known |= names
+            self.untold = _text(finding)
+            self._tell(finding)
+
+
+def _text(finding: Finding) -> str:
+    return json.dumps(asdict(finding))
+
+
+def finding_of(text: str) -> Finding:
+    return Finding(**json.loads(text))
+
+
+# -- What all ranks do together once there is a difference --
+
+
+def differing_facts(communicator: Communicator, facts: Mapping[str, str]) -> dict[int, dict[str, str]]:
+    """Return by rank what all ranks have told, if they do not say the same; else nothing. Ranks: all, together."""
+    if len(set(communicator.gather(folded(facts.items())))) == 1:
+        return {}
+    return dict(enumerate(communicator.gather(dict(facts))))
+
+
+def largest_differences(
+    communicator: Communicator, finding: Finding, sections: Mapping[str, Named]
+) -> Differences:
+    """Return how far the first tensors that differ are from those of the reference. Ranks: all, together."""
+    own: dict[str, tuple[float, int, int, int]] = {}
+    for section, names in finding.tensors.items():
+        tensors = dict(zip(*sections[section], strict=True))
+        for name in list(names)[:NAMED]:
+            mine = tensors[name].detach().cpu() if name in tensors else None
+            other = communicator.broadcast(mine, finding.reference)
+            if (
+                mine is not None
+                and other is not None
+                and mine.shape == other.shape
+                and mine.dtype == other.dtype
+            ):
+                own[name] = _difference(mine, other)
+    found: dict[str, dict[int, tuple[float, int, int, int]]] = {}
+    for rank, of_rank in enumerate(communicator.gather(own)):
+        for name, difference in of_rank.items():
+            found.setdefault(name, {})[rank] = difference
+    return found
+
+
+def _difference(mine: Tensor, other: Tensor) -> tuple[float, int, int, int]:
+    """Return the largest difference, how many values differ, how many there are, and the bits that differ."""
+    if mine.is_complex():
+        mine, other = torch.view_as_real(mine), torch.view_as_real(other)
+    mine, other = mine.contiguous().reshape(-1), other.contiguous().reshape(-1)
+    flips = mine.view(torch.uint8) ^ other.view(torch.uint8)
+    bits = sum(int(((flips >> bit) & 1).sum()) for bit in range(8)) if flips.numel() else 0
+    differing = flips.view(len(mine), -1).any(dim=1)
+    distance = (mine[differing].double() - other[differing].double()).abs()
+    largest = float(distance.nan_to_num(float("inf")).max()) if len(distance) else 0.0
+    return largest, int(differing.sum()), len(mine), bits

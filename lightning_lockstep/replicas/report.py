@@ -1,0 +1,321 @@
+"""Where ranks differ, which of them are in the minority, and the likely reasons in the order of the evidence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_lockstep._text import counted, listed, plain_table, ranks_in_words
+from lightning_lockstep.replicas.contents import SECTIONS, is_remark
+
+#: How many tensors of each kind a report names, and how many settings.
+NAMED = 5
+_SETTINGS_NAMED = 12
+
+Parts = list[list[int]]  # ranks that have the same, the most first
+Answers = Mapping[int, Mapping[str, Any]]  # what each rank has told, see `RankChecks`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A difference between ranks; made by rank 0, sent to all as JSON."""
+
+    count: int  # batches of the fit after which it was found
+    good: int | None = None  # batches after which there was none
+    # By kind the names of the tensors, and for each the ranks that have the same.
+    tensors: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by name and rank, what differs
+    suspects: Sequence[int] = ()  # ranks in the minority, as far as there is one
+    reference: int = 0  # a rank that is none
+    reasons: Sequence[str] = ()
+    data: str = ""  # what is wrong with the data, if that is the finding
+
+
+#: By the name of a tensor and a rank: largest difference from the reference, how many values differ, how many there
+#: are, and how many bits differ.
+Differences = Mapping[str, Mapping[int, tuple[float, int, int, int]]]
+
+
+# -- Rank 0 decides: what differs, who is in the minority, why --
+
+
+def judge(count: int, good: int | None, groups: Parts, answers: Answers) -> Finding | None:
+    """Return what differs between groups of ranks, by what the first rank of each has answered."""
+    members = {group[0]: group for group in groups}
+    tensors: dict[str, dict[str, Parts]] = {}
+    for section in SECTIONS:
+        sums = {rank: answer["sums"][section] for rank, answer in answers.items()}
+        found = _differing(sums, members)
+        if section == "buffers":
+            found = {name: parts for name, parts in found.items() if not _is_own_statistic(name, answers)}
+        if found:
+            tensors[section] = found
+    settings = {rank: answer["settings"] for rank, answer in answers.items()}
+    differing = {
+        name: {
+            str(rank): settings[first].get(name, "-") for first, group in members.items() for rank in group
+        }
+        for name in _differing(settings, members)
+    }
+    if not tensors and not differing:
+        return None
+    suspects = _suspects(tensors, settings, members, answers)
+    everyone = sorted(rank for group in groups for rank in group)
+    reference = next((rank for rank in everyone if rank not in suspects and rank in members), groups[0][0])
+    return Finding(
+        count=count,
+        good=good,
+        tensors=tensors,
+        settings=differing,
+        suspects=suspects,
+        reference=reference,
+        reasons=_reasons(tensors, differing, suspects, answers, members),
+    )
+
+
+def _differing(values: Mapping[int, Mapping[str, Any]], members: Mapping[int, list[int]]) -> dict[str, Parts]:
+    """Return by name the ranks that have the same value, where not all have."""
+    names = dict.fromkeys(name for of_rank in values.values() for name in of_rank)
+    parts = {
+        name: _parts({rank: of_rank.get(name) for rank, of_rank in values.items()}, members) for name in names
+    }
+    return {name: found for name, found in parts.items() if len(found) > 1}
+
+
+def _parts(values: Mapping[int, Any], members: Mapping[int, list[int]]) -> Parts:
+    found: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).extend(members[rank])
+    return sorted((sorted(ranks) for ranks in found.values()), key=lambda ranks: (-len(ranks), ranks))
+
+
+def _minority(parts: Parts) -> list[int]:
+    if len(parts) > 1 and len(parts[0]) > len(parts[1]):
+        return sorted(rank for part in parts[1:] for rank in part)
+    return []
+
+
+def _is_own_statistic(name: str, answers: Answers) -> bool:
+    """Return whether a buffer is what each rank has found in its own batches, as far as can be seen."""
+    return all(
+        name in answer["statistics"] and _changed(answer, "buffers", name) for answer in answers.values()
+    )
+
+
+def _changed(answer: Mapping[str, Any], section: str, name: str) -> bool:
+    before = answer["before"][section].get(name)
+    return before is None or before != answer["sums"][section].get(name)
+
+
+def _suspects(
+    tensors: Mapping[str, Mapping[str, Parts]],
+    settings: Mapping[int, Mapping[str, str]],
+    members: Mapping[int, list[int]],
+    answers: Answers,
+) -> list[int]:
+    """Return the ranks in the minority: of the settings, of the optimizer steps, else of most tensors."""
+    steps = _parts({rank: tuple(answer["steps"]) for rank, answer in answers.items()}, members)
+    votes = [_minority(parts) for parts in _differing(settings, members).values()] + [_minority(steps)]
+    found = next(filter(None, votes), [])
+    counts = Counter(tuple(_minority(parts)) for names in tensors.values() for parts in names.values())
+    del counts[()]
+    if not found and counts:
+        found = list(counts.most_common(1)[0][0])
+    if not found and len(steps) > 1:  # two ranks: who has left out a step
+        fewest = min(sum(answer["steps"]) for answer in answers.values())
+        found = [
+            r for rank, answer in answers.items() if sum(answer["steps"]) == fewest for r in members[rank]
+        ]
+    if not found:  # two ranks: who alone has changed what stays as it is
+        for section, names in tensors.items():
+            for name in names:
+                changed = [rank for rank, answer in answers.items() if _changed(answer, section, name)]
+                if 0 < len(changed) < len(answers):
+                    return sorted(r for rank in changed for r in members[rank])
+    return found
+
+
+def _reasons(
+    tensors: Mapping[str, Mapping[str, Parts]],
+    settings: Mapping[str, Mapping[str, str]],
+    suspects: Sequence[int],
+    answers: Answers,
+    members: Mapping[int, list[int]],
+) -> list[str]:
+    """Return the likely reasons, those with evidence first."""
+    reasons = [
+        f"{name} is {_who_has_what(values)}." for name, values in list(settings.items())[:_SETTINGS_NAMED]
+    ]
+    steps = _parts({rank: tuple(answer["steps"]) for rank, answer in answers.items()}, members)
+    if len(steps) > 1:
+        told = {str(r): str(answers[rank]["steps"]) for rank, ranks in members.items() for r in ranks}
+        reasons.append(
+            f"An optimizer has stepped on some ranks only: steps of each optimizer are {_who_has_what(told)}. Let"
+            " all ranks step alike, also where a rank has nothing to learn from its batch."
+        )
+    gradients = {rank: answer["gradients"] for rank, answer in answers.items()}
+    differing = _differing(gradients, members)
+    if differing:
+        reasons.append(_reason_for_gradients(list(differing), len(next(iter(gradients.values()))), answers))
+    if tensors.keys() == {"buffers"}:
+        reasons.append(
+            "Only buffers differ: something writes them from what one rank alone has seen, and nothing sends them to"
+            " the others. Reduce what is written, or compare none with buffers='none'."
+        )
+    if reasons:
+        return reasons
+    unchanged = [
+        name
+        for section, names in tensors.items()
+        for name in names
+        if len({_changed(answer, section, name) for answer in answers.values()}) > 1
+    ]
+    if unchanged:
+        reasons.append(
+            f"{listed(unchanged, 3)} changed on some ranks only, while settings and optimizer steps are equal: a"
+            " hook or a callback has written it there, or a checkpoint was loaded there alone."
+        )
+    elif any(gradients.values()):
+        reasons.append(
+            "The gradients of the last step, the settings and the numbers of optimizer steps are equal: a hook or a"
+            " callback wrote on some ranks only, or the gradients of an earlier step were not reduced."
+        )
+    else:
+        reasons.append(
+            "No gradients were seen before the optimizers stepped: in manual optimization call"
+            " self.manual_backward(loss), and step with the optimizers that self.optimizers() returns."
+        )
+    where = {rank: f"{answers[rank]['host']}, {answers[rank]['device']}" for rank in answers}
+    named = listed(
+        [f"rank {rank} (host {where[rank]})" for rank in where if rank in suspects or not suspects], 4
+    )
+    reasons.append(f"Memory or arithmetic of a device that fails: {named}.")
+    return reasons
+
+
+def _reason_for_gradients(names: Sequence[str], compared: int, answers: Answers) -> str:
+    told = list(answers.values())
+    if len(names) < compared:
+        outside = [name for name in names if name in told[0]["outside"]]
+        why = _UNKNOWN.format(listed(outside, 3)) if outside else _CHANGED
+        return f"The gradients of {listed(names, 3)} differed in the last step, those of the others did not: {why}"
+    why = _PAST_DDP
+    if not all(answer["wrapped"] for answer in told):
+        why = _NOT_WRAPPED
+    elif not all(answer["synchronizes"] for answer in told):
+        why = _NOT_SYNCHRONIZED
+    elif not all(answer["automatic"] for answer in told):
+        why = _MANUAL
+    return f"The gradients of all ranks differed in the last step, so they were not reduced: {why}"
+
+
+# Why gradients differ: of some parameters, or of all.
+_UNKNOWN = (
+    "DDP does not know {}: it was told to ignore that, or it was frozen or not there when the model was wrapped."
+    " Unfreeze and add parameters before the fit begins (configure_model)."
+)
+_CHANGED = (
+    "they are changed on some ranks after the reduction, as by a hook, or DDP does not know them, as what"
+    " configure_optimizers adds to the model."
+)
+_NOT_WRAPPED = "no DistributedDataParallel wraps the model, and the strategy has not reduced them."
+_NOT_SYNCHRONIZED = "DDP was told not to synchronize, as by no_sync() that was never left, or by require_backward_grad_sync=False."
+_MANUAL = "in manual optimization loss.backward() and torch.autograd.grad go past DDP. Call self.manual_backward(loss)."
+_PAST_DDP = (
+    "the loss came from a forward past DDP (of the module that it wraps), its gradients from torch.autograd.grad, or a"
+    " hook changed them after the reduction."
+)
+
+
+def _who_has_what(values: Mapping[str, str]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(int(rank))
+    most_first = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
+    return ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in most_first)
+
+
+# -- The text, the same on every rank --
+
+
+def report(finding: Finding, differences: Differences) -> str:
+    """Return what is printed, and what the error says."""
+    if finding.data:
+        return f"{finding.data} (the batches before batch {finding.count} of this fit)"
+    kinds = [*finding.tensors, *(["settings"] if finding.settings else [])]
+    lines = [
+        f"the ranks differ in their {' and '.join(kinds)}, found after batch {finding.count} of this fit",
+        "",
+    ]
+    rows = [
+        (name, _in_words(parts), *_difference(differences.get(name, {})))
+        for names in finding.tensors.values()
+        for name, parts in list(names.items())[:NAMED]
+    ]
+    if rows:
+        lines.append(plain_table(("differs", "ranks that agree", "largest difference", "values"), rows))
+        more = [
+            f"{counted(len(names) - NAMED, 'more tensor')} of {kind}"
+            for kind, names in finding.tensors.items()
+            if len(names) > NAMED
+        ]
+        lines += [f"  and {', '.join(more)}"] if more else []
+        lines.append("")
+    good = "never before" if finding.good is None else f"after batch {finding.good}"
+    if finding.good == 0:
+        good = "at the start"
+    lines.append(f"They were last found equal {good}.{_who(finding)}")
+    reasons = [*_of_differences(finding, differences), *finding.reasons]
+    lines += ["Likely reasons:" if len(reasons) > 1 else "Likely reason:"]
+    lines += [f"  {number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join(lines)
+
+
+def _who(finding: Finding) -> str:
+    if finding.suspects:
+        return f" In the minority: {ranks_in_words(finding.suspects)}."
+    return " No rank is in the minority, so nothing says which of them is right."
+
+
+def _in_words(parts: Parts) -> str:
+    most = _minority(parts)
+    texts = [ranks_in_words(part) + (" <- differs" if part[0] in most else "") for part in parts]
+    return listed(texts, 4) if len(parts) < 5 else f"none of {counted(len(parts), 'group')}"
+
+
+def _difference(by_rank: Mapping[int, tuple[float, int, int, int]]) -> tuple[str, str]:
+    largest = max(by_rank.values(), default=(0.0, 0, 0, 0))
+    if not largest[1]:
+        return "-", "-"
+    return f"{largest[0]:.3g}", f"{largest[1]:,} of {largest[2]:,}"
+
+
+def _of_differences(finding: Finding, differences: Differences) -> list[str]:
+    """Return the reason that the values themselves suggest, if they do."""
+    names = [name for of_kind in finding.tensors.values() for name in of_kind]
+    found = [one for name in names for one in differences.get(name, {}).values() if one[1]]
+    if len(names) == len(found) == 1 and found[0][3] == 1:
+        return [f"One bit of one value of {names[0]} differs, which is what memory that fails leaves behind."]
+    return []
+
+
+# -- At the start, before the first step: a table of who has what --
+
+
+def start_table(facts: Mapping[int, Mapping[str, str]]) -> tuple[str, bool]:
+    """Return a table of what differs at the start, and whether any of it must not; facts by rank."""
+    differing = _differing(facts, {rank: [rank] for rank in facts})
+    rows: list[tuple[str, str, str]] = []
+    shown = list(differing.items())[:_SETTINGS_NAMED]
+    for what, parts in shown:
+        most = _minority(parts)
+        for part in parts:
+            value = facts[part[0]].get(what, "nothing")
+            mark = "   <- differs" if part[0] in most else ""
+            rows.append((what, ranks_in_words(part), f"{value}{mark}"))
+    text = plain_table(("what", "ranks", "have"), rows)
+    if len(differing) > len(shown):
+        text += f"\n  and {len(differing) - len(shown)} more"
+    return text, not all(map(is_remark, differing))

@@ -1,0 +1,124 @@
+"""Random divergences that must be found and named, and healthy runs that must pass without an alarm."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tests.replicas.fits import Case
+
+#: Ranks of these runs: with two nobody can say which one is right.
+RANKS = 3
+FAULTS = ("bit", "bit of state", "skipped step", "rate", "buffer", "buffer of integers", "layer", "sampler")
+#: Parameters of `Net`, in their order.
+PARAMETERS = [
+    f"{layer}.{kind}" for layer in ("first", "middle.0", "middle.2", "last") for kind in ("weight", "bias")
+]
+# Kinds of healthy runs, and what makes them.
+HEALTHY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dropout": {"traits": ("dropout",)},
+    "accumulation": {"trainer": {"accumulate_grad_batches": 3}},
+    "EMA": {"traits": ("EMA",)},
+    "SWA": {"traits": ("SWA",), "samples": 60, "trainer": {"max_epochs": 3}},
+    "two optimizers": {"traits": ("two optimizers",), "strategy": {"find_unused_parameters": True}},
+    "gradient checkpointing": {"traits": ("checkpointing",)},
+    "frozen": {"traits": ("frozen",)},
+    "resume": {"traits": ("resume",)},
+    "uneven, truncate": {
+        "loader": "uneven",
+        "strategy": {"uneven_inputs": "truncate"},
+        "trainer": {"max_epochs": 2},
+    },
+    "uneven, join": {"loader": "uneven", "strategy": {"uneven_inputs": "join"}, "trainer": {"max_epochs": 2}},
+    "even": {"loader": "stream", "strategy": {"uneven_inputs": "error"}},
+    "overfit_batches": {"trainer": {"overfit_batches": 2}, "samples": 24},
+    "batchnorm": {"traits": ("batchnorm",)},
+    "statistics": {"traits": ("statistics",)},
+    "constant": {"loader": "constant"},
+    "constant stream": {"loader": "constant stream"},
+    "shuffled": {"loader": "shuffled", "samples": 40},
+    "one sample": {"samples": 1, "batch": 1},
+    "two samples": {"samples": 2, "batch": 1, "loader": "shuffled"},
+    "few samples": {"samples": 5, "batch": 2, "loader": "shuffled"},
+    "clipping": {"trainer": {"gradient_clip_val": 0.1}},
+    "16 bits": {"trainer": {"precision": "bf16-mixed"}},
+    "schedule": {"traits": ("schedule",), "samples": 60},
+    "compression": {"strategy": {"ddp_comm_hook": "bf16_compress"}},
+    "static graph": {"strategy": {"static_graph": True}},
+}
+
+
+def divergences(count: int, seed: int) -> list[Case]:
+    """Return random cases that go wrong on one rank."""
+    draw = random.Random(seed)
+    return [
+        Case(
+            name=f"{number}: {fault}",
+            seed=number,
+            fault=fault,
+            optimizer=draw.choice(("AdamW", "SGD", "Adagrad")),
+            traits=("dropout",) if draw.random() < 0.3 else (),
+            loader="whole stream" if fault == "sampler" else "indexed",
+            rank=draw.randrange(RANKS),
+            step=draw.randrange(1, 11),
+            every=draw.choice((1, 3, 5, 20)),
+            target=draw.randrange(1000),
+            position=draw.randrange(10_000),
+        )
+        for number in range(count)
+        for fault in [FAULTS[number % len(FAULTS)]]
+    ]
+
+
+def healthy(count: int, seed: int) -> list[Case]:
+    """Return random cases in which nothing goes wrong."""
+    draw = random.Random(seed)
+    kinds = list(HEALTHY)
+    return [
+        Case(
+            name=f"{number}: {kind}",
+            seed=number,
+            optimizer=draw.choice(("AdamW", "SGD", "Adagrad")),
+            every=draw.choice((1, 3, 5)),
+            steps=draw.randrange(8, 16),
+            **HEALTHY[kind],
+        )
+        for number in range(count)
+        for kind in [kinds[number % len(kinds)]]
+    ]
+
+
+def what_is_wrong(case: Case, outcomes: list[dict[str, Any]]) -> str:
+    """Return what a case's outcome lacks, or nothing."""
+    errors = {outcome["error"] for outcome in outcomes}
+    if len(errors) > 1:
+        return f"the ranks did not raise alike: {errors}"
+    (error,) = errors
+    if not case.fault:
+        lines = [line for outcome in outcomes for line in outcome["lines"]]
+        return f"a false alarm: {error or lines}" if error or lines else ""
+    if error is None:
+        return "not found"
+    if case.fault == "sampler":
+        return "" if f"ranks 0-{RANKS - 1} work on the same batches" in error else f"not named: {error}"
+    missing = [
+        text for text in (*expected_names(case), f"In the minority: rank {case.rank}.") if text not in error
+    ]
+    return f"{missing} not in: {error}" if missing else ""
+
+
+def expected_names(case: Case) -> list[str]:
+    """Return what the report of a case must name."""
+    if case.fault == "bit":
+        return [PARAMETERS[case.target % len(PARAMETERS)]]
+    if case.fault == "bit of state":
+        per = {"AdamW": 2, "SGD": 1, "Adagrad": 1}[case.optimizer]
+        return [f" of {PARAMETERS[case.target % (per * len(PARAMETERS)) // per]}"]
+    if case.fault == "skipped step":
+        return ["An optimizer has stepped on some ranks only"]
+    if case.fault == "rate":
+        return ["optimizer 0, group 0, lr is "]
+    if case.fault == "layer":
+        return [PARAMETERS[case.target % 4]]
+    return ["scale"] if case.fault == "buffer" else ["batches"]

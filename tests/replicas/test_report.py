@@ -1,0 +1,136 @@
+"""Who is in the minority, and the reasons: decided by what ranks have told, without ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_lockstep.replicas.data import BatchComparison
+from lightning_lockstep.replicas.report import Finding, judge, report, start_table
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    """What a rank tells of which nothing is wrong."""
+    told = {
+        "sums": {"parameters": {"w": 1, "b": 2}, "buffers": {}, "optimizer state": {"exp_avg of w": 3}},
+        "before": {"parameters": {"w": 0, "b": 2}, "buffers": {}, "optimizer state": {"exp_avg of w": 0}},
+        "settings": {"optimizer 0, group 0, lr": "0.1"},
+        "gradients": {"w": 5, "b": 6},
+        "steps": [4],
+        "statistics": [],
+        "automatic": True,
+        "wrapped": True,
+        "synchronizes": True,
+        "outside": [],
+        "host": "vm",
+        "device": "cpu",
+    }
+    for key, value in changes.items():
+        told[key] = {**told[key], **value} if isinstance(value, dict) else value
+    return told
+
+
+def found(*answers: dict[str, Any]) -> Finding:
+    """What is found where rank 0 and others agree and the last ranks differ, each from all."""
+    groups = [[0, 3], *([rank] for rank in range(1, len(answers)))]
+    finding = judge(10, 5, groups, dict(enumerate(answers)))
+    assert finding is not None
+    return finding
+
+
+OTHER = {"sums": {"parameters": {"w": 9, "b": 2}}}
+
+
+def test_the_minority_is_named_with_the_tensor() -> None:
+    finding = found(answer(), answer(sums={"parameters": {"w": 9, "b": 2}}))
+    assert finding.tensors == {"parameters": {"w": [[0, 3], [1]]}}
+    assert list(finding.suspects) == [1] and finding.reference == 0
+    text = report(finding, {"w": {0: (0.0, 0, 4, 0), 1: (0.5, 3, 4, 9)}})
+    assert "differ in their parameters, found after batch 10" in text and "equal after batch 5" in text
+    assert "ranks 0,3, rank 1 <- differs" in text and "0.5" in text and "3 of 4" in text
+    assert text.index("a hook or a callback wrote") < text.index("Memory or arithmetic")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gradients": {"w": 8, "b": 8}}, "a forward past DDP"),
+        ({"gradients": {"w": 8, "b": 8}, "automatic": False}, "self.manual_backward(loss)"),
+        ({"gradients": {"w": 8, "b": 8}, "synchronizes": False}, "no_sync()"),
+        ({"gradients": {"w": 8, "b": 8}, "wrapped": False}, "no DistributedDataParallel"),
+        ({"gradients": {"w": 8}}, "a hook, or DDP does not know"),
+        ({"steps": [3]}, "[3] on rank 1"),
+        ({"settings": {"optimizer 0, group 0, lr": "0.2"}}, "lr is 0.1 on ranks 0,3, 0.2 on rank 1"),
+    ],
+)
+def test_the_first_reason_is_the_one_with_evidence(changes: dict[str, Any], reason: str) -> None:
+    finding = found(answer(), answer(sums=OTHER["sums"], **changes))
+    assert reason in finding.reasons[0]
+    assert not any("Memory" in text for text in finding.reasons)
+
+
+def test_a_parameter_that_ddp_does_not_know_is_named() -> None:
+    finding = found(answer(outside=["w"]), answer(sums=OTHER["sums"], gradients={"w": 8}, outside=["w"]))
+    assert "DDP does not know w" in finding.reasons[0]
+
+
+def test_of_two_ranks_the_one_that_changed_alone_is_named_else_none() -> None:
+    before = {"parameters": {"w": 1, "b": 2}}
+    finding = judge(
+        10, 5, [[0], [1]], {0: answer(before=before), 1: answer(before=before, sums=OTHER["sums"])}
+    )
+    assert finding is not None and list(finding.suspects) == [1]
+    assert "changed on some ranks only" in finding.reasons[0]
+    finding = judge(10, 5, [[0], [1]], {0: answer(), 1: answer(sums=OTHER["sums"])})
+    assert finding is not None and not finding.suspects
+    assert "nothing says which of them is right" in report(finding, {})
+
+
+def test_buffers_that_all_ranks_change_are_their_own_statistics() -> None:
+    def of(number: int, before: int, **changes: Any) -> dict[str, Any]:
+        sums = {"buffers": {"average": number}, "parameters": {}, "optimizer state": {}}
+        return answer(sums=sums, before={**sums, "buffers": {"average": before}}, **changes)
+
+    groups = [[0], [1], [2]]
+    each = {rank: of(10 + rank, rank, statistics=["average"]) for rank in range(3)}
+    assert judge(10, 5, groups, each) is None
+    shared = {rank: of(10 + rank, rank) for rank in range(3)}
+    assert judge(10, 5, groups, shared) is not None
+    alone = {0: of(1, 1, statistics=["average"]), 1: of(2, 1, statistics=["average"])}
+    finding = judge(10, 5, [[0, 2], [1]], alone)
+    assert finding is not None and list(finding.suspects) == [1]
+
+
+def test_a_tensor_that_a_rank_lacks_differs() -> None:
+    finding = found(answer(), answer(sums={"optimizer state": {}}))
+    assert finding.tensors == {"optimizer state": {"exp_avg of w": [[0, 3], [1]]}}
+
+
+def test_the_table_of_the_start_marks_the_minority() -> None:
+    facts = {rank: {"precision": "32-true", "parameter 0": "w (4,) float32 trained"} for rank in range(3)}
+    facts[2]["precision"] = "16-true"
+    table, is_fault = start_table(facts)
+    assert is_fault and "parameter 0" not in table
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        ["precision", "ranks", "0-1", "32-true"],
+        ["precision", "rank", "2", "16-true", "<-", "differs"],
+    ]
+    table, is_fault = start_table({0: {"version of torch": "2.9"}, 1: {"version of torch": "2.10"}})
+    assert not is_fault and "differs" not in table
+
+
+def test_which_ranks_work_on_the_same_batches() -> None:
+    def compare(*rows: dict[int, list[int]]) -> list[Any]:
+        comparison = BatchComparison()
+        return [comparison.compare({rank: [sums] for rank, sums in row.items()}) for row in rows]
+
+    same, other, constant = [1, 2, 3], [4, 5, 6], [7, 7, 7]
+    assert compare({0: same, 1: other, 2: same}) == [(0, (0, 2))]
+    assert compare({0: constant, 1: constant}) == [None], "alike by nature"
+    assert compare({0: [1], 1: [1]}, {0: same, 1: same}) == [None, (0, (0, 1))], (
+        "the first that tells something"
+    )
+    # By chance once, as where samples are drawn with replacement.
+    assert compare({0: same, 1: other}, {0: same, 1: same}, {0: same, 1: other}) == [None, None, None]
+    assert compare({0: same, 1: other}, {0: same, 1: same}, {0: other, 1: other})[2] == (0, (0, 1))
