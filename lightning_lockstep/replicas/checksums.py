@@ -100,7 +100,7 @@ def _sum_of_words(piece: Tensor, weights: Tensor, spare: Tensor) -> Tensor:
     """Return the weighted sum of the bits of a part of a tensor, in words of 64 bits."""
     in_word = 8 // piece.element_size()
     if piece.storage_offset() % in_word or piece.data_ptr() % 8:  # such as a gradient in a bucket
-        piece = piece.clone()
+        piece = piece.clone(memory_format=torch.contiguous_format)
     words = piece.view(torch.int64)
     mixed = spare[: len(words)]
     _mix(words, out=mixed)
@@ -138,7 +138,7 @@ def _bits(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor)
     if not tensor.is_contiguous():  # such as channels_last
         tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)))
-    return tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
+    return tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
 
 
 @functools.lru_cache(maxsize=8)

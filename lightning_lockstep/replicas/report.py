@@ -155,7 +155,7 @@ def _reasons(
             f"An optimizer has stepped on some ranks only: steps of each optimizer are {_who_has_what(told)}. Let"
             " all ranks step alike, also where a rank has nothing to learn from its batch."
         )
-    gradients = {rank: answer["gradients"] for rank, answer in answers.items()}
+    gradients = {rank: answer["gradients"] for rank, answer in answers.items() if answer["gradients"]}
     differing = _differing(gradients, members)
     if differing:
         reasons.append(_reason_for_gradients(list(differing), len(next(iter(gradients.values()))), answers))
@@ -177,7 +177,7 @@ def _reasons(
             f"{listed(unchanged, 3)} changed on some ranks only, while settings and optimizer steps are equal: a"
             " hook or a callback has written it there, or a checkpoint was loaded there alone."
         )
-    elif any(gradients.values()):
+    elif gradients:
         reasons.append(
             "The gradients of the last step, the settings and the numbers of optimizer steps are equal: a hook or a"
             " callback wrote on some ranks only, or the gradients of an earlier step were not reduced."
@@ -221,7 +221,9 @@ _CHANGED = (
     " configure_optimizers adds to the model."
 )
 _NOT_WRAPPED = "no DistributedDataParallel wraps the model, and the strategy has not reduced them."
-_NOT_SYNCHRONIZED = "DDP was told not to synchronize, as by no_sync() that was never left, or by require_backward_grad_sync=False."
+_NOT_SYNCHRONIZED = (
+    "DDP is told not to synchronize: no_sync() was never left, or require_backward_grad_sync is False."
+)
 _MANUAL = "in manual optimization loss.backward() and torch.autograd.grad go past DDP. Call self.manual_backward(loss)."
 _PAST_DDP = (
     "the loss came from a forward past DDP (of the module that it wraps), its gradients from torch.autograd.grad, or a"

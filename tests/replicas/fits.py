@@ -132,21 +132,18 @@ class Net(LightningModule):
         skips = case.fault == "skipped step" and case.rank == current_communicator().rank
         if skips and self.trainer.global_step == case.step:
             optimizer_closure()
-            self.trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
         else:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
-    """Samples without an index; each rank's share of them, or all."""
+    """Samples without an index."""
 
-    def __init__(self, data: Tensor, shards: bool) -> None:
-        self.data, self.shards = data, shards
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
 
     def __iter__(self) -> Iterator[Tensor]:
-        communicator = current_communicator()
-        share = slice(communicator.rank, None, communicator.world_size) if self.shards else slice(None)
-        yield from self.data[share]
+        yield from self.data
 
 
 class Fault(Callback):
@@ -186,20 +183,24 @@ class Fault(Callback):
 
 
 def flip(tensor: Tensor, position: int) -> None:
-    """Change one bit of a tensor: of a low one of the mantissa, so that training goes on."""
-    values = tensor.view(-1).view(torch.int32)
-    values[position % len(values)] ^= 1 << (position % 20)
+    """Change one bit of a value that is not zero: one of the mantissa that training does not round away."""
+    values = tensor.view(-1)
+    places = values.nonzero().view(-1)
+    values.view(torch.int32)[places[position % len(places)]] ^= 1 << (10 + position % 10)
 
 
 def loader_of(case: Case) -> DataLoader[Any]:
     data = torch.randn(case.samples, 8, generator=torch.Generator().manual_seed(case.seed))
     communicator = current_communicator()
-    if case.loader == "constant":
+    if case.loader.startswith("constant"):
         data = torch.ones(case.samples, 8)
-    if case.loader == "constant stream":
-        return DataLoader(Stream(torch.ones(case.samples, 8), shards=False), batch_size=case.batch)
-    if case.loader in ("stream", "whole stream"):
-        return DataLoader(Stream(data, shards=case.loader == "stream"), batch_size=case.batch)
+    if case.loader in ("constant stream", "whole stream"):
+        return DataLoader(Stream(data), batch_size=case.batch)
+    if case.loader == "stream":
+        rank, world_size = communicator.rank, communicator.world_size
+        if case.fault == "sampler" and rank == case.rank:
+            rank = (rank + 1) % world_size
+        return DataLoader(Stream(data[rank::world_size]), batch_size=case.batch)
     if case.loader == "uneven":
         data = data[: 40 + 8 * communicator.rank]
     dataset: Dataset[Any] = TensorDataset(data)

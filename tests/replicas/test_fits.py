@@ -75,10 +75,12 @@ def cases() -> dict[str, Any]:
         "hook": fit(Case(), callbacks=[Writes("gradient")]),
         "stock ddp": fit(Case(traits=("loss.backward",)), plain_strategy="ddp"),
         "warn": fit(Case(traits=("loss.backward",), options={"action": "warn"})),
-        "at the end": fit(Case(fault="bit", step=11, every=100)),
+        "at the end": fit(Case(fault="bit", step=12, every=100)),
         "skipped": fit(Case(fault="skipped step")),
-        "buffer": fit(Case(fault="buffer")),
-        "buffers not compared": fit(Case(fault="buffer", options={"buffers": "none"})),
+        "buffer": fit(Case(fault="buffer", strategy={"broadcast_buffers": False})),
+        "buffers not compared": fit(
+            Case(fault="buffer", strategy={"broadcast_buffers": False}, options={"buffers": "none"})
+        ),
         "data not compared": fit(Case(loader="whole stream", options={"data": False})),
         "healthy": fit(Case()),
     }
@@ -105,13 +107,16 @@ def found() -> dict[str, Any]:
         ("same data", ["ranks 0-1 work on the same batches", "Stream is iterable", "islice"]),
         ("sampler off", ["work on the same batches", "use_distributed_sampler=False was given"]),
         ("weight decay", ["before the first step", "optimizer 0, group 0, weight_decay", "0.5"]),
-        ("weights", ["last.bias", "found equal never before"]),
+        ("weights", ["last.bias", "before the first batch", "found equal never before"]),
         ("unfrozen", ["first.weight", "frozen or not there when the model was wrapped"]),
-        ("no_sync", ["after batch 10 of", "found equal after batch 5", "require_backward_grad_sync=False"]),
+        (
+            "no_sync",
+            ["after batch 10 of", "found equal after batch 5", "require_backward_grad_sync is False"],
+        ),
         ("hook", ["last.weight", "changed on some ranks after the reduction"]),
         ("stock ddp", ["self.manual_backward(loss)"]),
         ("at the end", ["after batch 12 of", "after batch 4", "1 of ", "One bit of one value"]),
-        ("skipped", ["In the minority: rank 1.", "stepped on some ranks only", "[4] on rank 1"]),
+        ("skipped", ["In the minority: rank 1.", "stepped on some ranks only", "[3] on rank 1"]),
         ("buffer", ["scale", "Only buffers differ", "In the minority: rank 1."]),
     ],
 )
