@@ -119,11 +119,12 @@ class RankChecks:
         """Send all; on rank 0 wait until they are compared and return as JSON what was found and not told yet."""
         while self._pending:
             self._send(self._pending.popleft())
-        if self.comparison is None:
+        comparison, last = self.comparison, self._done[-1][0].count
+        if comparison is None:
             return ""
-        with self.comparison.news:
-            self._channel.wait_for(self.comparison.news, self.comparison.idle, timeout)
-            return self.comparison.untold
+        with comparison.news:
+            self._channel.wait_for(comparison.news, lambda: comparison.is_done(last), timeout)
+            return comparison.untold
 
     def told(self) -> None:
         """Note on rank 0 that all ranks know what was found."""
@@ -181,13 +182,14 @@ class Comparison:
         self._ask, self._tell, self._world_size = ask, found, world_size
         self._checks: dict[int, dict[int, Any]] = {}  # by count and rank
         self._asked: dict[int, tuple[Parts, dict[int, Any]]] = {}  # by count: groups, and who has answered
-        self._good: int | None = None
+        self._compared = -1  # batches before the last check that all ranks have sent
+        self._good: int | None = None  # the same of the last one without a difference
         self._known: set[str] = set()  # tensors and settings that were told
         self._data = BatchComparison()
 
-    def idle(self) -> bool:
-        """Return whether all that was sent is compared."""
-        return not self._checks and not self._asked
+    def is_done(self, count: int) -> bool:
+        """Return whether the check after so many batches is compared, and each before it."""
+        return self._compared >= count and not self._asked
 
     def take_check(self, rank: int, body: Any) -> None:
         with self.news:
@@ -211,6 +213,7 @@ class Comparison:
             self.news.notify_all()
 
     def _compare(self, count: int, checks: Mapping[int, Any]) -> None:
+        self._compared = count
         same = self._data.compare({rank: check["row"] for rank, check in checks.items()})
         if same is not None and (text := self.same_batches(*same)):
             self._report(Finding(count=count, data=text), {"data"})

@@ -71,7 +71,7 @@ def judge(count: int, good: int | None, groups: Parts, answers: Answers) -> Find
         settings=differing,
         suspects=suspects,
         reference=reference,
-        reasons=_reasons(tensors, differing, suspects, answers, members),
+        reasons=_reasons(tensors, differing, suspects, answers, members) if count else [_BEFORE],
     )
 
 
@@ -211,6 +211,11 @@ def _reason_for_gradients(names: Sequence[str], compared: int, answers: Answers)
     return f"The gradients of all ranks differed in the last step, so they were not reduced: {why}"
 
 
+_BEFORE = (
+    "Something wrote on some ranks only after the strategy had made them equal, such as a hook (on_fit_start,"
+    " on_train_start), a callback, or a checkpoint that was loaded there; or the strategy makes nothing equal and the"
+    " ranks began with other seeds."
+)
 # Why gradients differ: of some parameters, or of all.
 _UNKNOWN = (
     "DDP does not know {}: it was told to ignore that, or it was frozen or not there when the model was wrapped."
@@ -247,10 +252,8 @@ def report(finding: Finding, differences: Differences) -> str:
     if finding.data:
         return f"{finding.data} (the batches before batch {finding.count} of this fit)"
     kinds = [*finding.tensors, *(["settings"] if finding.settings else [])]
-    lines = [
-        f"the ranks differ in their {' and '.join(kinds)}, found after batch {finding.count} of this fit",
-        "",
-    ]
+    when = f"after batch {finding.count} of this fit" if finding.count else "before the first batch"
+    lines = [f"the ranks differ in their {' and '.join(kinds)}, found {when}", ""]
     rows = [
         (name, _in_words(parts), *_difference(differences.get(name, {})))
         for names in finding.tensors.values()
