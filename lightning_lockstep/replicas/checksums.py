@@ -40,7 +40,7 @@ class Checksums:
             sums = _checksums(tensors)
             self._parts.append((indices, torch.empty_like(sums, device="cpu", pin_memory=True)))
             self._parts[-1][1].copy_(sums, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
         elif device.type == "cpu":
             self._parts.append((indices, _checksums(tensors)))
@@ -49,7 +49,7 @@ class Checksums:
 
     def ready(self) -> bool:
         """Return whether :meth:`numbers` would not wait."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def numbers(self) -> list[int]:
         """Return them in the order of the tensors."""
@@ -137,7 +137,7 @@ def _bits(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.is_contiguous():  # such as channels_last
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)))
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))
     return tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
 
 

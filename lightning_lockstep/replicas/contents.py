@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_lockstep._doors.lightning import PYTORCH, LightningModule, Trainer
@@ -70,22 +70,18 @@ class Contents:
             _add(found["buffers"], name, buffer)
         if not self._compares_weights:
             return found
-        names = {}
         for name, parameter in self._module.named_parameters():
-            names[parameter] = name
             _add(found["parameters"], name, parameter)
         if self._optimizer_state:
-            for label, parameter, key, value in self._states():
-                _add(found["optimizer state"], f"{label}{key} of {names.get(parameter, 'another')}", value)
+            for name, value in self._states():
+                _add(found["optimizer state"], name, value)
         return found
 
     def gradients(self, optimizer: Optimizer) -> Named:
         """Return the gradients with which an optimizer is about to step."""
         found = Named([], [])
-        names = {parameter: name for name, parameter in self._module.named_parameters()}
-        for parameter in _parameters(optimizer):
-            if parameter.grad is not None:
-                _add(found, names.get(parameter, "a parameter of no module"), parameter.grad)
+        for name, parameter in self._parameters(optimizer):
+            _add(found, name, parameter.grad)
         return found
 
     def may_be_statistics(self) -> list[str]:
@@ -113,28 +109,29 @@ class Contents:
                     own |= {f"{path}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)}
         yield from ((name, buffer) for name, buffer in self._module.named_buffers() if name not in own)
 
-    def _states(self) -> Iterator[tuple[str, Tensor, str, Any]]:
+    def _states(self) -> Iterator[tuple[str, Any]]:
         optimizers: Sequence[Any] = self._trainer.optimizers
         for number, optimizer in enumerate(optimizers):
             if hasattr(optimizer, "consolidate_state_dict"):
                 continue  # ZeroRedundancyOptimizer: each rank has a part
             label = f"optimizer {number}: " if len(optimizers) > 1 else ""
-            for parameter in _parameters(optimizer):
-                for key, value in sorted(
-                    optimizer.state.get(parameter, {}).items(), key=lambda item: str(item[0])
-                ):
-                    yield label, parameter, key, value
+            for name, parameter in self._parameters(optimizer):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    yield f"{label}{key} of {name}", value
 
-
-def _parameters(optimizer: Any) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    def _parameters(self, optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of an optimizer with names, as none may have another's."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for number, parameter in enumerate(parameters):
+            yield names.get(parameter, f"parameter {number} of the optimizer, in no module"), parameter
 
 
 def _add(named: Named, name: str, value: Any) -> None:
     """Add a value if it is a tensor that each rank has whole."""
     if (
         not isinstance(value, Tensor)
-        or isinstance(value, UninitializedTensorMixin)
+        or is_lazy(value)
         or value.layout is not torch.strided
         or value.is_meta
         or hasattr(value, "to_local")  # DTensor

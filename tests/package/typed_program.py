@@ -39,6 +39,7 @@ from lightning_lockstep import (
     RankOrderedLogging,
     RecompileMonitor,
     ReplicaCheck,
+    ReplicaMismatchError,
     StaticShapes,
     StopTogether,
     StragglerMonitor,
@@ -160,6 +161,7 @@ def failures(module: LightningModule) -> str:
         MetricMissingError,
         MissingExtraError,
         OverflowDetectedError,
+        ReplicaMismatchError,
     ) as error:
         return str(error)
     except LockstepError:
