@@ -116,7 +116,7 @@ class Contents:
                 continue  # ZeroRedundancyOptimizer: each rank has a part
             label = f"optimizer {number}: " if len(optimizers) > 1 else ""
             for name, parameter in self._parameters(optimizer):
-                for key, value in optimizer.state.get(parameter, {}).items():
+                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
                     yield f"{label}{key} of {name}", value
 
     def _parameters(self, optimizer: Any) -> Iterator[tuple[str, Tensor]]:

@@ -293,7 +293,7 @@ def _difference(mine: Tensor, other: Tensor) -> tuple[float, int, int, int]:
     mine, other = mine.contiguous().reshape(-1), other.contiguous().reshape(-1)
     flips = mine.view(torch.uint8) ^ other.view(torch.uint8)
     bits = sum(int(((flips >> bit) & 1).sum()) for bit in range(8)) if flips.numel() else 0
-    differing = flips.view(len(mine), -1).any(dim=1)
+    differing = (flips.view(len(mine), -1) != 0).any(dim=1)
     distance = (mine[differing].double() - other[differing].double()).abs()
     largest = float(distance.nan_to_num(float("inf")).max()) if len(distance) else 0.0
     return largest, int(differing.sum()), len(mine), bits

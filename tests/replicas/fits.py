@@ -229,7 +229,7 @@ def fit(case: Case, **more: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             accelerator="cpu",
-            devices=current_communicator().world_size,
+            devices=more.pop("devices", current_communicator().world_size),
             strategy=strategy,
             max_steps=case.steps,
             logger=False,
