@@ -232,6 +232,7 @@ class _Run:
             "steps": list(self._steps),
             "statistics": self._contents.may_be_statistics(),
             "automatic": self._module.automatic_optimization,
+            "sees_gradients": self._contents.whole_steps,
             "wrapped": ddp is not None,
             "synchronizes": ddp is None or ddp.require_backward_grad_sync,
             "outside": sorted(self._contents.trained() - self._trained | ignored),

@@ -98,7 +98,7 @@ class BatchRecorder:
             if _shuffles(loader := loaders_in_use(self._trainer.fit_loop)[number]):
                 return (
                     f"ReplicaCheck: epoch {epoch} began with the same batches in the same order as epoch {epoch - 1},"
-                    f" though {_named(number, self._parts)} shuffles. {_described(loader)}. Call"
+                    f" though {_named(number, self._parts)} shuffles. {_described(loader)} Call"
                     " sampler.set_epoch(epoch) at the start of each epoch, as Lightning does for a sampler that it"
                     " finds as loader.sampler or loader.batch_sampler.sampler."
                 )
@@ -146,10 +146,8 @@ def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
     loader = loaders[number]
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         advice = (
-            "Lightning puts no sampler into a loader of an iterable data set. Let its __iter__ yield each rank's"
-            " share, such as itertools.islice(samples, rank, None, world_size) with rank and world_size from"
-            " torch.distributed, and within that each worker's (torch.utils.data.get_worker_info), or use"
-            " datasets.distributed.split_dataset_by_node"
+            "Let its __iter__ yield each rank's share, such as itertools.islice(samples, rank, None, world_size) with"
+            " rank and world_size from torch.distributed, and of that each worker's (torch.utils.data.get_worker_info)"
         )
     elif not divides_data(trainer):
         advice = (
@@ -164,7 +162,7 @@ def same_batches_text(trainer: Any, number: int, ranks: Sequence[int]) -> str:
         advice = "Give each rank its share of the samples: a sampler of its own must go by the rank"
     return (
         f"{ranks_in_words(ranks)} work on the same batches: {_named(number, len(loaders))} gives them to each."
-        f" {_described(loader)}. {advice}."
+        f" {_described(loader)} {advice}."
     )
 
 
@@ -174,12 +172,12 @@ def _named(number: int, count: int) -> str:
 
 def _described(loader: Any) -> str:
     dataset, sampler = getattr(loader, "dataset", None), _sampler(loader)
-    kind = "iterable" if isinstance(dataset, IterableDataset) else "not iterable"
+    if isinstance(dataset, IterableDataset):
+        return f"Its data set {type(dataset).__name__} is iterable, so that Lightning puts no DistributedSampler in."
+    given = f"without a DistributedSampler (its sampler: {type(sampler).__name__})"
     if isinstance(sampler, DistributedSampler):
         given = f"with a {type(sampler).__name__} for rank {sampler.rank} of {sampler.num_replicas}"
-    else:
-        given = f"without a DistributedSampler (sampler: {type(sampler).__name__})"
-    return f"Its data set {type(dataset).__name__} is {kind}, {given}"
+    return f"Its data set {type(dataset).__name__} is not iterable, {given}."
 
 
 def _sampler(loader: Any) -> Any:

@@ -166,33 +166,44 @@ def _reasons(
         )
     if reasons:
         return reasons
+    where = {rank: f"{answers[rank]['host']}, {answers[rank]['device']}" for rank in answers}
+    named = [f"rank {rank} (host {where[rank]})" for rank in where if rank in suspects or not suspects]
+    return [
+        _reason_apart_from_steps(tensors, bool(gradients), answers),
+        f"Memory or arithmetic of a device that fails: {listed(named, 4)}.",
+    ]
+
+
+def _reason_apart_from_steps(
+    tensors: Mapping[str, Mapping[str, Parts]], saw_gradients: bool, answers: Answers
+) -> str:
+    """Return the likely reason where settings and steps are equal, and gradients as far as they were seen."""
     unchanged = [
         name
         for section, names in tensors.items()
         for name in names
         if len({_changed(answer, section, name) for answer in answers.values()}) > 1
     ]
+    has_state = any(answer["sums"]["optimizer state"] for answer in answers.values())
     if unchanged:
-        reasons.append(
-            f"{listed(unchanged, 3)} changed on some ranks only, while settings and optimizer steps are equal: a"
-            " hook or a callback has written it there, or a checkpoint was loaded there alone."
+        return (
+            f"{listed(unchanged, 3)} changed on some ranks only, while settings and optimizer steps are equal: a hook"
+            " or a callback has written it there, or a checkpoint was loaded there alone."
         )
-    elif gradients:
-        reasons.append(
-            "The gradients of the last step, the settings and the numbers of optimizer steps are equal: a hook or a"
-            " callback wrote on some ranks only, or the gradients of an earlier step were not reduced."
+    if has_state and "optimizer state" not in tensors:
+        return (
+            "Settings, optimizer steps and the state of optimizers are equal, so gradients always were: a hook or a"
+            " callback wrote weights on some ranks only, or a checkpoint was loaded there alone."
         )
-    else:
-        reasons.append(
-            "No gradients were seen before the optimizers stepped: in manual optimization call"
-            " self.manual_backward(loss), and step with the optimizers that self.optimizers() returns."
+    if saw_gradients or not all(answer["sees_gradients"] for answer in answers.values()):
+        return (
+            "Settings and optimizer steps are equal, as are the gradients of the last step if this strategy shows"
+            " them: a hook or a callback wrote on some ranks only, or gradients of an earlier step were not reduced."
         )
-    where = {rank: f"{answers[rank]['host']}, {answers[rank]['device']}" for rank in answers}
-    named = listed(
-        [f"rank {rank} (host {where[rank]})" for rank in where if rank in suspects or not suspects], 4
+    return (
+        "No gradients were seen before the optimizers stepped: in manual optimization call self.manual_backward(loss),"
+        " and step with the optimizers that self.optimizers() returns."
     )
-    reasons.append(f"Memory or arithmetic of a device that fails: {named}.")
-    return reasons
 
 
 def _reason_for_gradients(names: Sequence[str], compared: int, answers: Answers) -> str:
@@ -250,7 +261,7 @@ def _who_has_what(values: Mapping[str, str]) -> str:
 def report(finding: Finding, differences: Differences) -> str:
     """Return what is printed, and what the error says."""
     if finding.data:
-        return f"{finding.data} (the batches before batch {finding.count} of this fit)"
+        return f"{finding.data} Seen in the last batches up to batch {finding.count} of this fit."
     kinds = [*finding.tensors, *(["settings"] if finding.settings else [])]
     when = f"after batch {finding.count} of this fit" if finding.count else "before the first batch"
     lines = [f"the ranks differ in their {' and '.join(kinds)}, found {when}", ""]

@@ -20,6 +20,7 @@ def answer(**changes: Any) -> dict[str, Any]:
         "steps": [4],
         "statistics": [],
         "automatic": True,
+        "sees_gradients": True,
         "wrapped": True,
         "synchronizes": True,
         "outside": [],
@@ -49,7 +50,7 @@ def test_the_minority_is_named_with_the_tensor() -> None:
     text = report(finding, {"w": {0: (0.0, 0, 4, 0), 1: (0.5, 3, 4, 9)}})
     assert "differ in their parameters, found after batch 10" in text and "equal after batch 5" in text
     assert "ranks 0,3, rank 1 <- differs" in text and "0.5" in text and "3 of 4" in text
-    assert text.index("a hook or a callback wrote") < text.index("Memory or arithmetic")
+    assert text.index("a callback wrote weights") < text.index("Memory or arithmetic")
 
 
 @pytest.mark.parametrize(
