@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +13,40 @@ from torch import Tensor
 # Words of 64 bits that are taken at once: with the weights and a copy of them they stay in the cache of a core, and are
 # all the memory that a check needs. A GPU would mostly wait for the next call.
 _WORDS, _WORDS_OF_GPU = 2**15, 2**20
-# A tensor of fewer elements goes through one buffer with others: a call each would cost more than reading it.
-_FEW = 1024
+# A tensor of so many words goes through one buffer with others: a call each would cost more than reading it.
+_FEW = 2**11
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # of SplitMix64
+
+
+class _Bits(NamedTuple):
+    """A tensor as integers, in the order in which they lie in memory."""
+
+    tensor: Tensor
+    address: int
+    words: Tensor  # of 64 bits; smaller ones, for as many whole words, where it does not begin at one
+    rest: Tensor  # what fills no word
+
+
+class BitViews:
+    """Views of tensors as integers, kept for the next time: making them costs more than reading small tensors."""
+
+    def __init__(self) -> None:
+        self._known: list[_Bits] = []
+
+    def of(self, tensors: Sequence[Tensor]) -> list[_Bits]:
+        known = self._known
+        found = [
+            known[index]
+            if index < len(known)
+            and known[index].tensor is tensor
+            and known[index].address == tensor.data_ptr()
+            and tensor.is_contiguous()  # else it may have been copied
+            else _bits(tensor)
+            for index, tensor in enumerate(tensors)
+        ]
+        self._known = found
+        return found
 
 
 class Checksums:
@@ -24,28 +55,33 @@ class Checksums:
     Equal bits give equal numbers, whatever they mean as values: a nan equals itself, and zero differs from minus zero.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], views: BitViews | None = None) -> None:
         self._count = len(tensors)
         self._parts: list[tuple[list[int], Tensor]] = []
         self._event: torch.cuda.Event | None = None
         places: dict[torch.device, list[int]] = {}
         for index, tensor in enumerate(tensors):
             places.setdefault(tensor.device, []).append(index)
-        with torch.no_grad():
-            for device, indices in places.items():
-                self._start(device, indices, [tensors[index].detach() for index in indices])
+        for device, indices in places.items():
+            if device.type not in ("cpu", "cuda"):
+                # XLA: integers of 64 bits and views of bits would be one more program to compile.
+                sums = torch.cat([_checksums([_bits(tensors[index].detach().cpu())]) for index in indices])
+                self._parts.append((indices, sums))
+                continue
+            bits = (
+                (views or BitViews()).of([tensors[index] for index in indices])
+                if len(places) == 1
+                else ([_bits(tensors[index]) for index in indices])
+            )
+            self._parts.append((indices, self._to_host(device, _checksums(bits))))
 
-    def _start(self, device: torch.device, indices: list[int], tensors: list[Tensor]) -> None:
-        if device.type == "cuda":
-            sums = _checksums(tensors)
-            self._parts.append((indices, torch.empty_like(sums, device="cpu", pin_memory=True)))
-            self._parts[-1][1].copy_(sums, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(device))
-        elif device.type == "cpu":
-            self._parts.append((indices, _checksums(tensors)))
-        else:  # XLA: integers of 64 bits and views of bits would be one more program to compile
-            self._parts.append((indices, torch.cat([_checksums([tensor.cpu()]) for tensor in tensors])))
+    def _to_host(self, device: torch.device, sums: Tensor) -> Tensor:
+        if device.type == "cpu":
+            return sums
+        on_host = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+        return on_host
 
     def ready(self) -> bool:
         """Return whether :meth:`numbers` would not wait."""
@@ -68,62 +104,67 @@ def folded(values: Iterable[object]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def _checksums(tensors: Sequence[Tensor]) -> Tensor:
+def _checksums(tensors: Sequence[_Bits]) -> Tensor:
     """Return the checksums of tensors of one device, on that device."""
-    weights = _weights(tensors[0].device)
+    device = tensors[0].words.device
+    weights = _weights(device)
     spare = torch.empty_like(weights)
-    total = torch.zeros(len(tensors), dtype=torch.int64, device=weights.device)
-    parts: list[Tensor] = []
+    total = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    sums: list[Tensor] = []
     owners: list[int] = []
     few: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
-    for owner, tensor in enumerate(tensors):
-        bits = _bits(tensor)
-        in_word = 8 // bits.element_size()
-        count = bits.numel()
-        whole = 0 if count < _FEW else count - count % in_word
-        if whole < count:
-            few.setdefault(bits.dtype, []).append((owner, bits[whole:]))
-        for start in range(0, whole, len(weights) * in_word):
-            piece = bits[start : min(start + len(weights) * in_word, whole)]
-            parts.append(_sum_of_words(piece, weights, spare))
-            owners.append(owner)
-    if parts:
+    for owner, (_, _, words, rest) in enumerate(tensors):
+        if len(rest):
+            few.setdefault(rest.dtype, []).append((owner, rest))
+        if words.dtype is torch.int64 and len(words) <= _FEW:
+            few.setdefault(torch.int64, []).append((owner, words))
+            continue
+        for piece in _pieces(words, len(weights)):
+            if len(piece) <= _FEW and len(piece) == len(words) * words.element_size() // 8:
+                few.setdefault(torch.int64, []).append((owner, piece))
+            else:
+                sums.append(_weighted_sum(piece, weights[: len(piece)], spare[: len(piece)]))
+                owners.append(owner)
+    if sums:
         # By the position of a piece among all: a tensor whose pieces change places is another one.
-        sums = torch.stack(parts) * _weights(weights.device, len(parts))
-        total.index_add_(0, torch.tensor(owners, device=total.device), sums)
+        numbers = torch.stack(sums) * _weights(device, len(sums))
+        total.index_add_(0, torch.tensor(owners, device=device), numbers)
     for members in few.values():
-        _add_few(total, members, weights)
+        _add_few(total, members, weights, spare)
     return total
 
 
-def _sum_of_words(piece: Tensor, weights: Tensor, spare: Tensor) -> Tensor:
-    """Return the weighted sum of the bits of a part of a tensor, in words of 64 bits."""
-    in_word = 8 // piece.element_size()
-    if piece.storage_offset() % in_word or piece.data_ptr() % 8:  # such as a gradient in a bucket
-        piece = piece.clone(memory_format=torch.contiguous_format)
-    words = piece.view(torch.int64)
-    mixed = spare[: len(words)]
-    _mix(words, out=mixed)
+def _pieces(words: Tensor, length: int) -> Iterator[Tensor]:
+    """Yield the words of a tensor, so many at once."""
+    in_word = 8 // words.element_size()
+    for piece in words.split(length * in_word):
+        yield piece if in_word == 1 else piece.clone().view(torch.int64)
+
+
+def _weighted_sum(words: Tensor, weights: Tensor, spare: Tensor) -> Tensor:
+    mixed = _mix(words, out=spare)
     if mixed.device.type == "cpu":
-        return torch.dot(mixed, weights[: len(words)])
-    return mixed.mul_(weights[: len(words)]).sum()
+        return torch.dot(mixed, weights)
+    return mixed.mul_(weights).sum()
 
 
-def _add_few(total: Tensor, members: Sequence[tuple[int, Tensor]], weights: Tensor) -> None:
-    """Add the sums of small tensors of one dtype, as many at once as the weights reach for."""
-    first = 0
+def _add_few(total: Tensor, members: Sequence[tuple[int, Tensor]], weights: Tensor, spare: Tensor) -> None:
+    """Add the sums of small tensors of one dtype, many at once."""
+    # What fills no word must not count as a first word does.
+    factor = 1 if members[0][1].dtype is torch.int64 else _MULTIPLIERS[0]
+    first, most = 0, len(weights) // 2
     while first < len(members):
         last, length = first, 0
-        ends: list[int] = []
-        while last < len(members) and length + len(members[last][1]) <= len(weights):
+        ends: list[int] = [0]
+        while last < len(members) and length + len(members[last][1]) <= most:
             length += len(members[last][1])
             ends.append(length)
             last += 1
         joined = torch.cat([bits for _, bits in members[first:last]]).long()
-        running = (_mix(joined) * weights[:length]).cumsum(0)
-        upto = torch.nn.functional.pad(running, (1, 0))[torch.tensor([0, *ends], device=total.device)]
+        running = torch.zeros(length + 1, dtype=torch.int64, device=total.device)
+        torch.cumsum(_mix(joined, out=spare[:length]).mul_(weights[:length]), 0, out=running[1:])
         owners = torch.tensor([owner for owner, _ in members[first:last]], device=total.device)
-        total.index_add_(0, owners, upto.diff())
+        total.index_add_(0, owners, running[torch.tensor(ends, device=total.device)].diff() * factor)
         first = last
 
 
@@ -132,13 +173,20 @@ def _mix(words: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.bitwise_right_shift(words, 33, out=out).bitwise_xor_(words)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers of its size, in the order in which they lie in memory."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if not tensor.is_contiguous():  # such as channels_last
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))
-    return tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+def _bits(tensor: Tensor) -> _Bits:
+    with torch.no_grad():
+        flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        if not flat.is_contiguous():  # such as channels_last
+            flat = flat.permute(sorted(range(flat.dim()), key=flat.stride().__getitem__, reverse=True))
+        flat = flat.contiguous().view(-1)
+        flat = flat.view(_INTEGERS[flat.element_size()])
+    in_word = 8 // flat.element_size()
+    whole = len(flat) - len(flat) % in_word
+    words = flat[:whole]
+    # A gradient in a bucket, or a tensor in a mapped file, may begin in the middle of a word.
+    if not (words.storage_offset() % in_word or words.data_ptr() % 8):
+        words = words.view(torch.int64)
+    return _Bits(tensor, tensor.data_ptr(), words, flat[whole:])
 
 
 @functools.lru_cache(maxsize=8)
