@@ -26,6 +26,7 @@ class _Bits(NamedTuple):
     address: int
     words: Tensor  # of 64 bits; smaller ones, for as many whole words, where it does not begin at one
     rest: Tensor  # what fills no word
+    lengths: tuple[int, int]  # of both; asking a tensor for its length takes as long as to read a small one
 
 
 class BitViews:
@@ -68,12 +69,9 @@ class Checksums:
                 sums = torch.cat([_checksums([_bits(tensors[index].detach().cpu())]) for index in indices])
                 self._parts.append((indices, sums))
                 continue
-            bits = (
-                (views or BitViews()).of([tensors[index] for index in indices])
-                if len(places) == 1
-                else ([_bits(tensors[index]) for index in indices])
-            )
-            self._parts.append((indices, self._to_host(device, _checksums(bits))))
+            own = views if views is not None and len(places) == 1 else BitViews()
+            sums = _checksums(own.of([tensors[index] for index in indices]))
+            self._parts.append((indices, self._to_host(device, sums)))
 
     def _to_host(self, device: torch.device, sums: Tensor) -> Tensor:
         if device.type == "cpu":
@@ -112,19 +110,17 @@ def _checksums(tensors: Sequence[_Bits]) -> Tensor:
     total = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     sums: list[Tensor] = []
     owners: list[int] = []
-    few: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
-    for owner, (_, _, words, rest) in enumerate(tensors):
-        if len(rest):
-            few.setdefault(rest.dtype, []).append((owner, rest))
-        if words.dtype is torch.int64 and len(words) <= _FEW:
-            few.setdefault(torch.int64, []).append((owner, words))
-            continue
-        for piece in _pieces(words, len(weights)):
-            if len(piece) <= _FEW and len(piece) == len(words) * words.element_size() // 8:
-                few.setdefault(torch.int64, []).append((owner, piece))
-            else:
-                sums.append(_weighted_sum(piece, weights[: len(piece)], spare[: len(piece)]))
+    few: dict[torch.dtype, list[tuple[int, Tensor, int]]] = {}
+    for owner, (_, _, words, rest, (length, rest_length)) in enumerate(tensors):
+        if rest_length:
+            few.setdefault(rest.dtype, []).append((owner, rest, rest_length))
+        if length > _FEW:
+            for piece in _pieces(words, weights.numel()):
+                size = piece.numel()
+                sums.append(_weighted_sum(piece, weights[:size], spare[:size]))
                 owners.append(owner)
+        elif length:
+            few.setdefault(torch.int64, []).append((owner, _aligned(words), length))
     if sums:
         # By the position of a piece among all: a tensor whose pieces change places is another one.
         numbers = torch.stack(sums) * _weights(device, len(sums))
@@ -136,9 +132,12 @@ def _checksums(tensors: Sequence[_Bits]) -> Tensor:
 
 def _pieces(words: Tensor, length: int) -> Iterator[Tensor]:
     """Yield the words of a tensor, so many at once."""
-    in_word = 8 // words.element_size()
-    for piece in words.split(length * in_word):
-        yield piece if in_word == 1 else piece.clone().view(torch.int64)
+    for piece in words.split(length * 8 // words.element_size()):
+        yield _aligned(piece)
+
+
+def _aligned(words: Tensor) -> Tensor:
+    return words if words.dtype is torch.int64 else words.clone().view(torch.int64)
 
 
 def _weighted_sum(words: Tensor, weights: Tensor, spare: Tensor) -> Tensor:
@@ -148,22 +147,24 @@ def _weighted_sum(words: Tensor, weights: Tensor, spare: Tensor) -> Tensor:
     return mixed.mul_(weights).sum()
 
 
-def _add_few(total: Tensor, members: Sequence[tuple[int, Tensor]], weights: Tensor, spare: Tensor) -> None:
+def _add_few(
+    total: Tensor, members: Sequence[tuple[int, Tensor, int]], weights: Tensor, spare: Tensor
+) -> None:
     """Add the sums of small tensors of one dtype, many at once."""
     # What fills no word must not count as a first word does.
     factor = 1 if members[0][1].dtype is torch.int64 else _MULTIPLIERS[0]
-    first, most = 0, len(weights) // 2
+    first, most = 0, weights.numel() // 2
     while first < len(members):
         last, length = first, 0
         ends: list[int] = [0]
-        while last < len(members) and length + len(members[last][1]) <= most:
-            length += len(members[last][1])
+        while last < len(members) and length + members[last][2] <= most:
+            length += members[last][2]
             ends.append(length)
             last += 1
-        joined = torch.cat([bits for _, bits in members[first:last]]).long()
+        joined = torch.cat([bits for _, bits, _ in members[first:last]]).long()
         running = torch.zeros(length + 1, dtype=torch.int64, device=total.device)
         torch.cumsum(_mix(joined, out=spare[:length]).mul_(weights[:length]), 0, out=running[1:])
-        owners = torch.tensor([owner for owner, _ in members[first:last]], device=total.device)
+        owners = torch.tensor([owner for owner, _, _ in members[first:last]], device=total.device)
         total.index_add_(0, owners, running[torch.tensor(ends, device=total.device)].diff() * factor)
         first = last
 
@@ -181,12 +182,13 @@ def _bits(tensor: Tensor) -> _Bits:
         flat = flat.contiguous().view(-1)
         flat = flat.view(_INTEGERS[flat.element_size()])
     in_word = 8 // flat.element_size()
-    whole = len(flat) - len(flat) % in_word
+    count = flat.numel()
+    whole = count - count % in_word
     words = flat[:whole]
     # A gradient in a bucket, or a tensor in a mapped file, may begin in the middle of a word.
     if not (words.storage_offset() % in_word or words.data_ptr() % 8):
         words = words.view(torch.int64)
-    return _Bits(tensor, tensor.data_ptr(), words, flat[whole:])
+    return _Bits(tensor, tensor.data_ptr(), words, flat[whole:], (whole // in_word, count - whole))
 
 
 @functools.lru_cache(maxsize=8)

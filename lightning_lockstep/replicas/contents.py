@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_lockstep._doors.lightning import PYTORCH, LightningModule, Trainer
 from lightning_lockstep._doors.lightning_internals import averages_models
-from lightning_lockstep.replicas.checksums import Checksums
+from lightning_lockstep.replicas.checksums import BitViews, Checksums
 from lightning_lockstep.steps.capabilities import capabilities_of
 
 Buffers = Literal["auto", "all", "none"]
@@ -37,9 +37,10 @@ class Named(NamedTuple):
 
     names: list[str]
     tensors: list[Tensor]
+    views: BitViews
 
     def checksums(self) -> Checksums:
-        return Checksums(self.tensors)
+        return Checksums(self.tensors, self.views)
 
 
 class Contents:
@@ -52,6 +53,7 @@ class Contents:
         # An engine that keeps gradients divides the optimizer's state too.
         self.whole_steps = capabilities_of(trainer.strategy).whole_gradients
         self._optimizer_state = optimizer_state and self.whole_steps
+        self._views = {section: BitViews() for section in SECTIONS}
         self._compares_weights = not averages_models(trainer.strategy)
 
     @property
@@ -65,7 +67,7 @@ class Contents:
 
     def sections(self) -> dict[str, Named]:
         """Return the tensors of each kind."""
-        found = {section: Named([], []) for section in SECTIONS}
+        found = {section: Named([], [], views) for section, views in self._views.items()}
         for name, buffer in self._chosen_buffers():
             _add(found["buffers"], name, buffer)
         if not self._compares_weights:
@@ -79,7 +81,7 @@ class Contents:
 
     def gradients(self, optimizer: Optimizer) -> Named:
         """Return the gradients with which an optimizer is about to step."""
-        found = Named([], [])
+        found = Named([], [], BitViews())  # they are other tensors in each step
         for name, parameter in self._parameters(optimizer):
             _add(found, name, parameter.grad)
         return found

@@ -268,7 +268,7 @@ def largest_differences(
     """Return how far the first tensors that differ are from those of the reference. Ranks: all, together."""
     own: dict[str, tuple[float, int, int, int]] = {}
     for section, names in finding.tensors.items():
-        tensors = dict(zip(*sections[section], strict=True))
+        tensors = dict(zip(sections[section].names, sections[section].tensors, strict=True))
         for name in list(names)[:NAMED]:
             mine = tensors[name].detach().cpu() if name in tensors else None
             other = communicator.broadcast(mine, finding.reference)
