@@ -132,7 +132,7 @@ def _checksums(tensors: Sequence[_Bits]) -> Tensor:
 
 def _pieces(words: Tensor, length: int) -> Iterator[Tensor]:
     """Yield the words of a tensor, so many at once."""
-    for piece in words.split(length * 8 // words.element_size()):
+    for piece in torch.split(words, length * 8 // words.element_size()):
         yield _aligned(piece)
 
 
