@@ -71,21 +71,20 @@ class Turns(Callback):
         self.ends.append(time.perf_counter())
         self.done += 1
         if self.done % self.stretch == 0:
-            callbacks = trainer.callbacks
-            if self.check in callbacks:
-                callbacks.remove(self.check)
-            else:
-                # One check a stretch, wherever the stretch begins.
-                callbacks.insert(0, self.check)
+            # Another list: Lightning goes over this one just now.
+            others = [callback for callback in trainer.callbacks if callback is not self.check]
+            is_in = len(others) < len(trainer.callbacks)
+            trainer.callbacks = others if is_in else [self.check, *others]
 
     def seconds(self) -> tuple[list[float], list[float]]:
-        """Return the mean step of each stretch without the check, and of each with it."""
+        """Return the mean step of each stretch without the check, and of each with it, in which it comes once."""
         times = [after - before for before, after in itertools.pairwise(self.ends[1:])]
         stretches = [
             statistics.fmean(times[start : start + self.stretch - 1])
             for start in range(self.stretch, len(times) - self.stretch + 2, self.stretch)
         ]
-        return stretches[1::2], stretches[0::2]
+        pairs = len(stretches) // 2
+        return stretches[0::2][:pairs], stretches[1::2][:pairs]
 
 
 def trainer(strategy: Any, callbacks: list[Any], steps: int) -> Trainer:

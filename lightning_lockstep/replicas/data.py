@@ -99,8 +99,8 @@ class BatchRecorder:
                 return (
                     f"ReplicaCheck: epoch {epoch} began with the same batches in the same order as epoch {epoch - 1},"
                     f" though {_named(number, self._parts)} shuffles. {_described(loader)} Call"
-                    " sampler.set_epoch(epoch) at the start of each epoch, as Lightning does for a sampler that it"
-                    " finds as loader.sampler or loader.batch_sampler.sampler."
+                    " its set_epoch(epoch) at the start of each epoch, as Lightning does for what it finds as"
+                    " loader.sampler or loader.batch_sampler.sampler."
                 )
         return None
 
@@ -186,5 +186,5 @@ def _sampler(loader: Any) -> Any:
 
 
 def _shuffles(loader: Any) -> bool:
-    sampler = _sampler(loader)
-    return isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False))
+    parts = (_sampler(loader), getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None))
+    return any(isinstance(part, RandomSampler) or getattr(part, "shuffle", False) is True for part in parts)

@@ -6,6 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -45,6 +47,22 @@ def test_stopping_together(tmp_path: Path) -> None:
     assert len(ends) == 2, outcome.output
     assert {line.partition(": ")[2] for line in ends} == {ends[0].partition(": ")[2]}
     assert "breakpoint: rank 1: the loss looks odd" in ends[0]
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "said"),
+    [
+        ("backward", 1, "self.manual_backward(loss)"),
+        ("data", 1, "ranks 0-1 work on the same batches"),
+        ("step", 1, "An optimizer has stepped on some ranks only"),
+        ("weights", 1, "a hook or a callback wrote weights on some ranks only"),
+        ("none", 0, "sum of the weights"),
+    ],
+)
+def test_ranks_out_of_step(way: str, code: int, said: str, tmp_path: Path) -> None:
+    outcome = run_script([EXAMPLES / "out_of_step.py", way], cwd=tmp_path, timeout=120)
+    assert outcome.returncode == code, outcome.output
+    assert said in " ".join(outcome.output.split())
 
 
 def test_the_research_project(tmp_path: Path) -> None:

@@ -182,6 +182,23 @@ class Fault(Callback):
             [*module.parameters()][case.target % 4].mul_(1.5)
 
 
+class OwnBatches:
+    """A sampler of batches that shuffles, and is never told of a new epoch."""
+
+    shuffle = True
+
+    def __init__(self, samples: int, batch: int) -> None:
+        self.samples, self.batch = samples, batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(0)).tolist()
+        share = order[current_communicator().rank :: current_communicator().world_size]
+        yield from (share[start : start + self.batch] for start in range(0, len(share), self.batch))
+
+    def __len__(self) -> int:
+        return -(-(self.samples // current_communicator().world_size) // self.batch)
+
+
 def flip(tensor: Tensor, position: int) -> None:
     """Change one bit of a value that is not zero: one of the mantissa that training does not round away."""
     values = tensor.view(-1)
@@ -204,6 +221,8 @@ def loader_of(case: Case) -> DataLoader[Any]:
     if case.loader == "uneven":
         data = data[: 40 + 8 * communicator.rank]
     dataset: Dataset[Any] = TensorDataset(data)
+    if case.loader == "own batches":
+        return DataLoader(dataset, batch_sampler=OwnBatches(case.samples, case.batch))  # type: ignore[arg-type]
     return DataLoader(dataset, batch_size=case.batch, shuffle=case.loader == "shuffled")
 
 

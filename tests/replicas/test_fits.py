@@ -82,6 +82,7 @@ def cases() -> dict[str, Any]:
             Case(fault="buffer", strategy={"broadcast_buffers": False}, options={"buffers": "none"})
         ),
         "data not compared": fit(Case(loader="whole stream", options={"data": False})),
+        "same order": fit(Case(loader="own batches", samples=40), use_distributed_sampler=False),
         "healthy": fit(Case()),
     }
 
@@ -139,6 +140,14 @@ def test_what_may_differ_is_said_and_ends_nothing(found: dict[str, Any]) -> None
     (line,) = found["hparams"]["lines"]
     assert found["hparams"]["error"] is None
     assert "hparams of Net: folder" in line and '"rank 1"' in line
+
+
+@pytest.mark.slow
+def test_an_epoch_in_the_order_of_the_one_before_is_a_warning(found: dict[str, Any]) -> None:
+    outcome = found["same order"]
+    (line,) = outcome["lines"]
+    assert outcome["error"] is None and outcome["steps"] == 12
+    assert "epoch 1 began with the same batches" in line and "set_epoch(epoch)" in line
 
 
 @pytest.mark.slow
