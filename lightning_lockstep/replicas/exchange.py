@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_lockstep._text import ranks_in_words
 from lightning_lockstep.distributed import Communicator
 from lightning_lockstep.distributed.coordination.stop_agreement import StepAgreement
 from lightning_lockstep.distributed.side_channel.channel import Message
@@ -33,9 +35,11 @@ from lightning_lockstep.replicas.contents import SECTIONS, Named
 from lightning_lockstep.replicas.data import BatchComparison, Row
 from lightning_lockstep.replicas.report import NAMED, Differences, Finding, Parts, judge
 
+_log = logging.getLogger(__name__)
 _CHECK, _ASK, _ANSWER = "replica/check", "replica/ask", "replica/answer"
 
-# Checks whose numbers for each tensor a rank keeps, for the case that rank 0 asks.
+# Checks whose numbers for each tensor a rank keeps, for the case that rank 0 asks. Where no gradients are reduced, ranks
+# do not wait for each other, and rank 0 asks late.
 _KEPT = 8
 # Groups of ranks that agree of which rank 0 asks one.
 _ASKED = 16
@@ -123,7 +127,12 @@ class RankChecks:
         if comparison is None:
             return ""
         with comparison.news:
-            self._channel.wait_for(comparison.news, lambda: comparison.is_done(last), timeout)
+            if not self._channel.wait_for(comparison.news, lambda: comparison.is_done(last), timeout):
+                _log.warning(
+                    "ReplicaCheck: the check after the last batch was not compared: nothing came from %s within %.0f s",
+                    ranks_in_words(comparison.missing(last)),
+                    timeout,
+                )
             return comparison.untold
 
     def told(self) -> None:
@@ -190,6 +199,13 @@ class Comparison:
     def is_done(self, count: int) -> bool:
         """Return whether the check after so many batches is compared, and each before it."""
         return self._compared >= count and not self._asked
+
+    def missing(self, count: int) -> list[int]:
+        """Return the ranks whose check, or whose answer about it, has not come."""
+        groups, answers = self._asked.get(count, ([], {}))
+        there = self._checks.get(count, answers)
+        wanted = [group[0] for group in groups] or range(self._world_size)
+        return [rank for rank in wanted if rank not in there]
 
     def take_check(self, rank: int, body: Any) -> None:
         with self.news:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 
+from lightning_lockstep.callbacks import replica_check
 from lightning_lockstep.distributed import current_communicator
 from tests.helpers import run_ranks
-from tests.replicas.fits import Case, fit
+from tests.replicas.fits import Case, Kept, fit
 
 
 def on(rank: int) -> bool:
@@ -60,6 +62,24 @@ class Writes(Callback):
             pl_module.last.weight.grad.mul_(2)
 
 
+def silent() -> dict[str, Any]:
+    """A fit in which no check of rank 1 reaches rank 0."""
+    channel, patience = current_communicator().side_channel, replica_check._AT_THE_END
+    post, replica_check._AT_THE_END = channel.post, 0.3
+    if on(1):
+        channel.post = lambda topic, *args, **options: (  # type: ignore[method-assign]
+            None if topic == "replica/check" else post(topic, *args, **options)
+        )
+    lines: list[str] = []
+    handler, logger = Kept(lines), logging.getLogger("lightning_lockstep.replicas.exchange")
+    logger.addHandler(handler)
+    try:
+        return {**fit(Case()), "said": lines}
+    finally:
+        logger.removeHandler(handler)
+        channel.post, replica_check._AT_THE_END = post, patience  # type: ignore[method-assign]
+
+
 def cases() -> dict[str, Any]:
     """Fits one after the other, on the same ranks."""
     return {
@@ -83,6 +103,7 @@ def cases() -> dict[str, Any]:
         ),
         "data not compared": fit(Case(loader="whole stream", options={"data": False})),
         "same order": fit(Case(loader="own batches", samples=40), use_distributed_sampler=False),
+        "silent": silent(),
         "healthy": fit(Case()),
     }
 
@@ -140,6 +161,14 @@ def test_what_may_differ_is_said_and_ends_nothing(found: dict[str, Any]) -> None
     (line,) = found["hparams"]["lines"]
     assert found["hparams"]["error"] is None
     assert "hparams of Net: folder" in line and '"rank 1"' in line
+
+
+@pytest.mark.slow
+def test_a_rank_from_which_nothing_comes_stops_nobody_and_is_named(found: dict[str, Any]) -> None:
+    outcome = found["silent"]
+    assert outcome["error"] is None and outcome["steps"] == 12
+    (line,) = outcome["said"]
+    assert "nothing came from rank 1 within" in line
 
 
 @pytest.mark.slow
