@@ -167,7 +167,8 @@ class _Run:
         if differing:
             table, is_fault = start_table(differing)
             self._act(
-                f"the ranks were not made alike, found before the first step\n\n{table}", is_fault=is_fault
+                f"the run is not made alike on all ranks, found before the first step\n\n{table}",
+                is_fault=is_fault,
             )
         self._check()
 
