@@ -38,8 +38,8 @@ from lightning_lockstep.replicas.report import NAMED, Differences, Finding, Part
 _log = logging.getLogger(__name__)
 _CHECK, _ASK, _ANSWER = "replica/check", "replica/ask", "replica/answer"
 
-# Checks whose numbers for each tensor a rank keeps, for the case that rank 0 asks. Where no gradients are reduced, ranks
-# do not wait for each other, and rank 0 asks late.
+# Checks whose numbers for each tensor a rank keeps, for the case that rank 0 asks. Where no gradients are reduced,
+# ranks do not wait for each other, and rank 0 asks late.
 _KEPT = 8
 # Groups of ranks that agree of which rank 0 asks one.
 _ASKED = 16
