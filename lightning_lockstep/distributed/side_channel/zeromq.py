@@ -377,7 +377,7 @@ class ZeroMQSideChannel(SideChannel):
         if not receivers:
             return None
         ranks = tuple(int(rank) for rank in receivers.split(b","))
-        if not set(ranks) <= set(range(self.world_size)):
+        if not all(0 <= rank < self.world_size for rank in ranks):
             raise ValueError(f"it is for {receivers[:20]!r}")
         return ranks
 
