@@ -3,13 +3,6 @@
 Nothing else in a run calls ``os._exit``, registers with :mod:`atexit` (processes of the doctor do) or replaces
 ``sys.excepthook``. What is settled of the end of this process is in one object, :data:`outcome`.
 
-an orderly end                         functions given to :func:`at_exit` run
-:func:`leave_without_waiting`          as above once Python exits, but nothing that waits for a dead peer; where the
-                                       program has caught the failure, with its own exit code
-:func:`end_after_exit_functions`       the same now, without going back to the program
-:func:`end_now`                        by force, from any thread: only what :func:`on_flush` holds is written
-====================================== ======================================================================
-=======
 ============================================ ==================================================================
 an orderly end                               functions given to :func:`at_exit` run
 :meth:`Outcome.force_exit_at_shutdown`       as above once Python exits, but nothing that waits for a dead peer;
