@@ -63,6 +63,7 @@ from lightning_lockstep.distributed.process_group import (
     process_group_exists,
     start_process_group,
 )
+from lightning_lockstep.distributed.side_channel.zeromq import need_descriptors
 from lightning_lockstep.launchers.environments import (
     LockstepEnvironment,
     belongs_to_slurm,
@@ -198,7 +199,7 @@ class RankLifecycle:
         Raises:
             ConfigurationError: The precision is not supported; no rank has been started yet.
             LaunchError: Nobody starts the ranks of the other nodes, or more were started on this one than the Trainer
-                has devices.
+                has devices, or than rank 0 may have connections.
         """
         strategy = self._strategy
         outcome.install_excepthook()
@@ -207,6 +208,8 @@ class RankLifecycle:
             check_srun_is_used(strategy.num_nodes)
         self.startup.adopt_ranks(strategy)
         check_has_device(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        if strategy.num_nodes == 1:
+            need_descriptors(strategy.num_processes)  # else rank 0, which is elsewhere perhaps, finds out
         strategy.precision_plugin = self._precision(
             strategy.precision_plugin, requested_precision(), strategy.root_device.type
         )

@@ -246,6 +246,33 @@ def test_a_lost_rank_0_that_has_said_what_it_raises_is_known_by_that(ranks: list
     assert not ranks[1].crash.prints_report, "rank 0 has printed it"
 
 
+def test_a_rank_that_is_lost_while_the_cause_is_waited_for_gets_a_better_report(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def wait_for(news: Any, arrived: Callable[[], bool], timeout: float, *, needs_main: bool = True) -> bool:
+        waits.append(timeout)
+        if len(waits) == 1:
+            ranks[0].crash.channel._on_lost(2, "nobody listens")  # type: ignore[misc]
+        else:
+            ranks[0].wait("_report")
+        return arrived()
+
+    monkeypatch.setattr(ranks[0].crash.channel, "wait_for", wait_for)
+    error = ranks[0].raises(RuntimeError("Connection reset by peer"))
+    assert isinstance(error, RankFailedError) and "rank 2 of 3 was lost" in str(error)
+    assert len(waits) == 2
+
+
+def test_of_many_ranks_that_are_lost_at_once_one_is_reported(ranks: list[Rank]) -> None:
+    for rank in (1, 2):
+        ranks[0].crash.channel._on_lost(rank, "nobody listens")  # type: ignore[misc]
+    assert len(ranks[0].timers) == 1
+    ranks[0].wait("_report")
+    assert ranks[0].stopped() is not None
+
+
 def test_a_rank_whose_program_has_caught_the_failure_is_not_ended_by_force(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,9 @@ from lightning_lockstep.distributed import (
 )
 from lightning_lockstep.distributed.coordination.stop_agreement import stop_agreement
 from lightning_lockstep.distributed.rendezvous import channel_keys
+from lightning_lockstep.distributed.side_channel import zeromq
 from lightning_lockstep.distributed.side_channel.zeromq import sender_of
+from lightning_lockstep.errors import LaunchError
 from tests.helpers import run_ranks, run_ranks_raw
 
 
@@ -490,6 +492,67 @@ def test_a_peer_that_is_being_killed_and_still_answers_is_asked_again_soon() -> 
         assert lost == []
         listener.close()
         assert wait_until(lambda: lost == [1], seconds=2.0)
+
+
+def test_what_a_rank_has_sent_before_it_ended_is_told_before_its_end() -> None:
+    with channels(2) as (main, other):
+        order: list[str] = []
+        main.watch_peers(on_lost=lambda rank, _: order.append("lost"))
+        main.on("slow", lambda message: (time.sleep(0.7), order.append(message.body))[0])
+        assert wait_until(lambda: main.answers(1))
+        other.post("slow", "the reason", to=0)
+        assert wait_until(lambda: main._arrived.qsize() == 0)
+        vanish(other)
+        assert wait_until(lambda: "lost" in order)
+        assert order == ["the reason", "lost"]
+
+
+def test_ranks_that_do_not_answer_have_one_thread_and_are_told_whatever_the_listener_does() -> None:
+    with channels(1, absent=20) as (main,), contextlib.ExitStack() as stack:
+        lost: set[int] = set()
+
+        def on_lost(rank: int, reason: str) -> None:
+            lost.add(rank)
+            raise RuntimeError("can't start new thread")
+
+        main.watch_peers(on_lost=on_lost)
+        for rank in range(1, 21):
+            peer = stack.enter_context(stranger_as(str(rank).encode(), main))
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            peer.send_multipart((b"hello", b"", json.dumps(["", 1, *listener.getsockname()]).encode()))
+        assert wait_until(lambda: all(main.answers(rank) for rank in range(1, 21)))
+        for descriptor in tuple(main._connections):
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        assert wait_until(lambda: len(main._suspects) == 20)
+        assert [thread.name for thread in threading.enumerate()].count("lockstep-probe") == 1
+        assert lost == set()
+        stack.close()
+        assert wait_until(lambda: lost == set(range(1, 21)))
+        assert wait_until(lambda: "lockstep-probe" not in [thread.name for thread in threading.enumerate()])
+
+
+@pytest.mark.parametrize("hard", [5000, 1000])
+def test_rank_0_may_have_a_connection_to_every_rank(monkeypatch: pytest.MonkeyPatch, hard: int) -> None:
+    limits = [64, hard]
+
+    def set_limits(_: int, to: tuple[int, int]) -> None:
+        if to[0] > hard:
+            raise ValueError("current limit exceeds maximum limit")
+        limits[0] = to[0]
+
+    monkeypatch.setattr(zeromq.resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(zeromq.resource, "setrlimit", set_limits)
+    if hard == 1000:
+        with pytest.raises(
+            LaunchError, match=r"may open 1000 files and connections at once: it needs 1\d\d\d"
+        ):
+            zeromq.need_descriptors(1000)
+    else:
+        zeromq.need_descriptors(1000)
+        assert 1000 < limits[0] < 2000
+        zeromq.need_descriptors(10)
+        assert limits[0] > 1000, "it is never lowered"
 
 
 def test_a_rank_that_has_closed_its_channel_is_neither_lost_nor_there() -> None:

@@ -118,7 +118,7 @@ class FailurePropagation:
         self._raised_in: int | None = None  # the failed fit for which this rank has raised
         self._told: Failure | None = None  # the latest that rank 0 has decided on
         self._dead: FailureRecord | None = None  # of the first process that has ended
-        self._peer_lost = False
+        self._peer_lost = self._rank_missing = False
         self._alone = False  # rank 0 does not answer
         self._keeps: type[BaseException] | None = None  # of an own error, by which this rank ends in time
         self._news = threading.Condition()
@@ -361,13 +361,17 @@ class FailurePropagation:
     def _wait_for_cause(self) -> None:
         """Wait for the message of the failure that broke a collective here."""
         with self._news:
-            for seconds in (self.grace_period / 3, _BETTER_REPORT if self._peer_lost else 0.0):
-                self.channel.wait_for(self._news, lambda: self.record is not None, seconds, needs_main=False)
+            self._wait_for_record(self.grace_period / 3)
+            if self._peer_lost:  # perhaps only since then
+                self._wait_for_record(_BETTER_REPORT)
             told = self._told
             if self.record is None and told is not None and told.fit > self._over:
                 # An error that all should raise, or the failure of a fit that this rank has not begun.
                 self._fit = max(self._fit, told.fit)
                 self._stop_for(told)
+
+    def _wait_for_record(self, seconds: float) -> None:
+        self.channel.wait_for(self._news, lambda: self.record is not None, seconds, needs_main=False)
 
     # -- processes that have ended, ranks that are silent -----------------------------------------------
 
@@ -385,7 +389,10 @@ class FailurePropagation:
         record = FailureRecord(rank, self.channel.world_size, host, pid, "vanished", summary)
         failure = Failure(self._fit, record)
         if rank != 0:
-            self._later(patience, self._report, failure)  # not here: the receiving thread must not wait
+            # Not here: the thread that probes must not wait. The first one counts, of a thousand perhaps.
+            if not self._rank_missing:
+                self._rank_missing = True
+                self._later(patience, self._report, failure)
             return
         with self._news:
             # Every rank notices by itself and decides alone; with rank 0 the one that prints is gone.

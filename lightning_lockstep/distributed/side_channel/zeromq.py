@@ -34,25 +34,31 @@ import json
 import logging
 import os
 import queue
+import resource
 import socket
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lightning_lockstep.distributed.rendezvous import ChannelKeys, host_of
 from lightning_lockstep.distributed.side_channel.channel import Message, Post, SideChannel, receivers_of
+from lightning_lockstep.errors import LaunchError
 
 HELLO, POST, FLUSH, ARRIVED, CLOSING = b"hello", b"post", b"flush", b"arrived", b"closing"
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 # Messages for a rank that is not connected yet, or not at the moment; older ones are dropped beyond this number.
 _KEPT_UNSENT = 10_000
+# Descriptors of rank 0 beside those that are open and its connections: files, loaders, further process groups.
+_SPARE_DESCRIPTORS = 200
 # How many messages are received before those are sent that were posted here meanwhile.
 _RECEIVED_AT_ONCE = 100
 # How long what was sent last may still take to leave when the connection is closed [ms].
@@ -60,6 +66,8 @@ _LINGER = 1000
 # How often a peer whose connection has ended is probed, and how long one probe takes at most [s]; a peer that is there,
 # or whose host is gone, is probed less often once that has lasted.
 _PROBE_EVERY, _PROBE_FOR, _PROBE_AGAIN = 0.1, 0.3, 1.0
+# How long the handlers may take over what a rank has sent before it ended [s].
+_HANDLED_FOR = 1.0
 # So often in a row a connection is refused before that counts: a full queue of the listener refuses, too.
 _REFUSALS = 2
 # Contexts of channels whose end took too long: collected as garbage, one would wait for its sockets for ever.
@@ -68,6 +76,16 @@ _unfinished: list[Any] = []
 _log = logging.getLogger(__name__)
 _encode = json.JSONEncoder(default=str).encode
 _Work = Callable[[], None]
+
+
+@dataclass
+class _Suspect:
+    """A rank whose connection has ended."""
+
+    since: float
+    probe_at: float = 0.0
+    refused: int = 0
+    is_told: bool = False
 
 
 class ZeroMQSideChannel(SideChannel):
@@ -115,7 +133,8 @@ class ZeroMQSideChannel(SideChannel):
             set()
         )  # ranks that have closed their channel: what they do is their own affair
         self._dropped: set[int] = set()  # whose connection has ended, with messages still to be read perhaps
-        self._suspects: dict[int, object] = {}  # ranks that are probed, each with a mark of that time
+        self._suspects: dict[int, _Suspect] = {}  # ranks that are probed
+        self._is_probing = False
         self._probe_at: dict[int, tuple[str, int]] = {}
 
         reads, writes = os.pipe()  # of all that can be polled, nearly the cheapest to the poster
@@ -146,6 +165,7 @@ class ZeroMQSideChannel(SideChannel):
         self._socket.router_handover = self._socket.router_mandatory = True
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = keys
+        need_descriptors(self.world_size)
         self._socket.backlog = max(100, self.world_size)  # they all come at once
         self.port = self._socket.bind_to_random_port(_endpoint(host))
         self.address = f"{_endpoint(known_as)}:{self.port}"
@@ -174,8 +194,9 @@ class ZeroMQSideChannel(SideChannel):
         self._outbox.append(item)
         # In this order: the other thread says that it falls asleep before it looks into the outbox.
         if self._asleep:
-            self._asleep = False
             with suppress(OSError, ValueError):  # it has ended meanwhile
+                # Nothing between these two: an exception of a signal would leave the other thread asleep.
+                self._asleep = False
                 self._wakes.write(b"\0")
 
     def flush(self, timeout: float = 5.0) -> bool:
@@ -434,16 +455,19 @@ class ZeroMQSideChannel(SideChannel):
             self._dropped.add(rank)
 
     def _suspect(self, ranks: set[int]) -> None:
-        for rank in ranks:
-            self._standing.discard(rank)
-            if rank not in self._suspects:
-                mark = self._suspects[rank] = object()
-                probing = threading.Thread(target=self._probe, args=(rank, mark), daemon=True)
-                probing.name = "lockstep-probe"
-                with suppress(RuntimeError):  # Python is exiting
+        self._standing -= ranks
+        with self._news:
+            for rank in ranks:
+                self._suspects.setdefault(rank, _Suspect(time.monotonic()))
+            if self._suspects and not self._is_probing:
+                probing = threading.Thread(target=self._probe_suspects, name="lockstep-probe", daemon=True)
+                with suppress(
+                    RuntimeError
+                ):  # Python is exiting, or no memory is left for a thread: later, perhaps
                     probing.start()
+                    self._is_probing = True
 
-    # ---------------------------------------------------------------- a thread for each rank that does not answer
+    # ---------------------------------------------------------------- a thread while there are ranks that do not answer
 
     # ZeroMQ's own thread exchanges heartbeats, whatever Python does: a rank that holds the GIL for minutes, or stands
     # in ``pdb``, keeps answering. When a connection ends nevertheless, a probe tells three things apart:
@@ -456,24 +480,49 @@ class ZeroMQSideChannel(SideChannel):
     #
     # The first is a loss at once. The others may pass, and count only after ``silence_limit``.
 
-    def _probe(self, rank: int, mark: object) -> None:
-        """Find out what has become of a rank, until its connection stands again."""
-        host, port = self._probe_at[rank]
-        since, refused, is_told = time.monotonic(), 0, False
-        while self._suspects.get(rank) is mark and not self._closing:
-            state = probe(host, port)
-            seconds = time.monotonic() - since
-            refused = refused + 1 if state is None else 0
-            if refused >= _REFUSALS and self._suspects.pop(rank, None) is mark:
-                self._note_end(self._lost_ranks, rank)
-                if self._on_lost is not None and not self._closing:
-                    self._on_lost(rank, f"nobody listens at {host} port {port} any more")
-            elif state is not None and seconds > self.silence_limit and not is_told:
-                is_told = True
-                if self._on_silent is not None and not self._closing:
-                    self._on_silent(rank, seconds, state)
-            # A process that is being killed still answers for a moment.
-            time.sleep(_PROBE_EVERY if seconds < _PROBE_AGAIN or refused else _PROBE_AGAIN)
+    def _probe_suspects(self) -> None:
+        """Find out what has become of ranks whose connection has ended, as long as there are any."""
+        while not self._closing:
+            with self._news:
+                suspects = self._suspects.copy()
+                self._is_probing = bool(suspects)
+            if not suspects:
+                return
+            if gone := [rank for rank, suspect in suspects.items() if self._is_gone(rank, suspect)]:
+                # What they have sent before they ended is to be told first, unless a handler blocks.
+                handled = threading.Event()
+                self._arrived.put(handled.set)
+                handled.wait(_HANDLED_FOR)
+            for rank in gone:
+                if self._suspects.pop(rank, None) is suspects[rank]:
+                    self._note_end(self._lost_ranks, rank)
+                    host, port = self._probe_at[rank]
+                    self._tell(self._on_lost, rank, f"nobody listens at {host} port {port} any more")
+            time.sleep(_PROBE_EVERY)
+
+    def _is_gone(self, rank: int, suspect: _Suspect) -> bool:
+        """Probe a rank, if it is time to, and return whether its process has ended."""
+        if self._suspects.get(rank) is not suspect or time.monotonic() < suspect.probe_at:
+            return False
+        state = probe(*self._probe_at[rank])
+        now = time.monotonic()
+        seconds = now - suspect.since
+        suspect.refused = suspect.refused + 1 if state is None else 0
+        if (
+            state is not None and seconds > _PROBE_AGAIN
+        ):  # one that is being killed still answers for a moment
+            suspect.probe_at = now + _PROBE_AGAIN
+        if state is not None and seconds > self.silence_limit and not suspect.is_told:
+            suspect.is_told = True
+            self._tell(self._on_silent, rank, seconds, state)
+        return suspect.refused >= _REFUSALS
+
+    def _tell(self, function: Callable[..., None] | None, *args: Any) -> None:
+        if function is not None and not self._closing:
+            try:
+                function(*args)
+            except Exception:
+                _log.exception("what is to be done about rank %d, which does not answer, failed", args[0])
 
     @property
     def _ended_ranks(self) -> set[int]:
@@ -500,6 +549,26 @@ class ZeroMQSideChannel(SideChannel):
             _say_malformed(error)
         else:
             self._deliver(Message(topic, sender, body))
+
+
+def need_descriptors(world_size: int) -> None:
+    """Let this process, rank 0, have an open connection to each of the other ranks.
+
+    Raises:
+        LaunchError: The system does not let it.
+    """
+    wanted = psutil.Process().num_fds() + world_size + _SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError) as error:
+        raise LaunchError(
+            f"Rank 0 of {world_size} has a connection to every other rank, and may open {hard} files and connections at"
+            f" once: it needs {wanted}. Raise the hard limit on its host: `ulimit -Hn`, `LimitNOFILE=` of systemd, or"
+            " `nofile` in /etc/security/limits.conf."
+        ) from error
 
 
 def probe(host: str, port: int) -> str | None:
