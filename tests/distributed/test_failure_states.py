@@ -262,7 +262,7 @@ def test_a_rank_that_is_lost_while_the_cause_is_waited_for_gets_a_better_report(
     monkeypatch.setattr(ranks[0].crash.channel, "wait_for", wait_for)
     error = ranks[0].raises(RuntimeError("Connection reset by peer"))
     assert isinstance(error, RankFailedError) and "rank 2 of 3 was lost" in str(error)
-    assert len(waits) == 2
+    assert waits[1] > 0
 
 
 def test_of_many_ranks_that_are_lost_at_once_one_is_reported(ranks: list[Rank]) -> None:

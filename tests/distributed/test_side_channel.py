@@ -494,6 +494,18 @@ def test_a_peer_that_is_being_killed_and_still_answers_is_asked_again_soon() -> 
         assert wait_until(lambda: lost == [1], seconds=2.0)
 
 
+def test_a_rank_that_was_stopped_is_said_to_be_also_once_its_queue_is_full_of_probes() -> None:
+    with channels(2) as (main, other), socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
+        silent: list[str] = []
+        main.silence_limit = 1.0
+        main.watch_peers(on_silent=lambda rank, seconds, reason: silent.append(reason))
+        assert wait_until(lambda: main.answers(1))
+        main._probe_at[1] = listener.getsockname()
+        vanish(other)
+        assert wait_until(lambda: bool(silent))
+        assert "it was stopped" in silent[0]
+
+
 def test_what_a_rank_has_sent_before_it_ended_is_told_before_its_end() -> None:
     with channels(2) as (main, other):
         order: list[str] = []

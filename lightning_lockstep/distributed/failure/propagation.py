@@ -391,8 +391,8 @@ class FailurePropagation:
         if rank != 0:
             # Not here: the thread that probes must not wait. The first one counts, of a thousand perhaps.
             if not self._rank_missing:
-                self._rank_missing = True
                 self._later(patience, self._report, failure)
+                self._rank_missing = True
             return
         with self._news:
             # Every rank notices by itself and decides alone; with rank 0 the one that prints is gone.

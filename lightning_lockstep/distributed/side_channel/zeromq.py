@@ -66,6 +66,7 @@ _LINGER = 1000
 # How often a peer whose connection has ended is probed, and how long one probe takes at most [s]; a peer that is there,
 # or whose host is gone, is probed less often once that has lasted.
 _PROBE_EVERY, _PROBE_FOR, _PROBE_AGAIN = 0.1, 0.3, 1.0
+_STOPPED = "its process is there and does not run: it was stopped, or its host has no memory left"
 # How long the handlers may take over what a rank has sent before it ended [s].
 _HANDLED_FOR = 1.0
 # So often in a row a connection is refused before that counts: a full queue of the listener refuses, too.
@@ -85,6 +86,7 @@ class _Suspect:
     since: float
     probe_at: float = 0.0
     refused: int = 0
+    has_accepted: bool = False
     is_told: bool = False
 
 
@@ -508,13 +510,15 @@ class ZeroMQSideChannel(SideChannel):
         now = time.monotonic()
         seconds = now - suspect.since
         suspect.refused = suspect.refused + 1 if state is None else 0
+        suspect.has_accepted |= state == _STOPPED
         if (
             state is not None and seconds > _PROBE_AGAIN
         ):  # one that is being killed still answers for a moment
             suspect.probe_at = now + _PROBE_AGAIN
         if state is not None and seconds > self.silence_limit and not suspect.is_told:
             suspect.is_told = True
-            self._tell(self._on_silent, rank, seconds, state)
+            # A process that does not run accepts no more once its listener's queue is full of probes.
+            self._tell(self._on_silent, rank, seconds, _STOPPED if suspect.has_accepted else state)
         return suspect.refused >= _REFUSALS
 
     def _tell(self, function: Callable[..., None] | None, *args: Any) -> None:
@@ -579,7 +583,7 @@ def probe(host: str, port: int) -> str | None:
         return None
     except OSError as error:
         return f"its host does not answer ({error.strerror or error})"
-    return "its process is there and does not run: it was stopped, or its host has no memory left"
+    return _STOPPED
 
 
 def sender_of(identity: Any) -> bytes:
