@@ -556,11 +556,7 @@ class ZeroMQSideChannel(SideChannel):
 
 
 def need_descriptors(world_size: int) -> None:
-    """Let this process, rank 0, have an open connection to each of the other ranks.
-
-    Raises:
-        LaunchError: The system does not let it.
-    """
+    """Let this process, rank 0, have an open connection to each of the other ranks, or raise LaunchError."""
     wanted = psutil.Process().num_fds() + world_size + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
