@@ -565,6 +565,8 @@ def test_rank_0_may_have_a_connection_to_every_rank(monkeypatch: pytest.MonkeyPa
         assert 1000 < limits[0] < 2000
         zeromq.need_descriptors(10)
         assert limits[0] > 1000, "it is never lowered"
+        zeromq.need_descriptors(hard - 150)
+        assert limits[0] == hard, "as many to spare as there are"
 
 
 def test_a_rank_that_has_closed_its_channel_is_neither_lost_nor_there() -> None:

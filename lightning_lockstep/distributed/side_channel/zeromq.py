@@ -557,16 +557,20 @@ class ZeroMQSideChannel(SideChannel):
 
 def need_descriptors(world_size: int) -> None:
     """Let this process, rank 0, have an open connection to each of the other ranks, or raise LaunchError."""
-    wanted = psutil.Process().num_fds() + world_size + _SPARE_DESCRIPTORS
+    needed = psutil.Process().num_fds() + world_size
+    wanted = needed + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
+    given = wanted if hard == resource.RLIM_INFINITY else max(soft, min(wanted, hard))
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        if given < needed:
+            raise ValueError("the hard limit is too low")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (given, hard))
     except (ValueError, OSError) as error:
         raise LaunchError(
             f"Rank 0 of {world_size} has a connection to every other rank, and may open {hard} files and connections at"
-            f" once: it needs {wanted}. Raise the hard limit on its host: `ulimit -Hn`, `LimitNOFILE=` of systemd, or"
+            f" once: it needs {needed}. Raise the hard limit on its host: `ulimit -Hn`, `LimitNOFILE=` of systemd, or"
             " `nofile` in /etc/security/limits.conf."
         ) from error
 
