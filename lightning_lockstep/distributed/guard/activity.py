@@ -23,8 +23,8 @@ from lightning_lockstep.distributed.side_channel.channel import SideChannel
 # A rank that moves is waited for. What it waits for may be done by another of its threads, by child processes or by
 # the system; a thread that sleeps, or polls something now and then, does not move.
 
-# Threads that work for this package, by their names; they do not count.
-_OURS = "lockstep-"
+#: Threads that work for this package, by their names; they do not count.
+OURS = "lockstep-"
 # What counts as moving: so much of one core, or so much read and written [bytes/s].
 _BUSY_SHARE, _IO_RATE = 0.05, 100_000.0
 _COUNTERS = ("read_chars", "write_chars", "read_bytes", "write_bytes")
@@ -84,10 +84,10 @@ class Activity:
             counted = {pid: _bytes(self._process) - (_reads.total if self._is_own else 0.0)}
             spent = self._spent_by_threads()
             waits = any(map(_waits_for_disk, spent))
+            spent[0] = sum(self._process.cpu_times()[2:4])  # of child processes that have ended
             for child in self._children():
                 with suppress(psutil.Error):
-                    times = child.cpu_times()
-                    spent[child.pid] = times.user + times.system
+                    spent[child.pid] = sum(child.cpu_times()[:4])  # with those of its own that have ended
                     counted[child.pid] = _bytes(child)
             self._samples.append(_Sample(now, spent, counted, waits))
 
@@ -110,7 +110,7 @@ class Activity:
         if not psutil.LINUX:  # there the numbers of threads mean nothing
             times = self._process.cpu_times()
             return {self._process.pid: times.user + times.system}
-        ours = {one.native_id for one in threading.enumerate() if one.name.startswith(_OURS)}
+        ours = {one.native_id for one in threading.enumerate() if one.name.startswith(OURS)}
         return {
             one.id: one.user_time + one.system_time for one in self._process.threads() if one.id not in ours
         }
@@ -118,10 +118,11 @@ class Activity:
     def _children(self) -> Iterator[psutil.Process]:
         ranks: set[int] = set()  # and what they have started
         for child in self._process.children(recursive=True):
-            if self._is_rank(child.pid) or child.ppid() in ranks:
-                ranks.add(child.pid)
-            else:
-                yield child
+            with suppress(psutil.Error):  # it has ended meanwhile
+                if self._is_rank(child.pid) or child.ppid() in ranks:
+                    ranks.add(child.pid)
+                else:
+                    yield child
 
 
 def _growth(before: Mapping[int, float], after: Mapping[int, float]) -> float:

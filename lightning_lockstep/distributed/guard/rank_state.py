@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
-from itertools import repeat
 from types import FrameType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from lightning_lockstep.distributed.failure.record import folded_stack
 from lightning_lockstep.distributed.guard.activity import (
+    OURS,
     Activity,
     Connection,
     UnresponsiveRank,
@@ -40,8 +40,8 @@ from lightning_lockstep.distributed.side_channel.channel import SideChannel
 #: Stands for the function of a main thread that waits by a handle.
 WAIT = "wait"
 _WAITS = re.compile(r"\bwait\(")
-# Modules of Python inside of which nobody says from outside whether it moves: data may, and an import may wait for the
-# one by which torch finds call sites for us.
+# Modules of Python inside of which nobody says from outside whether a thread moves: data may, and an import may wait
+# for the one by which torch finds call sites for us.
 _UNKNOWN = ("socket", "ssl", "importlib._bootstrap")
 _C10D = "torch.distributed.distributed_c10d"
 
@@ -109,9 +109,15 @@ def _group(frame: FrameType) -> str:
     return title
 
 
-def _module_of(thread: threading.Thread) -> str:
-    frame = _frame_of(thread)
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+def _may_move_unseen() -> bool:
+    """Return whether a thread is where nobody says whether it moves; what trains may wait for that one."""
+    ours = {one.ident for one in threading.enumerate() if one.name.startswith(OURS)}
+    return any(
+        # One that accepts connections waits for ever, as that of multiprocessing does.
+        frame.f_globals.get("__name__") in _UNKNOWN and frame.f_code.co_name != "accept"
+        for ident, frame in sys._current_frames().items()
+        if ident not in ours
+    )
 
 
 # -- What a rank asks whose collective does not complete, and what each rank says of itself then --
@@ -168,9 +174,15 @@ class RankState:
 
     def calls_of(self, group: str) -> dict[int, CollectiveCall]:
         """Return the last collectives of a group by their numbers; sends and receives have none."""
-        return {
-            one.call.number: one.call for one in self.calls if one.call.group == group and one.call.number
-        }
+        return self._calls_by_group.get(group, {})
+
+    @functools.cached_property  # asked for once for each pair of ranks
+    def _calls_by_group(self) -> Mapping[str, dict[int, CollectiveCall]]:
+        found: dict[str, dict[int, CollectiveCall]] = {}
+        for one in self.calls:
+            if one.call.number:
+                found.setdefault(one.call.group, {})[one.call.number] = one.call
+        return found
 
     def last_call(self, group: str) -> CollectiveCall | None:
         """Return the last collective of a group, if it is known."""
@@ -252,23 +264,34 @@ def members(states: Mapping[int, RankState], group: str) -> Sequence[int]:
 def from_plain(kind: Any, data: Any) -> Any:
     """Return a ``kind`` of what `asdict` has made of one, also after a way through JSON."""
     # Dataclasses, named tuples, tuples and mappings in one another, as their type hints say.
+    return data if data is None else _maker(kind)(data)
+
+
+@functools.cache  # rank 0 makes the states of all ranks, a hundred calls in each
+def _maker(kind: Any) -> Callable[[Any], Any]:
     origin, inner = get_origin(kind), get_args(kind)
-    if data is None:
-        return None
     if type(None) in inner:  # optional
-        return from_plain(inner[0], data)
+        return functools.partial(from_plain, inner[0])
+    if origin is tuple and inner[-1] is ...:
+        make = _maker(inner[0])
+        return tuple if make is _as_it_is else lambda data: tuple(map(make, data))
     if origin is tuple:
-        return tuple(map(from_plain, repeat(inner[0]) if inner[-1] is ... else inner, data))
+        return lambda data: tuple(map(from_plain, inner, data))
     if origin is Mapping:
-        return {key: from_plain(inner[1], value) for key, value in data.items()}
-    if isinstance(kind, type) and is_dataclass(kind):
-        return kind(**{name: from_plain(_hints(kind)[name], value) for name, value in data.items()})
-    if isinstance(kind, type) and issubclass(kind, tuple):
-        return kind(*map(from_plain, _hints(kind).values(), data))
+        return lambda data: {key: from_plain(inner[1], value) for key, value in data.items()}
+    if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, tuple)):
+        makers = {name: _maker(hint) for name, hint in get_type_hints(kind).items()}
+        if issubclass(kind, tuple):
+            return lambda data: kind(*(make(one) for make, one in zip(makers.values(), data, strict=True)))
+        to_make = {name: make for name, make in makers.items() if make is not _as_it_is}
+        return lambda data: kind(
+            **{**data, **{name: make(data[name]) for name, make in to_make.items() if name in data}}
+        )
+    return _as_it_is
+
+
+def _as_it_is(data: Any) -> Any:
     return data
-
-
-_hints = functools.cache(get_type_hints)
 
 
 # -- Looks at this rank --
@@ -333,9 +356,9 @@ class RankObserver:
 
     def state(self, sites: bool = False) -> RankState:
         """Return where this rank is; ``sites``: with all call sites, even if they must be loaded first."""
+        place = self.raised_at or self.position  # before the look: it reads the program's files
         loaded, self._loads = self._loads, self._sites.is_alive()
         self.activity.look(loads=loaded or self._loads)
-        place, module = self.raised_at or self.position, _module_of(self.trains)
         calls = self._calls(sites=sites or self._knows_sites)
         return RankState(
             rank=self._channel.rank,
@@ -348,7 +371,7 @@ class RankObserver:
             position=place,
             awaited=tuple(one.call for one in self.messages()) if place.function == WAIT else (),
             raised=self.raised_at is not None,
-            moves=self.activity.moves or module in _UNKNOWN,
+            moves=self.activity.moves or _may_move_unseen(),
             connections=tuple(connections()),
             ports=self._ports,
         )
@@ -362,6 +385,7 @@ class WaitingRanks:
 
     def __init__(self, states: Mapping[int, RankState], silent: Mapping[int, UnresponsiveRank]) -> None:
         self._states, self._silent = states, silent
+        self._missing = functools.cache(self._ranks_that_have_not_called)  # as a rule all wait in the same
 
     def is_waiting(self, rank: int) -> bool:
         """Return whether a rank is in a collective that is not complete, or in a send or receive."""
@@ -378,10 +402,7 @@ class WaitingRanks:
             return set()
         missing: set[int] = set()
         for outstanding in state.outstanding:
-            there = members(self._states, outstanding.group)
-            missing |= {
-                other for other in there if other != rank and not self._has_called(other, outstanding)
-            }
+            missing |= self._missing(outstanding) - {rank}
         if not state.outstanding and state.is_in_message():
             missing |= state.peers()
         return missing
@@ -413,5 +434,8 @@ class WaitingRanks:
             return bool(waits & going_on)  # which of several sends and receives it waits for is not known
         return bool(waits) and waits <= going_on
 
-    def _has_called(self, rank: int, wanted: Outstanding) -> bool:
-        return rank in self._states and self._states[rank].has_called(wanted)
+    def _ranks_that_have_not_called(self, wanted: Outstanding) -> set[int]:
+        there = members(self._states, wanted.group)
+        return {
+            rank for rank in there if rank not in self._states or not self._states[rank].has_called(wanted)
+        }

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -214,7 +215,36 @@ def test_what_may_move_unseen_is_taken_to_move(tmp_path: Path, monkeypatch: pyte
         looking.start()
         assert stream.read(1) == b"x"
         looking.join()
-    assert seen == [True, True]
+        reads = threading.Thread(target=stream.read, args=[1])
+        reads.start()  # this thread waits for another one that reads
+        looking = threading.Thread(target=look, args=[send], name="lockstep-test")
+        looking.start()
+        reads.join()
+        looking.join()
+    assert seen == [True, True, True]
+
+
+def test_waiting_for_a_connection_of_somebody_is_not_moving() -> None:
+    observer = RankObserver(LocalSideChannel(), [], messages=list, window=60.0, store_port=0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        accepting = threading.Thread(target=lambda: server.accept()[0].close())
+        accepting.start()
+        on_own_thread(observer.state)
+        time.sleep(0.5)
+        moved = on_own_thread(observer.state).moves
+        socket.create_connection(server.getsockname()).close()
+        accepting.join()
+    assert not moved
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count it")
+def test_child_processes_that_have_ended_between_two_looks_count() -> None:
+    activity = Activity(60.0, lambda pid: False)
+    on_own_thread(activity.look)
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", "sum(range(10_000_000))"], check=True)
+    on_own_thread(activity.look)
+    assert activity.moves
 
 
 def what_gloo_sends(count: int) -> float:
