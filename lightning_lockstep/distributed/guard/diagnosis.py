@@ -268,7 +268,7 @@ class StallDiagnosis:
         self._take(found)
         to_end = self._connections_to_end(states, silent)
         for rank in to_end:
-            if rank != self._channel.rank and rank in states:
+            if rank != self._channel.rank:  # one that was silent raises it, too, once it goes on
                 self._channel.post(_DIAGNOSIS, [asdict(found), to_end[rank]], to=rank)
         self._channel.flush(0.5)  # before this rank ends the connections by which others would notice
         self._take(found, to_end[self._channel.rank])

@@ -157,6 +157,8 @@ class FlightRecorder:
         # Of each group with an incomplete call, by ring and torch's number of it there: how many were called, and which
         # completed last, at the last look.
         self._counts: dict[tuple[str, str], tuple[int, int]] = {}
+        # The oldest incomplete call of those whose counts stay; None: there is none.
+        self._oldest: dict[tuple[str, str], Outstanding | None] = {}
 
     @property
     def is_recording(self) -> bool:
@@ -164,8 +166,8 @@ class FlightRecorder:
         return any(dump.get("pg_status") for _, dump in _dumps(includeCollectives=False))
 
     def outstanding(self) -> Sequence[Outstanding]:
-        # 0.1 ms as long as all goes on: a group in which anything was called or completed since the last look is left
-        # out. Calls complete in any order, so the counts alone do not tell which one is incomplete.
+        # 0.1 ms: a group in which anything was called or completed since the last look is left out. Calls complete in
+        # any order, so the counts alone do not tell which one is incomplete: where they stay, the calls are read once.
         counts: dict[tuple[str, str], tuple[int, int]] = {}
         for ring, dump in _dumps(includeCollectives=False):
             for number, status in dump.get("pg_status", {}).items():
@@ -174,11 +176,14 @@ class FlightRecorder:
                     counts[ring, number] = called, done
         still = {group for group, count in counts.items() if self._counts.get(group) == count}
         self._counts = counts
-        oldest: dict[str, Outstanding] = {}
-        for ring, title, entry in self._entries(stacks=False) if still else ():
-            if (ring, str(entry["pg_id"])) in still and not _is_done(entry) and not entry["is_p2p"]:
-                oldest.setdefault(title, Outstanding(title, int(entry["collective_seq_id"])))
-        return list(oldest.values())
+        if not still <= set(self._oldest):
+            self._oldest = {}
+            for ring, title, entry in self._entries(stacks=False):
+                if not _is_done(entry) and not entry["is_p2p"]:
+                    one = Outstanding(title, int(entry["collective_seq_id"]))
+                    self._oldest.setdefault((ring, str(entry["pg_id"])), one)
+        self._oldest = {group: self._oldest.get(group) for group in still}
+        return [one for one in self._oldest.values() if one is not None]
 
     def calls(self, *, sites: bool = True) -> Sequence[RecordedCall]:
         # The first time with sites takes seconds, since torch imports its compiler for it.

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lightning_lockstep.distributed.guard import diagnosis
 from lightning_lockstep.distributed.guard.collective_call import CollectiveCall
 from lightning_lockstep.distributed.guard.diagnosis import StallDiagnosis
 from lightning_lockstep.distributed.guard.rank_state import DiagnosisRequest, RankState
@@ -48,13 +49,15 @@ class OtherRank:
     def __init__(self, answers: Iterator[RankState], *, rank: int = 0, process: int = 0) -> None:
         self.rank, self._process = rank, process
         self._answers, self._handlers = answers, dict[str, Callable[[Message], None]]()
-        self.asked = 0
+        self.asked, self.told = 0, list[int | None]()
 
     def on(self, topic: str, handler: Callable[[Message], None]) -> Callable[[], None]:
         self._handlers[topic] = handler
         return lambda: None
 
     def post(self, topic: str, body: Any = None, *, to: int | None = None) -> None:
+        if topic == "guard/diagnosis":
+            self.told.append(to)
         if topic == "guard/where":
             self.asked += 1
             self._handlers["guard/state"](Message("guard/state", 1, [body[0], next(self._answers).to_data()]))
@@ -116,6 +119,20 @@ def test_a_rank_that_comes_while_it_is_asked_is_no_stall() -> None:
 def test_a_rank_that_is_still_not_there_when_it_is_asked_again_is_one() -> None:
     stall, times = asked([WAITS] * 3, [NOT_YET] * 3)
     assert "rank 1 never came" in str(stall.error) and times == 3
+
+
+def test_a_rank_that_does_not_answer_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is stopped, or holds Python's lock, raises the same error once it goes on."""
+    monkeypatch.setattr(diagnosis, "_STOPPED_WITHIN", 0.1)
+    with subprocess.Popen(["sh", "-c", "read line"], stdin=subprocess.PIPE) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        channel = OtherRank(iter([NOT_YET] * 3), process=process.pid)
+        channel.world_size = 3
+        stall = diagnosis_of(channel, lambda: WAITS)
+        stall.request(DiagnosisRequest(rank=0, outstanding=WANTED, seconds=60.0))
+        work(stall)
+        process.kill()
+    assert stall.error is not None and channel.told == [1, 2]
 
 
 @pytest.mark.parametrize("theirs", [state(1, called=True, done=True), state(1, called=True)])
