@@ -105,7 +105,7 @@ class StallDiagnosis:
         self.diagnosis: Diagnosis | None = None  # that says so
         self.states: Mapping[int, RankState] = {}  # where the ranks were, on the one that has decided
         self.answered = threading.Condition()
-        self.answers = 0  # how many diagnoses have come, of whatever kind
+        self.answers = 0  # how many diagnoses of errors of the backend have come, or errors for all
         self._ends: set[Connection] = set()  # to be ended so that no wait is left
         self._count = 0
         self._look: _Look | None = None
@@ -234,6 +234,9 @@ class StallDiagnosis:
             if self.error is not None:  # all have been told
                 self._open.clear()
                 return
+            if self._propagation.failed:  # explains what else is asked about: with many ranks that takes long
+                self.forget()
+                return
 
     def _looked_at_again(
         self, one: _Open, found: Diagnosis | None, silent: Mapping[int, UnresponsiveRank]
@@ -269,7 +272,7 @@ class StallDiagnosis:
         to_end = self._connections_to_end(states, silent)
         for rank in to_end:
             if rank != self._channel.rank:  # one that was silent raises it, too, once it goes on
-                self._channel.post(_DIAGNOSIS, [asdict(found), to_end[rank]], to=rank)
+                self._channel.post(_DIAGNOSIS, [asdict(found), to_end[rank], True], to=rank)
         self._channel.flush(0.5)  # before this rank ends the connections by which others would notice
         self._take(found, to_end[self._channel.rank])
         self._note_answer()
@@ -298,10 +301,11 @@ class StallDiagnosis:
     def _answer(self, request: DiagnosisRequest) -> None:
         if request.rank == self._channel.rank:
             self._unanswered = None
-            self._note_answer()
+            if request.raised:
+                self._note_answer()
         else:
             known = None if self.diagnosis is None else asdict(self.diagnosis)
-            self._channel.post(_DIAGNOSIS, [known, ()], to=request.rank)
+            self._channel.post(_DIAGNOSIS, [known, (), bool(request.raised)], to=request.rank)
 
     # -- every rank ------------------------------------------------------------------------------------
 
@@ -316,11 +320,14 @@ class StallDiagnosis:
         return self._own.state(sites)
 
     def _take_diagnosis(self, message: Message) -> None:
-        found, ends = message.body
-        self._unanswered = None
+        found, ends, is_of_error = message.body
+        # That of a wait that is over may come while an error of the backend is still to be explained.
+        if is_of_error or (self._unanswered is not None and not self._unanswered.raised):
+            self._unanswered = None
         if found is not None:
             self._take(from_plain(Diagnosis, found), [(here, there) for here, there in ends])
-        self._note_answer()
+        if is_of_error:
+            self._note_answer()
 
     def _take(self, found: Diagnosis, ends: Collection[Connection] = ()) -> None:
         """Take an error for that of this rank, unless a rank that has failed explains everything."""

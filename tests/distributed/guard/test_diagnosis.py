@@ -62,6 +62,9 @@ class OtherRank:
             self.asked += 1
             self._handlers["guard/state"](Message("guard/state", 1, [body[0], next(self._answers).to_data()]))
 
+    def deliver(self, topic: str, body: Any) -> None:
+        self._handlers[topic](Message(topic, 0, body))
+
     def flush(self, timeout: float) -> None:
         del timeout
 
@@ -199,3 +202,16 @@ def test_a_wait_for_others_than_a_frozen_rank_0_is_no_error_until_it_breaks() ->
         "rank 0 does not answer, and nobody else can say what is wrong with collective #1 of group"
         " '1 (ranks 1, 2)' ((not recorded)): the wait of rank 1 was ended by Connection closed"
     )
+
+
+def test_the_end_of_a_wait_is_not_taken_for_the_answer_about_an_error() -> None:
+    channel = OtherRank(iter(()), rank=1)
+    stall = diagnosis_of(channel, lambda: state(1, called=True))
+    stall.request(DiagnosisRequest(rank=1, outstanding=WANTED, seconds=60.0))
+    stall.request(DiagnosisRequest(rank=1, outstanding=None, seconds=0.0, raised="Connection closed"))
+    answered = []
+    for is_of_error in (False, True):
+        channel.deliver("guard/diagnosis", [None, [], is_of_error])
+        TO_DO.get()()
+        answered.append((stall.answers, stall.is_busy))
+    assert answered == [(0, True), (1, False)]
