@@ -220,14 +220,15 @@ def nearest_site(places: Iterable[tuple[str, int, str]], otherwise: str) -> str:
     # What the trainer does by itself has the innermost place in Lightning, not the user's `trainer.fit()`: that
     # would be the same for whatever the ranks call.
     inside = ""
+    libraries, lightning = _library_folders(_OF_LIBRARIES), _library_folders(_LIGHTNING)
     for file, line, function in places:
         if file.endswith(_ENGINE):
             return BACKWARD
         if file.endswith(_TRAINER) and inside:
             break
-        if not is_library_file(file):
+        if not _is_library_file(file, libraries):
             return site_text(file, line, function)
-        if not inside and file.startswith(_library_folders(_LIGHTNING)):
+        if not inside and file.startswith(lightning):
             inside = site_text(file, line, function)
     return inside or otherwise
 
@@ -239,10 +240,15 @@ def site_text(file: str, line: int, function: str) -> str:
 
 def is_library_file(path: str) -> bool:
     """Return whether a file is Python's, torch's, Lightning's or this package's, rather than the user's."""
+    return _is_library_file(path, _library_folders(_OF_LIBRARIES))
+
+
+@functools.lru_cache(10_000)  # asked for each frame of a call
+def _is_library_file(path: str, folders: tuple[str, ...]) -> bool:
     is_standard = path.startswith(_STANDARD) and "-packages" not in path
     # Decorators of `typing_extensions` stand between a user's call and torch.
     is_wrapper = path.endswith(f"{os.sep}typing_extensions.py")
-    return is_standard or is_wrapper or path.startswith((*_library_folders(_OF_LIBRARIES), "<frozen"))
+    return is_standard or is_wrapper or path.startswith((*folders, "<frozen"))
 
 
 def is_torch_or_lightning(path: str) -> bool:
