@@ -10,6 +10,7 @@
 #            <-- diagnosis (none, or a remark was made)
 #            or, where it is an error:    diagnosis [Diagnosis, connections to end]  --------->  all raise it
 #
+# A diagnosis also says whether it is for all, or answers about an error of the backend, for which a rank may wait.
 # A look is what rank 0 begins with `where`; its number tells late answers from those to it. A request about a wait is
 # posted `window` seconds before that is too long, and ends after its second look, when it is: by then each rank knows
 # whether it has moved since the first. What may have passed already is looked at once more, and so is an error of the

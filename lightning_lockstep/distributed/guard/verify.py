@@ -117,6 +117,7 @@ class ComparisonGroup:
         own = dist.PrefixStore(_PREFIX, store.clone() if hasattr(store, "clone") else store)
         number = _wait_for_all(own, size, timeout)  # DistStoreError: not all came in time
         self._rank, self._size = rank, size
+        self._timeout = 0.0  # that the options have [s]
         # Torch states no types for its methods.
         self._gloo: Any = dist.ProcessGroupGloo(
             dist.PrefixStore(str(number), own), rank, size, timedelta(seconds=timeout)
@@ -132,7 +133,8 @@ class ComparisonGroup:
         # cores than ranks; its all-gather takes longer from 4 ranks on.
         memory = self._memory
         memory[0], memory[1] = number, -number
-        self._greatest.timeout = timedelta(seconds=timeout)
+        if timeout != self._timeout:
+            self._timeout, self._greatest.timeout = timeout, timedelta(seconds=timeout)
         self._gloo.allreduce(self._tensors, self._greatest).wait()
         return memory[0] == -memory[1]
 
