@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -30,8 +31,8 @@ def delay(topic: str, seconds: float) -> None:
     channel = current_communicator().side_channel
     put = channel._put
 
-    def put_later(post: Post) -> None:
-        if post.topic == topic:
+    def put_later(post: Any) -> None:
+        if isinstance(post, Post) and post.topic == topic:
             later = threading.Timer(seconds, put, [post])
             later.daemon = True
             later.start()
